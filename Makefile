@@ -1,0 +1,60 @@
+# Every target sets itself up: a virtual environment in .venv with pinned packages and the native modules built.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= 2.13.0
+BIN := $(VENV)/bin
+NATIVE := CMakeLists.txt $(wildcard aio_native/src/* optim/src/*)
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: demo test check bench sanitize test-torch setup clean FORCE
+.DEFAULT_GOAL := test
+
+demo: setup
+	$(BIN)/python -m perf.demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_tidy.py tests/test_exports.py
+
+bench: setup
+	$(BIN)/python -m pytest perf --benchmark-only -m "not slow" $(ARGS)
+
+# The suite against another version of torch, in an environment of its own: make test-torch TORCH=2.15.0
+test-torch:
+	$(MAKE) test VENV=.venv-torch-$(TORCH) TORCH=$(TORCH)
+
+# The C++ engine and thread pool, with every sanitizer that finds what tests cannot see.
+sanitize: setup
+	@for kinds in address,undefined thread; do \
+	  $(BIN)/cmake -S tests/native -B build/sanitize-$$kinds -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	    -DSANITIZE=$$kinds >/dev/null && $(BIN)/cmake --build build/sanitize-$$kinds >/dev/null && \
+	  echo "-fsanitize=$$kinds" && (cd build/sanitize-$$kinds && ./engine_test) || exit 1; \
+	done
+
+setup: $(INSTALLED)
+
+$(VENV)/.packages: constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "nvme-offload needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/pip install -q --disable-pip-version-check -r $(VENV)/constraints.txt
+	@touch $@
+
+# The C++ ring needs liburing's header and static library. Root installs them; anyone else is told, and the build goes on.
+# When they come or go later, CMake must not remember how it was.
+$(VENV)/.liburing: $(VENV)/.packages FORCE
+	@sh scripts/install-liburing.sh $@ || rm -rf build
+
+$(INSTALLED): $(VENV)/.packages $(VENV)/.liburing $(NATIVE)
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+clean:
+	rm -rf build .venv .venv-torch-* demo-out

@@ -1,0 +1,198 @@
+"""The engine interface: bytes between memory and files, and nothing else.
+
+An engine is one way to do I/O (fio's *ioengine*). It takes operations, each a list of segments, splits them into
+requests of at most ``block_size`` bytes, keeps at most ``queue_depth`` requests in flight, finishes short transfers,
+repeats interrupted requests and checks every completion. It knows neither tensors nor what the bytes mean.
+
+Layering: the engine finishes short transfers; `offload.transfer` owns buffers and turns failures into exceptions;
+`offload.tensor_swapper` owns tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from aio_native.faults import FaultSpec
+
+MAX_BLOCK_SIZE = 1 << 30
+"""Bytes; the kernel cuts a single read or write short of 2 GiB."""
+
+
+class Op(enum.IntEnum):
+    """Direction of an operation, seen from memory."""
+
+    READ = 0
+    """File to memory."""
+    WRITE = 1
+    """Memory to file."""
+
+
+class Segment(NamedTuple):
+    """One contiguous run of bytes in a file and in memory.
+
+    With a file opened O_DIRECT, offset, address and size must be multiples of the file's alignment.
+    """
+
+    fd: int
+    offset: int
+    """Position in the file, in bytes."""
+    address: int
+    """Address of the first byte in memory."""
+    size_bytes: int
+
+
+class Failure(NamedTuple):
+    """The first thing that went wrong in an operation."""
+
+    errno: int
+    """Positive errno. ENODATA means that the file ended before the segment did."""
+    fd: int
+    offset: int
+    """Position in the file of the request that failed, in bytes."""
+    size_bytes: int
+    """Bytes of the request that failed."""
+
+
+class Operation(Protocol):
+    """A submitted group of requests. The memory it names must stay alive until ``done()``."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Sum over the segments."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """What went wrong, or None. Final once ``done()`` is true."""
+
+    @property
+    def submitted_ns(self) -> int:
+        """When it was handed in, on the clock of ``time.monotonic_ns``."""
+
+    @property
+    def completed_ns(self) -> int:
+        """When its last request completed, on the same clock; 0 before."""
+
+    def done(self) -> bool:
+        """Whether every request has completed (or was never issued because an earlier one failed)."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for ``done()``; False when `timeout` seconds passed first. Signals are handled while waiting."""
+
+    def add_waker(self, eventfd: int) -> None:
+        """Write 1 to `eventfd` when the operation is done; at once if it already is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What an engine is built with. Every value comes from the caller: engines have no defaults of their own."""
+
+    queue_depth: int
+    """Requests in flight per ring. Range 1..4096."""
+    block_size: int
+    """Largest request, in bytes; a multiple of `alignment`."""
+    rings: int
+    """Independent submission queues, each with an owner thread. Range 1..64."""
+    alignment: int
+    """Granularity of direct I/O, in bytes: a short transfer is continued at a multiple of it."""
+    max_operations: int
+    """Operations accepted and not yet done; ``submit`` answers None beyond it."""
+    faults: FaultSpec | None = None
+    """Failures to inject at the completion source, for tests."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value outside its range."""
+        bounds = {
+            "queue_depth": (self.queue_depth, 1, 4096),
+            "rings": (self.rings, 1, 64),
+            "alignment": (self.alignment, 1, MAX_BLOCK_SIZE),
+            "block_size": (self.block_size, self.alignment, MAX_BLOCK_SIZE),
+            "max_operations": (self.max_operations, 1, 2**31),
+        }
+        for name, (value, low, high) in bounds.items():
+            if not low <= value <= high:
+                raise ValueError(f"EngineOptions.{name}={value}: must lie between {low} and {high}")
+        if self.block_size % self.alignment:
+            raise ValueError(
+                f"EngineOptions.block_size={self.block_size}: must be a multiple of alignment={self.alignment}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Counters since the engine was opened."""
+
+    requests: int
+    """Requests completed, repeats included."""
+    retries: int
+    """Requests issued again after a short transfer, EINTR or EAGAIN."""
+    bytes_read: int
+    bytes_written: int
+    depth_ns: int
+    """Integral of requests in flight over time, in request-nanoseconds."""
+    busy_ns: int
+    """Nanoseconds with at least one request in flight, summed over rings."""
+    cpu_ns: int
+    """Processor time of the engine's own threads."""
+
+    @property
+    def achieved_depth(self) -> float:
+        """Mean number of requests in flight while any was."""
+        return self.depth_ns / self.busy_ns if self.busy_ns else 0.0
+
+
+@dataclass(frozen=True)
+class Registration:
+    """Which optional kernel features an engine obtained, and why not where it did not."""
+
+    buffers: bool = False
+    """Memory is registered: no page pinning per request."""
+    files: bool = False
+    """File descriptors are registered: no reference counting per request."""
+    refusals: tuple[str, ...] = field(default=())
+    """One sentence per feature that was refused: cause, consequence, remedy."""
+
+
+class EngineUnavailable(RuntimeError):  # noqa: N818 - it names a state, not a mistake of the caller
+    """The engine cannot run here. The message says why and what would change it."""
+
+
+class Engine(ABC):
+    """One way to do I/O. Thread-safe. In a forked child every method but ``close`` raises RuntimeError."""
+
+    name: str
+    options: EngineOptions
+
+    @abstractmethod
+    def submit(self, op: Op, segments: Sequence[Segment]) -> Operation | None:
+        """Hand in an operation and return at once.
+
+        Returns:
+            The operation, or None if `max_operations` are under way already (busy: wait for one, then try again).
+
+        Raises:
+            ValueError: a segment is empty or not aligned as its O_DIRECT file requires.
+            RuntimeError: the engine is closed, or was made in another process.
+        """
+
+    @abstractmethod
+    def register(self, buffers: Sequence[tuple[int, int]], fds: Sequence[int]) -> Registration:
+        """Register memory given as (address, size in bytes) and open files, for cheaper requests.
+
+        Refusal is normal (RLIMIT_MEMLOCK, old kernels) and never an error: the requests stay plain.
+        """
+
+    @abstractmethod
+    def unregister(self) -> None:
+        """Forget everything registered. Needed before registered memory is unmapped."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Counters since the engine was opened."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what is under way, stop the threads, free the rings. Idempotent; does nothing in a forked child."""

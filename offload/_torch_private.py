@@ -1,0 +1,284 @@
+"""The only place that touches what torch does not promise to keep. Each name says why it is needed.
+
+``tests/offload/test_torch_private.py`` names every function here: a torch upgrade breaks there and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+# ``torch.utils._pytree``: how every tensor subclass in torch itself walks the arguments of an operator.
+__all__ = [
+    "METADATA_GLOBALS",
+    "foreach_of",
+    "fsdp_groups",
+    "fsdp_params",
+    "gather_by_itself",
+    "give_shard",
+    "install_extension",
+    "is_view",
+    "local_tensor",
+    "make_wrapper",
+    "own_initializer",
+    "refuse_writes",
+    "shard_offsets",
+    "sharded_like",
+    "storage_info",
+    "storage_place",
+    "tree_flatten",
+    "tree_unflatten",
+    "version_of",
+    "without_base",
+    "written_arguments",
+    "written_tensors",
+]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place.
+
+    ``Tensor._version``: autograd's own counter, the only sign of an in-place change. Writes through ``.data`` do not
+    show in it.
+    """
+    return tensor._version
+
+
+def is_view(op: Any) -> bool:
+    """Whether an operator's result shares memory with its argument.
+
+    ``OpOverload.is_view``: derived by torch from the operator's schema; the schema itself is not public either.
+    """
+    return bool(op.is_view)
+
+
+def written_arguments(op: Any) -> list[int | str]:
+    """Positions (or names, of keyword-only arguments) that an operator changes in place.
+
+    ``OpOverload._schema``: the only description of which arguments an operator writes to.
+    """
+    return [
+        argument.name if argument.kwarg_only else place
+        for place, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def written_tensors(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of an operator that it changes in place; also those in lists.
+
+    ``OpOverload._schema``, see `written_arguments`.
+    """
+    places = written_arguments(op)
+    arguments = [
+        kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None for place in places
+    ]
+    return [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def foreach_of(op: Any) -> Any:
+    """The operator on one tensor that `op` runs on each of a list of tensors, where it is one of those known here.
+
+    ``aten._foreach_zero_``: what ``Optimizer.zero_grad(set_to_none=False)`` calls for all gradients at once.
+    """
+    return torch.ops.aten.zero_.default if op is torch.ops.aten._foreach_zero_.default else None
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, or the tensor itself.
+
+    ``DTensor._local_tensor``: ``to_local()`` goes through autograd and returns a view; the optimizer needs the object
+    that FSDP2 keeps.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def without_base(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no view: for results whose base nobody else holds, as of ``nn.Linear``.
+
+    ``Tensor._base``, ``aten::_unsafe_view``: what matrix products use for their own results. FSDP2 hooks what a module
+    returns, and an operation in place on a view drops the hook.
+    """
+    if tensor._base is None:
+        return tensor
+    unviewed: torch.Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+    return unviewed
+
+
+def make_wrapper(cls: Any, like: torch.Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """A tensor of class `cls` that declares `dtype` and the shape and strides of `like`, and holds no data.
+
+    ``Tensor._make_wrapper_subclass``: the documented way to write such a class, with an undocumented name.
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=device)
+
+
+def sharded_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor with the layout of `like` around another local tensor.
+
+    ``DTensor._spec``: ``DTensor.from_local`` cannot express a shard that is empty or uneven without communication.
+    """
+    spec = replace(like._spec, tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def fsdp_groups(module: torch.nn.Module) -> list[list[Any]]:
+    """FSDP2's records of the parameters that `module` manages (not its children), by what is gathered together.
+
+    ``FSDPModule._get_fsdp_state()._fsdp_param_group``: there is no public way from a sharded parameter to what
+    FSDP2 gathers for it.
+    """
+    if not isinstance(module, FSDPModule):
+        return []
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return [list(group.fsdp_params) for group in groups]
+
+
+def fsdp_params(module: torch.nn.Module) -> list[Any]:
+    """FSDP2's records of the parameters that `module` manages (not its children). See `fsdp_groups`."""
+    return [param for group in fsdp_groups(module) for param in group]
+
+
+def gather_by_itself(fsdp_param: Any, policy: MixedPrecisionPolicy) -> None:
+    """Give one parameter of an FSDP2 group a gather dtype of its own, as all others of the group must have then.
+
+    ``FSDPParam.init_dtype_attrs``: FSDP2 takes the dtypes of all parameters of a group from the group's policy when it
+    first runs. ``FSDPParam.init_unsharded_param``: the gathered parameter, whose gradient has to be fp32 because a
+    group's gradients have one dtype, is made when it is first gathered.
+    """
+    fsdp_param.mp_policy = policy
+    orig_dtype, init_unsharded_param = fsdp_param.sharded_param.dtype, fsdp_param.init_unsharded_param
+
+    def init_dtype_attrs(of_group: MixedPrecisionPolicy) -> None:
+        fsdp_param.orig_dtype = orig_dtype
+        fsdp_param.param_dtype = None if policy.param_dtype == orig_dtype else policy.param_dtype
+        fsdp_param.reduce_dtype = policy.reduce_dtype
+
+    def init_and_take_fp32_gradients() -> None:
+        init_unsharded_param()
+        fsdp_param.unsharded_param.grad_dtype = torch.float32
+
+    fsdp_param.init_dtype_attrs = init_dtype_attrs
+    fsdp_param.init_unsharded_param = init_and_take_fp32_gradients
+
+
+def install_extension(fsdp_param: Any, local: torch.Tensor) -> None:
+    """Make FSDP2 gather a parameter through `local`'s all-gather extension, and forget its own copy.
+
+    ``FSDPParam`` decides at construction whether a shard has an extension (``_init_extensions``), keeps a padded copy
+    (``_sharded_param_data``), and would replace an uneven shard by a plain tensor whenever a state dict is loaded
+    (``reset_sharded_param``).
+    """
+    fsdp_param.sharded_param._local_tensor = local
+    fsdp_param._sharded_param_data = torch.empty(0, dtype=local.dtype)
+    fsdp_param.reset_sharded_param = lambda: None
+    fsdp_param._init_extensions()
+
+
+def give_shard(fsdp_param: Any, local: torch.Tensor, padded: torch.Tensor | None = None) -> None:
+    """Replace a shard on the meta device by `local`: another Parameter, wherever the module uses the old one.
+
+    ``FSDPParam``: a DTensor keeps the device it was made with, so ``_local_tensor`` cannot just be exchanged, and
+    ``Module.to_empty`` would allocate all shards of a module at once. `padded` is the memory around `local`, in the
+    shape that FSDP2 gathers (``_sharded_param_data``); None for a tensor with an all-gather extension.
+    """
+    old = fsdp_param.sharded_param
+    sharded = DTensor(local, old._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    fsdp_param.sharded_param = torch.nn.Parameter(sharded, requires_grad=old.requires_grad)
+    fsdp_param._setattr_on_modules(fsdp_param.sharded_param)
+    if padded is None:
+        install_extension(fsdp_param, local)
+    else:
+        fsdp_param._sharded_param_data = padded.view(-1)
+
+
+def own_initializer(module: torch.nn.Module) -> Callable[[], object] | None:
+    """What a module fills its parameters and buffers with when it is built; None if it has no such method.
+
+    ``MultiheadAttention._reset_parameters``: the one module of torch whose ``reset_parameters`` is private.
+    """
+    name = "_reset_parameters" if isinstance(module, torch.nn.MultiheadAttention) else "reset_parameters"
+    found: Callable[[], object] | None = getattr(module, name, None)
+    return found
+
+
+class refuse_writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801  # a context manager
+    """While it is active, an operator that writes to a tensor for which `forbidden` holds raises ValueError instead.
+
+    ``torch.utils._python_dispatch.TorchDispatchMode``: the documented way to see every operator, also those on
+    ``.data``, in a module with a private name.
+
+    Args:
+        forbidden: asked for every tensor that is about to be written.
+        message: of the error.
+    """
+
+    def __init__(self, forbidden: Callable[[torch.Tensor], bool], message: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._forbidden = forbidden
+        self._message = message
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at what `func` writes to, and run it."""
+        if any(self._forbidden(tensor) for tensor in written_tensors(func, args, kwargs or {})):
+            raise ValueError(self._message)
+        return func(*args, **(kwargs or {}))
+
+
+def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
+    """Where this rank's part of a DTensor begins in the whole, in every dimension.
+
+    ``DTensor.__create_chunk_list__``: what distributed checkpoints ask for it; the functions behind it are private.
+    """
+    [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(chunk.offsets)
+
+
+def storage_info(relative_path: str, offset: int, length: int) -> Any:
+    """Where in the files of a distributed checkpoint a tensor is.
+
+    ``checkpoint.filesystem._StorageInfo``: what ``FileSystemReader``, also a stock one, looks for in the metadata.
+    """
+    return _StorageInfo(relative_path, offset, length)
+
+
+def storage_place(info: Any) -> tuple[str, int, int]:
+    """File, offset and length of what `storage_info` made."""
+    return info.relative_path, info.offset, info.length
+
+
+METADATA_GLOBALS: set[tuple[str, str]] = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+}
+"""Module and name of everything that the pickled metadata of a distributed checkpoint refers to.
+
+All of it holds data and does nothing. There is no public reader of that file that keeps to such a list.
+"""

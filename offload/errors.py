@@ -1,0 +1,236 @@
+"""Every exception and warning this project raises on purpose.
+
+What the caller can do about it decides the family, so that ``except ValueError`` and ``except OSError``
+mean what they mean elsewhere::
+
+    ValueError
+      ConfigError          the configuration section is wrong: change the file
+      WeightsError         weight files do not fit the model, or are no intact safetensors files
+    OSError
+      SwapIOError          a request failed: path, offset, size, direction, errno, and what to do
+        OutOfSpaceError    the file system cannot hold the swap file: bytes needed and bytes free
+      CheckpointWriteError a checkpoint could not be written; nothing of it is left, earlier ones are as they were
+    RuntimeError
+      OffloadError         the program used an object in a way it does not allow
+        ClosedError        after it was closed
+        ForkError          in a process other than the one that made it
+        StateError         in a state that does not allow the operation
+        CorruptionError    what was read back is not what was written
+        CheckpointError    a checkpoint cannot be loaded: which file, and why; nothing has changed
+    UserWarning
+      ConfigWarning        a key of the configuration section has no meaning here
+
+All of them survive pickling, so a worker process can hand them to its parent.
+"""
+
+import errno as errno_names
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from offload.units import format_bytes
+
+Direction = Literal["read", "write", "allocate"]
+
+_REMEDIES = {
+    errno_names.ENOSPC: "the file system is full: free space on it or put nvme_path on another one",
+    errno_names.EIO: "the drive reported an error, and this range cannot be trusted: look at `dmesg` and "
+    "`smartctl -a`, and put nvme_path on another drive",
+    errno_names.EINVAL: "most often direct I/O with an unaligned address, offset or size, or a file system "
+    "without direct I/O: keep aio.block_size a multiple of 4096, put nvme_path on ext4 or XFS, or set "
+    'aio.direct to "optional"',
+    errno_names.ENODATA: "the file ended before this range did: something truncated it while it was in use; "
+    "leave the files below nvme_path alone while a run is alive",
+    errno_names.ENOENT: "there is no such folder: make it, or choose another nvme_path",
+    errno_names.ENOTDIR: "this is no folder: choose another nvme_path",
+    errno_names.EROFS: "the file system is mounted read-only (ext4 and XFS do this after an error, see "
+    "`dmesg`): remount it or put nvme_path on another one",
+    errno_names.EACCES: "this user may not use the path: give it permission or choose another nvme_path",
+}
+
+
+class ConfigError(ValueError):
+    """The configuration section is wrong. `problems` holds one line for each thing to change."""
+
+    def __init__(self, problems: Sequence[str], source: str = "config") -> None:
+        super().__init__(tuple(problems), source)
+        self.problems = tuple(problems)
+        self.source = source
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return f"{self.source}: {self.problems[0]}"
+        return "\n  ".join([f"{self.source}: {len(self.problems)} problems", *self.problems])
+
+
+class WeightsError(ValueError):
+    """Weight files are damaged, or do not fit the model. `problems` holds one line for each thing found."""
+
+    def __init__(self, path: str | os.PathLike[str], *problems: str) -> None:
+        super().__init__(os.fspath(path), *problems)
+        self.path = Path(path)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return f"{self.path}: {self.problems[0]}"
+        return "\n  ".join([f"{self.path}: {len(self.problems)} problems", *self.problems])
+
+
+class ConfigWarning(UserWarning):
+    """A key of the configuration section is accepted and has no meaning here."""
+
+
+class SwapIOError(OSError):
+    """A request to a swap file failed.
+
+    ``errno`` and ``filename`` are OSError's own; ``extent`` says in words whose bytes these were.
+    """
+
+    def __init__(
+        self,
+        errno: int,
+        *,
+        path: str | os.PathLike[str],
+        offset: int,
+        size_bytes: int,
+        direction: Direction,
+        extent: str = "",
+    ) -> None:
+        super().__init__(errno, os.strerror(errno), os.fspath(path))
+        self.path = Path(path)
+        self.offset = offset
+        self.size_bytes = size_bytes
+        self.direction = direction
+        self.extent = extent
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        return _REMEDIES.get(self.errno or 0, "see `man errno` and `dmesg`")
+
+    def __str__(self) -> str:
+        name = errno_names.errorcode.get(self.errno or 0, f"errno {self.errno}")
+        extent = f" ({self.extent})" if self.extent else ""
+        what = f"{self.direction} of {self.size_bytes} bytes at offset {self.offset} of {self.path}{extent}"
+        return f"{what} failed: {name}, {self.strerror}; {self.remedy}"
+
+    def _arguments(self) -> dict[str, Any]:
+        names = ("errno", "path", "offset", "size_bytes", "direction", "extent")
+        return {name: getattr(self, name) for name in names}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), **self._arguments()), (), self.__dict__
+
+
+class OutOfSpaceError(SwapIOError):
+    """The file system cannot hold the swap file; nothing has been written."""
+
+    def __init__(self, *, path: str | os.PathLike[str], needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(errno_names.ENOSPC, path=path, offset=0, size_bytes=needed_bytes, direction="allocate")
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+    def __str__(self) -> str:
+        needed, free = format_bytes(self.needed_bytes), format_bytes(self.free_bytes)
+        exact = f"{self.needed_bytes} and {self.free_bytes} bytes"
+        return f"{super().__str__()}; needed {needed}, free {free} ({exact})"
+
+    def _arguments(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("path", "needed_bytes", "free_bytes")}
+
+
+class OffloadError(RuntimeError):
+    """An object was used in a way it does not allow."""
+
+
+class ClosedError(OffloadError):
+    """The object was closed before this call."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"{self.name} is closed; make a new one, or close it after its last use"
+
+
+class ForkError(OffloadError):
+    """The object belongs to another process: rings, locks and swap files do not survive a fork."""
+
+    def __init__(self, name: str, owner_pid: int, pid: int) -> None:
+        super().__init__(name, owner_pid, pid)
+        self.name = name
+        self.owner_pid = owner_pid
+        self.pid = pid
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} was made in process {self.owner_pid} and is used in process {self.pid}; "
+            "make one in each process, after the fork"
+        )
+
+
+class StateError(OffloadError):
+    """The present state of `name` does not allow the operation."""
+
+    def __init__(self, name: str, expected: str, actual: str) -> None:
+        super().__init__(name, expected, actual)
+        self.name = name
+        self.expected = expected
+        self.actual = actual
+
+    def __str__(self) -> str:
+        return f"{self.name}: expected {self.expected}, actual {self.actual}"
+
+
+class CorruptionError(OffloadError):
+    """A checksum shows that the bytes read back are not the bytes written."""
+
+    def __init__(self, path: str | os.PathLike[str], extent: str, expected: int, actual: int) -> None:
+        super().__init__(path, extent, expected, actual)
+        self.path = Path(path)
+        self.extent = extent
+        self.expected = expected
+        self.actual = actual
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} ({self.extent}): checksum {self.expected:#010x} was written, {self.actual:#010x} "
+            "was read; the drive or another process changed the file: look at `dmesg` and `smartctl -a`, and "
+            "go back to a checkpoint"
+        )
+
+
+class CheckpointWriteError(OSError):
+    """A checkpoint or an export could not be written; nothing of it is left, earlier ones are as they were."""
+
+    def __init__(self, errno: int, path: str | os.PathLike[str], detail: str = "") -> None:
+        super().__init__(errno, os.strerror(errno), os.fspath(path))
+        self.path = Path(path)
+        self.detail = detail
+
+    def __str__(self) -> str:
+        name = errno_names.errorcode.get(self.errno or 0, f"errno {self.errno}")
+        detail = f" ({self.detail})" if self.detail else ""
+        return (
+            f"writing {self.path} failed: {name}, {self.strerror}{detail}; nothing of it is left and earlier ones are "
+            "as they were: free space or give permission there, or choose another folder"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.errno, self.path, self.detail), self.__dict__
+
+
+class CheckpointError(OffloadError):
+    """A checkpoint, or one file of it, cannot be loaded. The state of the run has not changed."""
+
+    def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
+        super().__init__(path, problem)
+        self.path = Path(path)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.problem}"

@@ -1,0 +1,90 @@
+"""What the kernel says in /proc and /sys; None where it says nothing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+SYS = Path("/sys")
+
+CAP_IPC_LOCK = 14
+"""With it RLIMIT_MEMLOCK does not count."""
+
+
+def read(path: Path) -> str | None:
+    """The stripped text of a file, None if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def read_int(path: Path) -> int | None:
+    """The number in a file, None if there is none."""
+    try:
+        return int(read(path) or "")
+    except ValueError:
+        return None
+
+
+def read_sysctl(name: str) -> int | None:
+    """A numeric sysctl such as ``vm.overcommit_memory``."""
+    return read_int(PROC.joinpath("sys", *name.split(".")))
+
+
+def status_field(name: str) -> str | None:
+    """A field of /proc/self/status."""
+    match = re.search(rf"^{name}:\s*(.*)$", read(PROC / "self/status") or "", re.MULTILINE)
+    return match[1] if match else None
+
+
+def has_capability(number: int) -> bool:
+    """Whether this process has a capability that counts everywhere, not just in a user namespace of its own."""
+    has = bool(int(status_field("CapEff") or "0", 16) >> number & 1)
+    return has and (read(PROC / "self/uid_map") or "").split() == ["0", "0", "4294967295"]
+
+
+def meminfo() -> dict[str, int]:
+    """/proc/meminfo in bytes."""
+    lines = re.findall(r"^(\S+):\s+(\d+) kB$", read(PROC / "meminfo") or "", re.MULTILINE)
+    return {name: int(size) * 1024 for name, size in lines}
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A line of /proc/self/mountinfo."""
+
+    number: int
+    root: str
+    """The directory of the file system that is mounted."""
+    point: str
+    kind: str
+    """Type of the file system."""
+    source: str
+    options: tuple[str, ...]
+    """Of the mount and of the file system."""
+
+
+def mounts() -> list[Mount]:
+    """What this process sees mounted."""
+    return [_mount(line) for line in (read(PROC / "self/mountinfo") or "").splitlines()]
+
+
+def mount_of(fd: int) -> Mount | None:
+    """The mount that an open file is on. Exact, also where mounts cover one another."""
+    match = re.search(r"^mnt_id:\s*(\d+)", read(PROC / f"self/fdinfo/{fd}") or "", re.MULTILINE)
+    return next((mount for mount in mounts() if match and mount.number == int(match[1])), None)
+
+
+def _mount(line: str) -> Mount:
+    before, _, after = line.partition(" - ")
+    number, _, _, root, point, options, *_ = before.split()
+    kind, source, *rest = after.split()
+    every_option = options.split(",") + (rest[0].split(",") if rest else [])
+    return Mount(int(number), _unescape(root), _unescape(point), kind, _unescape(source), tuple(every_option))
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)  # a space is written as \040

@@ -1,0 +1,49 @@
+"""Bytes as people write them: GB is 1e9, GiB is 2**30; capacities are shown in GiB, rates in GB/s."""
+
+import re
+from decimal import Decimal
+
+KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+
+_UNITS = {"": 1, "B": 1, "KB": KB, "kB": KB, "MB": MB, "GB": GB, "TB": TB}
+_UNITS |= {"KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
+_FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", re.ASCII)
+_ACCEPTED = (
+    'write a whole number of bytes, or a number and a unit in this spelling: "512MiB", "8GiB", "1.5GB" '
+    "(KiB, MiB, GiB, TiB are powers of 1024; KB, MB, GB, TB are powers of 1000)"
+)
+
+
+def parse_bytes(value: int | float | str) -> int:
+    """Return the number of bytes that ``value`` means; a part of a byte is dropped.
+
+    A bare "8G" is refused because it could mean either unit, and a float only passes when it is a whole
+    number, as in the 1e9 of DeepSpeed's files.
+
+    Raises:
+        ValueError: names the value and the accepted forms.
+    """
+    if isinstance(value, str):
+        match = _FORM.fullmatch(value.strip())
+        if match and match[2] in _UNITS:
+            return int(Decimal(match[1]) * _UNITS[match[2]])
+    elif isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        if value == float("inf") or value != int(value):
+            raise ValueError(f"{value!r} is not a number of bytes; {_ACCEPTED}")
+        return int(value)
+    raise ValueError(f"{value!r} is not a number of bytes; {_ACCEPTED}")
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Show a capacity: ``8 GiB``, ``1.5 MiB``, ``17 B``. `parse_bytes` reads it back, to two decimals."""
+    for name, unit in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if abs(size_bytes) >= unit:
+            return f"{size_bytes / unit:.2f}".rstrip("0").rstrip(".") + f" {name}"
+    return f"{size_bytes} B"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """Show a rate: ``2.31 GB/s``; more digits where two would hide it."""
+    rate = bytes_per_second / GB
+    return f"{rate:.2f} GB/s" if rate == 0 or abs(rate) >= 0.1 else f"{rate:.4f} GB/s"

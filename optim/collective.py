@@ -1,0 +1,55 @@
+"""What all ranks do or none: an error on one rank is raised on every rank."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run `action` on every rank and wait for all; returns this rank's result.
+
+    Raises:
+        Whatever it raised on this rank, or else what it raised on the first rank on which it failed.
+    """
+    error: BaseException | None = None
+    try:
+        result = action()
+    except BaseException as problem:
+        error = problem
+    errors: list[BaseException | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, _sendable(error), group=group)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(errors):
+        if other is not None:
+            other.add_note(f"on rank {rank}")
+            raise other
+    return result
+
+
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run `action` on the first rank alone; returns its result on every rank.
+
+    Raises:
+        Whatever it raised there, on every rank.
+    """
+    results: list[T] = []
+    on_every_rank(lambda: results.append(action()) if dist.get_rank(group) == 0 else None, group)
+    box: list[T | None] = [results[0] if results else None]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]  # type: ignore[return-value]  # what the first rank returned
+
+
+def _sendable(error: BaseException | None) -> BaseException | None:
+    """The error, or one in its place that says the same where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,163 @@
+"""One parameter's full values, for debugging: read and set, wherever its pieces are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from offload._torch_private import local_tensor, shard_offsets, sharded_like
+from optim.grad_tier import PartitionStandIn
+from optim.owners import drop_gathered, store_of
+from optim.state_access import entry_names, read_entries, set_entries
+
+if TYPE_CHECKING:
+    from optim.state_store import StateStore
+
+
+@torch.no_grad()
+def get_full_param(param: torch.Tensor) -> torch.Tensor:
+    """The whole fp32 value of a parameter of an `OffloadAdamW`, its master weights. Every rank must call it.
+
+    Returns:
+        A copy, fp32, on the CPU, in the parameter's global shape, the same on every rank.
+
+    Raises:
+        ValueError: it is no parameter of an open `OffloadAdamW`.
+        SwapIOError: it could not be read from its tier.
+    """
+    store, index = _owner(param, "get_full_param")
+    if "master" in entry_names(store.table.params[index]):
+        return _gathered(read_entries(store, {index: ("master",)})[index]["master"])
+    return _gathered(param)
+
+
+@torch.no_grad()
+def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Set the whole value of a parameter: master weights and what is computed with. Every rank must call it.
+
+    Args:
+        param: of an `OffloadAdamW`.
+        value: in the parameter's global shape, the same on every rank; taken as fp32.
+
+    Raises:
+        ValueError: it is no such parameter, or the value has another shape. Nothing was changed.
+        SwapIOError: it could not be written to its tier.
+    """
+    store, index = _owner(param, "set_full_param")
+    part = _own_part(param, value, "set_full_param")
+    if "master" in entry_names(store.table.params[index]):
+        set_entries(store, {index: {"master": part}})
+    else:
+        local_tensor(param).copy_(part)
+        drop_gathered(param)
+
+
+@torch.no_grad()
+def get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The whole gradient of a parameter as it is in ``p.grad`` now (under fp16 scaled). Every rank must call it.
+
+    Returns:
+        A copy, fp32, on the CPU, in the parameter's global shape; None where there is no gradient.
+
+    Raises:
+        ValueError: it is no parameter of an open `OffloadAdamW`.
+        SwapIOError: it could not be read from its tier.
+    """
+    _owner(param, "get_full_grad")
+    if param.grad is None:
+        return None
+    local = local_tensor(param.grad)
+    if not isinstance(local, PartitionStandIn):
+        return _gathered(param.grad)
+    assert isinstance(param, DTensor)
+    return _gathered(sharded_like(local.copy(), param))
+
+
+@torch.no_grad()
+def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Set the whole gradient of a parameter that has one, in the dtype that it has. Every rank must call it.
+
+    Raises:
+        ValueError: it is no parameter of an open `OffloadAdamW`, has no gradient, or the value has another shape.
+        SwapIOError: it could not be read from its tier, where others of its block are kept.
+    """
+    _owner(param, "set_full_grad")
+    if param.grad is None:
+        raise ValueError("set_full_grad: the parameter has no gradient; call it between backward and step")
+    part, local = _own_part(param, value, "set_full_grad"), local_tensor(param.grad)
+    if isinstance(local, PartitionStandIn):
+        local.set(part)
+    else:
+        local.copy_(part)
+
+
+@torch.no_grad()
+def get_full_optimizer_state(param: torch.Tensor, name: str) -> torch.Tensor:
+    """The whole ``exp_avg`` or ``exp_avg_sq`` of a parameter, or its ``step``. Every rank must call it.
+
+    Returns:
+        A copy, fp32, on the CPU, in the parameter's global shape; of ``step`` a scalar.
+
+    Raises:
+        ValueError: it is no parameter of an open `OffloadAdamW`, or has no such state.
+        SwapIOError: it could not be read from its tier.
+    """
+    store, index = _owner(param, "get_full_optimizer_state")
+    _check_name(store, index, name, "get_full_optimizer_state")
+    if name == "step":
+        return torch.tensor(float(store.steps[index]))
+    return _gathered(read_entries(store, {index: (name,)})[index][name])
+
+
+@torch.no_grad()
+def set_full_optimizer_state(param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+    """Set the whole ``exp_avg`` or ``exp_avg_sq`` of a parameter, or its ``step``. Every rank must call it.
+
+    Raises:
+        ValueError: it is no parameter of an open `OffloadAdamW`, has no such state, or the value has another shape.
+        SwapIOError: it could not be written to its tier.
+    """
+    store, index = _owner(param, "set_full_optimizer_state")
+    _check_name(store, index, name, "set_full_optimizer_state")
+    part = value if name == "step" else _own_part(param, value, "set_full_optimizer_state")
+    set_entries(store, {index: {name: part}})
+
+
+def _owner(param: torch.Tensor, caller: str) -> tuple[StateStore, int]:
+    store = store_of(param) if isinstance(param, torch.Tensor) else None
+    index = store.indices.get(param) if store is not None else None
+    if store is None or index is None:
+        what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
+        raise ValueError(
+            f"{caller}: {what} is no parameter of an OffloadAdamW that is still there; frozen parameters are in no "
+            "optimizer, and after an evaluation FSDP2 may show gathered copies in their place: take the parameter "
+            "from optimizer.param_groups, or call reshard() on the module that holds it"
+        )
+    store.check_usable()
+    return store, index
+
+
+def _check_name(store: StateStore, index: int, name: str, caller: str) -> None:
+    known = entry_names(store.table.params[index])
+    if name not in known:
+        raise ValueError(f"{caller}: {name!r} is no optimizer state of this parameter; it has {', '.join(known)}")
+
+
+def _own_part(param: torch.Tensor, value: torch.Tensor, caller: str) -> torch.Tensor:
+    """What of a whole tensor belongs to this rank."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != param.shape:
+        found = f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(f"{caller}: needs a whole tensor of shape {tuple(param.shape)}, not {found}")
+    part = value.detach()
+    if isinstance(param, DTensor):
+        for dim, (start, length) in enumerate(zip(shard_offsets(param), local_tensor(param).shape, strict=True)):
+            part = part.narrow(dim, start if length else 0, length)
+    return part.float()
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.detach()
+    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    return whole.cpu().float().clone()

@@ -1,0 +1,109 @@
+"""The global gradient norm: fp64 sums over fixed blocks, combined in index order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from optim.grad_tier import PartitionStandIn
+from optim.kernels import BLOCK_NUMEL, KernelPool, ordered_sum
+
+_Sharding = tuple[DeviceMesh, tuple[bool, ...]]
+
+
+def total_norm(
+    leaves: Sequence[torch.Tensor],
+    grads: Mapping[int, torch.Tensor],
+    pool: KernelPool,
+    *,
+    norm_group: dist.ProcessGroup | None = None,
+    found_inf: bool = False,
+) -> float:
+    """2-norm of all gradients together, as stored (before any unscaling), over all ranks.
+
+    The sum of squares of every block of 65536 elements is an fp64 sum in a fixed order, the blocks are added in the
+    order of the parameters, and the ranks' sums in the order of ranks. The result depends on the gradients and on how
+    they are sharded alone: not on threads, instruction sets or tiers. It is the same number on every rank. Ranks that
+    hold copies of a shard (hybrid sharding, or what tensor parallelism leaves whole) count once; what is not finite in
+    one of the copies counts on all of them.
+
+    Args:
+        leaves: all parameters; how they are sharded says which ranks' sums belong together.
+        grads: this rank's part of each gradient by index into `leaves`, 1D fp32, bf16 or fp16. Of one on a tier the
+            sums were taken when it arrived.
+        pool: kernels for gradients on the CPU; on CUDA the blocks are summed by torch on the device.
+        norm_group: ranks with other parameters whose gradients belong to the same norm (the stages of a pipeline).
+        found_inf: somebody else found a gradient of this rank that is not finite.
+
+    Returns:
+        The norm; infinity or NaN if an element is.
+    """
+    by_sharding: dict[_Sharding | None, list[torch.Tensor]] = {}
+    for index, grad in grads.items():
+        by_sharding.setdefault(_sharding_of(leaves[index]), []).append(_block_sums(grad, pool))
+    total = start = math.inf if found_inf else 0.0
+    for sharding, sums in by_sharding.items():
+        own = start + ordered_sum(torch.cat(sums))
+        for group in _groups(sharding, sharded=True).values():
+            own = ordered_sum(_gather(own, group))
+        total += own
+    for group in _groups_with_copies(by_sharding):
+        parts = _gather(total, group)
+        total = float(parts[torch.argmin(parts.isfinite().to(torch.uint8))])
+    if norm_group is not None:
+        total = ordered_sum(_gather(total, norm_group))
+    return math.sqrt(total) if total >= 0 else math.nan
+
+
+def _sharding_of(leaf: torch.Tensor) -> _Sharding | None:
+    """The mesh of a sharded parameter, and which of its dimensions it is sharded over."""
+    if not isinstance(leaf, DTensor):
+        return None
+    return leaf.device_mesh, tuple(not placement.is_replicate() for placement in leaf.placements)
+
+
+def _groups(sharding: _Sharding | None, *, sharded: bool) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Groups, by their ranks, of the dimensions over which a parameter is sharded, or of those over which it is not."""
+    if sharding is None:
+        return {}
+    mesh, flags = sharding
+    groups = [mesh.get_group(dim) for dim, flag in enumerate(flags) if flag == sharded and mesh.size(dim) > 1]
+    return {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+
+
+def _groups_with_copies(shardings: Iterable[_Sharding | None]) -> list[dist.ProcessGroup]:
+    """Groups of ranks that hold copies of some parameters: their sums are equal only if the copies are."""
+    shardings = list(shardings)
+    summed = [_groups(sharding, sharded=True) for sharding in shardings]
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for sharding, own in zip(shardings, summed, strict=True):
+        groups |= own | _groups(sharding, sharded=False)
+    return [group for ranks, group in groups.items() if not all(ranks in own for own in summed)]
+
+
+def _gather(own: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """This number of every rank of a group, fp64 [ranks] on the CPU."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    mine = torch.tensor([own], dtype=torch.float64, device=device)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat(parts).cpu()
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """What gradients of this norm are multiplied by: the rule of ``torch.nn.utils.clip_grad_norm_``, in fp64."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+
+
+def _block_sums(grad: torch.Tensor, pool: KernelPool) -> torch.Tensor:
+    if isinstance(grad, PartitionStandIn):
+        return grad.block_sums
+    if grad.device.type == "cpu" or grad.numel() == 0:
+        return pool.block_sq_sums(grad)
+    blocks = [grad[start : start + BLOCK_NUMEL] for start in range(0, grad.numel(), BLOCK_NUMEL)]
+    return torch.stack([block.double().square().sum() for block in blocks]).cpu()

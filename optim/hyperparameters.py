@@ -1,0 +1,48 @@
+"""Which hyperparameters AdamW can work with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
+    """Check one parameter group.
+
+    Raises:
+        ValueError: names the group, the key, the value and what is allowed; also for options of ``torch.optim.AdamW``
+            that this optimizer does not have.
+    """
+    where = f"parameter group {number}: "
+    for key in ("lr", "eps", "weight_decay"):
+        value = float(group[key])
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{where}{key} = {group[key]!r}: must be a finite number, 0 or more")
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"{where}betas = {betas!r}: must be two numbers, each 0 or more and below 1")
+    for key in ("amsgrad", "capturable", "differentiable"):
+        if group.get(key):
+            raise ValueError(f"{where}{key} = {group[key]!r}: is not supported; leave it out")
+    if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+        raise ValueError(
+            f"{where}weight_decay = {group['weight_decay']!r} with decoupled_weight_decay = False: that is the L2 "
+            "penalty of torch.optim.Adam, and AdamW decays otherwise; set decoupled_weight_decay to True there if you "
+            "want that"
+        )
+
+
+def check_torch_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check arguments that ``torch.optim.AdamW`` has and this optimizer does not.
+
+    ``fused`` and ``foreach`` choose among torch's implementations; there is one here, so either value will do.
+
+    Raises:
+        TypeError: it asks for what is not supported, or torch has no such argument either.
+    """
+    for name, value in arguments.items():
+        if name not in ("fused", "foreach", "amsgrad", "capturable", "differentiable"):
+            raise TypeError(f"OffloadAdamW has no argument {name!r}")
+        if value and name not in ("fused", "foreach"):
+            raise TypeError(f"OffloadAdamW: {name} = {value!r} is not supported; leave it out")

@@ -1,0 +1,330 @@
+"""The door to the native kernels: tensors in, checks, and nothing else.
+
+All kernels are exact: every ISA, any number of threads and `optim.adamw_reference` give the same bits,
+whatever ``torch.set_flush_denormal`` says. They run without the GIL over blocks of ``BLOCK_NUMEL`` elements.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Sequence
+
+import torch
+
+from optim import _kernels
+from optim._kernels import Segment
+from optim.adamw_reference import AdamWScalars
+
+__all__ = [
+    "BLOCK_NUMEL",
+    "GradDtype",
+    "KernelPool",
+    "MasterForm",
+    "Segment",
+    "available_isas",
+    "bind_scalars",
+    "make_segment",
+    "num_blocks",
+    "ordered_sum",
+]
+
+BLOCK_NUMEL = _kernels.BLOCK_NUMEL
+"""Elements per block. A segment starts at a multiple of it within its parameter."""
+
+
+class MasterForm(enum.IntEnum):
+    """Where the fp32 master weights are."""
+
+    SPLIT = 0
+    """In two halves: the bf16 parameter is the upper one (``hi``), the master a uint16 tensor (``lo``)."""
+    FULL = 1
+    """In an fp32 tensor beside the fp16 parameter."""
+    ITSELF = 2
+    """The fp32 parameter is its own master."""
+
+
+class GradDtype(enum.IntEnum):
+    """Dtype of a stored gradient."""
+
+    FP32 = 0
+    BF16 = 1
+    FP16 = 2
+
+    @classmethod
+    def of(cls, grad: torch.Tensor) -> GradDtype:
+        """Look up the dtype of a gradient.
+
+        Raises:
+            ValueError: if no kernel takes this dtype.
+        """
+        if grad.dtype not in _GRAD_DTYPES:
+            raise ValueError(f"grad is {grad.dtype}; the kernels take float32, bfloat16 and float16")
+        return _GRAD_DTYPES[grad.dtype]
+
+
+_GRAD_DTYPES = {
+    torch.float32: GradDtype.FP32,
+    torch.bfloat16: GradDtype.BF16,
+    torch.float16: GradDtype.FP16,
+}
+_FORMS = {
+    torch.bfloat16: (MasterForm.SPLIT, torch.uint16),
+    torch.float16: (MasterForm.FULL, torch.float32),
+    torch.float32: (MasterForm.ITSELF, None),
+}
+
+
+def available_isas() -> tuple[str, ...]:
+    """Names of the instruction sets that this machine runs, slowest first."""
+    return tuple(_kernels.available_isas())
+
+
+def num_blocks(numel: int) -> int:
+    """Blocks in a run of ``numel`` elements."""
+    return -(-numel // BLOCK_NUMEL)
+
+
+def bind_scalars(scalars: AdamWScalars) -> _kernels.AdamWScalars:
+    """The native form of one step's scalars; one object serves all segments of a parameter group."""
+    return _kernels.AdamWScalars(
+        decay=scalars.decay,
+        beta1_complement=scalars.beta1_complement,
+        beta2=scalars.beta2,
+        beta2_complement=scalars.beta2_complement,
+        step_size=scalars.step_size,
+        bias_correction2_sqrt=scalars.bias_correction2_sqrt,
+        eps=scalars.eps,
+        grad_scale=scalars.grad_scale,
+    )
+
+
+def make_segment(
+    *,
+    param: torch.Tensor,
+    grad: torch.Tensor | None,
+    master: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    checksums: torch.Tensor | None,
+    scalars: AdamWScalars,
+) -> Segment:
+    """Describe one run of elements to `KernelPool.adamw_update`.
+
+    A segment holds addresses: keep the tensors alive. Its fields can be set anew for every step, for instance
+    when the moments lie in another staging buffer.
+
+    Args:
+        param: bf16, fp16 or fp32 [numel]; its dtype decides the `MasterForm`.
+        grad: fp32, bf16 or fp16 [numel]; None leaves everything as it is.
+        master: uint16 [numel] beside bf16, fp32 [numel] beside fp16, None for an fp32 parameter.
+        exp_avg: fp32 [numel].
+        exp_avg_sq: fp32 [numel].
+        checksums: int64 [num_blocks(numel)] from `KernelPool.block_checksums` of the parameter; the update keeps
+            them current. None: changes by others are not looked for.
+        scalars: of this step.
+
+    Raises:
+        ValueError: for a wrong dtype, a wrong number of elements, or a tensor not contiguous on the CPU.
+    """
+    if param.dtype not in _FORMS:
+        raise ValueError(f"param is {param.dtype}; the kernels take bfloat16, float16 and float32")
+    form, master_dtype = _FORMS[param.dtype]
+    if (master is None) != (master_dtype is None):
+        wanted = "an fp32 parameter is its own master" if master_dtype is None else f"{master_dtype} is needed"
+        raise ValueError(f"master does not fit a parameter of {param.dtype}: {wanted}")
+    numel = param.numel()
+    return Segment(
+        param=_address("param", param, param.dtype, numel),
+        grad=0 if grad is None else _address("grad", grad, grad.dtype, numel),
+        master=0 if master is None else _address("master", master, master_dtype, numel),
+        exp_avg=_address("exp_avg", exp_avg, torch.float32, numel),
+        exp_avg_sq=_address("exp_avg_sq", exp_avg_sq, torch.float32, numel),
+        checksums=0 if checksums is None else _address("checksums", checksums, torch.int64, num_blocks(numel)),
+        numel=numel,
+        form=form,
+        grad_dtype=GradDtype.FP32 if grad is None else GradDtype.of(grad),
+        scalars=bind_scalars(scalars),
+    )
+
+
+def ordered_sum(values: torch.Tensor) -> float:
+    """Sum fp64 [n] in index order, so that a norm depends on nothing but the gradients.
+
+    Raises:
+        ValueError: if ``values`` is not contiguous fp64 on the CPU.
+    """
+    return _kernels.ordered_sum(_address("values", values, torch.float64, values.numel()), values.numel())
+
+
+class KernelPool:
+    """Threads for the kernels, and the ISA they use.
+
+    Threads start with the first call that has work for them. A forked child has none of them: there every call
+    runs in the calling thread. Calls from several threads take turns.
+    """
+
+    def __init__(self, num_threads: int | None = None, *, isa: str | None = None) -> None:
+        """Start nothing yet.
+
+        Args:
+            num_threads: threads that work on one call, the caller included; by default one per CPU that this
+                process may run on. Ranks that share a machine should share its CPUs.
+            isa: one of `available_isas`; by default the fastest.
+
+        Raises:
+            ValueError: if ``num_threads`` is below 1, or ``isa`` is not available on this machine.
+        """
+        isas = available_isas()
+        if isa is not None and isa not in isas:
+            raise ValueError(f"isa {isa!r} is not available on this machine; available: {', '.join(isas)}")
+        self._isa = isa or isas[-1]
+        self._threads = _kernels.ThreadPool(
+            num_threads=len(os.sched_getaffinity(0)) if num_threads is None else num_threads
+        )
+
+    @property
+    def isa(self) -> str:
+        """Name of the instruction set in use."""
+        return self._isa
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that work on one call, the caller included."""
+        return self._threads.num_threads
+
+    @property
+    def num_workers(self) -> int:
+        """Threads of the pool that run now; 0 before the first call and in a forked child."""
+        return self._threads.num_workers
+
+    def adamw_update(self, segments: Sequence[Segment]) -> list[int]:
+        """Update parameters, masters and moments in place: one AdamW step for every segment with a gradient.
+
+        A block whose parameter no longer matches its checksum was changed by somebody else: before the update its
+        master is made from the parameter as found.
+
+        Returns:
+            The number of such blocks, per segment.
+
+        Raises:
+            ValueError: for a segment that cannot be right (null or unaligned address, unknown form or dtype).
+        """
+        return _kernels.adamw_update(self._threads, self._isa, segments)
+
+    def split(
+        self, src: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Split fp32 into its two halves, losslessly.
+
+        Args:
+            src: fp32, any shape.
+            out: hi and lo to write to.
+
+        Returns:
+            hi, bf16: the nearest (ties away from zero); lo, uint16: what leads back. A NaN becomes a quiet NaN
+            with ``lo = 0``. Both have the shape of ``src``.
+
+        Raises:
+            ValueError: for a wrong dtype or number of elements, or a tensor not contiguous on the CPU.
+        """
+        numel = src.numel()
+        address = _address("src", src, torch.float32, numel)
+        hi, lo = out or (
+            torch.empty_like(src, dtype=torch.bfloat16),
+            torch.empty_like(src, dtype=torch.uint16),
+        )
+        hi_address = _address("hi", hi, torch.bfloat16, numel)
+        lo_address = _address("lo", lo, torch.uint16, numel)
+        _kernels.split(self._threads, self._isa, address, hi_address, lo_address, numel)
+        return hi, lo
+
+    def join(self, hi: torch.Tensor, lo: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Join the halves that `split` made.
+
+        Args:
+            hi: bf16, any shape.
+            lo: uint16, as many elements.
+            out: fp32 tensor to write to.
+
+        Returns:
+            fp32, of the shape of ``hi``.
+
+        Raises:
+            ValueError: for a wrong dtype or number of elements, or a tensor not contiguous on the CPU.
+        """
+        numel = hi.numel()
+        hi_address = _address("hi", hi, torch.bfloat16, numel)
+        lo_address = _address("lo", lo, torch.uint16, numel)
+        dst = torch.empty_like(hi, dtype=torch.float32) if out is None else out
+        dst_address = _address("out", dst, torch.float32, numel)
+        _kernels.join(self._threads, self._isa, hi_address, lo_address, dst_address, numel)
+        return dst
+
+    def fp16_to_fp32(self, src: torch.Tensor) -> torch.Tensor:
+        """Widen fp16 exactly, in the same shape. Raises ValueError as `split` does."""
+        dst = torch.empty_like(src, dtype=torch.float32)
+        address = _address("src", src, torch.float16, src.numel())
+        _kernels.fp16_to_fp32(self._threads, self._isa, address, dst.data_ptr(), src.numel())
+        return dst
+
+    def fp32_to_fp16(self, src: torch.Tensor) -> torch.Tensor:
+        """Round fp32 to the nearest fp16, ties to even, in the same shape. Raises ValueError as `split` does."""
+        dst = torch.empty_like(src, dtype=torch.float16)
+        address = _address("src", src, torch.float32, src.numel())
+        _kernels.fp32_to_fp16(self._threads, self._isa, address, dst.data_ptr(), src.numel())
+        return dst
+
+    def block_checksums(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Checksum the bits of every block; one changed 32-bit word always shows.
+
+        Args:
+            tensor: any dtype, any shape.
+            out: int64 [num_blocks] to write to.
+
+        Returns:
+            int64 [num_blocks]; 64 hash bits each (torch.uint64 lacks most operations).
+
+        Raises:
+            ValueError: if a tensor is not contiguous on the CPU, or ``out`` does not fit.
+        """
+        numel = tensor.numel()
+        address = _address("tensor", tensor, tensor.dtype, numel)
+        sums = torch.empty(num_blocks(numel), dtype=torch.int64) if out is None else out
+        sums_address = _address("out", sums, torch.int64, num_blocks(numel))
+        _kernels.checksum(self._threads, self._isa, address, tensor.element_size(), numel, sums_address)
+        return sums
+
+    def block_sq_sums(self, grad: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum the squares of every block in fp64; `ordered_sum` adds the blocks up.
+
+        Args:
+            grad: fp32, bf16 or fp16, any shape.
+            out: fp64 [num_blocks] to write to.
+
+        Returns:
+            fp64 [num_blocks].
+
+        Raises:
+            ValueError: for another dtype, a tensor not contiguous on the CPU, or an ``out`` that misfits.
+        """
+        numel = grad.numel()
+        grad_dtype = GradDtype.of(grad)
+        address = _address("grad", grad, grad.dtype, numel)
+        sums = torch.empty(num_blocks(numel), dtype=torch.float64) if out is None else out
+        sums_address = _address("out", sums, torch.float64, num_blocks(numel))
+        _kernels.grad_sq_sums(self._threads, self._isa, address, grad_dtype, numel, sums_address)
+        return sums
+
+
+def _address(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, numel: int) -> int:
+    """Address of a tensor that a kernel can take, or ValueError saying what is wrong with it."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}; the kernels run on the CPU")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype}; it must be {dtype}")
+    if tensor.numel() != numel:
+        raise ValueError(f"{name} has {tensor.numel()} elements; it must have {numel}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous; pass tensor.contiguous() or write the result back yourself")
+    return tensor.data_ptr()

@@ -1,0 +1,81 @@
+"""Loss scaling for fp16: large enough that small gradients survive, small enough that large ones do not overflow.
+
+The rules are those of ``torch.amp.GradScaler`` (growth after a number of good steps, backoff after an overflow) with
+DeepSpeed's hysteresis: the last of that many overflows lowers the scale. Hysteresis 1 is torch's rule.
+Mixed precision training: Micikevicius et al., arXiv:1710.03740.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+GROWTH_FACTOR = 2.0
+BACKOFF_FACTOR = 0.5
+_MAX_SCALE = 2.0**127
+"""Largest power of two in fp32; beyond it the scaled loss itself would overflow."""
+
+
+@dataclass
+class LossScaler:
+    """Decides the loss scale of the next step from what happened in this one.
+
+    Args:
+        loss_scale: present scale.
+        dynamic: whether it moves at all.
+        growth_interval: good steps in a row before it doubles.
+        hysteresis: overflows until it halves; the last of them halves it.
+        consecutive_hysteresis: a good step forgives earlier overflows at once, not only when the scale grows.
+        min_loss_scale: it never goes below.
+    """
+
+    loss_scale: float
+    dynamic: bool
+    growth_interval: int
+    hysteresis: int
+    consecutive_hysteresis: bool
+    min_loss_scale: float
+    good_steps: int = 0
+    """Good steps since the latest overflow or growth."""
+    overflows_left: int = 0
+    """Overflows until the scale halves; 0 means `hysteresis`."""
+
+    def __post_init__(self) -> None:
+        self.overflows_left = self.overflows_left or self.hysteresis
+
+    @property
+    def inv_scale(self) -> float:
+        """What gradients of a scaled loss are multiplied by."""
+        return 1.0 / self.loss_scale
+
+    def update(self, *, found_inf: bool) -> None:
+        """Take note of a step: skipped because a gradient was not finite, or taken."""
+        if not self.dynamic:
+            return
+        if found_inf:
+            self.good_steps = 0
+            if self.overflows_left > 1:
+                self.overflows_left -= 1
+            else:
+                self.loss_scale = max(self.loss_scale * BACKOFF_FACTOR, self.min_loss_scale)
+            return
+        if self.consecutive_hysteresis:
+            self.overflows_left = self.hysteresis
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.good_steps = 0
+            self.overflows_left = self.hysteresis
+            self.loss_scale = min(self.loss_scale * GROWTH_FACTOR, _MAX_SCALE)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as plain numbers."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            KeyError: an entry is missing.
+        """
+        for item in fields(self):
+            setattr(self, item.name, state[item.name])

@@ -1,0 +1,254 @@
+// The loops, written once in plain C++ and compiled once per ISA (KERNEL_ISA is its name): the compiler vectorises them.
+// Every fp32 operation is one IEEE operation and every reduction has an order fixed here, so all ISAs give the same bits.
+//
+// Nothing in this file may have external linkage but the table. An inline function shared with another file (std::sqrt,
+// std::bit_cast) would be emitted once for all ISAs, possibly with instructions that this machine does not have.
+#include "kernel_table.hpp"
+
+namespace optim {
+namespace {
+
+using std::int32_t;
+using std::size_t;
+using std::uint16_t;
+using std::uint32_t;
+using std::uint64_t;
+
+uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
+float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+// ---- formats: integer arithmetic, no branches, nothing that flushing of denormals could change ----
+
+constexpr uint32_t kMagnitude = 0x7fffffff;
+constexpr uint32_t kInf = 0x7f800000;
+constexpr uint32_t kQuietNan = 0x7fc00000;
+
+// Of magnitudes, which have no sign bit: SSE2 and AVX2 compare only signed integers.
+bool is_greater(uint32_t a, uint32_t b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b); }
+bool is_nan(uint32_t bits) { return is_greater(bits & kMagnitude, kInf); }
+
+// A conditional expression, but never a jump: a jump around floating-point work keeps a loop scalar.
+uint32_t select(bool condition, uint32_t yes, uint32_t no) {
+  const uint32_t mask = -static_cast<uint32_t>(condition);
+  return (yes & mask) | (no & ~mask);
+}
+
+struct Halves {
+  uint16_t hi, lo;
+};
+
+// hi is the nearest bf16, ties away from zero, and lo the signed remainder. Rounding could carry a NaN's payload into the
+// sign, that is into zero, so a NaN is made quiet and loses its lower payload instead.
+Halves split(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = bits + 0x8000;
+  const uint32_t quiet = (bits | 0x00400000) & 0xffff0000;
+  const bool nan = is_nan(bits);
+  return {static_cast<uint16_t>(select(nan, quiet, rounded) >> 16), static_cast<uint16_t>(select(nan, 0, bits))};
+}
+
+float join(uint16_t hi, uint16_t lo) {
+  const uint32_t carry = static_cast<uint32_t>(lo >> 15);
+  return float_of(((hi - carry) << 16) | lo);
+}
+
+float from_bf16(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
+
+float from_fp16(uint16_t half) {
+  constexpr uint32_t kRebias = (127 - 15) << 23;
+  const uint32_t magnitude = half & 0x7fff;
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
+  // A denormal half counts units of 2^-24: the last place of 0.5 + x, so that no fp32 denormal comes up on the way.
+  const uint32_t denormal = bits_of(float_of(bits_of(0.5f) | magnitude) - 0.5f);
+  const uint32_t normal = (magnitude << 13) + kRebias;
+  const uint32_t special = (normal + kRebias) | select(is_greater(magnitude, 0x7c00), 0x00400000, 0);
+  const uint32_t finite = select(is_greater(0x0400, magnitude), denormal, normal);
+  return float_of(sign | select(is_greater(0x7c00, magnitude), finite, special));
+}
+
+// Round to nearest, ties to even.
+uint16_t to_fp16(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t magnitude = bits & kMagnitude;
+  const uint32_t rounded = (magnitude + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const uint32_t normal = rounded - ((127 - 15) << 10);
+  // Below 2^-14 the adder rounds for us, again because 2^-24 is the last place of 0.5 + x.
+  const uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+  const uint32_t finite = select(is_greater(bits_of(0x1p-14f), magnitude), denormal, normal);
+  const uint32_t infinite = select(is_greater(magnitude, kInf), 0x7e00 | ((magnitude >> 13) & 0x3ff), 0x7c00);
+  const uint32_t half = select(is_greater(bits_of(0x1p16f), magnitude), finite, infinite);
+  return static_cast<uint16_t>((bits >> 16 & 0x8000) | half);
+}
+
+void split_run(const float* __restrict src, uint16_t* __restrict hi, uint16_t* __restrict lo, size_t numel) {
+  for (size_t i = 0; i < numel; ++i) {
+    const Halves halves = split(src[i]);
+    hi[i] = halves.hi;
+    lo[i] = halves.lo;
+  }
+}
+
+void join_run(const uint16_t* __restrict hi, const uint16_t* __restrict lo, float* __restrict dst, size_t numel) {
+  for (size_t i = 0; i < numel; ++i) dst[i] = join(hi[i], lo[i]);
+}
+
+void fp16_to_fp32_run(const uint16_t* __restrict src, float* __restrict dst, size_t numel) {
+  for (size_t i = 0; i < numel; ++i) dst[i] = from_fp16(src[i]);
+}
+
+void fp32_to_fp16_run(const float* __restrict src, uint16_t* __restrict dst, size_t numel) {
+  for (size_t i = 0; i < numel; ++i) dst[i] = to_fp16(src[i]);
+}
+
+// ---- gradients and master forms, as the update sees them ----
+
+struct Fp32Grad {
+  using Element = float;
+  static float load(float element) { return element; }
+};
+
+struct Bf16Grad {
+  using Element = uint16_t;
+  static float load(uint16_t element) { return from_bf16(element); }
+};
+
+struct Fp16Grad {
+  using Element = uint16_t;
+  static float load(uint16_t element) { return from_fp16(element); }
+};
+
+struct SplitMaster {
+  using Param = uint16_t;
+  using Master = uint16_t;
+  static float load(const Param* param, const Master* master, size_t i) { return join(param[i], master[i]); }
+  static void store(float value, Param* param, Master* master, size_t i) {
+    const Halves halves = split(value);
+    param[i] = halves.hi;
+    master[i] = halves.lo;
+  }
+};
+
+struct FullMaster {
+  using Param = uint16_t;
+  using Master = float;
+  static float load(const Param*, const Master* master, size_t i) { return master[i]; }
+  static void store(float value, Param* param, Master* master, size_t i) {
+    param[i] = to_fp16(value);
+    master[i] = value;
+  }
+};
+
+struct ItselfMaster {
+  using Param = float;
+  using Master = float;  // absent: a null pointer
+  static float load(const Param* param, const Master*, size_t i) { return param[i]; }
+  static void store(float value, Param* param, Master*, size_t i) { param[i] = value; }
+};
+
+// ---- the update ----
+
+// IEEE leaves the sign and payload of a NaN to the order of operands, and so to the compiler: store one NaN for all.
+float settle(float value) { return float_of(select(is_nan(bits_of(value)), kQuietNan, bits_of(value))); }
+
+// torch's for-loop AdamW (torch/optim/adam.py, _single_tensor_adam), operation by operation. Its bits differ in places
+// because its lerp and addcmul are compiled to fused multiply-adds on some machines.
+template <class Form, class Grad>
+void adamw_loop(typename Form::Param* __restrict param, typename Form::Master* __restrict master,
+                const typename Grad::Element* __restrict grad, float* __restrict exp_avg,
+                float* __restrict exp_avg_sq, size_t numel, const AdamWScalars s) {
+  // torch.lerp starts at the nearer end: with a weight of 1 the result is the gradient exactly.
+  const bool near_grad = s.beta1_complement >= 0.5f;
+  const float weight = near_grad ? s.beta1_complement - 1.0f : s.beta1_complement;
+  for (size_t i = 0; i < numel; ++i) {
+    const float g = Grad::load(grad[i]) * s.grad_scale;
+    const float m_old = exp_avg[i];
+    const float m = (near_grad ? g : m_old) + weight * (g - m_old);
+    const float v = exp_avg_sq[i] * s.beta2 + (s.beta2_complement * g) * g;
+    const float denom = __builtin_sqrtf(v) / s.bias_correction2_sqrt + s.eps;
+    const float p = Form::load(param, master, i) * s.decay - (s.step_size * m) / denom;
+    exp_avg[i] = settle(m);
+    exp_avg_sq[i] = settle(v);
+    Form::store(settle(p), param, master, i);
+  }
+}
+
+template <class Form, class Grad>
+void adamw(void* param, void* master, const void* grad, float* exp_avg, float* exp_avg_sq, size_t numel,
+           const AdamWScalars& scalars) {
+  adamw_loop<Form, Grad>(static_cast<typename Form::Param*>(param), static_cast<typename Form::Master*>(master),
+                         static_cast<const typename Grad::Element*>(grad), exp_avg, exp_avg_sq, numel, scalars);
+}
+
+// ---- reductions: explicit lanes, combined in a fixed order ----
+
+// 64 lanes over 32-bit words. One step is a bijection of the lane for a given word and of the word for a given lane (xor,
+// odd multiplier, xor-shift), and the fold is one of each lane: a change confined to one word always shows, any other is
+// missed about once in 2^32. The xor-shift brings top bits (signs) down where later multiplications spread them.
+uint64_t checksum(const void* data, size_t size_bytes) {
+  constexpr size_t kLanes = 64;
+  constexpr size_t kStripe = kLanes * sizeof(uint32_t);
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  uint32_t lanes[kLanes];
+  for (size_t j = 0; j < kLanes; ++j) lanes[j] = static_cast<uint32_t>(j + 1) * 0x9e3779b1u;
+  const auto absorb = [&lanes](const unsigned char* stripe) {
+    for (size_t j = 0; j < kLanes; ++j) {
+      uint32_t word;
+      __builtin_memcpy(&word, stripe + j * sizeof word, sizeof word);
+      const uint32_t mixed = (lanes[j] ^ word) * 0x85ebca6bu;
+      lanes[j] = mixed ^ (mixed >> 15);
+    }
+  };
+  size_t done = 0;
+  for (; done + kStripe <= size_bytes; done += kStripe) absorb(bytes + done);
+  if (done < size_bytes) {
+    unsigned char rest[kStripe] = {};
+    __builtin_memcpy(rest, bytes + done, size_bytes - done);
+    absorb(rest);
+  }
+  uint64_t sum = size_bytes;
+  for (size_t j = 0; j < kLanes; ++j) {
+    sum = (sum ^ lanes[j]) * 0x9e3779b97f4a7c15u;
+    sum ^= sum >> 29;
+  }
+  return sum;
+}
+
+// A square of an fp32 number is exact in fp64, so only the order of additions matters.
+template <class Grad>
+double sq_sum(const void* data, size_t numel) {
+  constexpr size_t kLanes = 32;
+  const auto* grad = static_cast<const typename Grad::Element*>(data);
+  double lanes[kLanes] = {};
+  const auto add = [&lanes](size_t lane, float value) {
+    lanes[lane] += static_cast<double>(value) * static_cast<double>(value);
+  };
+  size_t done = 0;
+  for (; done + kLanes <= numel; done += kLanes) {
+    for (size_t j = 0; j < kLanes; ++j) add(j, Grad::load(grad[done + j]));
+  }
+  for (size_t j = 0; done + j < numel; ++j) add(j, Grad::load(grad[done + j]));
+  for (size_t width = kLanes / 2; width > 0; width /= 2) {
+    for (size_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+  }
+  return lanes[0];
+}
+
+}  // namespace
+
+#define CONCAT_(a, b) a##b
+#define CONCAT(a, b) CONCAT_(a, b)
+
+extern const KernelTable CONCAT(kernels_, KERNEL_ISA);  // a const object is internal unless declared so
+const KernelTable CONCAT(kernels_, KERNEL_ISA) = {
+    .adamw = {{adamw<SplitMaster, Fp32Grad>, adamw<SplitMaster, Bf16Grad>, adamw<SplitMaster, Fp16Grad>},
+              {adamw<FullMaster, Fp32Grad>, adamw<FullMaster, Bf16Grad>, adamw<FullMaster, Fp16Grad>},
+              {adamw<ItselfMaster, Fp32Grad>, adamw<ItselfMaster, Bf16Grad>, adamw<ItselfMaster, Fp16Grad>}},
+    .split = split_run,
+    .join = join_run,
+    .fp16_to_fp32 = fp16_to_fp32_run,
+    .fp32_to_fp16 = fp32_to_fp16_run,
+    .checksum = checksum,
+    .sq_sum = {sq_sum<Fp32Grad>, sq_sum<Bf16Grad>, sq_sum<Fp16Grad>},
+};
+
+}  // namespace optim

@@ -1,0 +1,1 @@
+"""The `offload` command, and the benchmarks behind it."""

@@ -1,0 +1,242 @@
+"""`python -m perf.demo`: trains a small GPT twice, with optimizer state on NVMe and in memory, and compares."""
+
+import dataclasses
+import shutil
+import signal
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from perf.demo import machine
+from perf.demo.children import RunFailedError, follow, uninterrupted
+from perf.demo.options import (
+    PRESETS,
+    ComputeDevice,
+    Engine,
+    ModelSize,
+    choose_swap_parent,
+    file_system_type,
+    parse_size,
+)
+from perf.demo.progress import meter
+from perf.demo.records import RunResult, RunSettings
+
+MEASURING_STEPS = 3
+FEWEST_STEPS = 4
+DEFAULT_BUDGET = 50.0
+OVERTIME = 1.15
+INTERRUPTED = 130
+GIB = 2**30
+
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that was decided before the first child starts."""
+
+    size: ModelSize
+    steps: int | None
+    budget: float
+    engine: Engine
+    device: ComputeDevice
+    seed: int
+    swap_parent: Path
+    out: Path
+
+    def settings(self, state_device: str, swap_path: Path | None, steps: int) -> RunSettings:
+        """The settings of one run."""
+        return RunSettings(
+            state_device=state_device,
+            layers=self.size.layers,
+            width=self.size.width,
+            sub_group_size=self.size.sub_group_size,
+            steps=steps,
+            stop_after=steps,
+            seconds=None,
+            seed=self.seed,
+            engine=self.engine.value,
+            compute_device=self.device.value,
+            swap_path=None if swap_path is None else str(swap_path),
+            threads=machine.num_cpus(),
+        )
+
+
+class Demo:
+    """The two runs and what is made of them."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self.plan = plan
+        self.console = console
+
+    def run(self) -> bool:
+        """Everything; True where both runs ended with the same bits."""
+        swap = Path(tempfile.mkdtemp(prefix="nvme-offload-demo-", dir=self.plan.swap_parent))
+        try:
+            steps, seconds = self.choose_steps(swap)
+            first = dataclasses.replace(self.plan.settings("nvme", swap, steps), seconds=seconds)
+            nvme = self.follow("state on NVMe", first)
+            taken = len(nvme.samples)
+            if taken < steps:
+                self.console.print(f"[yellow]The drive or the processor got slower: both runs end after {taken} steps.")
+            second = dataclasses.replace(
+                self.plan.settings("cpu", None, steps), stop_after=taken, arithmetic=nvme.arithmetic
+            )
+            memory = self.follow("state in memory", second)
+        finally:
+            with uninterrupted():
+                shutil.rmtree(swap, ignore_errors=True)
+        return self.conclude(nvme, memory)
+
+    def choose_steps(self, swap: Path) -> tuple[int, float | None]:
+        """How many steps both runs take, and the seconds after which the first run stops anyway."""
+        plan = self.plan
+        if plan.steps is not None:
+            return plan.steps, None
+        settings = dataclasses.replace(plan.settings("nvme", swap, MEASURING_STEPS), measure_only=True)
+        trial = self.follow("measuring a step", settings)
+        seconds = statistics.mean(sample.seconds for sample in trial.measured)
+        possible = max(FEWEST_STEPS, int(plan.budget / seconds))
+        if possible >= plan.size.steps:
+            return plan.size.steps, plan.budget * OVERTIME
+        self.console.print(
+            f"[yellow]A step takes {seconds:.1f} s here: {possible} instead of {plan.size.steps} steps fit the "
+            f"budget of {plan.budget:.0f} s a run (--budget or --steps changes that)."
+        )
+        return possible, max(plan.budget, possible * seconds) * OVERTIME
+
+    def follow(self, name: str, settings: RunSettings) -> RunResult:
+        """One run in a child process, with its progress and all that it said on standard error."""
+        log = self.plan.out / f"{name.replace(' ', '-').lower()}.log"
+        try:
+            with meter(self.console, name, settings.stop_after) as show:
+                result = follow(settings, log, show)
+            said = log.read_text(errors="replace").strip()
+            if said:
+                self.console.print(f"{name} said:\n{said}", style="yellow", markup=False, highlight=False)
+            return result
+        finally:
+            if log.exists() and not log.stat().st_size:
+                log.unlink()
+
+    def conclude(self, nvme: RunResult, memory: RunResult) -> bool:
+        """Table, pictures, file and verdict."""
+        from perf.demo import report  # matplotlib is slow to import, and a wrong option should be told at once
+        from perf.demo.curves import draw_curves
+        from perf.demo.timeline import draw_timeline
+
+        console, out = self.console, self.plan.out
+        differing = report.differences(nvme, memory)
+        console.print()
+        console.print(report.make_table(nvme, memory))
+        if nvme.arithmetic != "bf16":
+            console.print(f"This processor is slow at bf16: forward and backward computed in {nvme.arithmetic}.")
+        engine, reason = nvme.stats["engine"], nvme.stats["engine_reason"]
+        console.print(f"engine of the run on NVMe: {engine} ({reason})", markup=False, highlight=False)
+        step = draw_timeline(nvme, out / "timeline.png")
+        draw_curves(nvme, memory, out / "loss.png")
+        options = dataclasses.asdict(self.plan) | {"timeline_step": step}
+        runs = {"nvme": nvme, "cpu": memory}
+        report.write_results(out / "results.json", options, self.plan.swap_parent, runs, differing)
+        console.print()
+        console.print(f"timeline of step {step + 1}: {out / 'timeline.png'}", highlight=False, soft_wrap=True)
+        console.print(f"loss curves:        {out / 'loss.png'}", highlight=False, soft_wrap=True)
+        console.print(f"everything:         {out / 'results.json'}", highlight=False, soft_wrap=True)
+        console.print()
+        if differing:
+            shown = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+            console.print(f"[bold red]NOT bit-identical: {shown}. This is a bug; please report it with results.json.")
+            return False
+        console.print(
+            f"[bold green]Bit-identical: all {nvme.num_parameters:,} parameters, their master weights and moments "
+            f"have equal SHA-256 digests after {len(nvme.samples)} steps, and all losses are equal.",
+            highlight=False,
+        )
+        return True
+
+
+def _check_space(plan: Plan) -> None:
+    """Refuses to start where the swap would not fit."""
+    needed, free = plan.size.swap_bytes, shutil.disk_usage(plan.swap_parent).free
+    if free < needed:
+        raise typer.BadParameter(
+            f"{plan.swap_parent} has {free / GIB:.2f} GiB free and the swap needs {needed / GIB:.2f} GiB; "
+            "free some space, choose another directory, or a smaller --size",
+            param_hint="--path",
+        )
+
+
+def _on_terminate(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@app.command()
+def main(
+    size: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}, or LAYERSxWIDTH such as 8x512.")] = "small",
+    steps: Annotated[
+        int | None, typer.Option(min=2, max=100_000, help="Steps of each run; without it what fits the budget.")
+    ] = None,
+    budget: Annotated[
+        float, typer.Option(min=1, help="Seconds that a run may train, without --steps.")
+    ] = DEFAULT_BUDGET,
+    path: Annotated[
+        Path | None, typer.Option(help="Directory for the swap file, on the drive to use. Default: below --out.")
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="Engine of the I/O.")] = Engine.AUTO,
+    device: Annotated[ComputeDevice, typer.Option(help="Where forward and backward run.")] = ComputeDevice.CPU,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
+    out: Annotated[Path, typer.Option(help="Directory for pictures and results.")] = Path("demo-out"),
+) -> None:
+    """Trains a byte-level GPT twice, with optimizer state on NVMe and in memory, and compares every bit."""
+    console = Console()
+    try:
+        shape = parse_size(size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--size") from None
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"{out}: {error.strerror}", param_hint="--out") from None
+    try:
+        swap_parent = choose_swap_parent(path, out)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--path") from None
+    plan = Plan(
+        size=shape,
+        steps=steps,
+        budget=budget,
+        engine=engine,
+        device=device,
+        seed=seed,
+        swap_parent=swap_parent,
+        out=out,
+    )
+    _check_space(plan)
+    console.print(
+        f"A GPT with {shape.num_parameters / 1e6:.1f} million bf16 parameters learns Python's standard library, twice; "
+        f"swap below {swap_parent} ({file_system_type(swap_parent)}).",
+        highlight=False,
+    )
+    signal.signal(signal.SIGTERM, _on_terminate)
+    try:
+        same = Demo(plan, console).run()
+    except KeyboardInterrupt:
+        console.print("[yellow]Interrupted; the swap is removed.")
+        raise typer.Exit(INTERRUPTED) from None
+    except RunFailedError as error:
+        console.print("[bold red]The run failed.")
+        console.print(str(error), markup=False, highlight=False)
+        console.print(f"Nothing is left on the drive; what the run said is in {out}.", markup=False, highlight=False)
+        raise typer.Exit(1) from None
+    if not same:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,94 @@
+"""What the demo notes about the machine and about its own process."""
+
+import contextlib
+import ctypes
+import gc
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+
+def _status_bytes(field: str) -> int | None:
+    """A size from /proc/self/status, or None where there is none."""
+    try:
+        match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) * 1024 if match else None
+
+
+def settled_resident_bytes() -> int | None:
+    """Memory of this process that is resident now, without what the C library's allocator keeps for later."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    return _status_bytes("VmRSS")
+
+
+def peak_resident_bytes() -> int | None:
+    """The most memory of this process that was ever resident.
+
+    Not `getrusage`: its figure survives an exec and so includes the parent.
+    """
+    return _status_bytes("VmHWM")
+
+
+def storage_bytes() -> tuple[int, int] | None:
+    """Bytes that this process made the storage layer read and write, as the kernel counts them."""
+    try:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(fields["read_bytes"]), int(fields["write_bytes"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def num_cpus() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match[1] if match else platform.processor() or platform.machine()
+
+
+def memory_bytes() -> int:
+    """Physical memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that this file is part of, if it is one; `+` marks local changes."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    return f"{commit}+" if commit and git("status", "--porcelain") else commit
+
+
+def drive_of(path: Path) -> dict[str, str]:
+    """Name and, where the kernel tells, model of the block device under `path`."""
+    number = path.stat().st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    if not device.exists():
+        return {}
+    device = device.resolve()
+    facts = {"device": device.name}
+    for directory in (device, device.parent):  # a partition's facts are its disk's
+        model = directory / "device" / "model"
+        if model.is_file():
+            facts["model"] = model.read_text().strip()
+            break
+    return facts

@@ -1,0 +1,122 @@
+"""What one demo is asked to do, checked before anything starts."""
+
+import os
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+HEAD_SIZE = 64
+VOCABULARY = 256
+PAIRS = VOCABULARY * VOCABULARY
+SUBGROUPS_WANTED = 16
+BLOCK_NUMEL = 64 * 1024
+BUFFER_COUNT = 4
+STATE_BYTES_PER_PARAMETER = 12  # the most any precision needs: fp32 master weight, exp_avg and exp_avg_sq
+SLACK_BYTES = 64 * 2**20
+MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+
+
+class Engine(StrEnum):
+    """Who does the I/O."""
+
+    AUTO = "auto"
+    IO_URING = "io_uring"
+    PYURING = "pyuring"
+    AIOFILES = "aiofiles"
+
+
+class ComputeDevice(StrEnum):
+    """Where forward and backward run."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """The shape of the GPT, and how long it trains unless told otherwise."""
+
+    layers: int
+    width: int
+    steps: int = 20
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters; `test_demo.py` compares it with the real module."""
+        embeddings = (VOCABULARY + PAIRS + VOCABULARY) * self.width
+        return embeddings + self.layers * (12 * self.width**2 + 2 * self.width) + self.width
+
+    @property
+    def sub_group_size(self) -> int:
+        """Elements of one subgroup, so that a step has about sixteen and the pipeline can be seen."""
+        blocks = -(-self.num_parameters // (SUBGROUPS_WANTED * BLOCK_NUMEL))
+        return blocks * BLOCK_NUMEL
+
+    @property
+    def swap_bytes(self) -> int:
+        """Space that the swap file may need, a little generous."""
+        return self.num_parameters * STATE_BYTES_PER_PARAMETER * 21 // 20 + SLACK_BYTES
+
+
+PRESETS = {
+    "tiny": ModelSize(layers=2, width=64, steps=20),
+    "small": ModelSize(layers=6, width=384, steps=60),
+    "medium": ModelSize(layers=12, width=768, steps=20),
+}
+
+
+def parse_size(text: str) -> ModelSize:
+    """Reads a preset's name, or layers and width as in `8x512`.
+
+    Raises:
+        ValueError: It is neither; the message says what would be.
+    """
+    if text in PRESETS:
+        return PRESETS[text]
+    layers, cross, width = text.lower().partition("x")
+    if not (cross and layers.isdecimal() and width.isdecimal()):
+        raise ValueError(f"{text!r} is not {', '.join(PRESETS)} or LAYERSxWIDTH such as 8x512")
+    size = ModelSize(layers=int(layers), width=int(width))
+    if not 1 <= size.layers <= 96:
+        raise ValueError(f"{text!r} asks for {size.layers} layers; 1 to 96 are possible")
+    if not HEAD_SIZE <= size.width <= 8192 or size.width % HEAD_SIZE:
+        raise ValueError(f"{text!r} asks for width {size.width}; multiples of {HEAD_SIZE} up to 8192 are possible")
+    return size
+
+
+def file_system_type(path: Path) -> str:
+    """The type of the file system that holds `path`, such as ext4, or "unknown"."""
+    resolved = path.resolve()
+    best_length, best_type = -1, "unknown"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return best_type
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        mount_point = before.split()[4].encode().decode("unicode_escape")  # a space is written as \040
+        if resolved.is_relative_to(mount_point) and len(mount_point) >= best_length:
+            best_length, best_type = len(mount_point), after.split()[0]
+    return best_type
+
+
+def choose_swap_parent(path: Path | None, out: Path) -> Path:
+    """The directory that will hold the swap directory: the one asked for, or one that is on a drive.
+
+    Raises:
+        ValueError: The directory is missing or lives in memory, or no candidate is on a drive.
+    """
+    if path is not None:
+        if not path.is_dir():
+            raise ValueError(f"{path} is not an existing directory")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ValueError(f"{path} is not writable")
+        kind = file_system_type(path)
+        if kind in MEMORY_FILE_SYSTEMS:
+            raise ValueError(f"{path} is on {kind}, which is memory and not a drive; choose another directory")
+        return path
+    candidates = [out, Path.cwd(), Path.home(), Path("/var/tmp")]
+    for candidate in candidates:
+        if os.access(candidate, os.W_OK | os.X_OK) and file_system_type(candidate) not in MEMORY_FILE_SYSTEMS:
+            return candidate
+    raise ValueError(f"none of {', '.join(map(str, candidates))} is on a drive; name a directory with --path")

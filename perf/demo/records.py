@@ -1,0 +1,111 @@
+"""What travels between the demo and its child processes: plain data, no torch."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from perf.demo.options import BUFFER_COUNT
+from perf.demo.spans import Span
+
+GRADIENT_CLIPPING = 1.0
+MEASURED_FROM = 1  # the first step also creates what later steps only use
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What one child process is to do."""
+
+    state_device: str
+    """Where optimizer state lives: `nvme` or `cpu`."""
+    layers: int
+    width: int
+    sub_group_size: int
+    steps: int
+    """Length of the learning-rate schedule."""
+    stop_after: int
+    """Steps really taken."""
+    seconds: float | None
+    """Stop at the next step once training took this long; both runs then take as many steps as the first did."""
+    seed: int
+    engine: str
+    compute_device: str
+    swap_path: str | None
+    threads: int
+    arithmetic: str = "auto"
+    """Precision of forward and backward: `bf16`, `fp32`, or `auto` for bf16 where the processor is quick at it."""
+    measure_only: bool = False
+    """Skip validation and digests: only the time of a step is wanted."""
+
+    def section(self) -> dict[str, Any]:
+        """The offload section of this run, as a user would write it."""
+        optimizer: dict[str, Any] = {"device": self.state_device}
+        if self.state_device == "nvme":
+            optimizer |= {"nvme_path": self.swap_path, "buffer_count": BUFFER_COUNT}
+        return {
+            "zero_optimization": {"sub_group_size": self.sub_group_size, "offload_optimizer": optimizer},
+            "aio": {"engine": self.engine, "direct": "optional"},
+            "gradient_clipping": GRADIENT_CLIPPING,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSample:
+    """One step: losses in nats per byte, times in seconds."""
+
+    loss: float
+    forward_backward_seconds: float
+    optimizer_seconds: float
+    """In `optimizer.step()`, and waiting for writes of the step before if they still ran."""
+    total_norm: float
+    began_ns: int
+    returned_ns: int
+    """When `optimizer.step()` was called and when it returned; writes may run behind it."""
+    spans: list[Span] = field(default_factory=list)
+    """Every piece of the step, also the writes that ran behind it."""
+    bytes_moved: int = 0
+    """Read and written by the pieces of the step."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.forward_backward_seconds + self.optimizer_seconds
+
+
+@dataclass(kw_only=True)
+class RunResult:
+    """What one child process found."""
+
+    settings: dict[str, Any]
+    num_parameters: int
+    arithmetic: str
+    samples: list[StepSample] = field(default_factory=list)
+    validation: dict[int, float] = field(default_factory=dict)
+    """Validation loss by number of steps taken before it."""
+    train_seconds: float = 0.0
+    peak_resident_bytes: int | None = None
+    optimizer_resident_bytes: int | None = None
+    """Resident memory after training, less what was resident before the optimizer existed; no gradients in either."""
+    cuda_peak_bytes: int | None = None
+    process_bytes: tuple[int, int] | None = None
+    """Bytes read and written by the process from the second step on, as the kernel counts them."""
+    counted_bytes: tuple[int, int] = (0, 0)
+    """The same, as the optimizer counts them."""
+    stats: dict[str, Any] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    corpus: dict[str, Any] = field(default_factory=dict)
+    torch_version: str = ""
+
+    @property
+    def measured(self) -> list[StepSample]:
+        """The steps that times and bytes are taken from."""
+        return self.samples[MEASURED_FROM:] or self.samples
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "RunResult":
+        """Undoes `dataclasses.asdict` and a trip through JSON."""
+        data = data | {
+            "samples": [StepSample(**sample) for sample in data["samples"]],
+            "validation": {int(step): loss for step, loss in data["validation"].items()},
+            "counted_bytes": tuple(data["counted_bytes"]),
+            "process_bytes": None if data["process_bytes"] is None else tuple(data["process_bytes"]),
+        }
+        return cls(**data)

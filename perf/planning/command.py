@@ -1,0 +1,198 @@
+"""`offload plan`: will it fit, what will it move, how long will a step take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from torch import nn
+
+from offload.available_memory import available_bytes
+from offload.config import OffloadConfig
+from offload.errors import ConfigError
+from offload.units import parse_bytes
+from perf.planning.machine import Drives, Machine, MachineError
+from perf.planning.prediction import Job, largest_model, predict
+from perf.planning.report import show
+from perf.planning.shape import ModelShape, ShapeError
+
+UPDATE_RATE = 1e9
+"""Parameters per second of the update kernel on two cores: below what was measured there (`perf/bench_kernel.py`)."""
+
+ON_NVME: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "."},
+        "offload_param": {"device": "nvme", "nvme_path": "."},
+    },
+    "offload_gradients": {"device": "nvme", "nvme_path": "."},
+}
+"""What is planned without ``--config``: everything on NVMe."""
+
+
+_BASELINE = """
+import contextlib, optim
+with contextlib.suppress(ImportError):
+    from transformers import LlamaForCausalLM
+from offload.system_files import status_field
+print(int(status_field("VmHWM").split()[0]) * 1024)
+"""
+
+
+def _number(text: str) -> int:
+    try:
+        return int(float(text.replace("_", "").replace(",", "")))
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is not a number; write 2e9 or 2000000000") from None
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(int(text) if text.isdigit() else text.removesuffix("/s"))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _count(*names: str, text: str) -> Any:
+    return typer.Option(*names, parser=_number, metavar="NUMBER", help=text)
+
+
+def _size(*names: str, text: str) -> Any:
+    return typer.Option(*names, parser=_bytes, metavar="BYTES", help=text)
+
+
+def plan(
+    model: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or its folder.")] = None,
+    params: Annotated[int | None, _count("--params", text="Parameters, in place of --model: 2e9.")] = None,
+    layers: Annotated[int | None, _count("--layers", text="Repeated layers, beside --params.")] = None,
+    hidden: Annotated[int | None, _count("--hidden", text="Hidden size, beside --params.")] = None,
+    vocab: Annotated[int | None, _count("--vocab", text="Entries of the embedding, beside --params.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The section; by default bf16 with all on NVMe.")] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks that share the model.")] = 1,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Of these on one node; by default all, 8 at most.")] = None,
+    host_memory: Annotated[int | None, _size("--host-memory", text="Of a node; by default what is free here.")] = None,
+    device_memory: Annotated[
+        int | None, _size("--device-memory", text="Of one rank's GPU; left out, ranks compute on the CPU.")
+    ] = None,
+    bench: Annotated[Path | None, typer.Option(help="A node's drives as offload bench --json measured them.")] = None,
+    read_bw: Annotated[int | None, _size("--read-bw", text="Of a node's drives, per second: 6.5GB.")] = None,
+    write_bw: Annotated[int | None, _size("--write-bw", text="Of a node's drives, per second.")] = None,
+    mixed_bw: Annotated[int | None, _size("--mixed-bw", text="Both directions at once, together.")] = None,
+    capacity: Annotated[int | None, _size("--capacity", text="Free bytes of a node's drives.")] = None,
+    tbw: Annotated[float | None, typer.Option(help="Terabytes that a node's drives may have written.")] = None,
+    flops: Annotated[float | None, typer.Option(help="Operations per second that one rank reaches: 3e14.")] = None,
+    update_rate: Annotated[float, typer.Option(help="Parameters per second of one rank's update.")] = UPDATE_RATE,
+    tokens: Annotated[int, typer.Option(help="Of one micro-batch on one rank.")] = 2048,
+    checkpointing: Annotated[bool, typer.Option(help="Layers are computed again in backward.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Predict memory, traffic, time and wear of a training step, and the largest model that fits."""
+    try:
+        machine = Machine(
+            ranks=ranks,
+            ranks_per_node=min(ranks, 8) if ranks_per_node is None else ranks_per_node,
+            host_memory=available_bytes() if host_memory is None else host_memory,
+            device_memory=device_memory,
+            drives=_drives(bench, read_bw, write_bw, mixed_bw, tbw),
+            capacity=capacity,
+            flops=flops,
+            update_rate=update_rate,
+        )
+        if tokens < 1:
+            raise MachineError(f"--tokens {tokens}: at least 1")
+        job = Job(
+            shape=_shape(model, params, layers, hidden, vocab),
+            config=plannable(OffloadConfig.of(config or ON_NVME), machine),
+            tokens=tokens,
+            checkpointing=checkpointing,
+            baseline_bytes=baseline_bytes(),
+        )
+        prediction = predict(job, machine)
+        largest = largest_model(job, machine)
+    except (ShapeError, MachineError, ConfigError, OSError) as error:
+        typer.echo(f"offload: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        found = largest and {"parameters": largest.numel, "layers": largest.num_layers}
+        typer.echo(json.dumps({**prediction.to_dict(), "largest_model": found}))
+    else:
+        show(prediction, largest, Console())
+    if prediction.excess:
+        raise typer.Exit(1)
+
+
+def plannable(config: OffloadConfig, machine: Machine) -> OffloadConfig:
+    """The section with a host budget of "auto" as that machine would have it, not the one this runs on."""
+    if config.host_budget != "auto":
+        return config
+    return config.model_copy(update={"host_budget": machine.host_budget})
+
+
+@cache
+def baseline_bytes() -> int:
+    """Resident memory of a fresh process that has loaded the libraries, transformers too, and trained nothing."""
+    return int(subprocess.run([sys.executable, "-c", _BASELINE], capture_output=True, text=True, check=True).stdout)
+
+
+def predicted_peak_bytes(model: nn.Module, config: Mapping[str, Any], tokens: int) -> int:
+    """Peak resident memory of one process that trains a Hugging Face model alone, with activation checkpointing.
+
+    Args:
+        model: plain, also on the meta device.
+        config: the configuration section.
+        tokens: of a micro-batch.
+    """
+    machine = Machine(
+        ranks=1,
+        ranks_per_node=1,
+        host_memory=available_bytes(),
+        device_memory=None,
+        drives=None,
+        capacity=None,
+        flops=None,
+        update_rate=UPDATE_RATE,
+    )
+    job = Job(
+        shape=ModelShape.of_module(model, name=type(model).__name__, config=model.config),
+        config=plannable(OffloadConfig.of(config), machine),
+        tokens=tokens,
+        checkpointing=True,
+        baseline_bytes=baseline_bytes(),
+    )
+    return predict(job, machine).peak_host_bytes
+
+
+def _shape(
+    model: Path | None, params: int | None, layers: int | None, hidden: int | None, vocab: int | None
+) -> ModelShape:
+    if model is not None:
+        if params or layers or hidden or vocab:
+            raise ShapeError("--model says it all; leave out --params, --layers, --hidden and --vocab")
+        return ModelShape.of_config_file(model)
+    if not params or not layers:
+        raise ShapeError("which model? Give --model, or --params and --layers")
+    return ModelShape.of_numbers(params, layers, hidden, vocab or 0)
+
+
+def _drives(
+    bench: Path | None,
+    read: int | None,
+    write: int | None,
+    mixed: int | None,
+    tbw: float | None,
+) -> Drives | None:
+    if bench is not None:
+        return Drives.of_bench(bench, tbw)
+    if read and write:
+        return Drives.of_rates(read, write, mixed, tbw)
+    if read or write or mixed or tbw:
+        raise MachineError("drives need --bench, or both --read-bw and --write-bw")
+    return None

@@ -1,0 +1,102 @@
+"""The machine that a plan is for: ranks, memory, drives."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.available_memory import auto_budget
+from offload.units import TB
+
+
+class MachineError(ValueError):
+    """The machine's description cannot be used; says what to give instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drives:
+    """All drives of one node together: extents are striped over them."""
+
+    read: float
+    """Bytes per second of reading alone."""
+    write: float
+    """Bytes per second of writing alone."""
+    mixed: float
+    """Bytes per second of reading and writing at once, 1:1, both counted: what an optimizer step does."""
+    endurance: float | None = None
+    """Bytes that may be written over the drives' life (TBW); None is not known."""
+
+    @classmethod
+    def of_rates(
+        cls,
+        read: float,
+        write: float,
+        mixed: float | None = None,
+        terabytes_written: float | None = None,
+    ) -> Drives:
+        """Of a data sheet. Without a mixed rate: that of a drive which shares its time between both directions."""
+        if min(read, write, mixed or read) <= 0:
+            raise MachineError("--read-bw, --write-bw and --mixed-bw are bytes per second, more than 0")
+        shared = mixed or 2 / (1 / read + 1 / write)
+        endurance = terabytes_written * TB if terabytes_written else None
+        return cls(read=read, write=write, mixed=shared, endurance=endurance)
+
+    @classmethod
+    def of_bench(cls, file: Path, terabytes_written: float | None = None) -> Drives:
+        """Of what ``offload bench --json`` measured, in all three directions.
+
+        Raises:
+            MachineError: it is not such a file, or a direction is missing.
+        """
+        try:
+            results = json.loads(file.read_text())["results"]
+            rates = {rw: _rate(results[rw]["samples"]) for rw in ("read", "write", "mixed")}
+        except OSError as error:
+            raise MachineError(f"{file}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            how = "make it with: offload bench --rw all --json > bench.json"
+            what = "is no result of offload bench with read, write and mixed"
+            raise MachineError(f"{file} {what} ({error!r}); {how}") from None
+        return cls.of_rates(**rates, terabytes_written=terabytes_written)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Nodes that are all alike."""
+
+    ranks: int
+    """Data-parallel ranks over which the model is sharded."""
+    ranks_per_node: int
+    host_memory: int
+    """Bytes of one node."""
+    device_memory: int | None
+    """Bytes of one rank's accelerator; None: ranks compute on the CPU, and the device's share is host memory."""
+    drives: Drives | None
+    """Of one node; None: their rates are not known."""
+    capacity: int | None
+    """Free bytes of one node's drives; None is not known."""
+    flops: float | None
+    """Floating-point operations per second that forward and backward reach on one rank; None is not known."""
+    update_rate: float
+    """Parameters per second that one rank's update kernel reaches when nothing has to be waited for."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers against each other."""
+        if not 1 <= self.ranks_per_node <= self.ranks:
+            raise MachineError(f"--ranks-per-node {self.ranks_per_node}: between 1 and --ranks {self.ranks}")
+        for name, value in (("--flops", self.flops), ("--update-rate", self.update_rate)):
+            if value is not None and not value > 0:
+                raise MachineError(f"{name} {value}: must be more than 0")
+        if self.ranks % self.ranks_per_node:
+            raise MachineError(f"--ranks {self.ranks} is no multiple of --ranks-per-node {self.ranks_per_node}")
+
+    @property
+    def host_budget(self) -> int:
+        """What a host budget of "auto" comes to for one rank here."""
+        return auto_budget(self.host_memory, self.ranks_per_node)
+
+
+def _rate(samples: list[dict[str, float]]) -> float:
+    """Bytes per second of all samples together."""
+    return sum(sample["size_bytes"] for sample in samples) / sum(sample["seconds"] for sample in samples)

@@ -1,0 +1,326 @@
+"""What one rank will hold on each tier, what a step will move, and how long it will take: a pure function.
+
+The optimizer's own planner decides what of its state lives where (`optim.placement`), and its own cache what is read
+again (`perf.planning.traffic`), so a plan says what a run will do, not what it might.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from offload.config import OffloadConfig
+from offload.param_tier import KIND as PARAMS
+from offload.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
+from optim.block_units import grad_unit, param_unit, staging_unit
+from optim.device_mirror import DeviceMirror
+from optim.grad_tier import KIND as GRADS
+from optim.kernels import BLOCK_NUMEL
+from optim.placement import StatePlacement
+from optim.precision_plan import precision_of
+from optim.step_pipeline import KIND as STATE
+from optim.subgroup import ParamToPlace, Subgroup, plan_subgroups, state_itemsize
+from perf.planning.machine import Machine
+from perf.planning.residents import Residents
+from perf.planning.shape import ModelShape
+from perf.planning.step_time import StepTime, time_of
+from perf.planning.traffic import StepTraffic, Traffic, of_gradients, of_parameters, of_state
+
+SECONDS_PER_DAY = 86_400
+
+MAX_SUBGROUPS = 4096
+"""More of them are planned in larger pieces: a plan of ten terabytes is no better for being made of 100,000."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, and how."""
+
+    shape: ModelShape
+    config: OffloadConfig
+    """With a host budget in bytes or none: "auto" is the machine's to decide, see `Machine.host_budget`."""
+    tokens: int
+    """Of one micro-batch on one rank."""
+    checkpointing: bool
+    """Whether each layer's activations are computed again in backward."""
+    baseline_bytes: int
+    """Resident memory of a process that has loaded the libraries and nothing else."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Forwards and backwards in a step."""
+        return self.config.gradient_accumulation_steps or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a step of a job needs on a machine, for one rank."""
+
+    job: Job
+    machine: Machine
+    tiers: TierPlan
+    """Of everything one rank holds; units of memory that comes and goes are at their peak."""
+    traffic: dict[str, StepTraffic]
+    """By kind, of one rank and step."""
+    time: StepTime | None
+    """None where the machine's rates are not known."""
+
+    @property
+    def total_traffic(self) -> Traffic:
+        """Of all kinds."""
+        return sum((moved.total for moved in self.traffic.values()), Traffic())
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """Host memory of one rank, the process itself included."""
+        return self.tiers.bytes_on("host")
+
+    @property
+    def excess(self) -> dict[Tier, int]:
+        """Bytes that are missing for one rank, by tier; empty where everything fits."""
+        return {tier: missing for tier in TIERS if (missing := self.tiers.excess(tier))}
+
+    @property
+    def written_per_day(self) -> float | None:
+        """Bytes per node and day of steps one after another; None where their time is not known."""
+        if self.time is None:
+            return None
+        return self.total_traffic.written * self.machine.ranks_per_node * SECONDS_PER_DAY / self.time.total
+
+    @property
+    def days_of_life(self) -> float | None:
+        """Until the drives' endurance is used up; None where it is not known, or nothing is written."""
+        drives, per_day = self.machine.drives, self.written_per_day
+        if drives is None or drives.endurance is None or not per_day:
+            return None
+        return drives.endurance / per_day
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types, for JSON."""
+        kinds = dict.fromkeys(unit.kind for unit in self.tiers.units)
+        return {
+            "model": {
+                "name": self.job.shape.name,
+                "parameters": self.job.shape.numel,
+                "layers": self.job.shape.num_layers,
+            },
+            "ranks": self.machine.ranks,
+            "bytes_per_rank": {
+                kind: {tier: size for tier in TIERS if (size := self.tiers.bytes_on(tier, kind))} for kind in kinds
+            },
+            "available_per_rank": dict(self.tiers.budgets),
+            "missing_per_rank": self.excess,
+            "traffic_per_rank_and_step": {
+                kind: {"read": round(moved.total.read), "written": round(moved.total.written)}
+                for kind, moved in self.traffic.items()
+            },
+            "step": None if self.time is None else self.time.to_dict(),
+            "written_per_node_and_day": self.written_per_day,
+            "days_of_life": self.days_of_life,
+        }
+
+
+@dataclass(frozen=True)
+class _StatePlan:
+    """Where one rank's optimizer state goes, and its blocks of parameters and gradients if they may be on NVMe."""
+
+    subgroups: list[Subgroup]
+    tiers: TierPlan
+    buffer_bytes: int
+    """Of one staging buffer."""
+
+    @property
+    def on_nvme(self) -> list[int]:
+        """Bytes of the extents of state there, in order."""
+        return [unit.size_bytes for unit in self.tiers.units_on("nvme", STATE)]
+
+    def blocks_on_nvme(self, kind: str) -> dict[int, Unit]:
+        """Blocks that are there, by the number of their group."""
+        pairs = zip(self.tiers.units, self.tiers.tiers, strict=True)
+        tiers = [(unit, tier) for unit, tier in pairs if unit.kind == kind]
+        return {number: unit for number, (unit, tier) in enumerate(tiers) if tier == "nvme"}
+
+
+def predict(job: Job, machine: Machine) -> Prediction:
+    """Plan a job on a machine.
+
+    Raises:
+        ConfigError: a budget of the section is too small for what must be within it.
+    """
+    state = _state_plan(job, machine)
+    traffic = _traffic(job, machine, state)
+    shard_numel = -(-job.shape.numel // machine.ranks)
+    return Prediction(
+        job=job,
+        machine=machine,
+        tiers=_tier_plan(job, machine, state),
+        traffic=traffic,
+        time=time_of(traffic, machine, _operations(job), shard_numel),
+    )
+
+
+def largest_model(job: Job, machine: Machine) -> ModelShape | None:
+    """The deepest model of this kind of layer that fits; None where not even one layer does, or nothing limits it.
+
+    Raises:
+        ConfigError: see `predict`.
+    """
+
+    def fits(num_layers: int) -> bool:
+        deeper = replace(job, shape=job.shape.with_layers(num_layers))
+        tiers = _tier_plan(deeper, machine, _state_plan(deeper, machine))
+        return not any(tiers.excess(tier) for tier in TIERS)
+
+    budgets = _budgets(machine)
+    if "nvme" in _tiers_used(job.config) and "nvme" not in budgets:
+        return None
+    if not fits(1):
+        return None
+    too_many = 2
+    while fits(too_many):
+        too_many *= 2
+    low = too_many // 2
+    while too_many - low > 1:
+        middle = (low + too_many) // 2
+        low, too_many = (middle, too_many) if fits(middle) else (low, middle)
+    return job.shape.with_layers(low)
+
+
+def _tiers_used(config: OffloadConfig) -> set[str]:
+    zero = config.zero_optimization
+    return {zero.offload_optimizer.device, zero.offload_param.device, config.offload_gradients.device}
+
+
+def _has_blocks(config: OffloadConfig) -> bool:
+    """Whether there is a parameter tier or a gradient tier: subgroups then lie within one block each."""
+    return "nvme" in (config.zero_optimization.offload_param.device, config.offload_gradients.device)
+
+
+def _budgets(machine: Machine) -> dict[Tier, int]:
+    """Of one rank."""
+    budgets: dict[Tier, int] = {"host": machine.host_memory // machine.ranks_per_node}
+    if machine.device_memory is not None:
+        budgets["device"] = machine.device_memory
+    if machine.capacity is not None:
+        budgets["nvme"] = machine.capacity // machine.ranks_per_node
+    return budgets
+
+
+def _tier_plan(job: Job, machine: Machine, state: _StatePlan) -> TierPlan:
+    """Of everything: what is decided already, each unit on its tier."""
+    residents = Residents(
+        job.shape,
+        job.config,
+        ranks=machine.ranks,
+        tokens=job.tokens,
+        checkpointing=job.checkpointing,
+        on_device=machine.device_memory is not None,
+    )
+    units = [Unit("process", "process", job.baseline_bytes, tiers=("host",)), *residents.units()]
+    pairs = zip(state.tiers.units, state.tiers.tiers, strict=True)
+    units += [replace(unit, tiers=(tier,)) for unit, tier in pairs]
+    return plan_tiers(units, _budgets(machine))
+
+
+def _state_plan(job: Job, machine: Machine) -> _StatePlan:
+    """As the optimizer itself would decide."""
+    config, section = job.config, job.config.zero_optimization.offload_optimizer
+    placement = StatePlacement(config)
+    on_device = machine.device_memory is not None
+    blocks = _block_units(job, machine)
+    precision = precision_of(config)
+    shards = [
+        ParamToPlace(0, 0, -(-numel // machine.ranks), precision.storage, number if _has_blocks(config) else -1)
+        for number, group in enumerate(job.shape.groups)
+        for numel in group
+    ]
+    fixed = sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
+    max_bytes = placement.max_subgroup_bytes(fixed, on_device)
+    itemsize, max_numel = state_itemsize(precision.master), config.zero_optimization.sub_group_size
+    subgroups = _cut(shards, max_bytes, max_numel, itemsize)
+    # Of a subgroup as the optimizer will cut it, which may be smaller than what is planned in one piece.
+    most_numel = min(max_bytes // itemsize, -(-max_numel // BLOCK_NUMEL) * BLOCK_NUMEL)
+    largest = min(max(subgroup.size_bytes for subgroup in subgroups), most_numel * itemsize)
+    buffer_bytes = _whole_pages(largest) if section.device == "nvme" else 0
+    staging = section.buffer_count * buffer_bytes
+    if on_device:
+        staging += DeviceMirror.BYTES_PER_ELEMENT * (largest // itemsize)
+    return _StatePlan(subgroups, placement.plan([], subgroups, staging, mmap.PAGESIZE, blocks), buffer_bytes)
+
+
+def _block_units(job: Job, machine: Machine) -> list[Unit]:
+    """Blocks of parameters and gradients that may be on NVMe, and their staging buffers: see `BlockTiers.units`."""
+    config, accumulate = job.config, precision_of(job.config).accumulate
+    shards = [[-(-numel // machine.ranks) for numel in group] for group in job.shape.groups]
+    units: list[Unit] = []
+    section = config.zero_optimization.offload_param
+    if section.device == "nvme":
+        blocks = [
+            param_unit(config, str(number), [torch.Size([numel]) for numel in shard], trainable=True)
+            for number, shard in enumerate(shards)
+        ]
+        units += [staging_unit(PARAMS, blocks, section.buffer_count), *blocks]
+    if config.offload_gradients.device == "nvme":
+        blocks = [
+            grad_unit(config, str(number), [(numel, accumulate) for numel in shard])
+            for number, shard in enumerate(shards)
+        ]
+        units += [staging_unit(GRADS, blocks, config.offload_gradients.buffer_count), *blocks]
+    return units
+
+
+def _cut(shards: list[ParamToPlace], max_bytes: int, max_numel: int, itemsize: int) -> list[Subgroup]:
+    pieces = sum(shard.numel for shard in shards) // max(1, min(max_bytes // itemsize, max_numel))
+    coarser = 1 + pieces // MAX_SUBGROUPS
+    return plan_subgroups(shards, max_bytes * coarser, max_numel * coarser)
+
+
+def _traffic(job: Job, machine: Machine, state: _StatePlan) -> dict[str, StepTraffic]:
+    """Bytes of one rank in one step, of the kinds that are on NVMe."""
+    config = job.config
+    zero = config.zero_optimization
+    visits = _without_repetitions([subgroup.block for subgroup in state.subgroups])
+    traffic = {}
+    if state.on_nvme:
+        traffic["optimizer state"] = of_state(state.on_nvme, zero.offload_optimizer.buffer_count, state.buffer_bytes)
+    for kind, buffers in (
+        (PARAMS, zero.offload_param.buffer_count),
+        (GRADS, config.offload_gradients.buffer_count),
+    ):
+        moving = state.blocks_on_nvme(kind)
+        sizes = [unit.size_bytes for unit in moving.values()]
+        order = {number: place for place, number in enumerate(moving)}
+        steps = _without_repetitions([order[number] for number in visits if number in order])
+        if not moving:
+            continue
+        if kind == GRADS:
+            traffic[kind] = of_gradients(sizes, buffers, job.micro_batches, steps)
+            continue
+        has_root = bool(job.shape.rest) and 0 in moving
+        traffic[kind] = of_parameters(
+            sizes, buffers, job.micro_batches, steps, has_root=has_root, twice=zero.stage == 3
+        )
+    return traffic
+
+
+def _without_repetitions(visits: list[int]) -> list[int]:
+    """A block stays where it is from one of its subgroups to the next."""
+    return visits[:1] + [block for before, block in pairwise(visits) if block != before]
+
+
+def _operations(job: Job) -> dict[str, float]:
+    """Floating-point operations of forward and of backward, of one rank in one step.
+
+    Two per parameter and token forward, four backward, two more where layers are computed again. An embedding is looked
+    up, not multiplied, but a head of the same size mostly is.
+    """
+    forward = 2.0 * job.shape.numel * job.tokens * job.micro_batches
+    return {"forward": forward, "backward": forward * (3 if job.checkpointing else 2)}
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

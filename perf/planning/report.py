@@ -1,0 +1,77 @@
+"""A prediction in words and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from offload.tier_plan import TIERS
+from offload.units import TB, format_bytes
+from perf.planning.prediction import Prediction
+from perf.planning.shape import ModelShape
+
+
+def show(prediction: Prediction, largest: ModelShape | None, console: Console) -> None:
+    """Memory, traffic, time and wear, and the largest model that fits."""
+    job, machine = prediction.job, prediction.machine
+    shape = job.shape
+    console.print(
+        f"{shape.name}: {shape.numel:,} parameters, {shape.num_layers} layers; {machine.ranks} rank(s), "
+        f"{machine.ranks_per_node} on a node; {job.tokens:,} tokens x {job.micro_batches} micro-batches on each",
+        highlight=False,
+    )
+    console.print(_memory(prediction))
+    if prediction.traffic:
+        console.print(_traffic(prediction))
+    for line in _sentences(prediction, largest):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _memory(prediction: Prediction) -> Table:
+    table = Table("one rank holds", *TIERS, title="Memory", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    tiers = prediction.tiers
+    for kind in dict.fromkeys(unit.kind for unit in tiers.units):
+        sizes = [tiers.bytes_on(tier, kind) for tier in TIERS]
+        table.add_row(kind, *(format_bytes(size) if size else "" for size in sizes))
+    table.add_section()
+    table.add_row("together", *(format_bytes(tiers.bytes_on(tier)) for tier in TIERS))
+    table.add_row("there is", *(format_bytes(tiers.budgets[tier]) if tier in tiers.budgets else "" for tier in TIERS))
+    return table
+
+
+def _traffic(prediction: Prediction) -> Table:
+    table = Table("one rank and step", "read", "written", title="To and from NVMe", title_justify="left")
+    rows = {kind: moved.total for kind, moved in prediction.traffic.items()}
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kind, moved in (*rows.items(), ("together", prediction.total_traffic)):
+        if kind == "together":
+            table.add_section()
+        table.add_row(kind, format_bytes(round(moved.read)), format_bytes(round(moved.written)))
+    return table
+
+
+def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[str]:
+    time, machine = prediction.time, prediction.machine
+    if time is None:
+        needed = "--flops and, for what is on NVMe, --bench or --read-bw and --write-bw"
+        yield f"Time of a step: not known; it needs {needed}"
+    else:
+        parts = ", ".join(f"{name} {part.seconds:.3g} s ({time.limit_of(name)})" for name, part in time.phases.items())
+        yield f"Time of a step: {time.total:.3g} s, mostly limited by: {time.limit}; {parts}"
+    if prediction.written_per_day:
+        wear = f"Wear: {prediction.written_per_day / TB:.3g} TB written per node and day"
+        days = prediction.days_of_life
+        yield f"{wear}; the drives' endurance lasts {days:.3g} days" if days else f"{wear} (--tbw: for how long)"
+    for tier, missing in prediction.excess.items():
+        yield f"DOES NOT FIT: {tier} is {format_bytes(missing)} too small for each rank"
+    if largest is not None:
+        yield (f"Largest model of such layers that fits: {largest.numel:,} parameters in {largest.num_layers} layers")
+    elif machine.capacity is None:
+        yield "Largest model that fits: not known; it needs --capacity"
+    else:
+        yield f"Not even one such layer fits on {machine.ranks} rank(s)"

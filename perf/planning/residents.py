@@ -1,0 +1,75 @@
+"""What of a training job is in memory, beside the optimizer's state: at its peak, in bytes of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from offload.config import OffloadConfig
+from offload.tier_plan import Tier, Unit
+from optim.kernels import MasterForm
+from optim.precision_plan import precision_of
+from perf.planning.shape import ModelShape
+
+LOGITS_BYTES = 16
+"""Of one logit at the end of forward: itself in 16 bits and in fp32, its log-softmax, the gradients of two of these."""
+LAYER_BYTES = 34
+"""Of one element of a layer's hidden state that a layer without recomputation keeps for backward, in 16 bits, with an
+attention that does not keep its scores: Korthikanti et al., arXiv:2205.05198, section 4.1."""
+
+
+@dataclass(frozen=True)
+class Residents:
+    """Parameters, gradients, what is gathered of them, and activations.
+
+    Args:
+        shape: of the model.
+        config: the section; it says on which tier parameters and gradients are.
+        ranks: that share the model.
+        tokens: of one micro-batch on one rank.
+        checkpointing: whether a layer's activations are computed again in backward.
+        on_device: forward and backward compute on an accelerator with memory of its own.
+    """
+
+    shape: ModelShape
+    config: OffloadConfig
+    ranks: int
+    tokens: int
+    checkpointing: bool
+    on_device: bool
+
+    def units(self) -> Iterator[Unit]:
+        """What is where; memory that comes and goes at its peak."""
+        precision = precision_of(self.config)
+        params, grads = self.config.zero_optimization.offload_param, self.config.offload_gradients
+        # Split shards live in host memory, wherever they are gathered.
+        kept: Tier = "device" if self.on_device and precision.master is not MasterForm.SPLIT else "host"
+        stored, accumulated = precision.storage.itemsize, precision.accumulate.itemsize
+        # What may be on NVMe is placed with the state: see `prediction`.
+        numel = sum(-(-sum(group) // self.ranks) for group in self.shape.groups)
+        if params.device != "nvme":
+            yield Unit("parameters", "parameters", numel * stored, tiers=(kept,))
+        if grads.device != "nvme":
+            yield Unit("gradients", "gradients", numel * accumulated, tiers=(kept,))
+        device: Tier = "device" if self.on_device else "host"
+        yield Unit("gathered groups", "gathered groups", self._gathered_bytes(), tiers=(device,))
+        yield Unit("activations", "activations", self._activation_bytes(), tiers=(device,))
+
+    def _gathered_bytes(self) -> int:
+        """At the worst moment of backward: two layers gathered, one with its gradients before and after the reduction.
+
+        The root's gradients wait unreduced until the end of backward. Below stage 3 all layers stay gathered.
+        """
+        precision = precision_of(self.config)
+        computed, reduced = precision.gather.itemsize, precision.reduce.itemsize
+        layer, root = max(self.shape.layer_numels), self.shape.rest_numel
+        layers = 2 * layer if self.config.zero_optimization.stage == 3 else sum(self.shape.layer_numels)
+        reducing = max(layer, root) * reduced * (1 + 1 / self.ranks)
+        return round((root + layers) * computed + (root + layer) * computed + reducing)
+
+    def _activation_bytes(self) -> int:
+        hidden = self.tokens * self.shape.hidden_size
+        inside = hidden * LAYER_BYTES * max(1.0, self.shape.intermediate_size / (4 * self.shape.hidden_size))
+        num_layers = self.shape.num_layers
+        layers = num_layers * hidden * 2 + inside if self.checkpointing else num_layers * inside
+        return round(layers + self.tokens * self.shape.vocab_size * LOGITS_BYTES)

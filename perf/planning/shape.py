@@ -1,0 +1,147 @@
+"""The shape of a model: how many parameters are gathered together, and what its activations depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optim.sharding import find_blocks
+
+
+class ShapeError(ValueError):
+    """A model's shape could not be read; says what to give instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What a plan needs to know of a model. FSDP2 gathers every layer by itself, and the rest as one more group."""
+
+    name: str
+    layers: tuple[tuple[int, ...], ...]
+    """Of each repeated layer, the elements of each of its parameters."""
+    rest: tuple[int, ...]
+    """Elements of each parameter outside the layers: embedding, head, last norm. Tied ones count once."""
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the whole model."""
+        return self.rest_numel + sum(self.layer_numels)
+
+    @property
+    def rest_numel(self) -> int:
+        """Parameters outside the layers."""
+        return sum(self.rest)
+
+    @cached_property
+    def layer_numels(self) -> tuple[int, ...]:
+        """Parameters of each repeated layer."""
+        return tuple(sum(layer) for layer in self.layers)
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """What is gathered at once, in the order of the forward: the rest comes first, if there is any."""
+        return ((self.rest,) if self.rest else ()) + self.layers
+
+    @property
+    def num_layers(self) -> int:
+        """Repeated layers."""
+        return len(self.layers)
+
+    def with_layers(self, num_layers: int) -> ModelShape:
+        """The same model, deeper or flatter; all layers are as large as the largest."""
+        return replace(self, layers=(max(self.layers, key=sum),) * num_layers)
+
+    @classmethod
+    def of_numbers(
+        cls, num_params: int, num_layers: int, hidden_size: int | None = None, vocab_size: int = 0
+    ) -> ModelShape:
+        """Of a transformer of which little is known.
+
+        Args:
+            num_params: of the whole model.
+            num_layers: repeated layers.
+            hidden_size: by default what 12 x hidden_size^2 parameters in a layer ask for.
+            vocab_size: entries of the (tied) embedding; 0 leaves it out.
+
+        Raises:
+            ShapeError: the numbers contradict each other.
+        """
+        if num_layers < 1:
+            raise ShapeError(f"--layers {num_layers}: a model has one layer or more")
+        hidden_size = hidden_size or max(1, round((num_params / num_layers / 12) ** 0.5))
+        layer_numel = (num_params - vocab_size * hidden_size) // num_layers
+        if layer_numel < 1:
+            what = f"an embedding of {vocab_size:,} x {hidden_size:,} leaves nothing for {num_layers} layers"
+            raise ShapeError(f"--params {num_params:,}: {what}; give a smaller --vocab or --hidden")
+        return cls(
+            name=f"{num_params / 1e9:.3g} B parameters",
+            layers=((layer_numel,),) * num_layers,
+            rest=(rest,) if (rest := num_params - num_layers * layer_numel) else (),
+            hidden_size=hidden_size,
+            intermediate_size=4 * hidden_size,
+            vocab_size=vocab_size,
+        )
+
+    @classmethod
+    def of_config_file(cls, path: Path) -> ModelShape:
+        """Of a Hugging Face configuration, by building the model without data (on the meta device).
+
+        Args:
+            path: a ``config.json``, or the folder that holds it.
+
+        Raises:
+            ShapeError: it cannot be read, `transformers` is not installed, or the model has no repeated layers.
+        """
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ShapeError(f"{file}: there is no such file; give a config.json, its folder, or --params and --layers")
+        try:
+            from transformers import AutoConfig, AutoModelForCausalLM
+        except ImportError:
+            how = "install it, or give --params, --layers, --hidden and --vocab"
+            raise ShapeError(f"{file}: reading it needs transformers, which is not installed; {how}") from None
+        try:
+            config = AutoConfig.from_pretrained(str(file))
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ShapeError(f"{file}: transformers cannot build a causal language model from it: {error}") from error
+        return cls.of_module(model, name=config.name_or_path or type(model).__name__, config=config.get_text_config())
+
+    @classmethod
+    def of_module(cls, model: torch.nn.Module, *, name: str, config: Any) -> ModelShape:
+        """Of a module (on any device, also meta) with a configuration that has ``hidden_size`` and ``vocab_size``.
+
+        Raises:
+            ShapeError: the module has no repeated layers.
+        """
+        shape = cls.of_layers(model, name, config.hidden_size)
+        intermediate_size = getattr(config, "intermediate_size", None) or shape.intermediate_size
+        return replace(shape, intermediate_size=intermediate_size, vocab_size=config.vocab_size)
+
+    @classmethod
+    def of_layers(cls, model: torch.nn.Module, name: str, hidden_size: int) -> ModelShape:
+        """Of a module (on any device) with repeated layers of this width and no vocabulary.
+
+        Raises:
+            ShapeError: the module has no repeated layers.
+        """
+        blocks = find_blocks(model)
+        if not blocks:
+            raise ShapeError(f"{name} has no repeated layers that could be gathered one by one")
+        in_layers = {param for block in blocks for param in block.parameters()}
+        return cls(
+            name=name,
+            layers=tuple(tuple(param.numel() for param in block.parameters()) for block in blocks),
+            rest=tuple(param.numel() for param in model.parameters() if param not in in_layers),
+            hidden_size=hidden_size,
+            intermediate_size=4 * hidden_size,
+            vocab_size=0,
+        )

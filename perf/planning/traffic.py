@@ -1,0 +1,206 @@
+"""Bytes that cross to and from NVMe in one step, once a run has found its rhythm.
+
+Which block is read again depends on which others are in the staging buffers, and so on what will be needed when. That
+is decided in `offload.block_cache`; the same code decides it here, over a tier whose transfers are done at once and are
+only counted. What a real drive adds is that a buffer is not free while it is being written: a read more here and there.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from aio_native import Op
+from aio_native.operation import PythonOperation
+from offload.block_cache import BlockCache
+from offload.buffer_pool import StagingBuffer
+from offload.extent import Extent, Stripe
+from offload.tier import NvmeTier
+from offload.transfer import Transfer
+
+Phase = Literal["forward", "backward", "update"]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
+
+WARM_UP_STEPS = 2
+"""Until the order is known in both directions of the update."""
+COUNTED_STEPS = 2
+"""One in each direction."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes."""
+
+    read: float = 0
+    written: float = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.read + other.read, self.written + other.written)
+
+    def __mul__(self, factor: float) -> Traffic:
+        return Traffic(self.read * factor, self.written * factor)
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Bytes of an average step."""
+
+    phases: dict[Phase, Traffic] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Traffic:
+        """Of all phases."""
+        return sum(self.phases.values(), Traffic())
+
+
+def of_state(sizes: Sequence[int], num_buffers: int, buffer_bytes: int) -> StepTraffic:
+    """Traffic of an update that goes through subgroups in alternating directions, each read and written once.
+
+    The subgroups that the last update left in the staging buffers come first in the next, and are not read.
+
+    Args:
+        sizes: bytes of each subgroup's extent, in order.
+        num_buffers: staging buffers.
+        buffer_bytes: of one of them.
+    """
+    ends = (sum(sizes[:num_buffers]) + sum(sizes[-num_buffers:])) / 2
+    kept = min(ends, num_buffers * buffer_bytes)
+    return StepTraffic({"update": Traffic(sum(sizes) - kept, sum(sizes))})
+
+
+def of_parameters(
+    sizes: Sequence[int], num_buffers: int, micro_batches: int, visits: Sequence[int], *, has_root: bool, twice: bool
+) -> StepTraffic:
+    """Traffic of the upper halves: gathered in forward and backward, updated in the step.
+
+    Args:
+        sizes: bytes of each block in the order of the forward.
+        num_buffers: staging buffers.
+        micro_batches: forwards and backwards in a step.
+        visits: the block of each subgroup of the optimizer's state, in the order of the update's first direction.
+        has_root: the first block is that of what is in no layer, gathered first of all, also in backward.
+        twice: backward gathers again what forward freed (ZeRO stage 3).
+    """
+    rehearsal = _Rehearsal("parameters", sizes, num_buffers)
+    forward = range(len(sizes))
+    backward = [*forward[:has_root], *reversed(forward[has_root:])] if twice else []
+
+    def train() -> None:
+        for _ in range(micro_batches):
+            rehearsal.phase = "forward"
+            for number in forward:
+                rehearsal.use(number)
+            rehearsal.phase = "backward"
+            for number in backward:
+                rehearsal.use(number)
+
+    return rehearsal.of_steps(train, visits, changes=True)
+
+
+def of_gradients(sizes: Sequence[int], num_buffers: int, micro_batches: int, visits: Sequence[int]) -> StepTraffic:
+    """Traffic of the partitions: put down in backward, added to by later micro-batches, read in the update.
+
+    Arguments as in `of_parameters`.
+    """
+    rehearsal = _Rehearsal("gradients", sizes, num_buffers)
+    arrived: set[int] = set()
+    rehearsal.cache.is_needed = lambda block: block.index in arrived
+
+    def train() -> None:
+        rehearsal.phase = "backward"
+        arrived.clear()  # zero_grad
+        for _ in range(micro_batches):
+            for number in reversed(range(len(sizes))):
+                rehearsal.use(number, change=True, load=number in arrived)
+                arrived.add(number)
+
+    return rehearsal.of_steps(train, visits, changes=False)
+
+
+class _Rehearsal:
+    """Blocks in a cache of which nothing but the decisions is real."""
+
+    def __init__(self, kind: str, sizes: Sequence[int], num_buffers: int) -> None:
+        self.phase: Phase = "forward"
+        """To which transfers are counted that begin now."""
+        self._read: dict[Phase, int] = dict.fromkeys(PHASES, 0)
+        self._written: dict[Phase, int] = dict.fromkeys(PHASES, 0)
+        self._sizes = sizes
+        self.cache = BlockCache(cast(NvmeTier, _PaperTier(self._count)), kind, num_buffers)
+        for block in self.cache.add([(f"block {number}", mmap.PAGESIZE) for number in range(len(sizes))]):
+            with self.cache.holding(block, change=True, load=False):
+                pass
+
+    def use(self, number: int, *, change: bool = False, load: bool = True) -> None:
+        """As forward and backward do."""
+        block = self.cache.blocks[number]
+        self.cache.order.note(number)
+        with self.cache.holding(block, change=change, load=load):
+            pass
+
+    def of_steps(self, train: Callable[[], None], visits: Sequence[int], *, changes: bool) -> StepTraffic:
+        """Go through some steps, and count the last of them."""
+        order, cache = list(visits), self.cache
+        try:
+            for step in range(WARM_UP_STEPS + COUNTED_STEPS):
+                if step == WARM_UP_STEPS:
+                    self._read, self._written = dict.fromkeys(PHASES, 0), dict.fromkeys(PHASES, 0)
+                train()
+                self.phase = "update"
+                cache.order.begin_step(order)
+                for number in order:
+                    cache.order.note_in_step(number)
+                    with cache.holding(cache.blocks[number], change=changes):
+                        pass
+                order.reverse()
+                cache.order.end_step(order)
+        finally:
+            cache.close()
+        return StepTraffic(
+            {phase: Traffic(self._read[phase], self._written[phase]) * (1 / COUNTED_STEPS) for phase in PHASES}
+        )
+
+    def _count(self, op: Op, number: int) -> None:
+        counted = self._read if op is Op.READ else self._written
+        counted[self.phase] += self._sizes[number]
+
+
+class _PaperTier:
+    """Counts what an `NvmeTier` would move, and is done at once. Extents are numbered, a page each, in no file."""
+
+    def __init__(self, count: Callable[[Op, int], None]) -> None:
+        self._count = count
+        self._num_extents = 0
+
+    @property
+    def space(self) -> _PaperTier:
+        return self
+
+    @property
+    def engine(self) -> _PaperTier:
+        return self
+
+    def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
+        first, self._num_extents = self._num_extents, self._num_extents + len(sizes)
+        numbers = range(first, self._num_extents)
+        return [Extent(size, (Stripe(-1, number, size),)) for number, size in zip(numbers, sizes, strict=True)]
+
+    def read(self, extent: Extent, buffer: StagingBuffer, **_: str) -> Transfer[StagingBuffer]:
+        return self._move(Op.READ, extent, buffer)
+
+    def write(self, extent: Extent, buffer: StagingBuffer, **_: str) -> Transfer[StagingBuffer]:
+        return self._move(Op.WRITE, extent, buffer)
+
+    def register(self, pools: Sequence[Any]) -> None: ...
+
+    def unregister(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _move(self, op: Op, extent: Extent, buffer: StagingBuffer) -> Transfer[StagingBuffer]:
+        self._count(op, extent.stripes[0].offset)
+        operation = PythonOperation(op, ())
+        operation.complete(None)
+        return Transfer(operation, lambda failure: OSError(failure.errno, "on paper"), buffer)

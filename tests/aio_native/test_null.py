@@ -1,0 +1,102 @@
+import dataclasses
+import signal
+import threading
+import time
+
+import pytest
+
+from aio_native.engine import EngineOptions, Op, Segment
+from aio_native.null import NullEngine
+from aio_native.requests import Request
+from tests.support.engine_conformance import EngineConformance
+
+OPTIONS = EngineOptions(queue_depth=8, block_size=2**20, rings=1, alignment=4096, max_operations=8)
+SEGMENT = Segment(0, 0, 0, 2**30)
+
+
+class TestNullEngine(EngineConformance):
+    engine_class = NullEngine
+    moves_data = False
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"queue_depth": 0},
+        {"queue_depth": 4097},
+        {"rings": 0},
+        {"rings": 65},
+        {"block_size": 0},
+        {"block_size": 2**31},
+        {"block_size": 4096 + 512},
+        {"alignment": 0},
+        {"max_operations": 0},
+    ],
+)
+def test_options_out_of_range_are_named(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        NullEngine(dataclasses.replace(OPTIONS, **wrong))
+
+
+def test_a_negative_offset_is_refused():
+    engine = NullEngine(OPTIONS)
+    with pytest.raises(ValueError, match="offset"):
+        engine.submit(Op.READ, [Segment(0, -4096, 4096, 4096)])
+    engine.close()
+
+
+def test_stats_can_be_read_after_closing():
+    engine = NullEngine(OPTIONS)
+    operation = engine.submit(Op.READ, [SEGMENT])
+    engine.close()
+    assert operation is not None
+    assert operation.done()
+    assert engine.stats().requests == 1024
+    assert engine.stats().cpu_ns > 0
+
+
+def test_a_request_costs_microseconds():
+    engine = NullEngine(OPTIONS)
+    operation = engine.submit(Op.READ, [SEGMENT])
+    assert operation is not None
+    assert operation.wait(60)
+    stats = engine.stats()
+    engine.close()
+    assert stats.cpu_ns / stats.requests < 100_000  # about 2000 where nothing else runs
+
+
+def test_a_signal_handler_may_submit_at_any_moment():
+    engine = NullEngine(dataclasses.replace(OPTIONS, max_operations=10**6))
+    from_handler = []
+    previous = signal.signal(signal.SIGALRM, lambda *_: from_handler.append(engine.submit(Op.READ, [SEGMENT])))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        deadline = time.monotonic() + 0.2
+        while time.monotonic() < deadline:
+            small = engine.submit(Op.WRITE, [SEGMENT._replace(size_bytes=1)])
+            assert small is not None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)
+    engine.close()
+    assert from_handler
+    assert all(operation.done() for operation in from_handler)
+
+
+class _BreakingEngine(NullEngine):
+    def _start(self, request: Request) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_owner_thread_that_breaks_leaves_nobody_waiting(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    engine = _BreakingEngine(OPTIONS)
+    operation = engine.submit(Op.READ, [SEGMENT])
+    assert operation is not None
+    assert operation.wait(60)
+    assert operation.failure is not None
+    engine.close()
+    with pytest.raises(RuntimeError):
+        engine.submit(Op.READ, [SEGMENT])

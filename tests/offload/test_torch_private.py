@@ -1,0 +1,247 @@
+"""One test per private torch name that is used: a torch that changed it fails here, by name."""
+
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from offload import _torch_private
+from offload._torch_private import (
+    METADATA_GLOBALS,
+    foreach_of,
+    fsdp_groups,
+    fsdp_params,
+    gather_by_itself,
+    give_shard,
+    install_extension,
+    is_view,
+    local_tensor,
+    make_wrapper,
+    own_initializer,
+    refuse_writes,
+    shard_offsets,
+    sharded_like,
+    storage_info,
+    storage_place,
+    tree_flatten,
+    tree_unflatten,
+    version_of,
+    without_base,
+    written_arguments,
+    written_tensors,
+)
+from tests.support.ranks import run_ranks
+
+aten = torch.ops.aten
+
+
+def test_version_of_counts_in_place_changes():
+    tensor = torch.zeros(3)
+    before = version_of(tensor)
+    tensor.add_(1)
+    assert version_of(tensor) > before
+
+
+def test_is_view():
+    assert is_view(aten.view.default)
+    assert is_view(aten.detach.default)
+    assert not is_view(aten.clone.default)
+    assert not is_view(aten.add_.Tensor)
+
+
+def test_written_arguments():
+    assert written_arguments(aten.add_.Tensor) == [0]
+    assert written_arguments(aten.add.out) == ["out"]
+    assert written_arguments(aten._foreach_add_.Scalar) == [0]
+    assert written_arguments(aten.add.Tensor) == []
+
+
+def test_written_tensors():
+    one, two, three = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+    for op, args, kwargs in (
+        (aten.add_.Tensor, (one, two), {}),
+        (aten.add.out, (two, three), {"out": one}),
+        (aten._foreach_add_.List, ([one], [two]), {}),
+    ):
+        (found,) = written_tensors(op, args, kwargs)
+        assert found is one
+
+
+def test_own_initializer():
+    assert own_initializer(torch.nn.ReLU()) is None
+    for module in (torch.nn.Linear(2, 2), torch.nn.MultiheadAttention(2, 1)):
+        weight = next(module.parameters())
+        torch.nn.init.constant_(weight, 7)
+        own_initializer(module)()
+        assert not (weight == 7).any()
+
+
+def test_refuse_writes():
+    kept, free = torch.zeros(2), torch.zeros(2)
+    with refuse_writes(lambda tensor: tensor.data_ptr() == kept.data_ptr(), "kept"):
+        free.add_(kept)
+        for write in (kept.add_, kept.data.add_, kept[:1].copy_):
+            with pytest.raises(ValueError, match="kept"):
+                write(torch.ones(1))
+    assert kept.add_(1).tolist() == [1, 1]
+
+
+def test_foreach_of():
+    assert foreach_of(aten._foreach_zero_.default) is aten.zero_.default
+    assert foreach_of(aten.zero_.default) is None
+
+
+def test_trees():
+    leaves, layout = tree_flatten(((1, [2]), {"a": 3}))
+    assert leaves == [1, 2, 3]
+    assert tree_unflatten(leaves, layout) == ((1, [2]), {"a": 3})
+
+
+def test_without_base():
+    linear = torch.nn.Linear(3, 3)
+    view = linear(torch.ones(4, 3)).view(2, 2, 3)
+    plain = without_base(view)
+    assert view._base is not None
+    assert plain._base is None
+    assert plain.data_ptr() == view.data_ptr()
+    plain.sum().backward()
+    assert torch.equal(linear.bias.grad, torch.full((3,), 4.0))
+    assert without_base(plain) is plain
+
+
+class Wrapper(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is aten.detach.default:
+            return args[0]
+        raise NotImplementedError(func)
+
+
+def test_make_wrapper():
+    like = torch.empty(4, 3, device="meta").t()
+    wrapper = make_wrapper(Wrapper, like, torch.device("cpu"))
+    assert isinstance(wrapper, Wrapper)
+    assert (wrapper.shape, wrapper.stride(), wrapper.dtype) == (like.shape, like.stride(), torch.float32)
+    assert make_wrapper(Wrapper, like, torch.device("cpu"), torch.bfloat16).dtype is torch.bfloat16
+
+
+class Doubling(Wrapper):
+    """A shard whose all-gather hands out twice its values."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        return (self.values,), None
+
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
+        return None if out is not None else (gathered[0], ())
+
+
+def look_at_fsdp(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    module = torch.nn.Linear(3, 5, bias=False)
+    torch.nn.init.ones_(module.weight)
+    assert fsdp_params(module) == []
+    fully_shard(module, mesh=mesh)
+    (record,) = fsdp_params(module)
+    assert fsdp_groups(module) == [[record]]
+    shard = local_tensor(module.weight)
+    assert record.sharded_param is module.weight
+    assert shard.shape == (3 - rank, 3)
+    assert tuple(record.padded_sharded_param_size) == (3, 3)
+    half = sharded_like(shard.detach().bfloat16(), module.weight)
+    assert isinstance(half, DTensor)
+    assert (half.dtype, half.shape, half.placements) == (torch.bfloat16, (5, 3), module.weight.placements)
+    assert local_tensor(half).dtype is torch.bfloat16, "the shard itself"
+    doubling = make_wrapper(Doubling, shard, shard.device)
+    doubling.values = torch.full((3, 3), 2.0)
+    install_extension(record, doubling)
+    assert local_tensor(module.weight) is doubling
+    assert torch.equal(module(torch.ones(1, 3)), torch.full((1, 5), 6.0)), "the extension was not asked"
+    assert local_tensor(record.sharded_param) is doubling, "FSDP2 put a plain shard in its place"
+    look_at_meta(rank, mesh)
+    look_at_own_dtypes(mesh)
+    dist.barrier()
+
+
+def look_at_meta(rank, mesh):
+    """A module sharded on meta computes with the shards it is given, wherever it uses them."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False, device="meta"), torch.nn.ReLU(), None)
+    module[2] = torch.nn.Linear(3, 3, bias=False, device="meta")
+    module[2].weight = module[0].weight
+    fully_shard(module, mesh=mesh)
+    (record,) = fsdp_params(module)
+    padded = torch.full(record.padded_sharded_param_size, 2.0)
+    give_shard(record, padded[: local_tensor(record.sharded_param).shape[0]], padded)
+    assert module[0].weight is module[2].weight is record.sharded_param
+    assert module[0].weight.device.type == "cpu"
+    assert local_tensor(module[0].weight).shape == (2 - rank, 3)
+    assert torch.equal(module(torch.ones(1, 3)), torch.full((1, 3), 36.0))
+
+
+def where_shards_begin(rank, world_size):
+    module = fully_shard(torch.nn.Linear(3, 5), mesh=init_device_mesh("cpu", (world_size,)))
+    return shard_offsets(module.weight), shard_offsets(module.bias)
+
+
+def test_shard_offsets():
+    assert run_ranks(where_shards_begin, 2) == [((0, 0), (0,)), ((3, 0), (3,))]
+
+
+def test_what_the_metadata_of_a_stock_checkpoint_refers_to(tmp_path):
+    """No more than the list and the path of the folder, and storage_info is what a stock reader looks for."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # there is no process group
+        dcp.save(
+            {"model": {"weight": torch.ones(2, 3), "n": torch.zeros((), dtype=torch.int8)}}, checkpoint_id=tmp_path
+        )
+    asked = set()
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module, name):
+            asked.add((module, name))
+            return super().find_class(module, name)
+
+    with (tmp_path / ".metadata").open("rb") as file:
+        metadata = Unpickler(file).load()
+    assert asked - METADATA_GLOBALS == {("pathlib", type(tmp_path).__name__)}
+    assert {("torch", "float32"), ("torch", "int8"), ("torch", "Size")} <= asked & METADATA_GLOBALS
+    for info in metadata.storage_data.values():
+        assert storage_info(*storage_place(info)) == info
+
+
+def look_at_own_dtypes(mesh):
+    module = torch.nn.Linear(3, 5)
+    seen = {}
+
+    def forward(x):
+        seen.update({name: param.dtype for name, param in module.named_parameters()})
+        return (x.float() @ module.weight.float().t() + module.bias.float()).sum()
+
+    module.forward = forward
+    low, whole = (MixedPrecisionPolicy(dtype, torch.float32) for dtype in (torch.bfloat16, torch.float32))
+    fully_shard(module, mesh=mesh, mp_policy=low)
+    for record, policy in zip(fsdp_params(module), (low, whole), strict=True):
+        gather_by_itself(record, policy)
+    module(torch.ones(2, 3)).backward()
+    assert seen == {"weight": torch.bfloat16, "bias": torch.float32}
+    for param in (module.weight, module.bias):
+        assert param.grad.dtype is torch.float32
+        assert torch.equal(param.grad.full_tensor(), torch.full(param.shape, 2.0))
+
+
+def test_fsdp2_gathers_what_was_installed():
+    run_ranks(look_at_fsdp, 2)
+
+
+def test_local_tensor_of_a_plain_tensor_is_itself():
+    tensor = torch.ones(2)
+    assert local_tensor(tensor) is tensor
+
+
+def test_every_function_is_named_here():
+    named = {name for name in globals() if hasattr(_torch_private, name) and not name.startswith("__")}
+    assert set(_torch_private.__all__) <= named

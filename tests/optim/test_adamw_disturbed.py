@@ -1,0 +1,132 @@
+"""Gradients that are not finite, and parameters that somebody else changes between two steps."""
+
+import pytest
+import torch
+
+from tests.support.training import BLOCK, Twin, assert_same_bits, params_of, set_grads, snapshot
+
+MIXED = (torch.bfloat16, torch.float32, torch.float16)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_gradient_that_is_not_finite_skips_the_step(make_adamw, device, bad, clip):
+    params = params_of([(BLOCK + 3,), (5, 5), (1,)], *MIXED)
+    twin, optimizer = Twin(params, clip=clip), make_adamw(params, device, clip=clip)
+    for step in range(4):
+        set_grads(params, step)
+        if step in (0, 2):
+            before = snapshot(optimizer)
+            params[step and 1].grad.view(-1)[-1] = bad
+            with pytest.warns(RuntimeWarning, match="step skipped.*skipped_steps") as caught:
+                optimizer.step()
+            assert [warning.filename for warning in caught] == [__file__]
+            assert_same_bits(snapshot(optimizer), before)
+        else:
+            twin.step([p.grad for p in params])
+            optimizer.step()
+    assert optimizer.stats().skipped_steps == 2
+    assert optimizer.stats().steps == 2
+    twin.assert_equals(optimizer)
+
+
+def test_a_norm_beyond_fp32_is_still_a_norm(make_adamw):
+    params = params_of([(70_000,)], torch.float32)
+    twin, optimizer = Twin(params, clip=1.0), make_adamw(params, clip=1.0)
+    params[0].grad = torch.full((70_000,), 3e38)
+    norm = twin.step([params[0].grad])
+    optimizer.step()
+    assert norm > 3.5e38
+    assert optimizer.stats().total_norm == pytest.approx(norm, rel=1e-12)
+    twin.assert_equals(optimizer)
+
+
+def add(p):
+    p.add_(0.5)
+    return 0, p.numel()
+
+
+def copy_data(p):
+    p.data.copy_(p.data * 2)  # the version counter does not see this
+    return 0, p.numel()
+
+
+def one_element(p):
+    p.data[BLOCK + 17] += 1
+    return BLOCK, 2 * BLOCK
+
+
+def last_element(p):
+    p.data[-1] = -3.0
+    return 2 * BLOCK, p.numel()
+
+
+@pytest.mark.parametrize("disturb", [add, copy_data, one_element, last_element])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "where", [{"device": "cpu"}, {"buffers": 8}, {"buffers": 2}], ids=["host", "in a staging buffer", "on the drive"]
+)
+def test_a_changed_parameter_is_taken_over_and_said(make_adamw, where, dtype, disturb):
+    """Exactly the blocks that changed start from the 16-bit values found; all others keep their lower halves."""
+    params = params_of([(2 * BLOCK + 100,), (3 * BLOCK,), (40,)], dtype)
+    twin, optimizer = Twin(params), make_adamw(params, **where)
+    for step in range(6):
+        set_grads(params, step)
+        if step == 3:
+            changed = params[0] if step % 2 else params[1]
+            with torch.no_grad():
+                start, stop = disturb(changed)
+            twin.take_over(0, start, stop, changed[start:stop])
+            blocks = -(-(stop - start) // BLOCK)
+            twin.assert_equals(optimizer)  # already seen when the state is read
+            with pytest.warns(RuntimeWarning, match=f"{blocks} blocks of 65536 elements were changed") as caught:
+                optimizer.step()
+            assert [warning.filename for warning in caught] == [__file__]
+            assert optimizer.stats().resplit_blocks == blocks
+        else:
+            optimizer.step()
+        twin.step([p.grad for p in params])
+    twin.assert_equals(optimizer)
+    assert optimizer.stats().resplit_blocks == blocks
+
+
+def test_an_fp32_parameter_is_its_own_master(make_adamw, recwarn):
+    """Nothing to detect: what somebody writes there is the master."""
+    params = params_of([(BLOCK + 9,)], torch.float32)
+    twin, optimizer = Twin(params), make_adamw(params)
+    for step in range(3):
+        set_grads(params, step)
+        with torch.no_grad():
+            params[0].mul_(0.5)
+        twin.take_over(0, 0, BLOCK + 9, params[0])
+        twin.step([params[0].grad])
+        optimizer.step()
+    twin.assert_equals(optimizer)
+    assert not list(recwarn)
+
+
+def test_a_change_before_the_first_step_is_no_disturbance(make_adamw, recwarn):
+    params = params_of([(BLOCK + 9,)], torch.bfloat16)
+    optimizer = make_adamw(params)
+    with torch.no_grad():
+        params[0].mul_(3)  # a checkpoint loaded into the model, say
+    twin = Twin(params)
+    set_grads(params, 0)
+    twin.step([params[0].grad])
+    optimizer.step()
+    twin.assert_equals(optimizer)
+    assert optimizer.stats().resplit_blocks == 0
+    assert not list(recwarn)
+
+
+def test_a_write_of_the_same_bits_is_no_disturbance(make_adamw, recwarn):
+    params = params_of([(BLOCK + 9,)], torch.bfloat16)
+    twin, optimizer = Twin(params), make_adamw(params)
+    for step in range(3):
+        set_grads(params, step)
+        params[0].data.copy_(params[0].data.clone())  # model.load_state_dict of what is there
+        twin.step([params[0].grad])
+        optimizer.step()
+    twin.assert_equals(optimizer)
+    assert not list(recwarn)

@@ -1,0 +1,368 @@
+"""A drive that misbehaves: what can be repeated is not noticed, what cannot is said, and nothing is lost."""
+
+import errno
+import functools
+import os
+import weakref
+
+import pytest
+import torch
+
+from aio_native import FaultSpec, Op, _native
+from offload.errors import CorruptionError, StateError, SwapIOError
+from offload.extent import Extent
+from tests.support.training import BLOCK, Twin, assert_same_training, faulty_drive, params_of, set_grads
+
+SHAPES = [(BLOCK + 5,), (2 * BLOCK,), (9,)]
+MIXED = (torch.bfloat16, torch.float16, torch.float32)
+STEPS = 3
+NEEDS_RING = pytest.mark.skipif(not hasattr(_native, "UringEngine"), reason="built without liburing")
+ENGINES = [pytest.param("io_uring", marks=NEEDS_RING), "pyuring", "aiofiles"]
+
+
+def make_faulty(make_adamw, faults, **options):
+    params = params_of(SHAPES, *MIXED)
+    with faulty_drive(faults) as tiers:
+        optimizer = make_adamw(params, clip=1.0, block_size="128KiB", **options)
+    return params, optimizer, tiers[0]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    params = params_of(SHAPES, *MIXED)
+    twin = Twin(params, clip=1.0)
+    for step in range(STEPS):
+        set_grads(params, step)
+        twin.step([p.grad for p in params])
+    return twin
+
+
+def all_buffers_are_accounted_for(optimizer):
+    """After this, every buffer is free and every byte is on the drive."""
+    pool, pipeline = optimizer._store.pool, optimizer._store.pipeline
+    assert pool.num_free + len(pipeline._resident) == pool.num_buffers
+    pipeline.drop_copies()
+    return pool.num_free == pool.num_buffers
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 80, 20)], ids=str)
+def test_what_can_be_repeated_is_not_noticed(make_adamw, expected, engine, seeds):
+    retries = 0
+    for seed in seeds:
+        faults = FaultSpec(seed=seed, short=0.3, eintr=0.2, eagain=0.2, delay=0.05, reorder=0.2, max_delay_us=1000)
+        options = {"engine": engine, "buffers": 2 + seed % 3, "sub_group_size": 1 if seed % 2 else 100_000}
+        params, optimizer, tier = make_faulty(make_adamw, faults, **options)
+        try:
+            for step in range(STEPS):
+                set_grads(params, step)
+                optimizer.step()
+            expected.assert_equals(optimizer)
+            assert all_buffers_are_accounted_for(optimizer)
+        except Exception as error:
+            error.add_note(f"seed {seed}, {engine}")
+            raise
+        retries += tier.stats().retries
+        optimizer.close()
+    assert retries > 50
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("code", ["eio", "enospc"])
+@pytest.mark.parametrize("seeds", [range(start, start + 10) for start in range(0, 20, 10)], ids=str)
+def test_what_cannot_be_repeated_is_said_and_nothing_is_lost(make_adamw, expected, engine, code, seeds):
+    """finish_step() and synchronize() are called until they succeed: the result has the bits of a healthy drive."""
+    num_errors = 0
+    for seed in seeds:
+        faults = FaultSpec(seed=seed, reorder=0.1, delay=0.05, max_delay_us=500, **{code: 0.1})
+        params, optimizer, _ = make_faulty(make_adamw, faults, engine=engine, buffers=2 + seed % 3)
+
+        persist = functools.partial(until_it_works, optimizer, code)
+        try:
+            for step in range(STEPS):
+                set_grads(params, step)
+                num_errors += persist(optimizer.step)
+            num_errors += persist(optimizer.synchronize)
+            num_errors += persist(functools.partial(expected.assert_equals, optimizer))
+            persist(functools.partial(all_buffers_are_accounted_for, optimizer))
+            assert all_buffers_are_accounted_for(optimizer)
+        except BaseException as error:
+            error.add_note(f"seed {seed}, {engine}, {code}")
+            raise
+        optimizer.close()
+    assert num_errors > 5
+
+
+def until_it_works(optimizer, code, call):
+    """The number of errors it took."""
+    for attempt in range(1000):
+        try:
+            call()
+        except SwapIOError as error:
+            check_error(error, code)
+            if optimizer._store.unfinished is not None:
+                call = optimizer.finish_step
+        else:
+            return attempt
+    return pytest.fail("no end of errors")
+
+
+def check_error(error, code):
+    assert error.errno == {"eio": errno.EIO, "enospc": errno.ENOSPC}[code]
+    assert error.path.name == "swap"
+    assert error.offset % 4096 == 0
+    assert 0 < error.size_bytes <= 131072
+    for part in (str(error.path), f"offset {error.offset}", f"{error.size_bytes} bytes", errno.errorcode[error.errno]):
+        assert part in str(error)
+    assert "optimizer state of subgroup" in str(error)
+
+
+def finish_and_wait(optimizer):
+    """Where only the last write is left, the wait for it says what is wrong."""
+    optimizer.finish_step()
+    optimizer.synchronize()
+
+
+class Failing:
+    """Makes the operations of one direction fail from the `first` on, until it is repaired."""
+
+    def __init__(self, tier, monkeypatch, op, first=1):
+        self.healthy, self.op, self.left = False, op, first
+        # A descriptor that is open for the other direction: EBADF, where completions come from.
+        self._bad_fd = os.open(os.devnull, os.O_WRONLY if op is Op.READ else os.O_RDONLY)
+        weakref.finalize(self, os.close, self._bad_fd)
+        start = tier._start
+
+        def submit(op, extent, buffer, what, kind, size_bytes):
+            if op is self.op and not self.healthy:
+                self.left -= 1
+                if self.left <= 0:
+                    extent = Extent(extent.size_bytes, tuple(s._replace(fd=self._bad_fd) for s in extent.stripes))
+            return start(op, extent, buffer, what, kind, size_bytes)
+
+        monkeypatch.setattr(tier, "_start", submit)
+
+
+@pytest.mark.parametrize("first", [1, 2, 4])
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=["read", "write"])
+@pytest.mark.parametrize("buffers", [2, 3])
+def test_a_failed_step_is_finished_when_the_drive_is_well_again(make_adamw, monkeypatch, expected, op, first, buffers):
+    params, optimizer, tier = make_faulty(make_adamw, None, buffers=buffers, sub_group_size=1)
+    set_grads(params, 0)
+    optimizer.step()
+    drive = Failing(tier, monkeypatch, op, first)
+    failed = []
+    for step in range(1, STEPS):
+        set_grads(params, step)
+        try:
+            optimizer.step()
+        except SwapIOError as error:
+            failed.append(error)
+            with pytest.raises(StateError, match=r"step \d stopped after \d of \d subgroups"):
+                optimizer.step()
+            with pytest.raises(SwapIOError):
+                finish_and_wait(optimizer)  # not yet
+            drive.healthy = True
+            if optimizer._store.unfinished is not None:
+                optimizer.finish_step()
+            optimizer.synchronize()
+    if not failed:
+        with pytest.raises(SwapIOError):
+            optimizer.synchronize()
+        drive.healthy = True
+        optimizer.synchronize()
+    else:
+        (note, *_) = failed[0].__notes__
+        assert "stopped after" in note
+        assert "finish_step()" in note
+    expected.assert_equals(optimizer)
+    assert all_buffers_are_accounted_for(optimizer)
+
+
+def test_what_failed_before_the_cause_was_removed_is_not_reported_again(make_adamw, monkeypatch, expected):
+    """The first failed write stops the step while others are under way that are going to fail as well."""
+    faults = FaultSpec(seed=1, delay=1.0, max_delay_us=50_000)
+    params, optimizer, tier = make_faulty(make_adamw, faults, buffers=4)
+    drive = Failing(tier, monkeypatch, Op.WRITE)
+    set_grads(params, 0)
+    with pytest.raises(SwapIOError):
+        optimizer.step()
+    assert sum(slot.transfer is not None for slot in optimizer._store.pipeline._resident) > 1
+    drive.healthy = True
+    optimizer.finish_step()
+    for step in range(1, STEPS):
+        set_grads(params, step)
+        optimizer.step()
+    expected.assert_equals(optimizer)
+
+
+def test_a_failed_step_goes_back_to_a_checkpoint(make_adamw, monkeypatch):
+    params, optimizer, tier = make_faulty(make_adamw, None, buffers=2)
+    _, other, _ = make_faulty(make_adamw, None, buffers=4)
+    set_grads(params, 0)
+    optimizer.step()
+    checkpoint = optimizer.state_dict()
+    fp32 = params[2].detach().clone()
+    set_grads(params, 1)
+    drive = Failing(tier, monkeypatch, Op.READ, 2)
+    with pytest.raises(SwapIOError):
+        optimizer.step()
+    drive.healthy = True
+    optimizer.load_state_dict(checkpoint)
+    params[2].data.copy_(fp32)
+    other_params = [p for group in other.param_groups for p in group["params"]]
+    set_grads(other_params, 0)
+    other.step()
+    assert_same_training(optimizer, other)
+
+
+def test_a_write_that_runs_behind_the_last_step_is_reported_by_synchronize(make_adamw, monkeypatch, expected):
+    params, optimizer, tier = make_faulty(make_adamw, None, buffers=8)
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            optimizer.synchronize()
+            drive = Failing(tier, monkeypatch, Op.WRITE, optimizer.stats().num_subgroups)
+        set_grads(params, step)
+        optimizer.step()  # more buffers than subgroups: nothing waits for a write
+    with pytest.raises(SwapIOError, match="write of"):
+        optimizer.synchronize()
+    drive.healthy = True
+    optimizer.synchronize()
+    expected.assert_equals(optimizer)
+
+
+def test_closing_does_not_care(make_adamw, monkeypatch, drive):
+    params, optimizer, tier = make_faulty(make_adamw, None)
+    Failing(tier, monkeypatch, Op.WRITE, optimizer.stats().num_subgroups)
+    set_grads(params, 0)
+    optimizer.step()
+    with pytest.raises(SwapIOError):
+        optimizer.synchronize()
+    optimizer.close()
+    assert list(drive.iterdir()) == []
+
+
+@pytest.mark.parametrize("buffers", [2, 3, 8])
+def test_state_is_rescued_from_a_drive_that_takes_no_more_writes(make_adamw, monkeypatch, expected, buffers):
+    """Every staging buffer holds state that cannot be written; the rest can still be read."""
+    params, optimizer, tier = make_faulty(make_adamw, None, buffers=buffers)
+    for step in range(STEPS):
+        set_grads(params, step)
+        optimizer.step()
+    optimizer.synchronize()
+    Failing(tier, monkeypatch, Op.WRITE)
+    pipeline = optimizer._store.pipeline
+    for slot in pipeline._resident:
+        pipeline.will_change(slot)
+    with pytest.raises(SwapIOError):
+        optimizer.synchronize()
+    expected.assert_equals(optimizer)
+    expected.assert_equals(optimizer)
+
+
+def test_a_load_needs_nothing_of_what_it_replaces(make_adamw, monkeypatch):
+    params, optimizer, tier = make_faulty(make_adamw, None, buffers=2)
+    set_grads(params, 0)
+    optimizer.step()
+    checkpoint = optimizer.state_dict()
+    set_grads(params, 1)
+    optimizer.step()
+    Failing(tier, monkeypatch, Op.READ)  # for good: the old state cannot be read any more
+    optimizer.load_state_dict(checkpoint)
+    monkeypatch.undo()
+    loaded = optimizer.state_dict()["state"]
+    for index, entries in checkpoint["state"].items():
+        for name, value in entries.items():
+            assert torch.equal(loaded[index][name], value)
+
+
+def test_a_flipped_bit_is_found_where_checksums_are_on(make_adamw, drive):
+    params, optimizer, _ = make_faulty(make_adamw, None, buffers=2, checksums=True)
+    for step in range(2):
+        set_grads(params, step)
+        optimizer.step()
+    optimizer.synchronize()
+    slot = next(slot for slot in optimizer._store.slots if slot.buffer is None)
+    (stripe,) = slot.extent.stripes
+    (file,) = drive.glob("*/swap")
+    place = stripe.offset + slot.subgroup.size_bytes - 1  # the smallest slot has 108 bytes; what follows is padding
+    with open(file, "r+b") as handle:
+        handle.seek(place)
+        byte = handle.read(1)[0]
+        handle.seek(place)
+        handle.write(bytes([byte ^ 4]))
+        handle.flush()
+        os.fsync(handle.fileno())
+    set_grads(params, 2)
+    with pytest.raises(CorruptionError, match=rf"swap \({slot.name}\): checksum 0x"):
+        optimizer.step()
+    with pytest.raises(StateError, match="finish_step"):
+        optimizer.step()
+
+
+def test_checksums_change_nothing(make_adamw, expected):
+    params, optimizer, _ = make_faulty(make_adamw, None, buffers=2, checksums=True)
+    for step in range(STEPS):
+        set_grads(params, step)
+        optimizer.step()
+    expected.assert_equals(optimizer)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 5])
+def test_a_transfer_that_cannot_even_start_loses_nothing(make_adamw, monkeypatch, expected, nth):
+    """A buffer into which nothing was read must not be taken for state."""
+    params, optimizer, tier = make_faulty(make_adamw, None, buffers=3)
+    set_grads(params, 0)
+    optimizer.step()
+    start, left = tier._start, [nth]
+
+    def refuse_once(*arguments):
+        left[0] -= 1
+        if left[0] == 0:
+            raise SwapIOError(errno.EMFILE, path="x", offset=0, size_bytes=1, direction="read")
+        return start(*arguments)
+
+    monkeypatch.setattr(tier, "_start", refuse_once)
+    refused = 0
+    for step in range(1, STEPS):
+        set_grads(params, step)
+        try:
+            optimizer.step()
+        except SwapIOError:
+            refused += 1
+            optimizer.finish_step()
+    expected.assert_equals(optimizer)
+    assert refused == 1
+
+
+def test_reading_state_after_a_read_that_could_not_start(make_adamw, monkeypatch, expected):
+    params, optimizer, tier = make_faulty(make_adamw, None, buffers=2)
+    for step in range(STEPS):
+        set_grads(params, step)
+        optimizer.step()
+    monkeypatch.setattr(tier, "read", functools.partial(_refuse))
+    with pytest.raises(SwapIOError):
+        optimizer.state_dict()
+    monkeypatch.undo()
+    expected.assert_equals(optimizer)
+
+
+def _refuse(*arguments, **options):
+    raise SwapIOError(errno.EMFILE, path="x", offset=0, size_bytes=1, direction="read")
+
+
+def test_a_load_replaces_state_that_no_longer_has_its_checksum(make_adamw, drive):
+    params, optimizer, _ = make_faulty(make_adamw, None, buffers=2, checksums=True)
+    set_grads(params, 0)
+    optimizer.step()
+    checkpoint = optimizer.state_dict()
+    optimizer.synchronize()
+    (file,) = drive.glob("*/swap")
+    size = file.stat().st_size
+    with open(file, "r+b") as handle:
+        handle.write(b"\xa5" * size)
+        os.fsync(handle.fileno())
+    optimizer.load_state_dict(checkpoint)
+    for index, entries in optimizer.state_dict()["state"].items():
+        for name, value in entries.items():
+            assert torch.equal(value, checkpoint["state"][index][name])

@@ -1,0 +1,274 @@
+"""Parameter groups that come during training, and lists of parameters that cannot be optimized."""
+
+import pytest
+import torch
+from torch import nn
+
+from offload.config import OffloadConfig
+from offload.errors import ClosedError, ConfigError, OutOfSpaceError
+from optim import OffloadAdamW
+from tests.support.training import (
+    BLOCK,
+    SETTINGS,
+    Twin,
+    assert_same_bits,
+    param,
+    params_of,
+    section,
+    set_grads,
+    snapshot,
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("numel", [10, 2_000_003], ids=["small", "much larger"])
+def test_a_group_added_in_mid_training(make_adamw, device, numel):
+    params = params_of([(70_000,), (5,)], torch.bfloat16)
+    twin = Twin([*params, param((numel,), seed=9)])
+    twin.own_settings = {2: {"lr": 1e-2, "weight_decay": 0.0}}
+    optimizer = make_adamw(params, device, clip=1.0, sub_group_size=1 << 22)
+    twin.clip = 1.0
+    staging = optimizer.stats().staging_bytes
+    for step in range(6):
+        if step == 3:
+            params.append(param((numel,), seed=9))
+            optimizer.add_param_group({"params": [params[-1]], "lr": 1e-2, "weight_decay": 0.0})
+        set_grads(params, step)
+        twin.step([p.grad for p in params] + [None] * (3 - len(params)))
+        optimizer.step()
+    assert len(optimizer.param_groups) == 2
+    twin.assert_equals(optimizer)
+    if device == "nvme":
+        assert (optimizer.stats().staging_bytes > staging) == (numel > 70_000)
+
+
+def test_groups_keep_their_own_order_of_elements_and_never_share_a_subgroup(make_adamw):
+    params = params_of([(10,)] * 6, torch.bfloat16, torch.float32)
+    optimizer = make_adamw([{"params": params[:3]}, {"params": params[3:]}], sub_group_size=1 << 22)
+    kinds = [(slot.subgroup.group, slot.subgroup.form) for slot in optimizer._store.slots]
+    assert [group for group, _ in kinds] == sorted(group for group, _ in kinds)
+    for slot in optimizer._store.slots:
+        assert len({params[run.param].dtype for run in slot.subgroup.runs}) == 1
+
+
+def test_named_parameters_name_themselves_in_errors(make_adamw):
+    model = nn.Linear(3, 4)
+    optimizer = make_adamw(model.named_parameters())
+    model.weight.grad = torch.zeros(4, 3).to_sparse()
+    with pytest.raises(ValueError, match="gradient of weight is sparse"):
+        optimizer.step()
+
+
+def refusals():
+    linear = nn.Linear(4, 4)
+    base = torch.zeros(100)
+    shared = [nn.Parameter(base[:60]), nn.Parameter(base[50:])]
+    twice = nn.Parameter(torch.zeros(5))
+    yield "integers", [nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)], ValueError, "int64"
+    yield "float64", [nn.Parameter(torch.zeros(3, dtype=torch.float64))], ValueError, "float64.*bfloat16"
+    yield "complex", [nn.Parameter(torch.zeros(3, dtype=torch.complex64))], ValueError, "complex64"
+    yield "overlap", shared, ValueError, "parameter 0 of group 0 and parameter 1 of group 0 share memory"
+    yield "twice in two groups", [{"params": [twice]}, {"params": [twice]}], ValueError, "more than one parameter group"
+    yield "gaps", [nn.Parameter(torch.zeros(4, 4)[:, :3])], ValueError, r"gaps in memory.*contiguous\(\)"
+    yield "expanded", [nn.Parameter(torch.zeros(1).expand(4))], ValueError, "gaps in memory"
+    yield "sparse", [nn.Parameter(torch.eye(3).to_sparse())], ValueError, "layout torch.sparse_coo"
+    yield "meta", [nn.Parameter(torch.zeros(3, device="meta"))], ValueError, "on meta"
+    yield "empty list", [], ValueError, "empty parameter list"
+    yield "a tensor", torch.zeros(3), TypeError, "iterable"
+    yield "not a leaf", [linear.weight * 2], ValueError, "non-leaf"
+    yield "a number", [3.0], TypeError, "Tensors"
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "words"), [case[1:] for case in refusals()], ids=[c[0] for c in refusals()]
+)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_parameters_that_cannot_be_optimized(make_adamw, device, params, error, words):
+    with pytest.raises(error, match=words):
+        make_adamw(params, device)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_the_same_parameter_twice_in_a_group(make_adamw):
+    p = param((5,))
+    with pytest.raises(ValueError, match="parameter 0 of group 0 and parameter 1 of group 0"):
+        make_adamw([p, p])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -1e-3}, r"group 0: lr = -0.001"),
+        ({"lr": float("nan")}, "lr = nan"),
+        ({"lr": float("inf")}, "lr = inf"),
+        ({"eps": -1e-8}, "eps = -1e-08"),
+        ({"weight_decay": -0.1}, "weight_decay = -0.1"),
+        ({"betas": (0.9, 1.0)}, r"betas = \(0.9, 1.0\)"),
+        ({"betas": (-0.1, 0.9)}, "betas"),
+        ({"betas": (0.9,)}, "betas"),
+    ],
+)
+def test_hyperparameters_out_of_range(make_adamw, options, words):
+    with pytest.raises(ValueError, match=words):
+        make_adamw([param((5,))], **options)
+
+
+def test_options_of_torch_that_do_not_exist_here(drive):
+    with pytest.raises(TypeError, match="amsgrad"):
+        OffloadAdamW([param((5,))], amsgrad=True, offload=section(drive))
+    with pytest.raises(ValueError, match=r"group 0: amsgrad = True: is not supported"):
+        OffloadAdamW([{"params": [param((5,))], "amsgrad": True}], offload=section(drive))
+    with pytest.raises(TypeError, match="offload"):
+        OffloadAdamW([param((5,))])
+    assert list(drive.iterdir()) == []
+
+
+def test_the_section_is_taken_in_every_form(tmp_path, drive):
+    file = tmp_path / "offload.json"
+    file.write_text(OffloadConfig.from_dict(section(None)).model_dump_json(exclude_unset=True))
+    for form in (section(drive), OffloadConfig.from_dict(section(drive)), file, str(file), {}):
+        OffloadAdamW([param((5,))], offload=form).close()
+    with pytest.raises(ConfigError, match="zero_optimizatoin"):
+        OffloadAdamW([param((5,))], offload={"zero_optimizatoin": {}})
+
+
+def test_staging_buffers_too_small_for_a_block(drive):
+    config = section(drive)
+    config["zero_optimization"]["offload_optimizer"]["staging_budget"] = "1MiB"
+    with pytest.raises(ConfigError, match=r"staging_budget = .*4 staging buffers.*write at least 3 MiB"):
+        OffloadAdamW([param((5,))], offload=config)
+    config["zero_optimization"]["offload_optimizer"]["staging_budget"] = "3MiB"
+    OffloadAdamW([param((5 * BLOCK,))], offload=config).close()
+
+
+@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"params": [nn.Parameter(torch.zeros(3, dtype=torch.int32), False)]}])
+def test_a_refused_group_leaves_nothing_behind(make_adamw, bad):
+    params = params_of([(300,)], torch.bfloat16)
+    optimizer, twin = make_adamw(params), Twin(params)
+    with pytest.raises(ValueError, match="group 1"):
+        optimizer.add_param_group({"params": [param((5,))], **bad})
+    assert len(optimizer.param_groups) == 1
+    assert len(optimizer.state) == 1
+    set_grads(params, 0)
+    twin.step([p.grad for p in params])
+    optimizer.step()
+    twin.assert_equals(optimizer)
+
+
+def test_a_group_that_finds_no_space_leaves_nothing_behind(make_adamw, monkeypatch):
+    params = params_of([(300,)], torch.bfloat16)
+    optimizer = make_adamw(params)
+    set_grads(params, 0)
+    optimizer.step()
+    before = snapshot(optimizer)
+
+    def full(sizes):
+        raise OutOfSpaceError(path="swap", needed_bytes=sum(sizes), free_bytes=0)
+
+    late = param((70_000,))
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._store.tier.space, "allocate_all", full)
+        with pytest.raises(OutOfSpaceError):
+            optimizer.add_param_group({"params": [late]})
+    assert late not in optimizer.state
+    assert len(optimizer.param_groups) == 1
+    assert_same_bits(snapshot(optimizer), before)
+    optimizer.add_param_group({"params": [late]})
+    late.grad = torch.ones_like(late)
+    optimizer.step()
+    assert float(optimizer.state[late]["step"]) == 1
+
+
+def bad_gradients():
+    yield "sparse", lambda p: torch.zeros_like(p).to_sparse(), "is sparse.*SparseAdam"
+    yield "float64", lambda p: torch.zeros_like(p, dtype=torch.float64), "float64: it must be float32, bfloat16"
+    yield "complex", lambda p: torch.zeros_like(p, dtype=torch.complex64), "complex64"
+
+
+@pytest.mark.parametrize(("grad_of", "words"), [c[1:] for c in bad_gradients()], ids=[c[0] for c in bad_gradients()])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_gradients_that_cannot_be_used_change_nothing(make_adamw, device, grad_of, words):
+    params = params_of([(70_000,), (3, 4)], torch.float32)
+    params[1].grad_dtype = None
+    optimizer = make_adamw(params, device)
+    set_grads(params, 0)
+    optimizer.step()
+    before = snapshot(optimizer)
+    set_grads(params, 1)
+    params[1].grad = grad_of(params[1])
+    with pytest.raises(ValueError, match=f"gradient of parameter 1 of group 0 is.*{words.removeprefix('is ')}"):
+        optimizer.step()
+    assert_same_bits(snapshot(optimizer), before)
+    set_grads(params, 1)
+    optimizer.step()
+    assert optimizer.stats().steps == 2
+
+
+def test_a_gradient_of_another_shape(make_adamw):
+    p = param((3, 4), torch.float32)
+    optimizer = make_adamw([p])
+    p.grad = torch.zeros(3, 4)
+    p.grad.data = torch.zeros(12)
+    with pytest.raises(ValueError, match=r"gradient of parameter 0 of group 0 has shape \(12,\).*\(3, 4\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda p: p.detach().to(memory_format=torch.channels_last),
+        lambda p: p.detach().to(torch.bfloat16),
+        lambda p: p.detach()[:1].clone(),
+        lambda p: p.detach().flatten(),
+    ],
+    ids=["order of memory", "dtype", "number of elements", "shape"],
+)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_parameter_converted_after_construction_is_refused_before_anything_changes(make_adamw, device, convert):
+    """Its state was laid out for what it was: used with what it is, moments would silently meet other weights."""
+    params = [param((300,), torch.float32), param((2, 3, 4, 5), torch.float32)]
+    optimizer = make_adamw(params, device)
+    set_grads(params, 0)
+    optimizer.step()
+    before = params[0].detach().clone()
+    optimizer.zero_grad()
+    params[1].data = convert(params[1])
+    set_grads(params, 1)
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0 .*after"):
+        optimizer.step()
+    assert_same_bits(params[0].detach(), before)
+
+
+def test_use_after_close(drive):
+    params = params_of([(300,)], torch.bfloat16)
+    optimizer = OffloadAdamW(params, offload=section(drive), **SETTINGS)
+    set_grads(params, 0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    optimizer.close()
+    optimizer.close()
+    assert list(drive.iterdir()) == []
+    for call in (
+        optimizer.step,
+        optimizer.finish_step,
+        optimizer.synchronize,
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict(state),
+        lambda: optimizer.add_param_group({"params": [param((3,))]}),
+        lambda: optimizer.state[params[0]]["exp_avg"],
+        lambda: optimizer.state[params[0]].update(exp_avg=torch.zeros(300)),
+    ):
+        with pytest.raises(ClosedError, match="OffloadAdamW is closed"):
+            call()
+    assert optimizer.stats().steps == 1
+    optimizer.zero_grad()
+
+
+def test_nothing_is_left_when_it_is_dropped_without_close(drive):
+    import gc
+
+    optimizer = OffloadAdamW([param((300,))], offload=section(drive))
+    assert list(drive.iterdir()) != []
+    del optimizer
+    gc.collect()
+    assert list(drive.iterdir()) == []

@@ -1,0 +1,299 @@
+"""Ctrl-C in the middle of a step, and the ways on from there."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+import optim.adamw
+import optim.state_store
+from aio_native import FaultSpec
+from offload.errors import StateError
+from tests.support.training import (
+    BLOCK,
+    assert_same_bits,
+    assert_same_training,
+    faulty_drive,
+    params_of,
+    run_child,
+    set_grads,
+    snapshot,
+)
+
+SHAPES = [(3 * BLOCK,), (100,), (4 * BLOCK + 1,), (2 * BLOCK,)]
+MIXED = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def started(make_adamw, device="nvme", *, steps=2, **options):
+    """Some steps are done, and the gradients of the next are there."""
+    params = params_of(SHAPES, *MIXED)
+    optimizer = make_adamw(params, device, clip=1.0, **options)
+    for step in range(steps):
+        set_grads(params, step)
+        optimizer.step()
+    set_grads(params, steps)
+    return params, optimizer
+
+
+@pytest.fixture
+def interrupt_after(monkeypatch):
+    """SIGINT arrives inside the n-th kernel call from now."""
+
+    def arrange(number, signals=1):
+        update, calls = optim.adamw.update_subgroup, []
+
+        def interrupted(*arguments):
+            calls.append(arguments)
+            if len(calls) == number:
+                for _ in range(signals):
+                    os.kill(os.getpid(), signal.SIGINT)
+            return update(*arguments)
+
+        monkeypatch.setattr(optim.adamw, "update_subgroup", interrupted)
+
+    yield arrange
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("steps", [0, 1, 2], ids=lambda steps: f"{steps} steps before")
+@pytest.mark.parametrize("number", [1, 4, 9])
+def test_the_step_stops_between_subgroups_and_can_be_finished(make_adamw, interrupt_after, device, steps, number):
+    _, uninterrupted = started(make_adamw, "cpu", steps=steps)
+    uninterrupted.step()
+    params, optimizer = started(make_adamw, device, steps=steps, buffers=2)
+    before = signal.getsignal(signal.SIGINT)
+    interrupt_after(number)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        optimizer.step()
+    num_subgroups = optimizer.stats().num_subgroups
+    (note,) = caught.value.__notes__
+    assert f"step {steps + 1} stopped after {number} of {num_subgroups} subgroups" in note
+    assert "finish_step()" in note
+    assert signal.getsignal(signal.SIGINT) is before
+    assert optimizer.stats().steps == steps
+    for refused in (optimizer.step, optimizer.state_dict, lambda: optimizer.state[params[0]]["exp_avg"]):
+        with pytest.raises(StateError, match=rf"stopped after {number} of {num_subgroups}.*finish_step\(\)"):
+            refused()
+    optimizer.synchronize()
+    optimizer.finish_step()
+    assert_same_training(optimizer, uninterrupted)
+    with pytest.raises(StateError, match="no such step"):
+        optimizer.finish_step()
+
+
+def test_a_step_that_was_all_but_done_is_done(make_adamw, interrupt_after):
+    """The signal came with the last subgroup: nothing is left to finish, and waiting afterwards is not disturbed."""
+    _, uninterrupted = started(make_adamw, "cpu", steps=0)
+    uninterrupted.step()
+    with faulty_drive(FaultSpec(seed=1, delay=1.0, max_delay_us=300_000)):
+        _, optimizer = started(make_adamw, steps=0)
+    interrupt_after(optimizer.stats().num_subgroups)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.synchronize()  # its waits are longer than the time between two looks at pending signals
+    assert_same_training(optimizer, uninterrupted)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_handler_that_does_not_raise_lets_the_step_finish(make_adamw, interrupt_after, device):
+    """Trainers set a flag on SIGINT and save a checkpoint after the step: it has to be a whole step."""
+    _, uninterrupted = started(make_adamw, "cpu")
+    uninterrupted.step()
+    _, optimizer = started(make_adamw, device)
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        interrupt_after(3)
+        optimizer.step()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.SIGINT]
+    assert_same_training(optimizer, uninterrupted)
+
+
+def test_an_ignored_signal_stays_ignored(make_adamw, interrupt_after):
+    _, optimizer = started(make_adamw)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        interrupt_after(3)
+        optimizer.step()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert optimizer.stats().steps == 3
+
+
+def test_a_second_ctrl_c_does_not_wait(make_adamw, interrupt_after):
+    """It lands inside an update: nobody knows how far that got, so only a checkpoint helps."""
+    _, optimizer = started(make_adamw)
+    _, other = started(make_adamw, "cpu")
+    checkpoint = other.state_dict()
+    interrupt_after(3, signals=2)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        optimizer.step()
+    assert "cut off inside an update and cannot be finished" in caught.value.__notes__[0]
+    with pytest.raises(StateError, match=r"cannot be finished: load a checkpoint with load_state_dict"):
+        optimizer.finish_step()
+    optimizer.load_state_dict(checkpoint)
+    assert_same_bits(optimizer.state_dict()["state"], checkpoint["state"])
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", ["zero_grad", "mul_", "another backward"])
+def test_changed_gradients_cannot_finish_it(make_adamw, interrupt_after, change):
+    params, optimizer = started(make_adamw)
+    interrupt_after(2)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    if change == "zero_grad":
+        optimizer.zero_grad(set_to_none=False)
+    elif change == "mul_":
+        params[0].grad.mul_(0.5)
+    else:
+        (params[0] * 2).sum().backward()
+    with pytest.raises(StateError, match=r"gradients that have changed since.*load_state_dict"):
+        optimizer.finish_step()
+
+
+def test_gradients_that_were_dropped_are_still_known(make_adamw, interrupt_after):
+    """``zero_grad()`` sets ``p.grad`` to None: the tensors themselves are as they were, and the step keeps them."""
+    _, uninterrupted = started(make_adamw, "cpu")
+    uninterrupted.step()
+    _, optimizer = started(make_adamw)
+    interrupt_after(2)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.finish_step()
+    assert_same_training(optimizer, uninterrupted)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_load_state_dict_recovers(make_adamw, interrupt_after, device):
+    params, optimizer = started(make_adamw, device)
+    checkpoint = snapshot(optimizer)
+    interrupt_after(4)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.load_state_dict({"state": checkpoint["state"], "param_groups": checkpoint["param_groups"]})
+    for p, saved in zip(params, checkpoint["params"], strict=True):
+        if p.dtype is torch.float32:
+            p.data.copy_(saved)
+    assert_same_bits(snapshot(optimizer), checkpoint)
+    with pytest.raises(StateError, match="no such step"):
+        optimizer.finish_step()
+
+
+def test_a_checkpoint_can_be_loaded_while_subgroups_without_state_hold_every_buffer(make_adamw, monkeypatch):
+    """The second step goes backwards and gives all buffers to subgroups without state; it breaks before the first."""
+    params = params_of([(BLOCK,)] * 8, torch.bfloat16)
+    optimizer = make_adamw(params, buffers=4)
+    set_grads(params, 0, without=range(2, 8))
+    optimizer.step()
+    checkpoint = optimizer.state_dict()
+    set_grads(params, 1)
+
+    def broken(*arguments):
+        raise ArithmeticError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optim.state_store, "give_birth", broken)
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+    assert [slot.residency.value for slot in optimizer._store.pipeline._resident] == ["unborn"] * 4
+    optimizer.load_state_dict(checkpoint)
+    assert_same_bits(optimizer.state_dict()["state"], checkpoint["state"])
+    assert optimizer._store.pool.num_free + len(optimizer._store.pipeline._resident) == 4
+
+
+def test_an_interrupted_load_says_so_and_can_be_repeated(make_adamw, monkeypatch):
+    import optim.state_access
+
+    _, optimizer = started(make_adamw)
+    _, other = started(make_adamw, "cpu", steps=1)
+    checkpoint = other.state_dict()
+    write, calls = optim.state_access.write_run, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optim.state_access, "write_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.load_state_dict(checkpoint)
+    for refused in (optimizer.step, optimizer.finish_step, optimizer.state_dict):
+        with pytest.raises(StateError, match="loading a state dict stopped halfway"):
+            refused()
+    optimizer.load_state_dict(checkpoint)
+    assert_same_bits(optimizer.state_dict()["state"], checkpoint["state"])
+
+
+def test_an_entry_whose_setting_was_interrupted_is_as_it_was(make_adamw, monkeypatch):
+    """The staging buffer that was half overwritten is not taken for what is on the drive."""
+    import optim.state_access
+
+    params, optimizer = started(make_adamw, buffers=8)
+    before = snapshot(optimizer)
+    write = optim.state_access.write_run
+
+    def interrupted(*arguments):
+        write(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optim.state_access, "write_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.state[params[0]]["exp_avg"] = torch.full(SHAPES[0], 7.0)
+    assert_same_bits(snapshot(optimizer), before)
+
+
+SLOW_DRIVE = """
+import json, os, signal, sys, threading, time
+import torch
+from aio_native import FaultSpec
+from offload.errors import StateError
+from optim import OffloadAdamW
+from tests.support.training import SETTINGS, assert_same_training, faulty_drive, params_of, section, set_grads
+
+params, twins = (params_of([(65536,)] * 10, torch.bfloat16) for _ in range(2))
+reference = OffloadAdamW(twins, offload=section(None), **SETTINGS)
+with faulty_drive(FaultSpec(seed=3, delay=1.0, max_delay_us=200_000)):
+    optimizer = OffloadAdamW(params, offload=section(sys.argv[1], buffers=2), **SETTINGS)
+for ps, optim in ((params, optimizer), (twins, reference)):
+    set_grads(ps, 0)
+    optim.step()
+    set_grads(ps, 1)
+reference.step()
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+report = {}
+sent = time.monotonic() + 0.2
+try:
+    optimizer.step()
+except KeyboardInterrupt as interrupt:
+    report["seconds"] = time.monotonic() - sent
+    report["note"] = interrupt.__notes__[0]
+try:
+    optimizer.step()
+except StateError as error:
+    report["refusal"] = str(error)
+optimizer.finish_step()
+assert_same_training(optimizer, reference)
+optimizer.close()
+report["left"] = os.listdir(sys.argv[1])
+print(json.dumps(report))
+"""
+
+
+def test_ctrl_c_on_a_slow_drive(drive):
+    """A real signal from another thread while the step waits: it is heard at once, not after the transfer."""
+    report = json.loads(run_child(SLOW_DRIVE, drive))
+    assert "step 2 stopped after" in report["note"]
+    assert "of 10 subgroups" in report["note"]
+    assert "finish_step()" in report["refusal"]
+    assert report["seconds"] < 5
+    assert report["left"] == []

@@ -1,0 +1,299 @@
+"""State seen from outside: entries, state dicts, torch's state dicts, and what is refused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from tests.support.training import (
+    BLOCK,
+    SETTINGS,
+    Twin,
+    assert_same_bits,
+    assert_same_training,
+    param,
+    params_of,
+    set_grads,
+    snapshot,
+)
+
+SHAPES = [(BLOCK + 1,), (33, 65), (), (200,)]
+MIXED = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def trained(make_adamw, device="nvme", *, steps=3, first=0, params=None, **options):
+    params = params_of(SHAPES, *MIXED) if params is None else params
+    optimizer = make_adamw(params, device, **options)
+    for step in range(first, first + steps):
+        set_grads(params, step)
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize(("device", "other"), [("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")])
+def test_a_round_trip_continues_bit_for_bit(make_adamw, tmp_path, device, other):
+    params, optimizer = trained(make_adamw, device, sub_group_size=1)
+    file = tmp_path / "checkpoint.pt"
+    torch.save({"model": [p.detach() for p in params], "optimizer": optimizer.state_dict()}, file)
+    checkpoint = torch.load(file, weights_only=True)
+    late, resumed = trained(make_adamw, other, steps=2, first=50, sub_group_size=200_000)  # it has a past of its own
+    resumed.load_state_dict(checkpoint["optimizer"])
+    for p, saved in zip(late, checkpoint["model"], strict=True):
+        if p.dtype is torch.float32:
+            p.data.copy_(saved)
+    assert_same_training(resumed, optimizer)  # masters bring their 16-bit parameters
+    for step in range(3, 8):
+        for optim in (optimizer, resumed):
+            set_grads([p for group in optim.param_groups for p in group["params"]], step)
+            optim.step()
+    assert_same_training(resumed, optimizer)
+
+
+def test_fp32_parameters_come_with_the_model(make_adamw):
+    """An fp32 parameter is its own master: the model's state dict has it, the optimizer's does not."""
+    _, optimizer = trained(make_adamw, params=params_of(SHAPES, torch.float32))
+    entries = optimizer.state_dict()["state"][0]
+    assert entries.keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_state_dict_is_ordinary(make_adamw):
+    params, optimizer = trained(make_adamw)
+    state = optimizer.state_dict()
+    assert state.keys() == {"state", "param_groups"}
+    assert state["param_groups"][0]["params"] == [0, 1, 2, 3]
+    assert "offload" not in str(state["param_groups"])
+    for i, p in enumerate(params):
+        entries = state["state"][i]
+        assert entries["step"].dtype == torch.float32
+        assert entries["step"].shape == ()
+        for name in entries.keys() - {"step"}:
+            assert (entries[name].dtype, entries[name].shape) == (torch.float32, p.shape)
+            assert entries[name].device.type == "cpu"
+    later = copy.deepcopy(state)
+    set_grads(params, 9)
+    optimizer.step()
+    assert_same_bits(state, later)  # a copy, not a window
+
+
+def test_hyperparameters_come_with_the_state_dict(make_adamw):
+    _, optimizer = trained(make_adamw, lr=0.5, maximize=True)
+    params, resumed = trained(make_adamw)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.param_groups[0]["lr"] == 0.5
+    assert resumed.param_groups[0]["maximize"] is True
+    assert resumed.param_groups[0]["params"] == params
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_the_state_dict_of_torch_adamw(make_adamw, device):
+    params = params_of(SHAPES, torch.float32)
+    reference = torch.optim.AdamW(params, foreach=False, **SETTINGS)
+    for step in range(3):
+        set_grads(params, step)
+        reference.step()
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    optimizer = make_adamw(copies, device)
+    optimizer.load_state_dict(reference.state_dict())
+    for i, p in enumerate(params):
+        assert_same_bits(optimizer.state_dict()["state"][i], dict(reference.state[p]))
+    for step in range(3, 20):
+        set_grads(params, step)
+        set_grads(copies, step)
+        reference.step()
+        optimizer.step()
+    for p, copied in zip(params, copies, strict=True):
+        torch.testing.assert_close(p, copied, rtol=1e-6, atol=1e-3 * SETTINGS["lr"])
+
+
+def test_torch_adamw_loads_ours(make_adamw):
+    params, optimizer = trained(make_adamw, params=params_of(SHAPES, torch.float32))
+    reference = torch.optim.AdamW(params, foreach=False, **SETTINGS)
+    reference.load_state_dict(optimizer.state_dict())
+    set_grads(params, 5)
+    reference.step()
+    assert float(reference.state[params[0]]["step"]) == 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_without_masters_they_start_from_the_parameters(make_adamw, device, recwarn):
+    """What torch.optim.AdamW saved of 16-bit parameters: moments, cast back here, and no master."""
+    params, optimizer = trained(make_adamw, device)
+    state = optimizer.state_dict()
+    for entries in state["state"].values():
+        entries.pop("master", None)
+    with torch.no_grad():
+        params[0][7] = 3.0  # the model was loaded before
+    twin = Twin(params)
+    for i, entries in state["state"].items():
+        twin.exp_avgs[i] = entries["exp_avg"].reshape(-1).numpy().copy()
+        twin.exp_avg_sqs[i] = entries["exp_avg_sq"].reshape(-1).numpy().copy()
+        twin.steps[i] = int(entries["step"])
+    optimizer.load_state_dict(state)
+    twin.assert_equals(optimizer)
+    set_grads(params, 7)
+    twin.step([p.grad for p in params])
+    optimizer.step()
+    twin.assert_equals(optimizer)
+    assert optimizer.stats().resplit_blocks == 0
+    assert not list(recwarn)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_parameters_without_saved_state_start_afresh_as_in_torch(make_adamw, device):
+    params, optimizer = trained(make_adamw, device)
+    fresh = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    twin = Twin(params)
+    optimizer.load_state_dict(fresh)
+    set_grads(params, 7)
+    twin.step([p.grad for p in params])
+    optimizer.step()
+    twin.assert_equals(optimizer)
+
+
+def break_state_dict():
+    def edit(change):
+        def broken(state):
+            change(state)
+            return state
+
+        return broken
+
+    def put(**entries):
+        return edit(lambda state: state["state"][3].update(entries))
+
+    yield "another shape", put(exp_avg=torch.zeros(3)), r"exp_avg of parameter 3 of group 0 has shape \(3,\)"
+    yield "complex", put(exp_avg_sq=torch.zeros(200, dtype=torch.complex64)), "exp_avg_sq of .*complex64"
+    yield "amsgrad's", put(max_exp_avg_sq=torch.zeros(200)), "holds 'max_exp_avg_sq'"
+    yield "SGD's", put(momentum_buffer=torch.zeros(200)), "holds 'momentum_buffer'; AdamW has step"
+    yield "half a step", put(step=torch.tensor(1.5)), "step of parameter 3 of group 0"
+    yield "a negative step", put(step=-1), "whole number, 0 or more"
+    yield "a step that is no number", put(step=float("nan")), "step of parameter 3|NaN"
+    yield "a step without end", put(step=float("inf")), "step of parameter 3|infinity"
+    yield (
+        "fewer parameters",
+        edit(lambda state: state["param_groups"][0].update(params=[0, 1])),
+        r"groups of \[2\] parameters, this optimizer of \[4\]",
+    )
+    yield (
+        "more groups",
+        edit(lambda state: state["param_groups"].append({**state["param_groups"][0], "params": []})),
+        r"\[4, 0\]",
+    )
+    yield "amsgrad", edit(lambda state: state["param_groups"][0].update(amsgrad=True)), "amsgrad = True"
+    yield "lr", edit(lambda state: state["param_groups"][0].update(lr=-3.0)), r"lr = -3\.0"
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"), [c[1:] for c in break_state_dict()], ids=[c[0] for c in break_state_dict()]
+)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_state_dict_that_does_not_fit_changes_nothing(make_adamw, device, broken, words):
+    params, optimizer = trained(make_adamw, device)
+    _, donor = trained(make_adamw, "cpu", steps=1, first=20)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(broken(donor.state_dict()))
+    assert_same_bits(snapshot(optimizer), before)
+    set_grads(params, 5)
+    optimizer.step()
+
+
+def test_groups_saved_without_an_option_get_its_default(make_adamw):
+    params, optimizer = trained(make_adamw)
+    state = optimizer.state_dict()
+    del state["param_groups"][0]["maximize"]
+    optimizer.load_state_dict(state)
+    set_grads(params, 5)
+    optimizer.step()
+    assert optimizer.param_groups[0]["maximize"] is False
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+class TestEntries:
+    """``optimizer.state[p]``: there from construction on, read and set through the tier."""
+
+    def test_they_are_there_from_construction_on(self, make_adamw, device):
+        params = params_of(SHAPES, *MIXED)
+        params[3].requires_grad_(False)
+        optimizer = make_adamw(params, device)
+        assert len(optimizer.state) == 4
+        assert list(optimizer.state) == params
+        assert list(optimizer.state[params[0]]) == ["step", "master", "exp_avg", "exp_avg_sq"]
+        assert list(optimizer.state[params[1]]) == ["step", "exp_avg", "exp_avg_sq"]
+        for p in params:
+            entries = optimizer.state[p]
+            assert float(entries["step"]) == 0
+            assert not entries["exp_avg"].any()
+            assert entries["exp_avg"].shape == p.shape
+            assert_same_bits(entries["master"] if "master" in entries else p.detach().float(), p.detach().float())
+
+    def test_reading_gives_a_copy(self, make_adamw, device):
+        params, optimizer = trained(make_adamw, device)
+        entries = optimizer.state[params[0]]
+        assert_same_bits(dict(entries), optimizer.state_dict()["state"][0])
+        before = entries["exp_avg"].clone()
+        assert before.any()
+        entries["exp_avg"].zero_()
+        assert_same_bits(entries["exp_avg"], before)
+
+    def test_setting_reaches_the_next_step(self, make_adamw, device):
+        params, optimizer = trained(make_adamw, device)
+        twin = Twin(params)
+        for i, p in enumerate(params):
+            generator = torch.Generator().manual_seed(77 + i)
+            values = {name: torch.rand(p.shape, generator=generator) for name in ("exp_avg", "exp_avg_sq")}
+            if p.dtype is not torch.float32:
+                values["master"] = torch.randn(p.shape, generator=generator)
+                twin.take_over(i, 0, p.numel(), values["master"])
+            twin.exp_avgs[i] = values["exp_avg"].reshape(-1).numpy().copy()
+            twin.exp_avg_sqs[i] = values["exp_avg_sq"].reshape(-1).numpy().copy()
+            twin.steps[i] = 41
+            optimizer.state[p].update(values, step=41)
+        twin.assert_equals(optimizer)  # the parameters follow their masters
+        set_grads(params, 3)
+        twin.step([p.grad for p in params])
+        optimizer.step()
+        twin.assert_equals(optimizer)
+        assert optimizer.stats().resplit_blocks == 0
+
+    def test_another_dtype_is_cast(self, make_adamw, device):
+        params, optimizer = trained(make_adamw, device)
+        optimizer.state[params[3]]["exp_avg"] = torch.ones(200, dtype=torch.float64)
+        assert (optimizer.state[params[3]]["exp_avg"] == 1).all()
+
+    def test_what_does_not_fit_is_refused(self, make_adamw, device):
+        params, optimizer = trained(make_adamw, device)
+        before = snapshot(optimizer)
+        entries = optimizer.state[params[0]]
+        with pytest.raises(ValueError, match="has shape"):
+            entries["exp_avg"] = torch.zeros(3)
+        with pytest.raises(KeyError, match=r"'momentum'.*step, master, exp_avg, exp_avg_sq"):
+            entries["momentum"] = torch.zeros(3)
+        with pytest.raises(KeyError):
+            entries["momentum"]
+        with pytest.raises(KeyError, match="master"):
+            optimizer.state[params[1]]["master"] = torch.zeros(33, 65)
+        with pytest.raises(TypeError, match="cannot be removed"):
+            del entries["exp_avg"]
+        with pytest.raises(KeyError, match="not a parameter of this optimizer"):
+            optimizer.state[param((3,))]
+        assert param((3,)) not in optimizer.state
+        assert "exp_avg" in repr(entries)
+        assert_same_bits(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+def test_copying_is_refused_in_words(make_adamw, duplicate):
+    _, optimizer = trained(make_adamw)
+    with pytest.raises(TypeError, match=r"state is on a tier. Use state_dict\(\)"):
+        duplicate(optimizer)
+
+
+def test_loading_needs_no_second_copy_of_what_already_fits(make_adamw):
+    """A state dict is as large as the training state: the entries that need no cast are read where they are."""
+    from optim.state_access import _check_entry
+
+    params, optimizer = trained(make_adamw)
+    saved = torch.zeros(params[0].shape)
+    assert _check_entry(optimizer._store, 0, "exp_avg", saved).data_ptr() == saved.data_ptr()

@@ -1,0 +1,507 @@
+"""The native kernels against their twin, bit for bit, and what else they promise."""
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from optim import _kernels, kernels
+from optim.adamw_reference import AdamWScalars, adamw_reference, join_reference, split_reference
+from optim.kernels import BLOCK_NUMEL, KernelPool, MasterForm, available_isas, make_segment, num_blocks
+
+NUMELS = (0, 1, 7, 64, 65535, 65536, 65537, 200003)
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+POOLS = [KernelPool(threads, isa=isa) for isa in available_isas() for threads in (1, 2, 3)]
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread():
+    """torch's OpenMP threads spin while they wait, which on a busy machine costs more than they bring."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def scalars_at(step, **changes):
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.37}
+    return AdamWScalars.at_step(step=step, **{**options, **changes})
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Unlike torch.equal, tells -0 from 0 and takes a NaN for itself."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
+    return left.dtype == right.dtype and torch.equal(left.view(bits), right.view(bits))
+
+
+@dataclass
+class State:
+    """What the optimizer holds for one parameter."""
+
+    param: torch.Tensor
+    master: torch.Tensor | None
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    checksums: torch.Tensor
+
+    @classmethod
+    def of(cls, weights: np.ndarray, form: MasterForm) -> "State":
+        param, master = stored(weights, form)
+        moments = [torch.zeros(len(weights)) for _ in range(2)]
+        return cls(param, master, *moments, POOLS[0].block_checksums(param))
+
+    def update(self, pool: KernelPool, grad: torch.Tensor | None, scalars: AdamWScalars) -> int:
+        return pool.adamw_update([self.segment(grad, scalars)])[0]
+
+    def segment(self, grad: torch.Tensor | None, scalars: AdamWScalars) -> kernels.Segment:
+        return make_segment(
+            param=self.param,
+            grad=grad,
+            master=self.master,
+            exp_avg=self.exp_avg,
+            exp_avg_sq=self.exp_avg_sq,
+            checksums=self.checksums,
+            scalars=scalars,
+        )
+
+    def differs_from(self, twin: "Twin") -> list[str]:
+        param, master = stored(twin.master, twin.form)
+        expected = {"param": param, "exp_avg": twin.exp_avg, "exp_avg_sq": twin.exp_avg_sq}
+        if master is not None:
+            expected["master"] = master
+        return [name for name, value in expected.items() if not same_bits(getattr(self, name), torch.as_tensor(value))]
+
+
+def stored(weights: np.ndarray, form: MasterForm) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Parameter and master as the form keeps them, made without native code of ours."""
+    if form is MasterForm.SPLIT:
+        hi, lo = split_reference(weights)
+        return torch.from_numpy(hi).view(torch.bfloat16), torch.from_numpy(lo)
+    if form is MasterForm.FULL:
+        with np.errstate(over="ignore"):
+            return torch.from_numpy(weights.astype(np.float16)), torch.from_numpy(weights.copy())
+    return torch.from_numpy(weights.copy()), None
+
+
+class Twin:
+    def __init__(self, weights: np.ndarray, form: MasterForm) -> None:
+        self.form = form
+        self.master = weights
+        self.exp_avg = np.zeros_like(weights)
+        self.exp_avg_sq = np.zeros_like(weights)
+
+    def update(self, grad: torch.Tensor, scalars: AdamWScalars) -> None:
+        self.master, self.exp_avg, self.exp_avg_sq = adamw_reference(
+            self.master, grad.float().numpy(), self.exp_avg, self.exp_avg_sq, scalars
+        )
+
+
+@contextlib.contextmanager
+def flushed_denormals(on: bool) -> Iterator[None]:
+    torch.set_flush_denormal(on)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def awkward(numel: int, seed: int) -> torch.Tensor:
+    """Numbers from every corner of fp32: zeros of both signs, denormals, huge ones, infinities, NaNs of all kinds."""
+    bits = torch.randint(-(2**31), 2**31, (numel,), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    specials = [0, -(2**31), 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00001, 0x7F800001, -1, -0x800000]
+    bits[: len(specials) * 4] = torch.tensor(specials * 4, dtype=torch.int32)[:numel]
+    return bits.view(torch.float32)
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES, ids=str)
+@pytest.mark.parametrize("form", MasterForm)
+def test_every_isa_and_thread_count_gives_the_bits_of_the_twin(form, grad_dtype, numel):
+    generator = torch.Generator().manual_seed(numel)
+    weights = (torch.randn(numel, generator=generator) * 0.02).numpy()
+    twin = Twin(weights, form)
+    states = [State.of(weights, form) for _ in POOLS]
+    for step in range(1, 21):
+        grad = (torch.randn(numel, generator=generator) * 0.01).to(grad_dtype)
+        scalars = scalars_at(step, maximize=step % 5 == 0)
+        twin.update(grad, scalars)
+        for pool, state in zip(POOLS, states, strict=True):
+            assert state.update(pool, grad, scalars) == 0
+            assert state.differs_from(twin) == [], f"step {step}, {pool.isa}, {pool.num_threads} threads"
+
+
+@pytest.mark.parametrize("flush", [False, True], ids=["keep", "flush"])
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES, ids=str)
+@pytest.mark.parametrize("form", MasterForm)
+def test_bits_hold_for_awkward_numbers_and_under_flush_denormal(form, grad_dtype, flush):
+    numel = BLOCK_NUMEL + 1001
+    weights = awkward(numel, seed=1).numpy().copy()
+    weights[::2] = np.random.default_rng(2).normal(size=len(weights[::2])) * 1e-40
+    twin = Twin(weights, form)
+    states = [State.of(weights, form) for _ in POOLS]
+    for step in range(1, 5):
+        grad = awkward(numel, seed=step + 10)
+        grad[1::2] *= 1e-30
+        grad = grad.to(grad_dtype)
+        scalars = scalars_at(step, eps=0.0 if step == 3 else 1e-8)
+        twin.update(grad, scalars)
+        for pool, state in zip(POOLS, states, strict=True):
+            with flushed_denormals(flush):
+                state.update(pool, grad, scalars)
+            assert state.differs_from(twin) == [], f"step {step}, {pool.isa}, {pool.num_threads} threads"
+
+
+def test_denormal_gradients_count_under_flush_denormal():
+    for pool in POOLS:
+        state = State.of(np.zeros(2 * BLOCK_NUMEL, np.float32), MasterForm.ITSELF)
+        grad = torch.full((2 * BLOCK_NUMEL,), 1e-40)
+        with flushed_denormals(True):
+            state.update(pool, grad, scalars_at(1, grad_scale=1.0))
+            still_flushing = float(np.float32(1e-38) * np.float32(0.01)) == 0.0
+        assert still_flushing, "the caller's setting must survive the call"
+        assert bool((state.exp_avg != 0).all())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"betas": (0.0, 0.99)}, {"weight_decay": 0.0}, {"maximize": True}],
+    ids=["default", "beta1=0", "no decay", "maximize"],
+)
+def test_stays_with_torch_adamw_for_100_steps(options):
+    lr, numel = 1e-3, 100_003
+    settings = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **options}
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(numel, generator=generator) * 0.02
+    reference = torch.nn.Parameter(weights.clone())
+    optimizer = torch.optim.AdamW([reference], foreach=False, **settings)
+    pool = KernelPool(2)
+    state = State.of(weights.numpy(), MasterForm.SPLIT)
+    for step in range(1, 101):
+        grad = (torch.randn(numel, generator=generator) * 0.01).bfloat16()
+        reference.grad = grad.float()
+        optimizer.step()
+        state.update(pool, grad, AdamWScalars.at_step(step=step, **settings))
+    difference = pool.join(state.param, state.master).double() - reference.detach().double()
+    assert difference.norm() / reference.double().norm() <= 1e-6
+    assert difference.abs().max() <= 1e-3 * lr
+
+
+@pytest.mark.parametrize("pool", POOLS, ids=lambda pool: f"{pool.isa}-{pool.num_threads}")
+@pytest.mark.parametrize("block", [0, 2, 3])
+@pytest.mark.parametrize("form", [MasterForm.SPLIT, MasterForm.FULL])
+def test_a_block_changed_behind_our_back_is_counted_and_its_master_made_anew(form, block, pool):
+    numel = 3 * BLOCK_NUMEL + 5
+    weights = (torch.randn(numel, generator=torch.Generator().manual_seed(3)) * 0.02).numpy()
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(4))
+    twin, state = Twin(weights, form), State.of(weights, form)
+    twin.update(grad, scalars_at(1))
+    assert state.update(pool, grad, scalars_at(1)) == 0
+
+    state.param.data[block * BLOCK_NUMEL + 3] = 0.5
+    changed = slice(block * BLOCK_NUMEL, min((block + 1) * BLOCK_NUMEL, numel))
+    twin.master[changed] = state.param[changed].float().numpy()
+    for step, num_changed in ((2, 1), (3, 0)):
+        twin.update(grad, scalars_at(step))
+        assert state.update(pool, grad, scalars_at(step)) == num_changed
+        assert state.differs_from(twin) == []
+
+
+def test_without_checksums_the_master_is_believed():
+    weights = np.linspace(-1, 1, 1000, dtype=np.float32)
+    twin, state = Twin(weights, MasterForm.FULL), State.of(weights, MasterForm.FULL)
+    state.param.data[0] = 0.5
+    grad = torch.ones(1000)
+    segment = state.segment(grad, scalars_at(1))
+    segment.checksums = 0
+    assert POOLS[0].adamw_update([segment]) == [0]
+    twin.update(grad, scalars_at(1))
+    assert state.differs_from(twin) == []
+
+
+def test_many_segments_in_one_call_and_none_without_a_gradient():
+    numels = (5, 200_003, 0, BLOCK_NUMEL, 1, 77_777)
+    pool = KernelPool(3)
+    states, twins, grads = [], [], []
+    for index, numel in enumerate(numels):
+        form = MasterForm(index % 3)
+        weights = torch.randn(numel, generator=torch.Generator().manual_seed(index)).numpy()
+        states.append(State.of(weights, form))
+        twins.append(Twin(weights, form))
+        grads.append(None if index == 3 else torch.randn(numel).to(GRAD_DTYPES[index % 2]))
+    states[1].param.data[BLOCK_NUMEL] += 1  # of form FULL, in its second block
+    twins[1].master[BLOCK_NUMEL : 2 * BLOCK_NUMEL] = states[1].param[BLOCK_NUMEL : 2 * BLOCK_NUMEL].float().numpy()
+    states[3].param.data[0] += 1
+    left_alone = states[3].param.clone()
+
+    segments = [state.segment(grad, scalars_at(1)) for state, grad in zip(states, grads, strict=True)]
+    assert pool.adamw_update(segments) == [0, 1, 0, 0, 0, 0]
+    for state, twin, grad in zip(states, twins, grads, strict=True):
+        if grad is not None:
+            twin.update(grad, scalars_at(1))
+            assert state.differs_from(twin) == []
+    assert same_bits(states[3].param, left_alone)
+    assert not states[3].exp_avg.any()
+    assert pool.adamw_update([]) == []
+
+
+def test_a_segment_can_be_pointed_elsewhere():
+    weights = np.ones(100, np.float32)
+    first, second = State.of(weights, MasterForm.ITSELF), State.of(weights, MasterForm.ITSELF)
+    grad = torch.ones(100)
+    segment = first.segment(grad, scalars_at(1))
+    segment.param = second.param.data_ptr()
+    segment.scalars = kernels.bind_scalars(scalars_at(2))
+    POOLS[0].adamw_update([segment])
+    assert bool((first.param == 1).all())
+    assert bool((second.param != 1).all())
+    assert segment.scalars.step_size == scalars_at(2).step_size
+
+
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES, ids=str)
+@pytest.mark.parametrize("numel", NUMELS)
+def test_square_sums_depend_on_nothing_but_the_gradient(numel, grad_dtype):
+    grad = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 3).to(grad_dtype)
+    exact = math.fsum(x * x for x in grad.double().tolist())
+    sums = [pool.block_sq_sums(grad) for pool in POOLS]
+    assert all(same_bits(each, sums[0]) for each in sums)
+    assert len(sums[0]) == num_blocks(numel)
+    assert kernels.ordered_sum(sums[0]) == pytest.approx(exact, rel=1e-12)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e-42])
+def test_square_sums_of_non_finite_and_denormal_gradients(value):
+    grad = torch.zeros(2 * BLOCK_NUMEL)
+    grad[BLOCK_NUMEL + 7] = value
+    square = float(grad[BLOCK_NUMEL + 7]) ** 2
+    for pool in POOLS:
+        with flushed_denormals(True):
+            sums = pool.block_sq_sums(grad)
+        np.testing.assert_array_equal(sums.numpy(), [0.0, square])
+
+
+def test_ordered_sum_adds_in_index_order():
+    assert kernels.ordered_sum(torch.tensor([1e16, 1.0, 1.0, -1e16], dtype=torch.float64)) == 0.0
+    assert kernels.ordered_sum(torch.tensor([1.0, 1.0, 1e16, -1e16], dtype=torch.float64)) == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_checksums_are_the_same_everywhere_and_see_every_element(dtype):
+    for numel in NUMELS:
+        tensor = torch.randint(0, 100, (numel,)).to(dtype)
+        sums = POOLS[0].block_checksums(tensor)
+        assert all(torch.equal(pool.block_checksums(tensor), sums) for pool in POOLS)
+        for index in {0, 63, 64, numel // 2, numel - 2, numel - 1} & set(range(numel)):
+            changed = tensor.clone()
+            changed[index] += 1
+            differs = POOLS[-1].block_checksums(changed) != sums
+            assert differs.nonzero().flatten().tolist() == [index // BLOCK_NUMEL]
+
+
+def test_checksums_see_pairs_of_sign_flips_and_swaps():
+    tensor = torch.randn(BLOCK_NUMEL, generator=torch.Generator().manual_seed(5)).bfloat16()
+    pool = POOLS[-1]
+    before = pool.block_checksums(tensor)
+    for distance in (1, 2, 64, 128, 256, 1024, 32768):
+        for first in (0, 1, 5000):
+            pair = [first, first + distance]
+            flipped, swapped = tensor.clone(), tensor.clone()
+            flipped[pair] *= -1
+            swapped[pair] = tensor[pair[::-1]]
+            assert pool.block_checksums(flipped) != before
+            assert tensor[pair[0]] == tensor[pair[1]] or pool.block_checksums(swapped) != before
+    assert pool.block_checksums(-tensor) != before
+
+
+def worker_tasks(before: set[Path]) -> set[Path]:
+    return set(Path("/proc/self/task").iterdir()) - before
+
+
+def test_threads_start_late_block_signals_and_end_with_the_pool():
+    grad = torch.zeros(2 * BLOCK_NUMEL)  # torch may start threads of its own here
+    tasks = set(Path("/proc/self/task").iterdir())
+    pool = KernelPool(3)
+    pool.block_sq_sums(grad[:BLOCK_NUMEL])
+    assert pool.num_workers == 0
+    assert not worker_tasks(tasks)
+    pool.block_sq_sums(grad)
+    assert pool.num_workers == 2
+    workers = worker_tasks(tasks)
+    assert len(workers) == 2
+    for worker in workers:
+        status = dict(line.split(":\t", 1) for line in (worker / "status").read_text().splitlines())
+        blocked = int(status["SigBlk"], 16)
+        assert all(blocked >> (each - 1) & 1 for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+    del pool
+    assert not worker_tasks(tasks)
+
+
+def exit_code_of_child(pid: int) -> int:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    pytest.fail("the forked child hangs in the pool")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads is what this is about
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_a_forked_child_can_use_and_drop_the_pool(busy):
+    pool = KernelPool(3)
+    tensor = torch.randn(20 * BLOCK_NUMEL)
+    expected = pool.block_checksums(tensor).tolist()
+    stop = threading.Event()
+
+    def keep_pool_busy():
+        while not stop.is_set():
+            pool.block_checksums(tensor)
+
+    background = threading.Thread(target=keep_pool_busy)
+    if busy:
+        background.start()
+    codes = []
+    for _ in range(10 if busy else 1):
+        pid = os.fork()
+        if pid == 0:
+            right = pool.num_workers == 0 and pool.block_checksums(tensor).tolist() == expected
+            del pool
+            os._exit(0 if right else 1)
+        codes.append(exit_code_of_child(pid))
+    stop.set()
+    if busy:
+        background.join()
+    assert not any(codes)
+    assert pool.block_checksums(tensor).tolist() == expected
+
+
+def test_calls_from_several_threads_take_turns():
+    pool = KernelPool(2)
+    tensors = [torch.randn(5 * BLOCK_NUMEL + i) for i in range(4)]
+    expected = [POOLS[0].block_checksums(tensor) for tensor in tensors]
+    wrong = []
+
+    def check(index):
+        wrong.extend(index for _ in range(50) if not torch.equal(pool.block_checksums(tensors[index]), expected[index]))
+
+    threads = [threading.Thread(target=check, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_the_gil_is_free_while_a_kernel_runs():
+    pool = KernelPool(1, isa="portable")
+    state = State.of(np.ones(2**23, np.float32), MasterForm.FULL)
+    grad = torch.ones(2**23, dtype=torch.float16)
+    segment = state.segment(grad, scalars_at(1))
+    count, stop = [0], threading.Event()
+
+    def tick():
+        while not stop.is_set():
+            count[0] += 1
+            time.sleep(0.001)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # from here on the GIL changes hands only where somebody lets go of it
+    ticker = threading.Thread(target=tick)
+    try:
+        ticker.start()
+        before = count[0]
+        pool.adamw_update([segment])
+        during = count[0] - before
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        ticker.join()
+    assert during >= 3
+
+
+def test_what_cannot_be_right_is_refused_in_words():
+    weights = torch.zeros(8)
+    good = {
+        "param": torch.zeros(8, dtype=torch.bfloat16),
+        "grad": weights,
+        "master": torch.zeros(8, dtype=torch.uint16),
+        "exp_avg": weights,
+        "exp_avg_sq": weights,
+        "checksums": None,
+        "scalars": scalars_at(1),
+    }
+    bad = [
+        ({"param": torch.zeros(8, dtype=torch.float64)}, r"param is torch.float64"),
+        ({"param": weights}, r"fp32 parameter is its own master"),
+        ({"master": None}, r"torch.uint16 is needed"),
+        ({"master": weights}, r"master is torch.float32; it must be torch.uint16"),
+        ({"grad": torch.zeros(8, dtype=torch.int32)}, r"grad is torch.int32"),
+        ({"exp_avg": torch.zeros(7)}, r"exp_avg has 7 elements; it must have 8"),
+        ({"exp_avg_sq": torch.zeros(16)[::2]}, r"exp_avg_sq is not contiguous"),
+        ({"exp_avg": torch.zeros(8, device="meta")}, r"exp_avg is on meta"),
+        ({"checksums": torch.zeros(2, dtype=torch.int64)}, r"checksums has 2 elements; it must have 1"),
+    ]
+    for change, message in bad:
+        with pytest.raises(ValueError, match=message):
+            make_segment(**{**good, **change})
+    with pytest.raises(ValueError, match=r"isa 'sse9' is not available .*portable"):
+        KernelPool(1, isa="sse9")
+    with pytest.raises(ValueError, match=r"num_threads is 0"):
+        KernelPool(0)
+    with pytest.raises(ValueError, match=r"values is torch.float32"):
+        kernels.ordered_sum(weights)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("exp_avg", 0, "exp_avg is a null address"),
+        ("param", 2**20 + 1, "param is not aligned to its 2-byte elements"),
+        ("form", 3, "form is 3; it must be 0 to 2"),
+        ("grad_dtype", -1, "grad_dtype is -1"),
+        ("numel", -1, "numel is -1"),
+    ],
+)
+def test_a_bad_segment_stops_the_call_before_anything_is_touched(field, value, message):
+    state = State.of(np.ones(100, np.float32), MasterForm.SPLIT)
+    grad = torch.ones(100)
+    good, bad = (state.segment(grad, scalars_at(1)) for _ in range(2))
+    setattr(bad, field, value)
+    with pytest.raises(ValueError, match=message):
+        POOLS[0].adamw_update([good, bad])
+    assert not state.exp_avg.any()
+
+
+def test_the_stub_names_what_the_module_has():
+    stub = Path(kernels.__file__).with_name("_kernels.pyi")
+    declared = {}
+    exec(compile(stub.read_text(), stub, "exec"), declared)  # a stub is Python whose bodies are `...`
+    names = {name for name in declared if not name.startswith("_")} - {"Sequence", "Final"}
+    assert names == {name for name in dir(_kernels) if not name.startswith("_")} - {"BLOCK_NUMEL"}
+    for name in names:
+        members = {each for each in vars(declared[name]) if not each.startswith("_")} if name[0].isupper() else set()
+        annotated = set(getattr(declared[name], "__annotations__", {})) if name[0].isupper() else set()
+        assert all(hasattr(getattr(_kernels, name), each) for each in members | annotated)
+
+
+def test_split_state_is_a_whole_fp32_master():
+    """The two halves after an update, joined by the twin, are the twin's master."""
+    weights = (torch.randn(1000, generator=torch.Generator().manual_seed(6)) * 0.02).numpy()
+    twin, state = Twin(weights, MasterForm.SPLIT), State.of(weights, MasterForm.SPLIT)
+    grad = torch.randn(1000).bfloat16()
+    twin.update(grad, scalars_at(1))
+    state.update(POOLS[-1], grad, scalars_at(1))
+    joined = join_reference(state.param.view(torch.int16).numpy().view(np.uint16), state.master.numpy())
+    assert same_bits(torch.from_numpy(joined), torch.from_numpy(twin.master))

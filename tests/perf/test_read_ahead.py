@@ -1,0 +1,25 @@
+"""The measurement of read-ahead, and what it must show."""
+
+import json
+
+import pytest
+
+from perf.read_ahead import main, measure
+
+
+def test_it_reports_both_ways(alone, tmp_path, capsys):
+    main([str(tmp_path), "--layers", "3", "--width", "16", "--tokens", "4", "--steps", "2", "--buffer-count", "2"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["without"]["reads_ahead"] == 0
+    assert report["without"]["reads"] > 0
+    assert report["with read-ahead"]["uses"] == report["without"]["uses"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["cpu", "nvme"])
+def test_most_of_the_waiting_is_hidden(alone, tmp_path, state):
+    ahead, waiting = (measure(str(tmp_path), read_ahead=on, state=state, steps=8) for on in (True, False))
+    assert ahead.share_ahead >= 0.95
+    assert ahead.reads_unused == 0
+    assert ahead.wait_seconds <= 0.15 * waiting.wait_seconds

@@ -1,0 +1,60 @@
+"""Real process groups (gloo, on loopback) for tests that need ranks."""
+
+import os
+import socket
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(function, world_size, *args):
+    """Run ``function(rank, world_size, *args)`` in `world_size` processes with a process group; returns their results.
+
+    A failure in any rank is raised here with that rank's own traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        port = _free_port()
+        processes = [
+            context.Process(target=_run_rank, args=(function, rank, world_size, port, folder, args))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(240)
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        problems = sorted(Path(folder).glob("*.problem"))
+        if problems:
+            raise AssertionError("\n".join(f"{path.stem}:\n{path.read_text()}" for path in problems))
+        codes = [process.exitcode for process in processes]
+        assert codes == [0] * world_size, f"ranks ended with {codes}"
+        return [torch.load(Path(folder) / f"rank{rank}.result", weights_only=False) for rank in range(world_size)]
+
+
+def _run_rank(function, rank, world_size, port, folder, args):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        result = function(rank, world_size, *args)
+        torch.save(result, Path(folder) / f"rank{rank}.result")
+        dist.barrier()
+    except BaseException:
+        Path(folder, f"rank{rank}.problem").write_text(traceback.format_exc())
+        os._exit(1)
+    # Past gloo's own teardown: now and then one of its threads aborts the process, also where torch is alone.
+    os._exit(0)
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,90 @@
+"""A small training run that is saved and resumed: model, configuration, batches."""
+
+import torch
+from torch import nn
+
+from optim import initialize
+from tests.optim.test_sharded import VOCABULARY, Model
+
+MODES = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}},
+}
+
+
+class ResumedModel(Model):
+    """With a layer of several subgroups whose rows no boundary meets, frozen parameters, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(37, 3001), nn.GELU(), nn.Linear(3001, 37))
+        self.blocks[1][0].requires_grad_(False)
+        self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens):
+        self.num_batches += 1
+        hidden = self.embedding(tokens)
+        hidden = hidden + self.wide(hidden)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+def section(mode, path=None, **more):
+    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
+    return {
+        "zero_optimization": {
+            "stage": 2,
+            "sub_group_size": 65536,
+            "offload_optimizer": {**offload, "staging_budget": "4MiB"},
+        },
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+        **MODES[mode],
+        **more,
+    }
+
+
+def fresh_engine(mode, path=None, *, seed=0, mesh=None, **more):
+    torch.manual_seed(seed)
+    model = ResumedModel()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return initialize(model, section(mode, path, **more), mesh=mesh)
+
+
+def loss_of(model, part, step):
+    """Of one of the parts of a global batch."""
+    generator = torch.Generator().manual_seed(1000 * step + part)
+    tokens = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), (tokens * 7 + 3).flatten() % VOCABULARY)
+
+
+def steps_of(engine, rank, steps):
+    losses = []
+    for step in steps:
+        loss = loss_of(engine, rank, step)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def next_loss(engine, num_parts=2):
+    """Of the same global batch on any number of ranks."""
+    with torch.no_grad():
+        return sum(loss_of(engine, part, 99).item() for part in range(num_parts)) / num_parts
+
+
+def scalars_of(engine):
+    """Everything that is no tensor, and the buffer."""
+    return {
+        "global_steps": engine.global_steps,
+        "loss_scale": engine._scaler.state_dict() if engine._scaler else None,
+        "schedule": engine.lr_scheduler.state_dict(),
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups],
+        "num_batches": int(engine.module.num_batches),
+    }

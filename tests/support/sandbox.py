@@ -1,0 +1,167 @@
+"""Python in a child process that is not allowed everything: no io_uring, little locked memory, other file systems.
+
+`run_python` starts this file as a script; `_confine` takes things away from the process, which then runs the code.
+Nothing outside the child is changed, and its mounts disappear with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import errno
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+NOBODY = 65534
+IO_URING_CALLS = {"setup": 425, "enter": 426, "register": 427}
+"""io_uring_setup, io_uring_enter, io_uring_register; the same numbers on every architecture."""
+
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 8, 22, 38
+_CAPABILITY_VERSION_3 = 0x20080522
+_CAP_DAC_READ_SEARCH = 2
+_CLONE_NEWNS = 0x00020000
+
+
+def run_python(
+    code: str,
+    *arguments: object,
+    forbid: Sequence[str] = (),
+    ordinary_user: bool = False,
+    memlock_bytes: int | None = None,
+    mounts: Mapping[Path, str] | None = None,
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """Run `code` with ``sys.argv[1:] == arguments`` in a confined child; a failure shows what it wrote.
+
+    Args:
+        code: Python source.
+        arguments: for ``sys.argv``.
+        forbid: names out of `IO_URING_CALLS` that a seccomp filter answers with EPERM, as Docker's profile does.
+        ordinary_user: run as `NOBODY` if this process is root. The child may still read every file, because a
+            checkout below /root would be closed to it, but has no other privilege.
+        memlock_bytes: RLIMIT_MEMLOCK.
+        mounts: empty file systems to mount, by existing directory; "tmpfs" or "ramfs", seen by the child alone.
+        timeout: in seconds.
+    """
+    command = [sys.executable, __file__]
+    for call in forbid:
+        command += ["--forbid", call]
+    for directory, kind in (mounts or {}).items():
+        command += ["--mount", f"{kind}:{directory}"]
+    if ordinary_user:
+        command += ["--ordinary-user"]
+    if memlock_bytes is not None:
+        command += ["--memlock-bytes", str(memlock_bytes)]
+    if mounts and os.geteuid() != 0:
+        command = ["unshare", "--user", "--map-root-user", *command]
+    command += ["--", code, *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "2"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def can_mount() -> bool:
+    """Whether `mounts` works here: as root, or as anyone where user namespaces are allowed."""
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    try:
+        return subprocess.run(["unshare", *user, "--mount", "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def can_filter() -> bool:
+    """Whether `forbid` works on this architecture."""
+    return platform.machine() in _AUDIT_ARCH
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--forbid", action="append", default=[], choices=IO_URING_CALLS)
+    parser.add_argument("--mount", action="append", default=[])
+    parser.add_argument("--ordinary-user", action="store_true")
+    parser.add_argument("--memlock-bytes", type=int)
+    parser.add_argument("code")
+    parser.add_argument("arguments", nargs="*")
+    asked = parser.parse_args()
+    _confine(asked)
+    sys.path[0] = str(ROOT)
+    sys.argv = ["-c", *asked.arguments]
+    exec(compile(asked.code, "<sandboxed>", "exec"), {"__name__": "__main__"})  # the point of this file
+
+
+def _confine(asked: argparse.Namespace) -> None:
+    # In this order, because every step takes away what an earlier one needs.
+    if asked.mount:
+        _mount([entry.partition(":")[::2] for entry in asked.mount])
+    if asked.memlock_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (asked.memlock_bytes, asked.memlock_bytes))
+    if asked.ordinary_user and os.geteuid() == 0:
+        _become_nobody()
+    if asked.forbid:
+        _forbid([IO_URING_CALLS[name] for name in asked.forbid])
+
+
+def _mount(file_systems: Sequence[tuple[str, str]]) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.unshare(_CLONE_NEWNS), "unshare")
+    recursive_private = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE: nothing of what follows reaches other processes
+    _check(libc.mount(b"none", b"/", None, ctypes.c_ulong(recursive_private), None), "mount --make-rprivate /")
+    for kind, directory in file_systems:
+        name, mode = kind.encode(), b"mode=1777"
+        _check(libc.mount(name, os.fsencode(directory), name, ctypes.c_ulong(0), mode), f"mount {kind}")
+
+
+def _become_nobody() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0), "PR_SET_KEEPCAPS")
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    read_everything = 1 << _CAP_DAC_READ_SEARCH
+    data = (ctypes.c_uint32 * 6)(read_everything, read_everything, 0, 0, 0, 0)  # effective, permitted, inheritable
+    _check(libc.capset(header, data), "capset")
+    os.environ["HOME"] = "/nonexistent"
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32)]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("len", ctypes.c_uint16), ("filter", ctypes.POINTER(_Instruction))]
+
+
+def _forbid(calls: Sequence[int]) -> None:
+    """Install a seccomp filter, for this thread and all that it starts, that answers these system calls with EPERM."""
+    load, jump_if_equal, answer = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
+    allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM  # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO
+    lines = [
+        (load, 0, 0, 4),  # struct seccomp_data: arch
+        (jump_if_equal, 0, len(calls) + 1, _AUDIT_ARCH[platform.machine()]),  # another one: allow
+        (load, 0, 0, 0),  # nr
+        *((jump_if_equal, len(calls) - place, 0, number) for place, number in enumerate(calls)),
+        (answer, 0, 0, allow),
+        (answer, 0, 0, refuse),
+    ]
+    instructions = (_Instruction * len(lines))(*(_Instruction(*line) for line in lines))
+    program = _Program(len(lines), instructions)
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+    _check(libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "PR_SET_SECCOMP")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), what)
+
+
+if __name__ == "__main__":
+    _main()

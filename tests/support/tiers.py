@@ -1,0 +1,88 @@
+"""A small model whose blocks FSDP2 gathers one by one, and sections that put its state on any mix of tiers."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from optim import initialize
+
+VOCABULARY = 89
+ACCUMULATION = 2
+
+
+class Layer(nn.Module):
+    """A layer in sizes that two ranks do not divide."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, hidden):
+        return hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
+
+
+class Model(nn.Module):
+    """A tied embedding around layers. `uses` says which of them run, in which order, also twice or not at all."""
+
+    def __init__(self, num_layers=6, width=33, checkpointing=False):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.checkpointing = checkpointing
+        self.uses = list(range(num_layers))
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens) * 1.0
+        for use in self.uses:
+            layer = self.layers[use]
+            if self.checkpointing and self.training:
+                hidden = checkpoint(layer, hidden, use_reentrant=False)
+            else:
+                hidden = layer(hidden)
+        return self.head(hidden) * 1.0
+
+
+def section(path, param="none", grads="none", state="cpu", accumulation=ACCUMULATION, **offload_param):
+    """A configuration with parameters, gradients and optimizer state on the tiers named."""
+
+    def tier(device, **more):
+        return {"device": device, **({"nvme_path": str(path), **more} if device == "nvme" else {})}
+
+    return {
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 65536,
+            "offload_optimizer": tier(state, buffer_count=2, staging_budget="2MiB"),
+            "offload_param": tier(param, **{"buffer_count": 3, **offload_param}),
+        },
+        "offload_gradients": tier(grads, buffer_count=2),
+        "aio": {"block_size": "64KiB"},
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+    }
+
+
+def make(config, **model):
+    """An engine around a `Model` that is the same every time."""
+    torch.manual_seed(0)
+    return initialize(Model(**model), config)
+
+
+def loss_of(module, step, micro=0, rank=0, length=7):
+    """Of a batch from the numbers."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    tokens = torch.randint(0, VOCABULARY, (3, length), generator=generator)
+    return nn.functional.cross_entropy(module(tokens).float().flatten(0, 1), (tokens * 7 + 3).flatten() % VOCABULARY)
+
+
+def train_step(engine, step, rank=0, length=7):
+    """All micro-batches of a step."""
+    for micro in range(engine.gradient_accumulation_steps):
+        engine.backward(loss_of(engine, step, micro, rank, length))
+        engine.step()

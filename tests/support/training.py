@@ -1,0 +1,206 @@
+"""Small trainings to compare: configuration sections, gradients from a seed, a reference twin, bitwise equality."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+
+import optim.state_store
+from aio_native import FaultSpec
+from offload.tier import NvmeTier
+from optim import OffloadAdamW
+from optim.adamw_reference import AdamWScalars, adamw_reference, split_reference
+
+BLOCK = 65536
+MILLION = 10**6
+SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
+AWKWARD_SHAPES = [(1,), (0,), (3, 0), (7,), (), (251, 257), (65535,), (65536,), (65537,), (2, 3, 5, 7), (200_003,)]
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def section(
+    path: Path | str | None = None,
+    *,
+    buffers: int = 4,
+    sub_group_size: int = 1,
+    clip: float = 0.0,
+    host_budget: int | str | None = None,
+    **aio: Any,
+) -> dict[str, Any]:
+    """A configuration section: state on NVMe below `path`, or in host memory without one."""
+    offload: dict[str, Any] = {"device": "cpu", "buffer_count": buffers}
+    if path is not None:
+        offload |= {"device": "nvme", "nvme_path": str(path)}
+    return {
+        "zero_optimization": {"sub_group_size": sub_group_size, "offload_optimizer": offload},
+        "aio": aio,
+        "gradient_clipping": clip,
+        "host_budget": host_budget,
+    }
+
+
+def param(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Parameter:
+    generator = torch.Generator().manual_seed(seed)
+    return Parameter((torch.randn(shape, generator=generator) * 0.05).to(dtype))
+
+
+def params_of(shapes: Iterable[Sequence[int]], *dtypes: torch.dtype) -> list[Parameter]:
+    """Parameters from a fixed seed each; the dtypes take turns."""
+    return [param(shape, dtypes[i % len(dtypes)], seed=i) for i, shape in enumerate(shapes)]
+
+
+def set_grads(params: Sequence[Parameter], step: int, *, without: Iterable[int] = (), scale: float = 0.1) -> None:
+    """The gradients of a step: the same in every run."""
+    for i, p in enumerate(params):
+        generator = torch.Generator().manual_seed(1000 * step + i)
+        grad = torch.randn(p.shape, generator=generator) * scale
+        p.grad = None if i in without else grad.to(p.dtype)
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """The bits of a tensor in logical order, 1D."""
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().reshape(-1).view(signed).numpy()
+
+
+def assert_same_bits(one: Any, other: Any, where: str = "") -> None:
+    """Tensors, or containers of them, are equal bit for bit; so are their shapes and dtypes."""
+    if isinstance(one, torch.Tensor):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype), where
+        np.testing.assert_array_equal(bits(one), bits(other), err_msg=where)
+    elif isinstance(one, Mapping):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same_bits(one[key], other[key], f"{where}[{key!r}]")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for i, pair in enumerate(zip(one, other, strict=True)):
+            assert_same_bits(*pair, f"{where}[{i}]")
+    else:
+        assert one == other, where
+
+
+def snapshot(optimizer: OffloadAdamW) -> dict[str, Any]:
+    """Everything that training changes: parameters and the whole state."""
+    state = optimizer.state_dict()
+    return {
+        "params": [p.detach().clone() for group in optimizer.param_groups for p in group["params"]],
+        "state": state["state"],
+        "param_groups": state["param_groups"],
+    }
+
+
+def assert_same_training(one: OffloadAdamW, other: OffloadAdamW) -> None:
+    """Parameters, masters and moments of two optimizers are equal bit for bit."""
+    assert_same_bits(snapshot(one), snapshot(other))
+
+
+@dataclass
+class Twin:
+    """AdamW by `adamw_reference` over numpy masters: shares with the optimizer nothing but the formula's scalars.
+
+    It works on logical order where the optimizer works on order of memory, keeps every master whole, and sums the norm
+    exactly.
+    """
+
+    params: Sequence[torch.Tensor]
+    settings: Mapping[str, Any] = field(default_factory=lambda: SETTINGS)
+    clip: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.dtypes = [p.dtype for p in self.params]
+        self.masters = [p.detach().float().reshape(-1).numpy().copy() for p in self.params]
+        self.exp_avgs = [np.zeros_like(master) for master in self.masters]
+        self.exp_avg_sqs = [np.zeros_like(master) for master in self.masters]
+        self.steps = [0] * len(self.params)
+        self.own_settings: dict[int, Mapping[str, Any]] = {}
+        """By parameter index, where they differ from `settings`."""
+
+    def step(self, grads: Sequence[torch.Tensor | None]) -> float:
+        """One step over gradients as stored; returns the norm."""
+        upcast = [None if grad is None else grad.detach().float().reshape(-1).numpy() for grad in grads]
+        squares = (float(x) ** 2 for grad in upcast if grad is not None for x in grad)
+        norm = math.sqrt(math.fsum(squares)) if self.clip else math.nan
+        coef = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
+        for i, grad in enumerate(upcast):
+            if grad is None:
+                continue
+            self.steps[i] += 1
+            settings = {**self.settings, **self.own_settings.get(i, {})}
+            scalars = AdamWScalars.at_step(step=self.steps[i], grad_scale=coef, **settings)
+            self.masters[i], self.exp_avgs[i], self.exp_avg_sqs[i] = adamw_reference(
+                self.masters[i], grad, self.exp_avgs[i], self.exp_avg_sqs[i], scalars
+            )
+        return norm
+
+    def take_over(self, index: int, start: int, stop: int, values: torch.Tensor) -> None:
+        """Somebody changed these elements: their masters are what is found now."""
+        self.masters[index][start:stop] = values.detach().float().reshape(-1).numpy()
+
+    def param_bits(self, index: int) -> np.ndarray:
+        master, dtype = self.masters[index], self.dtypes[index]
+        if dtype is torch.bfloat16:
+            return split_reference(master)[0].view(np.int16)
+        if dtype is torch.float16:
+            with np.errstate(over="ignore"):
+                return master.astype(np.float16).view(np.int16)
+        return master.view(np.int32)
+
+    def assert_equals(self, optimizer: OffloadAdamW) -> None:
+        """Parameters, masters, moments and steps are the twin's, bit for bit."""
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        state = optimizer.state_dict()["state"]
+        for i, p in enumerate(params):
+            np.testing.assert_array_equal(bits(p), self.param_bits(i), err_msg=f"parameter {i}")
+            if i not in state:
+                assert self.steps[i] == 0
+                continue
+            expected = {"exp_avg": self.exp_avgs[i], "exp_avg_sq": self.exp_avg_sqs[i]}
+            if p.dtype is not torch.float32:
+                expected["master"] = self.masters[i]
+            assert state[i].keys() == {"step", *expected}
+            assert float(state[i]["step"]) == self.steps[i]
+            for name, values in expected.items():
+                np.testing.assert_array_equal(
+                    bits(state[i][name]), values.view(np.int32), err_msg=f"{name} of parameter {i}"
+                )
+
+
+@contextlib.contextmanager
+def faulty_drive(faults: FaultSpec | None = None) -> Iterator[list[NvmeTier]]:
+    """Optimizers made inside have these faults injected below their engine's retries; yields their tiers."""
+    tiers: list[NvmeTier] = []
+
+    class FaultyTier(NvmeTier):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config, faults=faults)
+            tiers.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim.state_store, "NvmeTier", FaultyTier)
+        yield tiers
+
+
+def storage_io() -> tuple[int, int]:
+    """Bytes that this process made the block layer read and write."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def run_child(code: str, *arguments: object, timeout: float = 120, prefix: Sequence[str] = ()) -> str:
+    """Run Python code in a fresh process below the repository; its output, or a failure with its stderr."""
+    command = [*prefix, sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

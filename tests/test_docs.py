@@ -1,0 +1,146 @@
+"""The pages say what is there: links lead somewhere, named functions exist, marked examples run."""
+
+import ast
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+INDEX = ROOT / "docs" / "README.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^ {4}.*$", re.MULTILINE)
+CODE_SPAN = re.compile(r"`[^`\n]+`")
+LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+CLAIM = re.compile(r"\[[^\]]*\]\((?P<target>[^)#\s]+\.(?:py|cpp|hpp))\)\s*\((?P<names>`[^)]*`)\)")
+DRIVES = ("/mnt/nvme0", "/mnt/nvme1")
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def prose(page):
+    """A page without its blocks of code."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def links(page):
+    """Relative links as (path, anchor)."""
+    text = CODE_SPAN.sub("", INDENTED.sub("", prose(page)))
+    for match in LINK.finditer(text):
+        target, _, anchor = match["target"].partition("#")
+        if "://" not in target and not target.startswith("mailto:"):
+            yield (page.parent / target).resolve() if target else page, anchor
+
+
+def anchors(page):
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def claims(page):
+    """Pairs of a source file and a name that the page says is in it."""
+    for match in CLAIM.finditer(prose(page)):
+        for name in re.findall(r"`([^`]+)`", match["names"]):
+            yield (page.parent / match["target"]).resolve(), name
+
+
+def defined_in_python(path):
+    """Dotted names of classes, functions and assigned names."""
+    names = set()
+
+    def visit(node, prefix):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(prefix + child.name)
+                visit(child, f"{prefix}{child.name}.")
+            elif isinstance(child, ast.Assign | ast.AnnAssign):
+                targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+                names.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), "")
+    return names
+
+
+def is_defined(path, name):
+    if path.suffix == ".py":
+        return name in defined_in_python(path)
+    return re.search(rf"\b{re.escape(name)}\(", path.read_text(encoding="utf-8")) is not None
+
+
+@by_page
+def test_links_lead_somewhere(page):
+    for path, anchor in links(page):
+        assert path.exists(), f"{page.name} links to {path}, which does not exist"
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path), f"{page.name} links to #{anchor}, which is no heading of {path.name}"
+
+
+@by_page
+def test_named_functions_exist(page):
+    for path, name in claims(page):
+        assert path.exists(), f"{page.name} names {name} in {path}, which does not exist"
+        assert is_defined(path, name), f"{page.name} says that {path.relative_to(ROOT)} has {name}; it has not"
+
+
+def test_claims_are_found():
+    """The two tests above would pass on pages in which they find nothing."""
+    found = [name for path, name in claims(ROOT / "docs" / "architecture.md")]
+    assert len(found) > 40
+    assert {"OffloadAdamW.step", "adamw_loop", "Ring::serve"} <= set(found)
+    assert not is_defined(ROOT / "optim" / "adamw.py", "OffloadAdamW.stepp")
+    assert not is_defined(ROOT / "aio_native" / "src" / "ring.cpp", "Ring::serves")
+
+
+def test_the_life_of_a_gradient_names_each_stage(tmp_path):
+    """Every numbered stage has its function, and the page breaks when one of them gets another name."""
+    page = ROOT / "docs" / "life_of_a_gradient.md"
+    text = page.read_text(encoding="utf-8")
+    stages = re.findall(r"^(\d+)\. \*\*.*?(?=^\d+\. |^#|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert stages == [str(number) for number in [*range(1, 19), *range(1, 9)]]
+    for stage in re.finditer(r"^\d+\. \*\*.*?(?=^\d+\. |^#|\Z)", text, re.MULTILINE | re.DOTALL):
+        own = "`p.grad` is the gradient partition" in stage[0] or "as step 1 above" in stage[0]  # torch's, or repeated
+        assert CLAIM.search(stage[0]) or own, f"no function is named in: {stage[0]}"
+    named = [(path, name) for path, name in claims(page)]
+    assert len(named) > 50
+    for path, name in {(path, name) for path, name in named if path.suffix == ".py"}:
+        last = name.rpartition(".")[2]
+        renamed = tmp_path / "renamed.py"
+        renamed.write_text(re.sub(rf"\b{last}\b", f"{last}_2", path.read_text(encoding="utf-8")), encoding="utf-8")
+        assert not is_defined(renamed, name)
+
+
+def test_every_page_is_in_the_index():
+    listed = {path for path, _ in links(INDEX)}
+    missing = [page.name for page in PAGES if INDEX.parent in page.parents and page not in {INDEX, *listed}]
+    assert not missing, f"docs/README.md does not list {missing}"
+
+
+def runnable(page):
+    """Blocks that begin with three backticks and ``python runnable``, in order."""
+    blocks = FENCE.finditer(page.read_text(encoding="utf-8"))
+    return [block for block in blocks if block["info"].split() == ["python", "runnable"]]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
+def test_code_blocks_run(page, tmp_path, monkeypatch):
+    """The blocks of a page follow each other, as a reader would type them; nothing is left on the drives."""
+    monkeypatch.chdir(tmp_path)
+    drives = [tmp_path / f"nvme{number}" for number in range(len(DRIVES))]
+    for drive in drives:
+        drive.mkdir()
+    torch.manual_seed(0)
+    namespace = {"__name__": page.stem}
+    for block in runnable(page):
+        code = block["body"]
+        for shown, drive in zip(DRIVES, drives, strict=True):
+            code = code.replace(shown, str(drive))
+        first_line = page.read_text(encoding="utf-8")[: block.start("body")].count("\n")
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile("\n" * first_line + code, str(page), "exec"), namespace)  # errors name the page's own line
+    assert [list(drive.iterdir()) for drive in drives] == [[], []]

@@ -1,0 +1,95 @@
+"""The scripts of docs/examples, each as its user starts it: through the launcher, or without."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "docs" / "examples"
+RUNNER = ROOT / "tests" / "support" / "script.py"
+LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+LOSS = re.compile(r"\bloss'?:? '?(\d+\.\d+)")
+STATE = re.compile(r"state on (\w+): .*\b(\d+) bytes written")
+SIZES = {
+    "train_with_torchrun.py": ("--size", "1x64"),
+    "train_with_fsdp2.py": ("--width", "64"),
+    "train_with_trainer.py": ("--width", "64"),
+}
+STEPS = 8
+
+
+@pytest.fixture
+def drive(tmp_path):
+    path = tmp_path / "drive"
+    path.mkdir()
+    return path
+
+
+def run(script, *arguments, folder, launcher=()):
+    """What the script printed; it must end with 0."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, *launcher, str(RUNNER), str(EXAMPLES / script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(output):
+    return [float(loss) for loss in LOSS.findall(output)]
+
+
+def assert_trained(output):
+    """One line of each step on one rank only, a loss that falls, and state that went to the drive."""
+    found = losses(output)
+    assert len(found) == STEPS, output
+    assert found[-1] < found[0] - 0.05, output
+    assert [int(written) > 0 for _, written in STATE.findall(output)] == [True], output
+
+
+@pytest.mark.parametrize("script", SIZES)
+def test_an_example_trains_on_two_ranks(script, drive, tmp_path):
+    arguments = ("--nvme-path", drive, "--steps", STEPS, *SIZES[script])
+    assert_trained(run(script, *arguments, folder=tmp_path, launcher=LAUNCHER))
+    assert not list(drive.iterdir())
+
+
+def test_it_runs_without_a_launcher(drive, tmp_path):
+    """And takes its section from a file, here of fp32 training."""
+    offload = {"device": "nvme", "nvme_path": str(drive)}
+    section = {"zero_optimization": {"stage": 2, "offload_optimizer": offload}, "gradient_accumulation_steps": 1}
+    section["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    config = tmp_path / "offload.json"
+    config.write_text(json.dumps(section))
+    arguments = ("--config", config, "--steps", STEPS, *SIZES["train_with_torchrun.py"])
+    assert_trained(run("train_with_torchrun.py", *arguments, folder=tmp_path))
+    assert not list(drive.iterdir())
+
+
+def test_trainer_goes_on_from_its_checkpoint(drive, tmp_path):
+    arguments = ("--nvme-path", drive, *SIZES["train_with_trainer.py"])
+    first = losses(run("train_with_trainer.py", *arguments, "--steps", 4, folder=tmp_path))
+    rest = losses(run("train_with_trainer.py", *arguments, "--steps", 6, "--resume", folder=tmp_path))
+    assert (tmp_path / "trainer-out" / "checkpoint-6" / "optimizer.pt").exists()
+    assert (len(first), len(rest)) == (4, 2)
+    assert max(rest) < first[0]
+
+
+def test_every_example_is_listed_and_short():
+    scripts = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert scripts == sorted([*SIZES, "train_large.py"])
+    index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    for name in scripts:
+        assert f"]({name})" in index
+    for name in SIZES:
+        assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) <= 80

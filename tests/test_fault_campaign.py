@@ -1,0 +1,492 @@
+"""Faults of every kind through the whole stack: the right bytes or an OSError in words, never anything else.
+
+A seed names a case: an engine, a mixture of faults, sizes, buffers, and one of three shapes: extents of an NvmeTier,
+tensors of a TensorSwapper, steps of OffloadAdamW. Every case ends on a drive that is well again, where all bytes are
+compared, and with all of its buffers free.
+
+To run some seeds alone: ``FAULT_SEEDS=17`` or ``FAULT_SEEDS=1000:2000``, ``--log-cli-level=INFO`` to see the counts.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import threading
+
+import pytest
+import torch
+
+from aio_native import FaultSpec, Op
+from offload.buffer_pool import BufferPool
+from offload.config import OffloadConfig
+from offload.errors import StateError, SwapIOError
+from offload.tensor_swapper import TensorSwapper
+from offload.tier import NvmeTier
+from optim import OffloadAdamW
+from tests.support.fault_cases import KINDS, PATIENCE, REPEATED, Case, Tally, available_engines, run_cases
+from tests.support.own_resources import Resources
+from tests.support.swapper_tools import DTYPES, config_for, random_bits, same_bits
+from tests.support.training import BLOCK, SETTINGS, Twin, faulty_drive, params_of, section
+
+NUM_CASES = 10_000
+"""Of the long run."""
+NUM_CASES_PER_TEST = 250
+NUM_CASES_BY_DEFAULT = 1000
+FIRST_SEED_BY_DEFAULT = 1_000_000
+"""Seeds that the long run does not have."""
+AGAIN = "FAULT_SEEDS={} pytest tests/test_fault_campaign.py -k some_cases"
+UNIT = 4096
+
+logger = logging.getLogger(__name__)
+
+
+def outcome_of(call):
+    """What a call returned, and the OSError that it raised instead."""
+    try:
+        return call(), None
+    except OSError as error:
+        return None, error
+
+
+# Shape 1: extents of an NvmeTier.
+
+
+class StoredBytes:
+    """What the blocks of an extent may hold: one value each, and after a write that failed the older ones, too."""
+
+    def __init__(self, extent):
+        self.extent = extent
+        self.blocks = [[bytes(UNIT)] for _ in range(extent.size_bytes // UNIT)]  # new files hold zeros
+
+    def wrote(self, data, failed):
+        for block, new in zip(self.blocks, cut(data), strict=False):
+            block[:] = [*block, new] if failed else [new]
+
+    def read(self, data):
+        for number, (block, found) in enumerate(zip(self.blocks, cut(data), strict=False)):
+            assert found in block, f"wrong bytes in block {number} of {self.extent}, {len(block)} possible"
+            block[:] = [found]
+
+
+def cut(data):
+    return [data[start : start + UNIT] for start in range(0, len(data), UNIT)]
+
+
+class TierCase:
+    """Reads and writes of several extents under way at the same time, of one extent in turn."""
+
+    def __init__(self, case):
+        self.case, self.draw = case, case.draw
+        paths = [case.folder / str(number) for number in range(self.draw.randint(1, 2))]
+        weights = [self.draw.choice((1, 3)) for _ in paths]
+        config = config_for(*paths, path_weights=weights, **case.aio)
+        self.tier = NvmeTier(OffloadConfig.of(config), faults=case.faults)
+        buffer_units = self.draw.randint(1, 12)
+        self.pool = BufferPool(self.draw.randint(1, 6), buffer_units * UNIT)
+        if self.draw.random() < 0.8:
+            self.tier.register([self.pool])
+        sizes = [self.draw.randint(1, buffer_units) * UNIT for _ in range(self.draw.randint(1, 6))]
+        self.stored = [StoredBytes(self.tier.space.allocate(size)) for size in sizes]
+        self.under_way = []
+
+    def run(self):
+        for _ in range(self.draw.randint(4, 16)):
+            self.start_one()
+            while self.under_way and self.draw.random() < 0.5:
+                self.finish_one()
+        while self.under_way:
+            self.finish_one()
+        self.case.heal(self.tier, [self.pool])
+        for stored in self.stored:
+            self.start(Op.READ, stored, stored.extent.size_bytes)
+            self.finish_one(well=True)
+        assert self.pool.num_free == self.pool.num_buffers, "a buffer leaked"
+
+    def close(self):
+        self.tier.close()
+        self.pool.close()
+
+    def start_one(self):
+        idle = [stored for stored in self.stored if stored not in [other for _, other, *_ in self.under_way]]
+        if not idle or len(self.under_way) == self.pool.num_buffers:
+            self.finish_one()
+            return
+        stored = self.draw.choice(idle)
+        size = self.draw.randint(1, stored.extent.size_bytes // UNIT) * UNIT
+        self.start(self.draw.choice(list(Op)), stored, size)
+
+    def start(self, op, stored, size_bytes):
+        buffer = self.pool.acquire(PATIENCE)
+        before = self.draw.randbytes(buffer.size_bytes)
+        memory = buffer.view(torch.uint8, 0, buffer.size_bytes)
+        memory.copy_(torch.frombuffer(bytearray(before), dtype=torch.uint8))
+        call = self.tier.write if op is Op.WRITE else self.tier.read
+        transfer = call(stored.extent, buffer, what="an extent", kind="case", size_bytes=size_bytes)
+        self.under_way.append((op, stored, size_bytes, before, buffer, transfer))
+
+    def finish_one(self, well=False):
+        place = self.draw.randrange(len(self.under_way))
+        op, stored, size_bytes, before, buffer, transfer = self.under_way.pop(place)
+        _, error = outcome_of(lambda: self.wait(transfer))
+        assert not (well and error), f"no fault was injected: {error}"
+        if error:
+            self.check_error(error, op, stored, size_bytes, transfer)
+        data = buffer.view(torch.uint8, 0, buffer.size_bytes).numpy().tobytes()
+        assert data[size_bytes:] == before[size_bytes:], "memory behind the transfer was changed"
+        if op is Op.WRITE:
+            assert data == before, "a write changed memory"
+            stored.wrote(data[:size_bytes], failed=bool(error))
+        elif not error:
+            stored.read(data[:size_bytes])
+        buffer.release()
+
+    def wait(self, transfer):
+        if self.draw.random() < 0.2:
+            asyncio.run(asyncio.wait_for(awaited(transfer), PATIENCE))
+        else:
+            transfer.wait(PATIENCE)
+
+    def check_error(self, error, op, stored, size_bytes, transfer):
+        self.case.check_error(error, self.tier)
+        assert error.direction == ("write" if op is Op.WRITE else "read"), error
+        ranges = [(fd, offset, offset + size) for fd, offset, _, size in stored.extent.segments(0, 0, size_bytes)]
+        found = error.offset, error.offset + error.size_bytes
+        assert any(
+            self.tier.space.path_of(fd) == error.path and low <= found[0] and found[1] <= high
+            for fd, low, high in ranges
+        ), f"{error} lies outside {ranges}"
+        with pytest.raises(SwapIOError) as again:
+            transfer.wait(PATIENCE)
+        assert str(again.value) == str(error)
+
+
+async def awaited(transfer):
+    return await transfer
+
+
+# Shape 2: tensors of a TensorSwapper.
+
+
+class SwapperCase:
+    """Tensors out and in beside a dict that is always right; calls for one name pile up without waiting."""
+
+    def __init__(self, case):
+        self.case, self.draw = case, case.draw
+        buffers, budget = self.draw.randint(2, 4), self.draw.choice((4, 6, 12, 32)) * UNIT
+        config = config_for(case.folder / "0", staging_budget=budget, buffer_count=buffers, **case.aio)
+        self.swapper = TensorSwapper(config, faults=case.faults)
+        self.names = "abcd"[: self.draw.randint(1, 4)]
+        self.stored, self.pending = {}, {name: [] for name in self.names}
+
+    def run(self):
+        for number in range(self.draw.randint(4, 16)):
+            name = self.draw.choice(self.names)
+            acts = (self.swap_out, self.swap_in, self.prefetch, self.evict, self.delete, self.settle)
+            self.draw.choices(acts, weights=(8, 6, 2, 1, 1, 4))[0](name, number)
+        for name in self.names:
+            self.settle(name)
+        swapper = self.swapper
+        swapper.synchronize()
+        assert swapper.pool.num_free == swapper.pool.num_buffers, "a buffer leaked"
+        assert set(swapper.names()) == set(self.stored)
+        self.case.heal(swapper.tier, [swapper.pool])
+        for name, tensor in self.stored.items():
+            assert same_bits(swapper.swap_in(name).wait(PATIENCE), tensor), f"wrong bytes in {name!r} at the end"
+        for name in self.stored:
+            swapper.delete(name)
+        swapper.synchronize()
+        assert swapper.stats().prefetched_bytes == 0
+        assert all(file.end == 0 for file in swapper.tier.space._files), "an extent leaked"
+        assert swapper.pool.num_free == swapper.pool.num_buffers, "a buffer leaked at the end"
+
+    def close(self):
+        self.swapper.close()
+
+    def swap_out(self, name, number):
+        shape = (self.draw.randrange(1, 5), self.draw.randrange(3000))
+        tensor = random_bits(shape, self.draw.choice(DTYPES), 1000 * self.case.seed + number)
+        tensor = tensor.t() if self.draw.random() < 0.5 else tensor
+        self.pending[name].append((Op.WRITE, tensor, self.swapper.swap_out(name, tensor)))
+
+    def swap_in(self, name, number):
+        if name not in self.stored and not self.pending[name]:
+            assert name not in self.swapper
+            return
+        settled = not self.pending[name]
+        out = torch.empty_like(self.stored[name]) if settled and self.draw.random() < 0.5 else None
+        try:
+            transfer = self.swapper.swap_in(name, out=out)
+        except StateError:
+            assert name not in self.stored  # the only swap_out has failed already
+            return
+        self.pending[name].append((Op.READ, None, transfer))
+
+    def prefetch(self, name, number):
+        with contextlib.suppress(KeyError, StateError):
+            self.swapper.prefetch(name)
+
+    def evict(self, name, number):
+        with contextlib.suppress(KeyError):
+            self.swapper.evict(name)
+
+    def delete(self, name, number):
+        self.settle(name)
+        if self.stored.pop(name, None) is not None:
+            self.swapper.delete(name)
+
+    def settle(self, name, number=0):
+        """Wait for all calls made for a name; each must have seen what the calls before it left."""
+        failed = None
+        for op, tensor, transfer in self.pending[name]:
+            found, error = outcome_of(lambda transfer=transfer: transfer.wait(PATIENCE))
+            if error:
+                failed = error if op is Op.WRITE else failed
+                assert error is failed or error.direction == "read", error
+                self.case.check_error(error, self.swapper.tier)
+                assert f"tensor {name!r}, bytes " in str(error)
+            elif op is Op.WRITE:
+                failed, self.stored[name] = None, tensor
+            else:  # also behind a swap_out that failed, if that was known when it was called
+                assert name in self.stored, f"{name!r} was read and never stored"
+                assert same_bits(found, self.stored[name]), f"wrong bytes in {name!r}"
+        self.pending[name].clear()
+
+
+# Shape 3: steps of OffloadAdamW.
+
+TRAININGS = (
+    ([(9,), (BLOCK + 5,)], (torch.bfloat16,), 0.0, 2),
+    ([(5,), (7,), (3, 3)], (torch.bfloat16, torch.float16, torch.float32), 1.0, 3),
+    ([(2 * BLOCK + 1,)], (torch.bfloat16,), 1.0, 2),
+    ([(1,), (BLOCK,), (70,), (11,)], (torch.float32, torch.bfloat16), 0.0, 2),
+)
+"""Shapes, dtypes, clip, number of steps. With subgroups of one block each has 3 or 4 subgroups."""
+
+
+@functools.cache
+def gradients(training):
+    shapes, dtypes, _, num_steps = TRAININGS[training]
+    generator = torch.Generator().manual_seed(training)
+    return [
+        [(torch.randn(p.shape, generator=generator) * 0.1).to(p.dtype) for p in params_of(shapes, *dtypes)]
+        for _ in range(num_steps)
+    ]
+
+
+@functools.cache
+def trained(training):
+    """The twin after all steps: nothing to do with a drive."""
+    shapes, dtypes, clip, _ = TRAININGS[training]
+    twin = Twin(params_of(shapes, *dtypes), clip=clip)
+    for grads in gradients(training):
+        twin.step(grads)
+    return twin
+
+
+class AdamWCase:
+    """A training that stops and is finished, again and again; the drive becomes well when patience is at an end."""
+
+    def __init__(self, case):
+        self.case, self.draw = case, case.draw
+        self.training = self.draw.randrange(len(TRAININGS))
+        shapes, dtypes, clip, _ = TRAININGS[self.training]
+        self.params = params_of(shapes, *dtypes)
+        aio = {**case.aio, "block_size": self.draw.choice((64, 128, 512)) << 10}
+        options = section(case.folder / "0", buffers=self.draw.randint(2, 5), sub_group_size=1, clip=clip, **aio)
+        with faulty_drive(case.faults) as tiers:
+            self.optimizer = OffloadAdamW(self.params, offload=options, **SETTINGS)
+        self.tier = tiers[0]
+        self.patience = self.draw.randint(0, 6)
+        self.well = False
+
+    def run(self):
+        optimizer = self.optimizer
+        assert optimizer.stats().num_subgroups > 2
+        for grads in gradients(self.training):
+            for p, grad in zip(self.params, grads, strict=True):
+                p.grad = grad
+            self.persist(optimizer.step)
+            if self.draw.random() < 0.3:
+                self.persist(optimizer.synchronize)
+        if not self.well:
+            self.persist(optimizer.synchronize)
+        self.heal()
+        self.persist(optimizer.synchronize)
+        pool, pipeline = optimizer._store.pool, optimizer._store.pipeline
+        assert pool.num_free + len(pipeline._resident) == pool.num_buffers, "a buffer leaked"
+        if self.draw.random() < 0.7:
+            pipeline.drop_copies()  # all that is compared comes from the drive
+        trained(self.training).assert_equals(optimizer)
+        pipeline.drop_copies()
+        assert pool.num_free == pool.num_buffers, "a buffer leaked at the end"
+
+    def close(self):
+        self.optimizer.close()
+
+    def persist(self, call):
+        """Call, and finish or call again until it works."""
+        while (error := outcome_of(call)[1]) is not None:
+            self.case.check_error(error, self.tier)
+            assert "subgroup" in str(error), error
+            if self.optimizer._store.unfinished is not None:
+                self.check_stopped(error)
+                call = self.optimizer.finish_step
+            self.patience -= 1
+            if self.patience <= 0:
+                self.heal()
+                # What failed before is not reported again by finish_step, and once by synchronize.
+                assert self.patience > -2 or call != self.optimizer.finish_step, f"the drive is well: {error}"
+
+    def check_stopped(self, error):
+        assert "stopped after" in error.__notes__[0]
+        assert "finish_step()" in error.__notes__[0]
+        for refused in (self.optimizer.step, self.optimizer.state_dict):
+            with pytest.raises(StateError, match=r"step \d stopped after \d of \d subgroups"):
+                refused()
+
+    def heal(self):
+        if not self.well:
+            self.well = True
+            self.case.heal(self.tier, [self.optimizer._store.pool])
+
+
+# The campaign.
+
+SHAPES = (TierCase, SwapperCase, TierCase, SwapperCase, AdamWCase)
+"""Of the seeds, in turn."""
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return available_engines()
+
+
+@pytest.fixture
+def campaign(tmp_path, engines):
+    """Runs the cases of some seeds and counts what they met; leaves no file, descriptor or thread behind."""
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    loggers = [logging.getLogger(name) for name in ("offload", "aio_native")]
+    levels = [noisy.level for noisy in loggers]
+    for noisy in loggers:
+        noisy.setLevel(logging.CRITICAL)  # every failed swap_out is logged
+
+    def run_one(tally, seed):
+        shape = SHAPES[seed % len(SHAPES)]
+        case = Case(seed, shape.__name__, engines, tmp_path, tally)
+        try:
+            with contextlib.closing(shape(case)) as running:
+                running.run()
+            left = [path for number in range(2) for path in (tmp_path / str(number)).iterdir()]
+            assert left == [], "files were left behind"
+        except BaseException as error:
+            error.add_note(case.name)
+            raise
+
+    def run(seeds):
+        run_cases(range(30), functools.partial(run_one, Tally()), AGAIN)  # what is made once and kept
+        before = Resources.steady()
+        tally = Tally()
+        run_cases(seeds, functools.partial(run_one, tally), AGAIN)
+        held = Resources.settled(before)
+        assert not held.beyond(before), f"seeds {seeds[0]} to {seeds[-1]}"
+        logger.info("seeds %d to %d\n%s", seeds[0], seeds[-1], tally)
+        return tally
+
+    yield run
+    for noisy, level in zip(loggers, levels, strict=True):
+        noisy.setLevel(level)
+
+
+def chosen_seeds():
+    """Those that the environment names, or those of the default run."""
+    chosen = os.environ.get("FAULT_SEEDS", "")
+    if not chosen:
+        return range(FIRST_SEED_BY_DEFAULT, FIRST_SEED_BY_DEFAULT + NUM_CASES_BY_DEFAULT)
+    first, _, stop = chosen.partition(":")
+    return range(int(first), int(stop) if stop else int(first) + 1)
+
+
+def check_every_kind_struck(tally, engines):
+    """Delay and reordering cannot be counted: see test_every_kind_strikes_in_every_engine."""
+    for kind in REPEATED:
+        assert tally.struck[kind] > 0, f"no {kind}\n{tally}"
+    for engine in engines:
+        assert tally.retries[engine] > 0, f"no retry in {engine}\n{tally}"
+        for code in ("EIO", "ENOSPC"):
+            assert tally.errors[engine, code] > 0, f"no {code} in {engine}\n{tally}"
+
+
+def test_some_cases(campaign, engines):
+    seeds = chosen_seeds()
+    tally = campaign(seeds)
+    if len(seeds) >= NUM_CASES_PER_TEST:
+        check_every_kind_struck(tally, engines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seeds",
+    [range(first, first + NUM_CASES_PER_TEST) for first in range(0, NUM_CASES, NUM_CASES_PER_TEST)],
+    ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}",
+)
+def test_10000_cases(campaign, engines, seeds):
+    check_every_kind_struck(campaign(seeds), engines)
+
+
+class FailsAlways:
+    """A case that goes wrong at a seed."""
+
+    def __init__(self, bad_seed):
+        self.bad_seed = bad_seed
+
+    def __call__(self, seed):
+        assert seed != self.bad_seed, "wrong bytes"
+
+
+def test_a_failure_names_its_seed():
+    with pytest.raises(AssertionError, match="wrong bytes") as caught:
+        run_cases(range(10), FailsAlways(7), AGAIN)
+    assert caught.value.__notes__ == ["seed 7; alone: FAULT_SEEDS=7 pytest tests/test_fault_campaign.py -k some_cases"]
+
+
+def test_a_hang_names_its_seed(monkeypatch):
+    monkeypatch.setattr("tests.support.fault_cases.PATIENCE_PER_CASE", 0.2)
+    end = threading.Event()
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)seed 3 hangs.*FAULT_SEEDS=3 .*end\.wait"):
+        run_cases(range(10), lambda seed: seed < 3 or end.wait(), AGAIN)
+    end.set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_strikes_in_every_engine(tmp_path, engines, kind):
+    """Each kind alone, at its most frequent, and what is seen of it through an NvmeTier."""
+    rate = {"eintr": 0.5, "eagain": 0.5}.get(kind, 1.0)
+    faults = FaultSpec(seed=1, max_delay_us=20_000, **{kind: rate})
+    for engine in engines:
+        config = config_for(tmp_path, engine=engine, direct="optional", block_size=64 << 10)
+        tier, pool = NvmeTier(OffloadConfig.of(config), faults=faults), BufferPool(1, 64 << 10)
+        extent = tier.space.allocate(64 << 10)
+        seen, longest_ns = set(), 0
+        for op in (Op.WRITE, Op.READ) * 5:
+            with pool.acquire(PATIENCE) as buffer:
+                call = tier.write if op is Op.WRITE else tier.read
+                transfer = call(extent, buffer, what="all", kind="test")
+                try:
+                    transfer.wait(PATIENCE)
+                except SwapIOError as error:
+                    seen.add((op, error.errno))
+            operation = transfer.operation
+            longest_ns = max(longest_ns, operation.completed_ns - operation.submitted_ns)
+        retries = tier.stats().retries
+        tier.close()
+        pool.close()
+        both = {(op, 5) for op in Op}
+        expected = {"eio": both, "enospc": {(Op.WRITE, 28)}}.get(kind, set())
+        assert seen == expected, engine
+        assert (retries > 0) == (kind in REPEATED), engine
+        if kind == "delay":
+            assert longest_ns > 2_000_000, engine  # ten of up to 20 ms
+        if kind == "reorder":
+            assert longest_ns > 1_000_000, engine  # nothing overtakes it: held for 1 ms, or for the longest delay
