@@ -198,6 +198,10 @@ class KernelPool:
         """Threads of the pool that run now; 0 before the first call and in a forked child."""
         return self._threads.num_workers
 
+    def end_workers(self) -> None:
+        """End the threads. The pool stays usable: a later call starts them again."""
+        self._threads.end_workers()
+
     def adamw_update(self, segments: Sequence[Segment]) -> list[int]:
         """Update parameters, masters and moments in place: one AdamW step for every segment with a gradient.
 

@@ -210,6 +210,7 @@ class StateStore:
         if self.pool is not None:
             self.pool.close()
         self.pipeline.close()
+        self.kernels.end_workers()
         # The memory goes with its last user, and this object may be kept.
         self.pool, self.mirror = None, None
         self.slots.clear()

@@ -17,7 +17,8 @@ void bind_types(nb::module_& m) {
   nb::class_<ThreadPool>(m, "ThreadPool")
       .def(nb::init<int>(), "num_threads"_a)
       .def_prop_ro("num_threads", &ThreadPool::num_threads)
-      .def_prop_ro("num_workers", &ThreadPool::num_workers, ReleaseGil());
+      .def_prop_ro("num_workers", &ThreadPool::num_workers, ReleaseGil())
+      .def("end_workers", &ThreadPool::end_workers, ReleaseGil());
 
   nb::class_<AdamWScalars>(m, "AdamWScalars")
       .def(

@@ -133,6 +133,13 @@ ThreadPool::~ThreadPool() {
 
 bool ThreadPool::forked() const { return getpid() != owner_; }
 
+void ThreadPool::end_workers() {
+  if (forked()) return;
+  const std::lock_guard lock(turn_);
+  delete workers_;
+  workers_ = nullptr;
+}
+
 int ThreadPool::num_workers() {
   if (forked()) return 0;
   const std::lock_guard lock(turn_);

@@ -23,6 +23,9 @@ class ThreadPool {
   void parallel_for(std::size_t num_blocks, const std::function<void(std::size_t)>& body);
 
   int num_threads() const { return num_threads_; }
+  // Ends the threads; a later call starts them again.
+  void end_workers();
+
   // Threads running now, besides the caller's.
   int num_workers();
 

@@ -2,9 +2,7 @@
 
 import gc
 import json
-import os
 import re
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -18,6 +16,7 @@ from offload.config import OffloadConfig
 from offload.errors import ClosedError, ConfigError, StateError
 from offload.residency import Residency, SlotRecord
 from offload.tensor_swapper import TensorSwapper
+from tests.support.own_resources import Resources
 from tests.support.sandbox import ROOT, run_python
 from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, config_for, random_bits, same_bits, swap_file
 
@@ -336,19 +335,16 @@ def test_after_close_every_call_says_so(swapper, tmp_path):
 
 
 def test_threads_and_descriptors_are_gone_after_close(tmp_path):
-    def count():
-        return threading.active_count(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
     def use():
         with TensorSwapper(config_for(tmp_path)) as swapper:
             swapper.swap_out("x", torch.zeros(10))
             swapper.swap_in("x").wait(PATIENCE)
 
     use()
-    before = count()
+    before = Resources.steady()
     for _ in range(5):
         use()
-    assert count() <= before
+    assert not Resources.settled(before).beyond(before)
 
 
 def test_the_example_of_the_page_works(tmp_path):

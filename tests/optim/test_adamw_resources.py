@@ -2,15 +2,13 @@
 
 import gc
 import json
-import os
-import threading
-from pathlib import Path
 
 import pytest
 import torch
 
 from offload.host_memory import HostRegion
 from optim import OffloadAdamW
+from tests.support.own_resources import Resources, resident_bytes
 from tests.support.training import BLOCK, MILLION, param, params_of, run_child, section, set_grads, storage_io
 
 MAX_BYTES = 10.1
@@ -114,14 +112,6 @@ def test_peak_memory_follows_the_formula(drive, numel):
         assert measured["growth"] < measured["state"] / 2
 
 
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def open_resources():
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threading.active_count()
-
-
 @pytest.mark.filterwarnings("ignore:gradient norm is nan")
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_200_steps_leak_nothing(make_adamw, device):
@@ -139,9 +129,9 @@ def test_200_steps_leak_nothing(make_adamw, device):
         optimizer.synchronize()
 
     steps(0, 40)
-    before, resident = open_resources(), resident_bytes()
+    before, resident = Resources.steady(), resident_bytes()
     steps(40, 200)
-    assert open_resources() == before
+    assert not Resources.settled(before).beyond(before)
     assert resident_bytes() - resident < 8 << 20
     assert len(optimizer.timeline()) < 100
 
@@ -162,13 +152,13 @@ def test_closing_gives_everything_back(drive, make_adamw):
             assert device == "cpu" or optimizer.stats().staging_bytes > 5_000_000
 
     use("nvme")
-    before, regions = open_resources(), num_regions()
+    before, regions = Resources.steady(), num_regions()
     for _ in range(20):
         use("nvme")
         use("cpu")
         # Without the help of the garbage collector. Resident memory would tell less: torch keeps some of what it frees.
         assert num_regions() == regions
-    assert open_resources()[0] <= before[0]
+    assert not Resources.settled(before).beyond(before)
     assert list(drive.iterdir()) == []
 
 
@@ -196,12 +186,9 @@ def test_an_optimizer_that_nobody_closed_leaves_nothing(drive):
         optimizer.step()  # its last writes are still on their way
 
     train_and_forget()
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    before = Resources.steady()
     for _ in range(5):
         train_and_forget()
     gc.collect()
     assert not list(drive.iterdir())
-    fds, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-    assert fds == before[0], "descriptors were left open"
-    assert threads <= before[1] + 1
+    assert not Resources.settled(before).beyond(before)

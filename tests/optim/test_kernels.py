@@ -341,6 +341,11 @@ def test_threads_start_late_block_signals_and_end_with_the_pool():
         status = dict(line.split(":\t", 1) for line in (worker / "status").read_text().splitlines())
         blocked = int(status["SigBlk"], 16)
         assert all(blocked >> (each - 1) & 1 for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+    pool.end_workers()
+    assert pool.num_workers == 0
+    assert not worker_tasks(tasks)
+    pool.block_sq_sums(grad)
+    assert pool.num_workers == 2
     del pool
     assert not worker_tasks(tasks)
 
