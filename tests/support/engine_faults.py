@@ -10,7 +10,7 @@ from aio_native.engine import Failure, Op, Operation, Segment
 from aio_native.faults import FaultSpec
 from tests.support.engine_tools import ALIGNMENT, BLOCK, PATIENCE, EngineTools, Memory, pattern, run, submit
 
-NUM_SEEDS = 300
+NUM_SEEDS = 100
 NUM_OPERATIONS = 5
 REGION = 4 * BLOCK
 """Bytes of the file, and of memory, that one operation has for itself."""
