@@ -32,7 +32,6 @@ from perf.planning.shape import ModelShape
 from perf.report import Progress, page, save
 from perf.workloads import RawTarget, Region, Rw, Settings
 
-TOKENS = 64
 WARM_UP_STEPS, MEASURED_STEPS = 2, 4
 REGION_BYTES = 512 * MiB
 PASS_BYTES = 768 * MiB
@@ -51,6 +50,8 @@ class Configuration:
     grads: int = 0
     """Staging buffers of the gradient tier; 0: gradients are in memory."""
     accumulation: int = 1
+    tokens: int = 1
+    """Of one micro-batch: with one, the drive takes most of a step; with several, computing does."""
     buffers: int = 4
     """Of the optimizer's state."""
     host_budget: str | None = None
@@ -76,7 +77,7 @@ class Configuration:
 
 CONFIGURATIONS = (
     Configuration("state", 12, 768),
-    Configuration("state, wide layers", 6, 1024),
+    Configuration("state, 8 tokens", 12, 768, tokens=8),
     Configuration("state, 2 buffers", 12, 768, buffers=2),
     Configuration("state, 8 buffers", 12, 768, buffers=8),
     Configuration("half of the state in memory", 12, 768, host_budget="430MiB"),
@@ -84,7 +85,7 @@ CONFIGURATIONS = (
     Configuration("state and parameters, 8 buffers", 12, 768, params=8),
     Configuration("state and gradients", 12, 768, grads=4),
     Configuration("everything", 12, 768, params=4, grads=4),
-    Configuration("everything, 2 micro-batches", 12, 768, params=4, grads=4, accumulation=2),
+    Configuration("everything, 2 micro-batches of 4", 12, 768, params=4, grads=4, accumulation=2, tokens=4),
 )
 
 
@@ -186,7 +187,7 @@ def _engine(configuration: Configuration, section: dict[str, Any]) -> OffloadEng
 def _steps(engine: OffloadEngine, configuration: Configuration, count: int) -> list[float]:
     """Seconds of each step."""
     seconds = []
-    batch = torch.randn(TOKENS, configuration.width)
+    batch = torch.randn(configuration.tokens, configuration.width)
     for _ in range(count):
         start = time.monotonic()
         for _ in range(engine.gradient_accumulation_steps):
@@ -227,7 +228,7 @@ def _rates(path: Path, configuration: Configuration) -> Rates:
         seconds = _steps(engine, configuration, 2)
         updating = (engine.optimizer.stats().step_seconds - before) / 2
         numel = sum(param.numel() for param in engine.module.parameters())
-    operations = 6.0 * numel * TOKENS * configuration.accumulation
+    operations = 6.0 * numel * configuration.tokens * configuration.accumulation
     return Rates(**rates, flops=operations / (sum(seconds) / 2 - updating), update_rate=numel / updating)
 
 
@@ -237,7 +238,7 @@ def _predict(configuration: Configuration, path: Path, rates: Rates) -> Predicti
     job = Job(
         shape=ModelShape.of_layers(model, configuration.name, configuration.width),
         config=OffloadConfig.from_dict(configuration.section(path)),
-        tokens=TOKENS,
+        tokens=configuration.tokens,
         checkpointing=False,
         baseline_bytes=0,
     )
