@@ -7,12 +7,13 @@ import contextlib
 import ctypes
 import errno
 import os
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import aiofiles.os
 
-from aio_native.engine import EngineOptions, Op
+from aio_native.engine import EngineOptions, EngineUnavailable, Op
 from aio_native.injection import Completion
 from aio_native.python_engine import PythonEngine
 from aio_native.requests import Request
@@ -36,6 +37,28 @@ class AiofilesEngine(PythonEngine):
     def _open(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._pool = ThreadPoolExecutor(self.depth, f"{self.name}-engine", initializer=self._adopt_thread)
+        try:
+            self._start_threads()
+        except BaseException:
+            self._shut()
+            raise
+
+    def _start_threads(self) -> None:
+        """All of them, at once.
+
+        A pool that is refused a thread later keeps the request that it was for, and another of its threads would run
+        it after we had said that it failed, on memory that may be somebody else's by then.
+        """
+        everyone = threading.Barrier(self.depth)
+        try:
+            for _ in range(self.depth):
+                self._pool.submit(everyone.wait)
+        except RuntimeError as error:
+            everyone.abort()
+            raise EngineUnavailable(
+                f"the {self.name} engine needs {self.depth} threads, and the system refused one ({error}): lower "
+                f"queue_depth, or raise the limit on processes (ulimit -u, or pids.max of the container)"
+            ) from error
 
     def _start(self, request: Request) -> None:
         task = self._loop.create_task(self._transfer(request))

@@ -59,10 +59,6 @@ void Ring::stop() {
     owner_.join();
 }
 
-void Ring::abandon() {
-    owner_.detach();
-}
-
 void Ring::submit(std::shared_ptr<Operation> operation) {
     outstanding_bytes_ += operation->size_bytes;
     ++outstanding_operations_;

@@ -55,9 +55,6 @@ public:
     // Finishes what was handed in, then stops the thread. Idempotent, and several threads may ask for it.
     void stop();
 
-    // In a forked child: the thread does not exist here and the ring is the parent's. Leaves both alone.
-    void abandon();
-
 private:
     // A request in flight, and after a short transfer the part of it that is still to be done.
     struct Slot {

@@ -85,11 +85,9 @@ RingStats UringEngine::stats() const {
 
 void UringEngine::close() {
     if (getpid() != owner_) {
-        // The threads did not survive the fork, and waiting for them would never end. The memory is left to exit.
-        for (auto &ring : rings_) {
-            ring->abandon();
-            [[maybe_unused]] const Ring *leaked = ring.release();
-        }
+        // The threads did not survive the fork: waiting for one would never end, and detaching it could detach another
+        // that was started here since and was given its handle. The memory is left to exit.
+        for (auto &ring : rings_) [[maybe_unused]] const Ring *leaked = ring.release();
         rings_.clear();
         return;
     }
@@ -97,6 +95,8 @@ void UringEngine::close() {
         const std::unique_lock lock(mutex_);
         closed_ = true;
     }
+    // Whoever else closes at the same time waits here, and then finds no rings.
+    const std::lock_guard closing(close_mutex_);
     // Nothing new can come in. Users of stats() need not wait while what is under way comes to its end.
     for (const auto &ring : rings_) ring->stop();
     const std::unique_lock lock(mutex_);

@@ -3,6 +3,7 @@
 #include <sys/types.h>
 
 #include <memory>
+#include <mutex>
 #include <shared_mutex>
 #include <vector>
 
@@ -32,6 +33,7 @@ private:
     const uint64_t max_operations_;
     // Shared by users of the rings, exclusive for ending them.
     mutable std::shared_mutex mutex_;
+    std::mutex close_mutex_;
     bool closed_ = false;
     std::vector<std::unique_ptr<Ring>> rings_;
     RingStats final_stats_;

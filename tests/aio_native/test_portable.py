@@ -1,6 +1,8 @@
+import threading
+
 import pytest
 
-from aio_native.engine import EngineOptions
+from aio_native.engine import EngineOptions, EngineUnavailable
 from aio_native.portable import AiofilesEngine
 from tests.support.engine_conformance import EngineConformance
 
@@ -17,3 +19,22 @@ def test_the_number_of_threads_is_bounded(queue_depth, rings, depth):
     )
     assert engine.depth == depth
     engine.close()
+
+
+def test_a_thread_that_is_refused_is_said_at_once(monkeypatch):
+    """Not in the middle of a transfer, when a request that was called failed could still be run by another thread."""
+    start, num_started = threading.Thread.start, 0
+
+    def start_some(thread):
+        nonlocal num_started
+        num_started += 1
+        if num_started > 4:  # the owner and three of the pool
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    before = threading.active_count()
+    options = EngineOptions(queue_depth=8, rings=1, block_size=4096, alignment=4096, max_operations=1)
+    with pytest.raises(EngineUnavailable, match=r"needs 8 threads.*can't start new thread.*queue_depth.*pids\.max"):
+        AiofilesEngine(options)
+    assert threading.active_count() <= before + 1  # the owner, which has nothing left to do

@@ -119,7 +119,7 @@ void serves_many_threads_while_it_is_closed() {
             }
         });
     std::this_thread::sleep_for(30ms);
-    engine.close();
+    for (unsigned number = 0; number < 3; ++number) threads.emplace_back([&engine] { engine.close(); });
     engine.close();
     for (auto &thread : threads) thread.join();
     CHECK(engine.stats().bytes_written > 0);

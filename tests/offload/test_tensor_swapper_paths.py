@@ -172,6 +172,27 @@ assert list(path.iterdir()) == []
     run_with_swapper(code, tmp_path)
 
 
+def test_a_forked_child_makes_its_own_in_place_of_the_inherited_one(tmp_path):
+    """A new thread may have the handle of one that stayed in the parent: dropping the old engine must not touch it."""
+    code = """
+swapper = open_swapper()
+if os.fork() == 0:
+    swapper = open_swapper()
+    gc.collect()
+    swapper.swap_out("x", torch.arange(1000))
+    assert torch.equal(swapper.swap_in("x").wait(30), torch.arange(1000))
+    swapper.close()
+    del swapper
+    gc.collect()
+    sys.exit(0)
+status = os.waitstatus_to_exitcode(os.wait()[1])
+assert status == 0, status
+assert len(list(path.iterdir())) == 1
+swapper.close()
+"""
+    run_with_swapper("import gc\n" + code, tmp_path)
+
+
 def test_a_program_that_forgets_to_close_ends_and_cleans_up(tmp_path):
     code = """
 swapper = open_swapper()
