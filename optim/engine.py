@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LRScheduler
 
+from offload._torch_private import drop_unsharded_grads
 from offload.config import OffloadConfig
 from offload.errors import CorruptionError, StateError, SwapIOError
 from offload.units import parse_bytes
@@ -242,10 +243,8 @@ class OffloadEngine:
         if loaded is None:
             return None, None
         self.global_steps = loaded.global_steps
-        self.optimizer.zero_grad()
-        self.micro_steps = 0
         self._drop_gathered()
-        self._set_sync()
+        self._drop_gradients()
         return str(loaded.path), loaded.client_state
 
     def export_safetensors(
@@ -318,15 +317,20 @@ class OffloadEngine:
             yield
         except (SwapIOError, CorruptionError) as error:
             if reset_pass(self.module):
-                self.optimizer.zero_grad()
-                self.micro_steps = 0
-                self._set_sync()
+                self._drop_gradients()
                 error.add_note("The gradients of this step were dropped: do it again from its first micro-batch.")
             else:
                 error.add_note(
                     "FSDP2 of this torch cannot leave a pass halfway: make a new engine and load a checkpoint."
                 )
             raise
+
+    def _drop_gradients(self) -> None:
+        """Begin the step anew, also where FSDP2 has not reduced its gradients yet."""
+        self.optimizer.zero_grad()
+        drop_unsharded_grads(self.module)
+        self.micro_steps = 0
+        self._set_sync()
 
     def _drop_gathered(self) -> None:
         """Free what FSDP2 gathered before the step, perhaps for an evaluation: those are old weights."""

@@ -357,10 +357,10 @@ def unreadable(engine, kind):
 
 
 def fail_in_a_pass(engine, kind, moment):
-    if moment == "second micro-batch":
+    if moment.startswith("second"):
         engine.backward(loss_of(engine, 1))
         engine.step()
-    loss = loss_of(engine, 1, 1) if moment != "forward" else None
+    loss = None if moment.endswith("forward") else loss_of(engine, 1, 1)
     with unreadable(engine, kind), pytest.raises(SwapIOError, match=r"of layers\.3.* failed: EIO") as caught:
         loss_of(engine, 1) if loss is None else engine.backward(loss)
     if CAN_GO_ON:
@@ -381,21 +381,23 @@ def fail_in_the_step(engine, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "moment"),
+    ("kind", "moment", "stage", "tied"),
     [
-        ("params", "forward"),
-        ("params", "backward"),
-        ("params", "step"),
-        ("grads", "second micro-batch"),
-        ("grads", "step"),
+        ("params", "forward", 3, True),
+        ("params", "backward", 3, True),
+        ("params", "backward", 3, False),  # the head, which comes first in it, has its gradient by then
+        ("params", "second forward", 1, True),  # the first micro-batch's gradients are not reduced yet
+        ("params", "step", 3, True),
+        ("grads", "second micro-batch", 3, True),
+        ("grads", "step", 3, True),
     ],
 )
-def test_an_unreadable_block_is_named_and_the_training_goes_on(alone, tmp_path, kind, moment):
+def test_an_unreadable_block_is_named_and_the_training_goes_on(alone, tmp_path, kind, moment, stage, tied):
     ends = []
     for broken in (False, True):
-        config = section(tmp_path, **EVERYTHING)
+        config = section(tmp_path, **EVERYTHING, stage=stage)
         config["aio"]["engine"] = "aiofiles"
-        with make(config) as engine:
+        with make(config, tied=tied) as engine:
             train_step(engine, 0)
             if not broken:
                 train_step(engine, 1)
