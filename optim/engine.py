@@ -74,6 +74,8 @@ class OffloadEngine:
         """Micro-batches of one step."""
         self.is_pipelined = roles.pipeline is not None
         """Whether a schedule runs forward and backward, and `step` follows it directly."""
+        self._taken: bool | None = None
+        """Of a step whose end is still to come: whether its update was done (True) or skipped."""
         self._stages = roles.pipeline_group
         self._scaler = _loss_scaler(config) if precision_plan.loss_scaling else None
         self._set_sync()
@@ -163,28 +165,55 @@ class OffloadEngine:
 
         A step with a gradient that is not finite on any rank is skipped on all; the schedule does not advance then.
 
+        After an exception that is none of the scheduler's, calling this again completes the step; gradients that were
+        applied are not applied again.
+
         Raises:
             RuntimeError: no backward came before.
-            SwapIOError: a read or write failed, see `OffloadAdamW.step`. Calling this again completes the step.
+            SwapIOError: a read or write failed, see `OffloadAdamW.step`.
+            Whatever the scheduler raises, when everything else is done.
         """
         if self.micro_steps == 0 and not self.is_pipelined:
             raise RuntimeError("engine.step was called before engine.backward")
         if not self.is_gradient_accumulation_boundary:
             return
-        if self.optimizer.has_unfinished_step:
-            self.optimizer.finish_step()
-            taken = True
-        else:
-            taken = self.optimizer.try_step(self._scaler.loss_scale if self._scaler else None)
+        if self._taken is None:
+            self._taken = self._update()
+        self._end_step(self._taken)
+
+    def _update(self) -> bool:
+        """The optimizer's part of a step; whether it was taken.
+
+        An exception may come when the update is done: Ctrl-C, which waits for the last subgroup, or a warning that is
+        an error. The counters tell.
+        """
+        meter = self.optimizer._meter
+        steps_before, skipped_before = meter.steps, meter.skipped_steps
+        try:
+            if self.optimizer.has_unfinished_step:
+                self.optimizer.finish_step()
+                return True
+            return self.optimizer.try_step(self._scaler.loss_scale if self._scaler else None)
+        except BaseException as error:
+            taken, skipped = meter.steps > steps_before, meter.skipped_steps > skipped_before
+            if (taken or skipped) and not self.optimizer.has_unfinished_step:
+                self._taken = taken
+                what = "done" if taken else "skipped"
+                error.add_note(f"The update of this step is {what}; engine.step() does what else belongs to the step.")
+            raise
+
+    def _end_step(self, taken: bool) -> None:
+        """What follows the update. The scheduler, which is the user's and may raise, comes last."""
         self._drop_gathered()
+        self.optimizer.zero_grad()
         if self._scaler:
             self._scaler.update(found_inf=not taken)
-        if taken and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        self.optimizer.zero_grad()
         self.micro_steps = 0
         self.global_steps += 1
+        self._taken = None
         self._set_sync()
+        if taken and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
 
     def get_global_grad_norm(self) -> float:
         """Norm of all gradients of the latest step over all ranks, unscaled and before clipping; NaN before it."""
@@ -212,6 +241,8 @@ class OffloadEngine:
             StateError: micro-batches of an unfinished step, a step that stopped halfway, or another run saving there.
             ValueError, FileExistsError, CheckpointWriteError, SwapIOError: see `optim.checkpoint.save`.
         """
+        if self._taken is not None:
+            self._end_step(self._taken)
         if self.micro_steps:
             raise StateError(
                 "engine.save_checkpoint",
@@ -329,6 +360,7 @@ class OffloadEngine:
         """Begin the step anew, also where FSDP2 has not reduced its gradients yet."""
         self.optimizer.zero_grad()
         drop_unsharded_grads(self.module)
+        self._taken = None
         self.micro_steps = 0
         self._set_sync()
 
