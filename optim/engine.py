@@ -76,6 +76,8 @@ class OffloadEngine:
         """Whether a schedule runs forward and backward, and `step` follows it directly."""
         self._taken: bool | None = None
         """Of a step whose end is still to come: whether its update was done (True) or skipped."""
+        self._way_on = ""
+        """What is left to do after a pass that could not be given up, in words."""
         self._stages = roles.pipeline_group
         self._scaler = _loss_scaler(config) if precision_plan.loss_scaling else None
         self._set_sync()
@@ -85,8 +87,9 @@ class OffloadEngine:
 
         Raises:
             RuntimeError: called in an autocast context that the section does not know of.
-            SwapIOError, CorruptionError: parameters on a tier could not be read. The gradients of this step are
-                dropped; the step can be done again from its first micro-batch.
+            SwapIOError, CorruptionError: parameters on a tier could not be read. On one rank the gradients of this
+                step are dropped, and it can be done again from its first micro-batch; of several, end all.
+            StateError: this happened before, and could not be undone.
         """
         with self._giving_up_the_step():
             return self.module(*args, **kwargs)
@@ -118,7 +121,7 @@ class OffloadEngine:
             ValueError: `loss` is not a scalar.
             RuntimeError: more micro-batches than one step accumulates; `step` was not called. Or the mesh has a
                 dimension ``pp``.
-            SwapIOError, CorruptionError: as in a forward.
+            SwapIOError, CorruptionError, StateError: as in a forward.
         """
         if self.is_pipelined:
             raise RuntimeError(
@@ -343,17 +346,26 @@ class OffloadEngine:
 
     @contextmanager
     def _giving_up_the_step(self) -> Iterator[None]:
-        """After an I/O error inside forward or backward: leave FSDP2 and the gradients as before the step."""
+        """After an I/O error inside forward or backward: leave FSDP2 and the gradients as before the step.
+
+        Where that cannot be, no other pass begins.
+        """
+        if self._way_on:
+            raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
         try:
             yield
         except (SwapIOError, CorruptionError) as error:
-            if reset_pass(self.module):
-                self._drop_gradients()
-                error.add_note("The gradients of this step were dropped: do it again from its first micro-batch.")
-            else:
-                error.add_note(
-                    "FSDP2 of this torch cannot leave a pass halfway: make a new engine and load a checkpoint."
+            if self.mesh.size() > 1:
+                self._way_on = (
+                    "Other ranks wait for this one in a collective: end them all and resume from a checkpoint."
                 )
+            elif not reset_pass(self.module):
+                self._way_on = "FSDP2 of this torch cannot leave a pass halfway: make a new engine, load a checkpoint."
+            else:
+                self._drop_gradients()
+            error.add_note(
+                self._way_on or "The gradients of this step were dropped: do it again from its first micro-batch."
+            )
             raise
 
     def _drop_gradients(self) -> None:

@@ -367,7 +367,7 @@ def fail_in_a_pass(engine, kind, moment):
         assert "do it again from its first micro-batch" in caught.value.__notes__[-1]
         assert engine.micro_steps == 0
     else:
-        assert "make a new engine and load a checkpoint" in caught.value.__notes__[-1]
+        assert "make a new engine, load a checkpoint" in caught.value.__notes__[-1]
 
 
 def fail_in_the_step(engine, kind):
@@ -411,6 +411,23 @@ def test_an_unreadable_block_is_named_and_the_training_goes_on(alone, tmp_path, 
             train_step(engine, 2)
             ends.append(full_state(engine.module, engine.optimizer))
     assert_same(*ends)
+
+
+def cannot_read_its_shard(rank, world_size, path):
+    """On both ranks at once: one alone would leave the other in a collective."""
+    config = section(path, **EVERYTHING)
+    config["aio"]["engine"] = "aiofiles"
+    with make(config) as engine:
+        train_step(engine, 0, rank)
+        with unreadable(engine, "params"), pytest.raises(SwapIOError, match=r"of layers\.3.* failed: EIO") as caught:
+            loss_of(engine, 1)
+        assert "end them all" in caught.value.__notes__[-1]
+        with pytest.raises(StateError, match=r"cut off, actual one\..* end them all"):
+            loss_of(engine, 1)
+
+
+def test_an_unreadable_block_on_several_ranks_ends_the_training(tmp_path):
+    run_ranks(cannot_read_its_shard, 2, tmp_path)
 
 
 def test_a_step_is_finished_with_the_gradients_it_began_with(alone, tmp_path):
