@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 # ``torch.utils._pytree``: how every tensor subclass in torch itself walks the arguments of an operator.
 __all__ = [
     "METADATA_GLOBALS",
+    "drop_unsharded_grads",
     "foreach_of",
     "fsdp_groups",
     "fsdp_params",
@@ -149,6 +150,19 @@ def fsdp_groups(module: torch.nn.Module) -> list[list[Any]]:
 def fsdp_params(module: torch.nn.Module) -> list[Any]:
     """FSDP2's records of the parameters that `module` manages (not its children). See `fsdp_groups`."""
     return [param for group in fsdp_groups(module) for param in group]
+
+
+def drop_unsharded_grads(model: torch.nn.Module) -> None:
+    """Forget the gradients that FSDP2 keeps before it reduces them: accumulated, or left by a pass that was cut off.
+
+    ``FSDPParam.unsharded_accumulated_grad`` and the gradient of ``FSDPParam._unsharded_param``, which is made when it
+    is first gathered: ``zero_grad`` reaches sharded gradients alone, and ``reset_iter_state`` leaves these.
+    """
+    for module in model.modules():
+        for record in fsdp_params(module):
+            record.unsharded_accumulated_grad = None
+            if hasattr(record, "_unsharded_param"):
+                record._unsharded_param.grad = None
 
 
 def gather_by_itself(fsdp_param: Any, policy: MixedPrecisionPolicy) -> None:

@@ -61,7 +61,13 @@ class DeviceMirror:
     """Host memory of both mirrors, for one element of the largest subgroup."""
 
     def __init__(self, device: torch.device, max_numel: int, *, pinned: bool) -> None:
-        self._mirrors = [_Mirror(max_numel, device, pinned) for _ in range(2)]
+        self._mirrors: list[_Mirror] = []
+        try:
+            for _ in range(2):
+                self._mirrors.append(_Mirror(max_numel, device, pinned))
+        except BaseException:
+            self.close()  # or the first would stay pinned
+            raise
         self._next = 0
         self._ready: dict[int, _Mirror] = {}
         self._device = device

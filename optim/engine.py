@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LRScheduler
 
+from offload._torch_private import drop_unsharded_grads
 from offload.config import OffloadConfig
 from offload.errors import CorruptionError, StateError, SwapIOError
 from offload.units import parse_bytes
@@ -73,6 +74,10 @@ class OffloadEngine:
         """Micro-batches of one step."""
         self.is_pipelined = roles.pipeline is not None
         """Whether a schedule runs forward and backward, and `step` follows it directly."""
+        self._taken: bool | None = None
+        """Of a step whose end is still to come: whether its update was done (True) or skipped."""
+        self._way_on = ""
+        """What is left to do after a pass that could not be given up, in words."""
         self._stages = roles.pipeline_group
         self._scaler = _loss_scaler(config) if precision_plan.loss_scaling else None
         self._set_sync()
@@ -82,8 +87,9 @@ class OffloadEngine:
 
         Raises:
             RuntimeError: called in an autocast context that the section does not know of.
-            SwapIOError, CorruptionError: parameters on a tier could not be read. The gradients of this step are
-                dropped; the step can be done again from its first micro-batch.
+            SwapIOError, CorruptionError: parameters on a tier could not be read. On one rank the gradients of this
+                step are dropped, and it can be done again from its first micro-batch; of several, end all.
+            StateError: this happened before, and could not be undone.
         """
         with self._giving_up_the_step():
             return self.module(*args, **kwargs)
@@ -115,7 +121,7 @@ class OffloadEngine:
             ValueError: `loss` is not a scalar.
             RuntimeError: more micro-batches than one step accumulates; `step` was not called. Or the mesh has a
                 dimension ``pp``.
-            SwapIOError, CorruptionError: as in a forward.
+            SwapIOError, CorruptionError, StateError: as in a forward.
         """
         if self.is_pipelined:
             raise RuntimeError(
@@ -162,28 +168,55 @@ class OffloadEngine:
 
         A step with a gradient that is not finite on any rank is skipped on all; the schedule does not advance then.
 
+        After an exception that is none of the scheduler's, calling this again completes the step; gradients that were
+        applied are not applied again.
+
         Raises:
             RuntimeError: no backward came before.
-            SwapIOError: a read or write failed, see `OffloadAdamW.step`. Calling this again completes the step.
+            SwapIOError: a read or write failed, see `OffloadAdamW.step`.
+            Whatever the scheduler raises, when everything else is done.
         """
         if self.micro_steps == 0 and not self.is_pipelined:
             raise RuntimeError("engine.step was called before engine.backward")
         if not self.is_gradient_accumulation_boundary:
             return
-        if self.optimizer.has_unfinished_step:
-            self.optimizer.finish_step()
-            taken = True
-        else:
-            taken = self.optimizer.try_step(self._scaler.loss_scale if self._scaler else None)
+        if self._taken is None:
+            self._taken = self._update()
+        self._end_step(self._taken)
+
+    def _update(self) -> bool:
+        """The optimizer's part of a step; whether it was taken.
+
+        An exception may come when the update is done: Ctrl-C, which waits for the last subgroup, or a warning that is
+        an error. The counters tell.
+        """
+        meter = self.optimizer._meter
+        steps_before, skipped_before = meter.steps, meter.skipped_steps
+        try:
+            if self.optimizer.has_unfinished_step:
+                self.optimizer.finish_step()
+                return True
+            return self.optimizer.try_step(self._scaler.loss_scale if self._scaler else None)
+        except BaseException as error:
+            taken, skipped = meter.steps > steps_before, meter.skipped_steps > skipped_before
+            if (taken or skipped) and not self.optimizer.has_unfinished_step:
+                self._taken = taken
+                what = "done" if taken else "skipped"
+                error.add_note(f"The update of this step is {what}; engine.step() does what else belongs to the step.")
+            raise
+
+    def _end_step(self, taken: bool) -> None:
+        """What follows the update. The scheduler, which is the user's and may raise, comes last."""
         self._drop_gathered()
+        self.optimizer.zero_grad()
         if self._scaler:
             self._scaler.update(found_inf=not taken)
-        if taken and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        self.optimizer.zero_grad()
         self.micro_steps = 0
         self.global_steps += 1
+        self._taken = None
         self._set_sync()
+        if taken and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
 
     def get_global_grad_norm(self) -> float:
         """Norm of all gradients of the latest step over all ranks, unscaled and before clipping; NaN before it."""
@@ -211,6 +244,8 @@ class OffloadEngine:
             StateError: micro-batches of an unfinished step, a step that stopped halfway, or another run saving there.
             ValueError, FileExistsError, CheckpointWriteError, SwapIOError: see `optim.checkpoint.save`.
         """
+        if self._taken is not None:
+            self._end_step(self._taken)
         if self.micro_steps:
             raise StateError(
                 "engine.save_checkpoint",
@@ -242,10 +277,8 @@ class OffloadEngine:
         if loaded is None:
             return None, None
         self.global_steps = loaded.global_steps
-        self.optimizer.zero_grad()
-        self.micro_steps = 0
         self._drop_gathered()
-        self._set_sync()
+        self._drop_gradients()
         return str(loaded.path), loaded.client_state
 
     def export_safetensors(
@@ -313,20 +346,35 @@ class OffloadEngine:
 
     @contextmanager
     def _giving_up_the_step(self) -> Iterator[None]:
-        """After an I/O error inside forward or backward: leave FSDP2 and the gradients as before the step."""
+        """After an I/O error inside forward or backward: leave FSDP2 and the gradients as before the step.
+
+        Where that cannot be, no other pass begins.
+        """
+        if self._way_on:
+            raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
         try:
             yield
         except (SwapIOError, CorruptionError) as error:
-            if reset_pass(self.module):
-                self.optimizer.zero_grad()
-                self.micro_steps = 0
-                self._set_sync()
-                error.add_note("The gradients of this step were dropped: do it again from its first micro-batch.")
-            else:
-                error.add_note(
-                    "FSDP2 of this torch cannot leave a pass halfway: make a new engine and load a checkpoint."
+            if self.mesh.size() > 1:
+                self._way_on = (
+                    "Other ranks wait for this one in a collective: end them all and resume from a checkpoint."
                 )
+            elif not reset_pass(self.module):
+                self._way_on = "FSDP2 of this torch cannot leave a pass halfway: make a new engine, load a checkpoint."
+            else:
+                self._drop_gradients()
+            error.add_note(
+                self._way_on or "The gradients of this step were dropped: do it again from its first micro-batch."
+            )
             raise
+
+    def _drop_gradients(self) -> None:
+        """Begin the step anew, also where FSDP2 has not reduced its gradients yet."""
+        self.optimizer.zero_grad()
+        drop_unsharded_grads(self.module)
+        self._taken = None
+        self.micro_steps = 0
+        self._set_sync()
 
     def _drop_gathered(self) -> None:
         """Free what FSDP2 gathered before the step, perhaps for an evaluation: those are old weights."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from offload._torch_private import local_tensor, shard_offsets, sharded_like
+from optim.collective import on_every_rank
 from optim.grad_tier import PartitionStandIn
 from optim.owners import drop_gathered, store_of
 from optim.state_access import entry_names, read_entries, set_entries
 
 if TYPE_CHECKING:
     from optim.state_store import StateStore
+
+T = TypeVar("T")
 
 
 @torch.no_grad()
@@ -25,11 +30,11 @@ def get_full_param(param: torch.Tensor) -> torch.Tensor:
 
     Raises:
         ValueError: it is no parameter of an open `OffloadAdamW`.
-        SwapIOError: it could not be read from its tier.
+        SwapIOError: it could not be read from its tier, on any rank.
     """
     store, index = _owner(param, "get_full_param")
     if "master" in entry_names(store.table.params[index]):
-        return _gathered(read_entries(store, {index: ("master",)})[index]["master"])
+        return _gathered_entry(param, store, index, "master")
     return _gathered(param)
 
 
@@ -63,7 +68,7 @@ def get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
 
     Raises:
         ValueError: it is no parameter of an open `OffloadAdamW`.
-        SwapIOError: it could not be read from its tier.
+        SwapIOError: it could not be read from its tier, on any rank.
     """
     _owner(param, "get_full_grad")
     if param.grad is None:
@@ -72,7 +77,7 @@ def get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(local, PartitionStandIn):
         return _gathered(param.grad)
     assert isinstance(param, DTensor)
-    return _gathered(sharded_like(local.copy(), param))
+    return _gathered(sharded_like(_on_ranks_of(param, local.copy), param))
 
 
 @torch.no_grad()
@@ -102,13 +107,13 @@ def get_full_optimizer_state(param: torch.Tensor, name: str) -> torch.Tensor:
 
     Raises:
         ValueError: it is no parameter of an open `OffloadAdamW`, or has no such state.
-        SwapIOError: it could not be read from its tier.
+        SwapIOError: it could not be read from its tier, on any rank.
     """
     store, index = _owner(param, "get_full_optimizer_state")
     _check_name(store, index, name, "get_full_optimizer_state")
     if name == "step":
         return torch.tensor(float(store.steps[index]))
-    return _gathered(read_entries(store, {index: (name,)})[index][name])
+    return _gathered_entry(param, store, index, name)
 
 
 @torch.no_grad()
@@ -155,6 +160,18 @@ def _own_part(param: torch.Tensor, value: torch.Tensor, caller: str) -> torch.Te
         for dim, (start, length) in enumerate(zip(shard_offsets(param), local_tensor(param).shape, strict=True)):
             part = part.narrow(dim, start if length else 0, length)
     return part.float()
+
+
+def _gathered_entry(param: torch.Tensor, store: StateStore, index: int, name: str) -> torch.Tensor:
+    return _gathered(_on_ranks_of(param, lambda: read_entries(store, {index: (name,)}))[index][name])
+
+
+def _on_ranks_of(param: torch.Tensor, read: Callable[[], T]) -> T:
+    """Run `read` on every rank that has a part of `param`: if it fails on one, no other begins to gather."""
+    groups = param.device_mesh.get_all_groups() if isinstance(param, DTensor) else []
+    for group in groups:  # one after the other, dimension by dimension, an error reaches the whole mesh
+        read = partial(on_every_rank, read, group)
+    return read()
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:

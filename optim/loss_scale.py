@@ -43,11 +43,6 @@ class LossScaler:
     def __post_init__(self) -> None:
         self.overflows_left = self.overflows_left or self.hysteresis
 
-    @property
-    def inv_scale(self) -> float:
-        """What gradients of a scaled loss are multiplied by."""
-        return 1.0 / self.loss_scale
-
     def update(self, *, found_inf: bool) -> None:
         """Take note of a step: skipped because a gradient was not finite, or taken."""
         if not self.dynamic:

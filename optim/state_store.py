@@ -291,10 +291,11 @@ class StateStore:
             return
         if len(devices) > 1:
             raise ValueError(f"parameters are on several devices ({', '.join(map(str, devices))}): use one per process")
+        pinned = self.config.zero_optimization.offload_optimizer.pin_memory is not False
+        larger = DeviceMirror(devices.pop(), self._largest_numel(subgroups), pinned=pinned)
         if self.mirror is not None:
             self.mirror.close()
-        pinned = self.config.zero_optimization.offload_optimizer.pin_memory is not False
-        self.mirror = DeviceMirror(devices.pop(), self._largest_numel(subgroups), pinned=pinned)
+        self.mirror = larger
 
 
 def _num_kernel_threads() -> int:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from offload import _torch_private
 from offload._torch_private import (
     METADATA_GLOBALS,
+    drop_unsharded_grads,
     foreach_of,
     fsdp_groups,
     fsdp_params,
@@ -165,6 +166,7 @@ def look_at_fsdp(rank, world_size):
     assert local_tensor(record.sharded_param) is doubling, "FSDP2 put a plain shard in its place"
     look_at_meta(rank, mesh)
     look_at_own_dtypes(mesh)
+    look_at_unsharded_grads(mesh)
     dist.barrier()
 
 
@@ -231,6 +233,20 @@ def look_at_own_dtypes(mesh):
     for param in (module.weight, module.bias):
         assert param.grad.dtype is torch.float32
         assert torch.equal(param.grad.full_tensor(), torch.full(param.shape, 2.0))
+
+
+def look_at_unsharded_grads(mesh):
+    """Whether they are kept in the reduce dtype or in the gathered parameter's, and before anything was gathered."""
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
+        module = torch.nn.Linear(3, 2, bias=False)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        drop_unsharded_grads(module)
+        module.set_requires_gradient_sync(False)
+        module(torch.ones(1, 3)).sum().backward()
+        drop_unsharded_grads(module)
+        module.set_requires_gradient_sync(True)
+        module(torch.ones(1, 3)).sum().backward()
+        assert torch.equal(module.weight.grad.full_tensor(), torch.ones(2, 3))
 
 
 def test_fsdp2_gathers_what_was_installed():

@@ -357,17 +357,17 @@ def unreadable(engine, kind):
 
 
 def fail_in_a_pass(engine, kind, moment):
-    if moment == "second micro-batch":
+    if moment.startswith("second"):
         engine.backward(loss_of(engine, 1))
         engine.step()
-    loss = loss_of(engine, 1, 1) if moment != "forward" else None
+    loss = None if moment.endswith("forward") else loss_of(engine, 1, 1)
     with unreadable(engine, kind), pytest.raises(SwapIOError, match=r"of layers\.3.* failed: EIO") as caught:
         loss_of(engine, 1) if loss is None else engine.backward(loss)
     if CAN_GO_ON:
         assert "do it again from its first micro-batch" in caught.value.__notes__[-1]
         assert engine.micro_steps == 0
     else:
-        assert "make a new engine and load a checkpoint" in caught.value.__notes__[-1]
+        assert "make a new engine, load a checkpoint" in caught.value.__notes__[-1]
 
 
 def fail_in_the_step(engine, kind):
@@ -381,21 +381,23 @@ def fail_in_the_step(engine, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "moment"),
+    ("kind", "moment", "stage", "tied"),
     [
-        ("params", "forward"),
-        ("params", "backward"),
-        ("params", "step"),
-        ("grads", "second micro-batch"),
-        ("grads", "step"),
+        ("params", "forward", 3, True),
+        ("params", "backward", 3, True),
+        ("params", "backward", 3, False),  # the head, which comes first in it, has its gradient by then
+        ("params", "second forward", 1, True),  # the first micro-batch's gradients are not reduced yet
+        ("params", "step", 3, True),
+        ("grads", "second micro-batch", 3, True),
+        ("grads", "step", 3, True),
     ],
 )
-def test_an_unreadable_block_is_named_and_the_training_goes_on(alone, tmp_path, kind, moment):
+def test_an_unreadable_block_is_named_and_the_training_goes_on(alone, tmp_path, kind, moment, stage, tied):
     ends = []
     for broken in (False, True):
-        config = section(tmp_path, **EVERYTHING)
+        config = section(tmp_path, **EVERYTHING, stage=stage)
         config["aio"]["engine"] = "aiofiles"
-        with make(config) as engine:
+        with make(config, tied=tied) as engine:
             train_step(engine, 0)
             if not broken:
                 train_step(engine, 1)
@@ -409,6 +411,23 @@ def test_an_unreadable_block_is_named_and_the_training_goes_on(alone, tmp_path, 
             train_step(engine, 2)
             ends.append(full_state(engine.module, engine.optimizer))
     assert_same(*ends)
+
+
+def cannot_read_its_shard(rank, world_size, path):
+    """On both ranks at once: one alone would leave the other in a collective."""
+    config = section(path, **EVERYTHING)
+    config["aio"]["engine"] = "aiofiles"
+    with make(config) as engine:
+        train_step(engine, 0, rank)
+        with unreadable(engine, "params"), pytest.raises(SwapIOError, match=r"of layers\.3.* failed: EIO") as caught:
+            loss_of(engine, 1)
+        assert "end them all" in caught.value.__notes__[-1]
+        with pytest.raises(StateError, match=r"cut off, actual one\..* end them all"):
+            loss_of(engine, 1)
+
+
+def test_an_unreadable_block_on_several_ranks_ends_the_training(tmp_path):
+    run_ranks(cannot_read_its_shard, 2, tmp_path)
 
 
 def test_a_step_is_finished_with_the_gradients_it_began_with(alone, tmp_path):

@@ -144,6 +144,21 @@ def test_four_ranks_resume_it(saved_at_2):
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_load_in_the_middle_of_an_accumulation_drops_its_gradients(tmp_path):
+    """In stage 1 FSDP2 has not reduced them yet."""
+    zero = {**ONE_SUBGROUP["zero_optimization"], "stage": 1}
+    norms = []
+    with fresh_engine("bf16", zero_optimization=zero, gradient_accumulation_steps=2) as engine:
+        engine.save_checkpoint(tmp_path)
+        for num_before in (0, 1):
+            steps_of(engine, 0, range(7, 7 + num_before))
+            engine.load_checkpoint(tmp_path)
+            steps_of(engine, 0, range(2))
+            norms.append(engine.get_global_grad_norm())
+    assert norms[0] == norms[1]
+
+
+@pytest.mark.usefixtures("alone")
 def test_large_parameters_are_cut_into_items(tmp_path, monkeypatch):
     """In one subgroup of several items; how a checkpoint was cut does not matter to who loads it."""
     num_items = []

@@ -1,9 +1,12 @@
 """Host copies of a device's parameters and gradients: on a CPU stand-in everywhere, on CUDA where there is one."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from optim.device_mirror import DeviceMirror
+from optim.state_store import StateStore
 from tests.support.training import AWKWARD_SHAPES, assert_same_bits, params_of, set_grads
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -31,6 +34,32 @@ def test_a_mirrored_step_gives_the_same_bits(make_adamw):
     assert_same_bits(mirrored_params, params)
     assert_same_bits(mirrored_state, state)
     assert stats.steps == STEPS
+
+
+def test_a_mirror_that_cannot_be_made_leaves_the_one_before(make_adamw, monkeypatch):
+    """A later group that needs larger mirrors is refused when no memory can be pinned for them."""
+    monkeypatch.setattr(StateStore, "_cuda_devices", property(lambda store: {torch.device("cpu")}))
+    params = params_of([(100,)], *DTYPES)
+    optimizer = make_adamw(params)
+    before, closed = optimizer._store.mirror, []
+    monkeypatch.setattr(DeviceMirror, "close", lambda mirror: closed.append(mirror))
+    with monkeypatch.context() as patch:
+        patch.setattr("optim.state_store.DeviceMirror.__init__", lambda *arguments, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.add_param_group({"params": params_of([(3 * 65536,)], *DTYPES)})
+    assert optimizer._store.mirror is before
+    assert closed == []
+    optimizer.add_param_group({"params": params_of([(3 * 65536,)], *DTYPES)})
+    assert closed == [before]
+    assert optimizer._store.mirror.size_bytes > before.size_bytes
+
+
+def test_of_two_mirrors_none_stays_pinned_when_one_cannot_be(monkeypatch):
+    first = Mock()
+    monkeypatch.setattr("optim.device_mirror._Mirror", Mock(side_effect=[first, RuntimeError("refused")]))
+    with pytest.raises(RuntimeError, match="refused"):
+        DeviceMirror(torch.device("cpu"), 100, pinned=True)
+    first.close.assert_called_once()
 
 
 @pytest.mark.gpu

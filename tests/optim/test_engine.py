@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import os
+import signal
 import warnings
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+import optim.adamw
 from offload import OffloadConfig
 from offload.errors import ConfigError
 from optim import OffloadAdamW, OffloadEngine, initialize, split_parameters
@@ -303,6 +306,59 @@ def test_a_step_that_stopped_halfway_is_completed_by_the_next_call(make_engine, 
         assert engine.global_steps == 2
         states.append(full_state(engine.module, engine.optimizer))
     assert_same(*states)
+
+
+@pytest.mark.parametrize("then", ["step", "save_checkpoint"])
+def test_an_update_that_is_done_is_not_done_again(make_engine, monkeypatch, tmp_path, then):
+    """Ctrl-C in the last subgroup is raised when the update is done."""
+    update = optim.adamw.update_subgroup
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(*arguments)
+
+    states = []
+    for disturbed in (False, True):
+        engine = make_engine(**BF16)
+        backward(engine, 0, 0)
+        if disturbed:
+            with monkeypatch.context() as patch:
+                patch.setattr(optim.adamw, "update_subgroup", interrupted)
+                with pytest.raises(KeyboardInterrupt) as caught:
+                    engine.step()
+            assert "The update of this step is done" in caught.value.__notes__[-1]
+        engine.save_checkpoint(tmp_path) if disturbed and then == "save_checkpoint" else engine.step()
+        assert (engine.global_steps, engine.micro_steps, engine.optimizer.stats().steps) == (1, 0, 1)
+        step_of(engine, 1)
+        states.append(full_state(engine.module, engine.optimizer))
+    assert_same(*states)
+
+
+def test_an_overflow_is_counted_once_where_its_warning_is_an_error(make_engine):
+    engine = make_engine(**BF16)
+    backward(engine, 0, 0)
+    for parameter in engine.module.parameters():
+        parameter.grad.to_local().fill_(torch.inf)
+    with warnings.catch_warnings(action="error"), pytest.raises(RuntimeWarning, match="step skipped"):
+        engine.step()
+    engine.step()
+    assert (engine.global_steps, engine.optimizer.stats().skipped_steps) == (1, 1)
+
+
+def test_a_scheduler_that_raises_leaves_a_step_that_is_done(alone, tmp_path):
+    def one_cycle(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=2)
+
+    with initialize(fresh_model(), section(**BF16), lr_scheduler=one_cycle) as engine:
+        step_of(engine, 0)
+        step_of(engine, 1)
+        with pytest.raises(ValueError, match="Tried to step 3 times"):
+            step_of(engine, 2)
+        assert (engine.global_steps, engine.micro_steps, engine.optimizer.stats().steps) == (3, 0, 3)
+        assert all(parameter.grad is None for parameter in engine.module.parameters())
+        engine.save_checkpoint(tmp_path)
+        with pytest.raises(RuntimeError, match="was called before"):
+            engine.step()
 
 
 def test_fp32_weights_reach_their_masters_and_16_bit_ones_become_fp32(make_engine):

@@ -1,6 +1,8 @@
 """One parameter's full values, and torch's own functions for state dicts: nothing else changes when they are read."""
 
 import copy
+import errno
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from offload.errors import ClosedError
+from offload.block_cache import BlockCache
+from offload.errors import ClosedError, SwapIOError
 from optim import (
     OffloadAdamW,
     get_full_grad,
@@ -25,6 +29,7 @@ from optim import (
     set_full_optimizer_state,
     set_full_param,
 )
+from optim.step_pipeline import StepPipeline
 from tests.optim.test_sharded import assert_same, full_state
 from tests.support.ranks import run_ranks
 from tests.support.resuming import MODES, ResumedModel, fresh_engine, loss_of, next_loss, scalars_of, steps_of
@@ -133,6 +138,30 @@ def read_with_stock_torch(folder):
         assert torch.equal(p.full_tensor(), wanted[name]), name
     assert model.num_batches > 0
     assert torch.equal(model.head.weight.full_tensor(), wanted["embedding.weight"])
+
+
+def fail_on_the_second_rank(rank, world_size, drive):
+    """A part that one rank cannot read is said on every rank; nobody waits in the gathering."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    tiers = {"offload_gradients": {"device": "nvme", "nvme_path": str(drive)}}
+    with fresh_engine("bf16", drive, mesh=mesh, **tiers) as engine, pytest.MonkeyPatch.context() as patch:
+        engine.backward(loss_of(engine, rank, 0))
+        engine._drop_gathered()
+        param = engine.module.wide[0].weight
+        error = SwapIOError(errno.EIO, path="swap", offset=0, size_bytes=1, direction="read", extent="a subgroup")
+        if rank == 1:
+            patch.setattr(StepPipeline, "acquire", Mock(side_effect=error))
+            patch.setattr(BlockCache, "holding", Mock(side_effect=error))
+        for read in (get_full_param, get_full_grad, lambda param: get_full_optimizer_state(param, "exp_avg")):
+            with pytest.raises(SwapIOError, match="EIO") as caught:
+                read(param)
+            assert getattr(caught.value, "__notes__", []) == (["on rank 1"] if rank == 0 else [])
+        patch.undo()
+        assert get_full_param(param).shape == (3001, 37)
+
+
+def test_a_part_that_cannot_be_read_is_said_on_every_rank(tmp_path):
+    run_ranks(fail_on_the_second_rank, 2, tmp_path)
 
 
 def test_two_ranks(tmp_path):

@@ -24,14 +24,15 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A tied embedding around layers. `uses` says which of them run, in which order, also twice or not at all."""
+    """An embedding, tied or not, around layers. `uses`: which of them run, in which order, also twice or not at all."""
 
-    def __init__(self, num_layers=6, width=33, checkpointing=False):
+    def __init__(self, num_layers=6, width=33, checkpointing=False, tied=True):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
+        if tied:
+            self.head.weight = self.embedding.weight
         self.checkpointing = checkpointing
         self.uses = list(range(num_layers))
 
@@ -46,7 +47,7 @@ class Model(nn.Module):
         return self.head(hidden) * 1.0
 
 
-def section(path, param="none", grads="none", state="cpu", accumulation=ACCUMULATION, **offload_param):
+def section(path, param="none", grads="none", state="cpu", accumulation=ACCUMULATION, stage=3, **offload_param):
     """A configuration with parameters, gradients and optimizer state on the tiers named."""
 
     def tier(device, **more):
@@ -54,7 +55,7 @@ def section(path, param="none", grads="none", state="cpu", accumulation=ACCUMULA
 
     return {
         "zero_optimization": {
-            "stage": 3,
+            "stage": stage,
             "sub_group_size": 65536,
             "offload_optimizer": tier(state, buffer_count=2, staging_budget="2MiB"),
             "offload_param": tier(param, **{"buffer_count": 3, **offload_param}),
