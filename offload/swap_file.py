@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -53,7 +54,7 @@ class SwapFile:
 
         Raises:
             OutOfSpaceError: the file system cannot hold it; names the bytes needed and free.
-            SwapIOError: anything else that posix_fallocate answers.
+            SwapIOError: anything else that posix_fallocate answers, or the file is damaged (see `check_whole`).
         """
         offset = self._free.take(size_bytes)
         try:
@@ -68,6 +69,7 @@ class SwapFile:
         missing = size_bytes - self._promised
         if missing <= 0:
             return
+        self.check_whole()  # a file that grew is long enough again, and its blocks are counted anew
         system = os.fstatvfs(self.fd)
         free_bytes = system.f_bavail * system.f_frsize
         # Asked first because some file systems (and glibc's emulation) fill the disk before they say no.
@@ -77,7 +79,8 @@ class SwapFile:
         try:
             os.posix_fallocate(self.fd, self._promised, missing)
         except OSError as error:
-            os.ftruncate(self.fd, self._promised)
+            with suppress(OSError):  # left longer it does no harm, and what went wrong first is what must be told
+                os.ftruncate(self.fd, self._promised)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise OutOfSpaceError(path=self.path, needed_bytes=missing, free_bytes=free_bytes) from error
             raise SwapIOError(
@@ -117,8 +120,9 @@ class SwapFile:
         )
 
     def give_up_reserve(self) -> None:
-        """Give back what was promised and not handed out."""
+        """Give back what was promised and not handed out. Raises as `check_whole` does, and then gives nothing back."""
         if self._promised > self.end:
+            self.check_whole()
             os.ftruncate(self.fd, self.end)
             self._note_promise(self.end)
 
