@@ -81,6 +81,22 @@ def test_a_failed_prefetch_is_repeated_by_swap_in(swapper, caplog):
     assert same_bits(swapper.swap_in("x").wait(PATIENCE), tensor)
 
 
+def test_a_prefetch_without_memory_takes_nothing_from_the_budget(swapper, monkeypatch):
+    tensor = random_bits((1000,))
+    swapper.swap_out("x", tensor).wait(PATIENCE)
+
+    def refuse(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        with pytest.raises(RuntimeError, match="can't allocate"):
+            swapper.prefetch("x")
+    assert swapper.stats().prefetched_bytes == 0
+    assert swapper.prefetch("x")
+    assert same_bits(swapper.swap_in("x").wait(PATIENCE), tensor)
+
+
 def test_a_truncated_swap_file_is_an_error_and_not_zeros(swapper):
     swapper.swap_out("x", random_bits((200_000,))).wait(PATIENCE)
     os.truncate(swap_file(swapper), 128 * KiB)
