@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +13,28 @@ import torch
 from aio_native import EngineUnavailable, FaultSpec
 from offload.errors import CorruptionError, OutOfSpaceError, StateError, SwapIOError
 from offload.residency import Residency
+from tests.support.own_resources import Resources
 from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, random_bits, same_bits, swap_file
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing(open_swapper, tmp_path, monkeypatch):
+    open_swapper()  # what a first swapper makes for the whole process is no leak
+    folder = tmp_path / "second"
+    folder.mkdir()
+    start = threading.Thread.start
+
+    def refuse_the_second(thread):
+        if thread.name == "swap-in":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = Resources.steady()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse_the_second)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            open_swapper(folder)
+    assert not Resources.settled(before).beyond(before)
+    assert list(folder.iterdir()) == []
 
 
 def test_a_failed_first_swap_out_leaves_nothing_and_says_why(open_swapper):
