@@ -1,14 +1,17 @@
 """Space is promised before it is used, striped by weight, given back, and a full disk is said in bytes."""
 
 import errno
+import fcntl
 import itertools
 import os
 import random
 import subprocess
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from offload import swap_file
 from offload.errors import OutOfSpaceError, SwapIOError
 from offload.extent import FreeList
 from offload.swap_space import SwapSpace
@@ -248,6 +251,42 @@ for _ in range(2):
 """
     child = confined(code, tmp_path, "ramfs")
     assert child.stderr.count("has no direct I/O") == 1, child.stderr
+
+
+@pytest.fixture
+def statx(monkeypatch):
+    """Has statx answer this for direct I/O, on file systems of which nothing has been said yet."""
+    monkeypatch.setattr(swap_file, "_said_buffered", set())
+
+    def answer(direct_io_alignment):
+        monkeypatch.setattr(swap_file, "_native", SimpleNamespace(direct_io_alignment=direct_io_alignment))
+
+    return answer
+
+
+def test_a_file_that_opens_and_has_no_direct_io_all_the_same(open_space, statx, tmp_path, caplog):
+    """ext4 with data=journal takes O_DIRECT and goes through the page cache; only statx says so."""
+    statx(lambda fd: (0, 0))
+    with pytest.raises(SwapIOError, match=r"no direct I/O \(O_DIRECT\)"):
+        open_space()
+    assert list((tmp_path / "0").iterdir()) == []
+    for _ in range(2):
+        space = open_space(direct="optional")
+        assert not space.direct
+        assert space.alignment == 4096
+        assert not fcntl.fcntl(space.fds[0], fcntl.F_GETFL) & os.O_DIRECT
+    assert caplog.text.count("has no direct I/O") == 1
+
+
+def test_the_alignment_is_what_statx_reports_where_it_does(open_space, statx):
+    def refuse(fd):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    for answer, alignment in [(lambda fd: None, 4096), (lambda fd: (4, 16384), 16384), (refuse, 4096)]:
+        statx(answer)
+        space = open_space()
+        assert space.direct
+        assert space.alignment == alignment
 
 
 def test_direct_io_can_be_switched_off(open_space):
