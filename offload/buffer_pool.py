@@ -72,9 +72,13 @@ class BufferPool:
         return all(region.pinned for region in self._regions)
 
     def pin(self) -> None:
-        """Page-lock all buffers for CUDA, also while they are held. Idempotent. See `HostRegion.pin`."""
-        for region in self._regions:
-            region.pin()
+        """Page-lock all buffers for CUDA, or none; also while they are held. Idempotent. See `HostRegion.pin`."""
+        try:
+            for region in self._regions:
+                region.pin()
+        except BaseException:
+            self._unpin()
+            raise
 
     @property
     def size_bytes(self) -> int:
@@ -125,8 +129,7 @@ class BufferPool:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for region in self._regions:
-            region.unpin()
+        self._unpin()
 
     def _take_back(self, buffer: StagingBuffer) -> None:
         with self._changed:
@@ -134,6 +137,10 @@ class BufferPool:
                 raise AssertionError("a staging buffer was released twice")
             self._free.append(buffer)
             self._changed.notify()
+
+    def _unpin(self) -> None:
+        for region in self._regions:
+            region.unpin()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -205,7 +205,10 @@ class CorruptionError(OffloadError):
 
 
 class CheckpointWriteError(OSError):
-    """A checkpoint or an export could not be written; nothing of it is left, earlier ones are as they were."""
+    """A checkpoint or an export could not be written; nothing of it is left, earlier ones are as they were.
+
+    Except for an export over an earlier one whose last renames fail: that leaves shards without an index.
+    """
 
     def __init__(self, errno: int, path: str | os.PathLike[str], detail: str = "") -> None:
         super().__init__(errno, os.strerror(errno), os.fspath(path))

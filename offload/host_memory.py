@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from contextlib import suppress
 
 import torch
@@ -76,7 +77,8 @@ class HostRegion:
         """Page-lock the region for CUDA.
 
         Memory from cudaHostAlloc is refused by some kernels as a registered buffer, so the order is mmap first,
-        cudaHostRegister second.
+        cudaHostRegister second. A region that is dropped without `unpin` is unpinned before its pages go (views that
+        outlive it are not pinned): CUDA would take for page-locked whatever is mapped at these addresses next.
 
         Raises:
             RuntimeError: CUDA refuses, usually because too much is pinned already.
@@ -90,13 +92,22 @@ class HostRegion:
                 f"cudaHostRegister refused {format_bytes(self.size_bytes)} (CUDA error {result}): lower "
                 "offload_optimizer.staging_budget, or set offload_optimizer.pin_memory to false"
             )
+        self._unpin_when_dropped = weakref.finalize(self, _unregister, self._owner_pid, self.address, self._map)
+        self._unpin_when_dropped.atexit = False  # the driver does it when the process ends
         self.pinned = True
 
     def unpin(self) -> None:
         """Undo `pin`. Idempotent."""
-        if self.pinned and os.getpid() == self._owner_pid:
-            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+        if self.pinned:
+            self._unpin_when_dropped.detach()
+            _unregister(self._owner_pid, self.address, self._map)
         self.pinned = False
+
+
+def _unregister(owner_pid: int, address: int, _held: mmap.mmap) -> None:
+    """Undo cudaHostRegister, in the process that called it. `_held` is what keeps the pages mapped until then."""
+    if os.getpid() == owner_pid:
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def give_back_freed_memory() -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ DTYPES = {
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _DAMAGED = "the file is damaged or was not written completely: fetch or export it again"
 
@@ -71,12 +73,12 @@ class SafetensorsReader:
 
     Args:
         path: a ``.safetensors`` file, a folder in the Hugging Face layout (``model.safetensors``, or
-            ``model.safetensors.index.json`` with the files it names; otherwise all ``*.safetensors`` in it), or an
-            index ``.json``.
+            ``model.safetensors.index.json`` with the files it names; otherwise all ``*.safetensors`` in it, unless
+            these are shards that have lost their index), or an index ``.json``.
 
     Raises:
-        WeightsError: there is no such file, a header is damaged, a file is too short, or an index names a file or
-            tensor that is not there.
+        WeightsError: there is no such file, a header is damaged, a file is too short, an index names a file or
+            tensor that is not there, or shards have no index.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -198,6 +200,10 @@ def _tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
     if not files:
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         raise WeightsError(folder, f"holds no safetensors file: neither {SINGLE_FILE} nor {INDEX_FILE}, but {found}")
+    # Without the index nobody knows whether these are all, and of one export: the writer removes it before it renames.
+    if shard := next((file.name for file in files if _SHARD.fullmatch(file.name)), None):
+        why = "an export was interrupted, or a file was not copied"
+        raise WeightsError(folder, f"has {shard} and no {INDEX_FILE}: {why}; export again, or fetch the index")
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, stored in read_header(file).items():

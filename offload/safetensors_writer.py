@@ -90,7 +90,7 @@ def write_sharded(
     Raises:
         ValueError: a name comes twice, or a dtype has no place in safetensors.
         OSError: the folder cannot be used, or has too little space (ENOSPC; bytes needed and free). Nothing was left
-            behind, and an earlier export is as it was.
+            behind, and an earlier export is as it was; unless it was a rename that failed, see `_Export.put_in_place`.
     """
     shards = _plan(list(items), dtype, max_shard_bytes)
     export = _Export(Path(path), shards, stored, group)
@@ -166,13 +166,18 @@ class _Export:
         self.do(self._finish)
 
     def put_in_place(self) -> None:
-        """Rename; at every moment the folder holds the old export, the new one, or what no reader takes for whole."""
+        """Rename; at every moment the folder holds the old export, the new one, or shards without an index.
+
+        If a rename fails, or the process is killed between two, such shards stay and may be of both exports:
+        `SafetensorsReader` refuses them.
+        """
         index, names = self.folder / INDEX_FILE, {shard.name for shard in self._shards}
         single = len(self._shards) == 1
         if not single:
             places = {name: shard.name for shard in self._shards for name, _, _ in shard.entries}
             text = json.dumps({"metadata": {"total_size": self._total}, "weight_map": places}, indent=2)
-            self._temporary(INDEX_FILE).write_text(text + "\n")
+            self._open(self._temporary(INDEX_FILE), f"{text}\n".encode())
+            self._finish()
             index.unlink(missing_ok=True)
         for shard in self._shards:
             self._temporary(shard.name).replace(self.folder / shard.name)
@@ -208,9 +213,9 @@ class _Export:
             what = f"too little space{after} ({what}); free space or choose another folder"
         return OSError(error.errno, f"the weights were not written: {what}", os.fspath(self.folder))
 
-    def _open(self, path: Path, header: bytes) -> None:
+    def _open(self, path: Path, first: bytes) -> None:
         self._file = path.open("wb", buffering=0)
-        self._write(header)
+        self._write(first)
 
     def _write_tensor(self, whole: torch.Tensor, dtype: torch.dtype) -> None:
         """In pieces: a second copy of a large tensor, in another dtype, need not fit."""

@@ -46,19 +46,21 @@ class SlotScheduler:
             Verb.EVICT: self._evict,
             Verb.DELETE: self._delete,
         }
+        self._workers: list[CopyWorker] = []
         self.tier = NvmeTier(config, faults=faults)
         try:
             alignment = self.tier.space.alignment
             buffer_bytes = max(1, offload.staging_budget // offload.buffer_count // alignment) * alignment
             self.pool = BufferPool(offload.buffer_count, buffer_bytes, pinned=bool(offload.pin_memory))
-            self.tier.register([self.pool])
         except BaseException:
             self.tier.close()
             raise
-        self._writer = CopyWorker("swap-out", self.pool)
-        self._reader = CopyWorker("swap-in", self.pool)
-        self._writer.start(self._reader)
-        self._reader.start(self._writer)
+        try:
+            self.tier.register([self.pool])
+            self._start_workers()
+        except BaseException:
+            self.close()
+            raise
 
     def enqueue(self, record: SlotRecord, task: Task) -> TensorTransfer[Any]:
         """Run a task after those of its record that are waiting already."""
@@ -73,13 +75,19 @@ class SlotScheduler:
 
     def close(self) -> None:
         """End the threads, delete the files, free the memory. All tasks must be done, the lock not held."""
-        workers = (self._writer, self._reader)
-        for worker in workers:
+        for worker in self._workers:
             worker.stop()
         self.tier.close()
-        for worker in workers:
+        for worker in self._workers:
             worker.free()  # after the engine's threads, which ring the bells
         self.pool.close()
+
+    def _start_workers(self) -> None:
+        for name in ("swap-out", "swap-in"):
+            self._workers.append(CopyWorker(name, self.pool))
+        self._writer, self._reader = self._workers
+        self._writer.start(self._reader)
+        self._reader.start(self._writer)
 
     def _advance(self, record: SlotRecord) -> None:
         while record.tasks and not record.under_way:

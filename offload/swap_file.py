@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,9 @@ DirectPolicy = Literal["required", "optional", "disabled"]
 
 MIN_ALIGNMENT = 4096
 """Extents are aligned to this even where the drive would take less: one page, one physical sector."""
+
+NO_DIRECT_IO = (0, 0)
+"""What statx reports of a file without direct I/O, see `reported_alignment`."""
 
 _STAT_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own (stat(2))
 
@@ -37,8 +41,9 @@ class SwapFile:
 
     def __init__(self, path: Path, direct: DirectPolicy) -> None:
         self.path = path
-        self.fd, self.direct = _open(path, direct)
-        self.alignment = _alignment_of(self.fd) if self.direct else MIN_ALIGNMENT
+        self.fd, alignment = _open(path, direct)
+        self.direct = alignment is not None
+        self.alignment = alignment or MIN_ALIGNMENT
         self._free = FreeList()
         self._promised = 0
         self._counts_blocks = False
@@ -53,7 +58,7 @@ class SwapFile:
 
         Raises:
             OutOfSpaceError: the file system cannot hold it; names the bytes needed and free.
-            SwapIOError: anything else that posix_fallocate answers.
+            SwapIOError: anything else that posix_fallocate answers, or the file is damaged (see `check_whole`).
         """
         offset = self._free.take(size_bytes)
         try:
@@ -68,6 +73,7 @@ class SwapFile:
         missing = size_bytes - self._promised
         if missing <= 0:
             return
+        self.check_whole()  # a file that grew is long enough again, and its blocks are counted anew
         system = os.fstatvfs(self.fd)
         free_bytes = system.f_bavail * system.f_frsize
         # Asked first because some file systems (and glibc's emulation) fill the disk before they say no.
@@ -77,7 +83,8 @@ class SwapFile:
         try:
             os.posix_fallocate(self.fd, self._promised, missing)
         except OSError as error:
-            os.ftruncate(self.fd, self._promised)
+            with suppress(OSError):  # left longer it does no harm, and what went wrong first is what must be told
+                os.ftruncate(self.fd, self._promised)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise OutOfSpaceError(path=self.path, needed_bytes=missing, free_bytes=free_bytes) from error
             raise SwapIOError(
@@ -117,8 +124,9 @@ class SwapFile:
         )
 
     def give_up_reserve(self) -> None:
-        """Give back what was promised and not handed out."""
+        """Give back what was promised and not handed out. Raises as `check_whole` does, and then gives nothing back."""
         if self._promised > self.end:
+            self.check_whole()
             os.ftruncate(self.fd, self.end)
             self._note_promise(self.end)
 
@@ -133,26 +141,23 @@ class SwapFile:
             self.fd = -1
 
 
-def _open(path: Path, direct: DirectPolicy) -> tuple[int, bool]:
+def _open(path: Path, direct: DirectPolicy) -> tuple[int, int | None]:
+    """The descriptor, and the alignment of direct I/O; None: through the page cache."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     if direct == "disabled":
-        return _open_or_raise(path, flags), False
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o600), True
-    except OSError as error:
-        # EINVAL is how a file system says that it has no direct I/O. Linux makes the file before it finds out.
-        if error.errno != errno.EINVAL:
-            raise _allocation_error(error, path) from error
-        path.unlink(missing_ok=True)
-        if direct == "required":
-            raise SwapIOError(
-                errno.EINVAL,
-                path=path,
-                offset=0,
-                size_bytes=0,
-                direction="allocate",
-                extent="this file system has no direct I/O (O_DIRECT)",
-            ) from error
+        return _open_or_raise(path, flags), None
+    opened = _open_direct(path, flags)
+    if opened is not None:
+        return opened
+    if direct == "required":
+        raise SwapIOError(
+            errno.EINVAL,
+            path=path,
+            offset=0,
+            size_bytes=0,
+            direction="allocate",
+            extent="this file system has no direct I/O (O_DIRECT)",
+        )
     fd = _open_or_raise(path, flags)
     if (device := os.fstat(fd).st_dev) not in _said_buffered:
         _said_buffered.add(device)
@@ -161,7 +166,24 @@ def _open(path: Path, direct: DirectPolicy) -> tuple[int, bool]:
             '(aio.direct = "optional" allows it)',
             path.parent,
         )
-    return fd, False
+    return fd, None
+
+
+def _open_direct(path: Path, flags: int) -> tuple[int, int] | None:
+    """The descriptor and the alignment; None, and no file, where the file system has no direct I/O."""
+    try:
+        fd = os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError as error:
+        # EINVAL is how a file system says that it has no direct I/O. Linux makes the file before it finds out.
+        if error.errno != errno.EINVAL:
+            raise _allocation_error(error, path) from error
+    else:
+        reported = reported_alignment(fd)
+        if reported != NO_DIRECT_IO:
+            return fd, max(MIN_ALIGNMENT, *(reported or (0, 0)))
+        os.close(fd)
+    path.unlink(missing_ok=True)
+    return None
 
 
 def _open_or_raise(path: Path, flags: int) -> int:
@@ -175,7 +197,13 @@ def _allocation_error(error: OSError, path: Path) -> SwapIOError:
     return SwapIOError(error.errno or errno.EIO, path=path, offset=0, size_bytes=0, direction="allocate")
 
 
-def _alignment_of(fd: int) -> int:
-    """What statx reports for direct I/O, at least `MIN_ALIGNMENT`."""
-    reported = _native.direct_io_alignment(fd)
-    return max(MIN_ALIGNMENT, *reported) if reported else MIN_ALIGNMENT
+def reported_alignment(fd: int) -> tuple[int, int] | None:
+    """What statx reports for direct I/O on an open file, in memory and in the file; None where it does not say.
+
+    `NO_DIRECT_IO` of a file that opens with O_DIRECT all the same and then goes through the page cache: on ext4 with
+    data=journal, or an encrypted one.
+    """
+    try:
+        return _native.direct_io_alignment(fd)
+    except OSError:  # a seccomp filter that does not know statx: as good as a kernel that does not say
+        return None

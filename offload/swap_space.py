@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
@@ -131,8 +132,10 @@ class SwapSpace:
         return [(end - start) * unit for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
     def _give_up_reserves(self) -> None:
+        """After an error, which is the one to tell: a file that cannot be made shorter keeps its promise."""
         for file in self._files:
-            file.give_up_reserve()
+            with suppress(OSError):
+                file.give_up_reserve()
 
     def _free_stripes(self, stripes: Sequence[Stripe]) -> None:
         for stripe in stripes:

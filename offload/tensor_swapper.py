@@ -167,10 +167,11 @@ class TensorSwapper:
                 return True
             if self._scheduler.prefetched_bytes + spec.size_bytes > self.prefetch_budget:
                 return False
-            self._scheduler.prefetched_bytes += spec.size_bytes
             pinned = self.pool.pinned and spec.device.type == "cuda"
             target = torch.empty(spec.shape, dtype=spec.dtype, device="cpu", pin_memory=pinned)
-            self._scheduler.enqueue(record, self._task(Verb.PREFETCH, spec, target))
+            task = self._task(Verb.PREFETCH, spec, target)
+            self._scheduler.prefetched_bytes += spec.size_bytes
+            self._scheduler.enqueue(record, task)
             return True
 
     def evict(self, name: str) -> None:

@@ -76,8 +76,9 @@ class _LoopWaker:
         loop = asyncio.get_running_loop()
         waker = cls._wakers.get(loop)
         if waker is None:
-            waker = cls._wakers[loop] = cls()
+            waker = cls()
             loop.add_reader(waker._eventfd, waker._wake)
+            cls._wakers[loop] = waker  # only what the loop took: epoll may have no room, and some loops no readers
         return waker
 
     async def wait_for(self, operation: Operation) -> None:

@@ -36,7 +36,8 @@ def export_safetensors(
 
     Raises:
         ValueError: `dtype` or `max_shard_bytes` cannot be used, or a weight is too large for fp16; names it.
-        CheckpointWriteError: the files could not be written; nothing of them is left.
+        CheckpointWriteError: the files could not be written; nothing of them is left, unless a rename failed at the
+            very end: then shards without an index, which `SafetensorsReader` refuses.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(DTYPES)}")

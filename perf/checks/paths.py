@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from aio_native import EngineUnavailable, Op, Segment, _native, open_engine
+from aio_native import EngineUnavailable, Op, Segment, open_engine
 from offload.config import OffloadConfig
 from offload.host_memory import HostRegion
-from offload.swap_file import MIN_ALIGNMENT
+from offload.swap_file import MIN_ALIGNMENT, NO_DIRECT_IO, reported_alignment
 from offload.system_files import Mount, mount_of
 from offload.units import GiB, MiB, format_bytes
 from perf.checks.drive import Drive, check_drive, find_drive
@@ -196,21 +196,18 @@ def _is_nocow(fd: int) -> bool:
 
 def _check_io(fd: int, config: OffloadConfig, engine: str | None) -> Iterator[Finding]:
     """Direct I/O, then a sample through the engine."""
-    direct_fd, alignment = None, MIN_ALIGNMENT
-    refusal = 0
+    direct_fd, refusal = None, 0
     try:
         direct_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     except OSError as error:
         refusal = error.errno or errno.EIO
     try:
-        if direct_fd is None:
-            yield no_direct_io(refusal, config)
-        else:
-            reported = _native.direct_io_alignment(direct_fd)
-            alignment = max(MIN_ALIGNMENT, *(reported or (0, 0)))
-            yield check_alignment(reported, config)
-        use = fd if direct_fd is None or config.aio.direct == "disabled" else direct_fd
-        if engine is not None and not (direct_fd is None and config.aio.direct == "required"):
+        reported = None if direct_fd is None else reported_alignment(direct_fd)
+        direct = direct_fd is not None and reported != NO_DIRECT_IO
+        alignment = max(MIN_ALIGNMENT, *(reported or (0, 0)))
+        yield check_alignment(reported, config) if direct else no_direct_io(refusal, config)
+        use = fd if direct_fd is None or not direct or config.aio.direct == "disabled" else direct_fd
+        if engine is not None and (direct or config.aio.direct != "required"):
             yield check_sample(use, config, engine, alignment, direct=use is direct_fd)
     finally:
         if direct_fd is not None:
@@ -218,8 +215,9 @@ def _check_io(fd: int, config: OffloadConfig, engine: str | None) -> Iterator[Fi
 
 
 def no_direct_io(code: int, config: OffloadConfig) -> Finding:
-    """What a refused O_DIRECT means under the configured policy."""
-    policy, found = config.aio.direct, f"refused with {errno.errorcode.get(code, code)} (O_DIRECT)"
+    """What a refused O_DIRECT means under the configured policy; or one that is taken (0) and has no effect."""
+    refused = f"refused with {errno.errorcode.get(code, code)} (O_DIRECT)"
+    policy, found = config.aio.direct, refused if code else "there is none, statx says, although O_DIRECT is taken"
     remedy = 'choose a path on ext4 or XFS, or write "optional" for aio.direct'
     values = {"refused": errno.errorcode.get(code), "policy": policy}
     if policy == "required":

@@ -4,6 +4,7 @@ import itertools
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,26 @@ def test_pinned_buffers():
     assert pool.acquire().view(torch.uint8, 0, 16).is_pinned()
     pool.close()
     assert not pool.pinned
+
+
+def test_all_buffers_are_pinned_or_none(monkeypatch):
+    registered = []
+
+    def register(address, size_bytes, flags):
+        if registered:
+            return 2  # cudaErrorMemoryAllocation
+        registered.append(address)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.remove)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    pool = BufferPool(2, 1 << 30)  # a region each; pages that nobody touches cost nothing
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        pool.pin()
+    assert registered == []
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        BufferPool(2, 1 << 30, pinned=True)
+    assert registered == []
 
 
 def test_not_pinned_unless_asked():

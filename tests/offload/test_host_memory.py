@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,56 @@ def test_unpin_without_pin_does_nothing():
     region = HostRegion(4096)
     region.unpin()
     assert not region.pinned
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """The addresses that are page-locked, as CUDA would keep them; what is not mapped cannot be unlocked."""
+    addresses = set()
+
+    def register(address, size_bytes, flags):
+        addresses.add(address)
+        return 0
+
+    def unregister(address):
+        assert is_mapped(address)
+        addresses.remove(address)
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return addresses
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_a_pinned_region_that_is_dropped_is_unpinned_before_its_pages_go(registered, in_a_cycle):
+    region = HostRegion(4096)
+    region.pin()
+    address = region.address
+    assert registered == {address}
+    if in_a_cycle:
+        region.itself = region
+    pid = os.fork()
+    if pid == 0:  # the child has neither the pages nor CUDA
+        del region
+        gc.collect()
+        os._exit(int(registered != {address}))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    del region
+    gc.collect()
+    assert not registered
+    assert not is_mapped(address)
+
+
+def test_what_is_unpinned_is_not_unpinned_again_when_it_is_dropped(registered):
+    region = HostRegion(4096)
+    for _ in range(2):
+        region.pin()
+        region.unpin()
+        assert not registered
+    registered.add(region.address)  # as if something else were there by now
+    del region
+    gc.collect()
+    assert registered
 
 
 @pytest.mark.gpu

@@ -1,7 +1,10 @@
 """Safetensors files, read and written, beside the package of that name."""
 
+import errno
 import json
+import os
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,9 +157,55 @@ def test_what_is_not_there_is_named(tmp_path):
         with pytest.raises(WeightsError, match="is no index"):
             SafetensorsReader(index)
     index.unlink()
-    save_file({"layer.0": torch.zeros(1)}, tmp_path / "second.safetensors")
-    with pytest.raises(WeightsError, match=r"layer\.0 is in model-00001.* and second\.safetensors"):
+    with pytest.raises(
+        WeightsError, match=r"has model-00001-of-00002.* and no model.*index\.json.*export again, or fetch"
+    ):
         SafetensorsReader(tmp_path)
+    files[0].rename(tmp_path / "first.safetensors")
+    save_file({"layer.0": torch.zeros(1)}, tmp_path / "second.safetensors")
+    with pytest.raises(WeightsError, match=r"layer\.0 is in first\.safetensors and second\.safetensors"):
+        SafetensorsReader(tmp_path)
+
+
+def test_an_export_over_another_that_ends_between_two_renames_is_not_taken_for_whole(tmp_path, monkeypatch):
+    names = [f"layer.{number}" for number in range(4)]
+    write_sharded(tmp_path, [(name, torch.zeros(10)) for name in names], max_shard_bytes=20)
+    replace = Path.replace
+    for refused in ("model-00003-of-00004.safetensors", INDEX_FILE):
+
+        def replace_until(source, target, refused=refused):
+            if target.name == refused:
+                raise OSError(errno.EIO, "Input/output error")
+            return replace(source, target)
+
+        monkeypatch.setattr(Path, "replace", replace_until)
+        with pytest.raises(OSError, match="the weights were not written: Input/output error"):
+            write_sharded(tmp_path, [(name, torch.ones(10)) for name in names], max_shard_bytes=20)
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+            f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)
+        ]
+        with pytest.raises(WeightsError, match="an export was interrupted"):
+            SafetensorsReader(tmp_path)
+    monkeypatch.undo()
+    write_sharded(tmp_path, [(name, torch.ones(10)) for name in names], max_shard_bytes=20)
+    assert_equal(read_all(tmp_path), {name: torch.ones(10, dtype=torch.bfloat16) for name in names})
+
+
+def test_files_are_on_the_drive_before_they_get_their_names(tmp_path, monkeypatch):
+    synced, fsync, replace = set(), os.fsync, Path.replace
+
+    def note(fd):
+        synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def replace_synced(source, target):
+        assert source in synced, f"{target.name} was renamed first"
+        return replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "replace", replace_synced)
+    _, files = sharded(tmp_path.resolve())
+    assert len(synced) == len(files) + 2  # the index, and at the end the folder
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path):

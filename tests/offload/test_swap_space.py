@@ -1,14 +1,18 @@
 """Space is promised before it is used, striped by weight, given back, and a full disk is said in bytes."""
 
 import errno
+import fcntl
 import itertools
 import os
 import random
+import subprocess
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from offload.errors import SwapIOError
+from offload import swap_file
+from offload.errors import OutOfSpaceError, SwapIOError
 from offload.extent import FreeList
 from offload.swap_space import SwapSpace
 from tests.support.sandbox import can_mount, run_python
@@ -249,6 +253,42 @@ for _ in range(2):
     assert child.stderr.count("has no direct I/O") == 1, child.stderr
 
 
+@pytest.fixture
+def statx(monkeypatch):
+    """Has statx answer this for direct I/O, on file systems of which nothing has been said yet."""
+    monkeypatch.setattr(swap_file, "_said_buffered", set())
+
+    def answer(direct_io_alignment):
+        monkeypatch.setattr(swap_file, "_native", SimpleNamespace(direct_io_alignment=direct_io_alignment))
+
+    return answer
+
+
+def test_a_file_that_opens_and_has_no_direct_io_all_the_same(open_space, statx, tmp_path, caplog):
+    """ext4 with data=journal takes O_DIRECT and goes through the page cache; only statx says so."""
+    statx(lambda fd: (0, 0))
+    with pytest.raises(SwapIOError, match=r"no direct I/O \(O_DIRECT\)"):
+        open_space()
+    assert list((tmp_path / "0").iterdir()) == []
+    for _ in range(2):
+        space = open_space(direct="optional")
+        assert not space.direct
+        assert space.alignment == 4096
+        assert not fcntl.fcntl(space.fds[0], fcntl.F_GETFL) & os.O_DIRECT
+    assert caplog.text.count("has no direct I/O") == 1
+
+
+def test_the_alignment_is_what_statx_reports_where_it_does(open_space, statx):
+    def refuse(fd):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    for answer, alignment in [(lambda fd: None, 4096), (lambda fd: (4, 16384), 16384), (refuse, 4096)]:
+        statx(answer)
+        space = open_space()
+        assert space.direct
+        assert space.alignment == alignment
+
+
 def test_direct_io_can_be_switched_off(open_space):
     assert not open_space(direct="disabled").direct
 
@@ -263,3 +303,60 @@ def test_a_shortened_file_is_found_also_after_it_grew_again(open_space):
     os.truncate(space.path_of(space.fds[0]), 8 << 20)  # as a write at the end would
     with pytest.raises(SwapIOError, match="truncated"):
         space.check_whole()
+
+
+def punch(path):
+    subprocess.run(["fallocate", "--punch-hole", "--length", "1MiB", path], check=True)
+
+
+@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 0), punch], ids=["truncated", "hole"])
+def test_damage_is_not_hidden_by_an_allocation_that_grows_the_file(open_space, damage):
+    space = open_space()
+    space.allocate(4 << 20)
+    damage(space.path_of(space.fds[0]))
+    for _ in range(2):
+        with pytest.raises(SwapIOError, match="ENODATA"):
+            space.allocate(4 << 20)
+        with pytest.raises(SwapIOError, match="ENODATA"):
+            space.check_whole()
+
+
+def test_clean_up_hides_neither_damage_nor_the_first_error(open_space, monkeypatch):
+    space = open_space(2)
+    space.allocate(4 << 20)
+    fallocate = os.posix_fallocate
+
+    def damage_the_first_and_fail_the_second(fd, offset, size_bytes):
+        if fd == space.fds[0]:
+            return fallocate(fd, offset, size_bytes)
+        os.truncate(space.path_of(space.fds[0]), 0)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", damage_the_first_and_fail_the_second)
+    with pytest.raises(OutOfSpaceError):
+        space.allocate(8 << 20)
+    with pytest.raises(SwapIOError, match="ENODATA"):
+        space.check_whole()
+
+
+def test_a_clean_up_that_fails_does_not_hide_the_first_error(open_space, monkeypatch):
+    space = open_space(2)
+    space.allocate(4 << 20)
+    fallocate = os.posix_fallocate
+
+    def read_only(fd, *_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def fail_the_second(fd, offset, size_bytes):
+        return fallocate(fd, offset, size_bytes) if fd == space.fds[0] else read_only(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail_the_second)
+        patch.setattr(os, "ftruncate", read_only)
+        for allocate in (lambda: space.allocate(8 << 20), lambda: space.allocate_all([8 << 20])):
+            with pytest.raises(SwapIOError, match=r"allocate of .*EROFS.* remount") as caught:
+                allocate()
+            assert caught.value.path == space.path_of(space.fds[1])
+    space.check_whole()
+    again = space.allocate(8 << 20)
+    assert [stripe.offset for stripe in again.stripes] == [2 << 20, 2 << 20]

@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +13,28 @@ import torch
 from aio_native import EngineUnavailable, FaultSpec
 from offload.errors import CorruptionError, OutOfSpaceError, StateError, SwapIOError
 from offload.residency import Residency
+from tests.support.own_resources import Resources
 from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, random_bits, same_bits, swap_file
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing(open_swapper, tmp_path, monkeypatch):
+    open_swapper()  # what a first swapper makes for the whole process is no leak
+    folder = tmp_path / "second"
+    folder.mkdir()
+    start = threading.Thread.start
+
+    def refuse_the_second(thread):
+        if thread.name == "swap-in":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = Resources.steady()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse_the_second)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            open_swapper(folder)
+    assert not Resources.settled(before).beyond(before)
+    assert list(folder.iterdir()) == []
 
 
 def test_a_failed_first_swap_out_leaves_nothing_and_says_why(open_swapper):
@@ -78,6 +100,22 @@ def test_a_failed_prefetch_is_repeated_by_swap_in(swapper, caplog):
     assert "prefetch of tensor 'x' failed" in caplog.text
     assert swapper.stats().prefetched_bytes == 0
     path.write_bytes(content)
+    assert same_bits(swapper.swap_in("x").wait(PATIENCE), tensor)
+
+
+def test_a_prefetch_without_memory_takes_nothing_from_the_budget(swapper, monkeypatch):
+    tensor = random_bits((1000,))
+    swapper.swap_out("x", tensor).wait(PATIENCE)
+
+    def refuse(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        with pytest.raises(RuntimeError, match="can't allocate"):
+            swapper.prefetch("x")
+    assert swapper.stats().prefetched_bytes == 0
+    assert swapper.prefetch("x")
     assert same_bits(swapper.swap_in("x").wait(PATIENCE), tensor)
 
 

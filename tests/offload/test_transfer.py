@@ -133,6 +133,24 @@ def test_a_loop_that_is_gone_is_not_written_to():
     assert transfer.wait() == "result"
 
 
+def test_a_loop_that_refused_to_watch_is_asked_again(monkeypatch):
+    operation, transfer = make()
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")  # fs.epoll.max_user_watches
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "add_reader", refuse)
+            with pytest.raises(OSError, match="No space left"):
+                await transfer
+        later(operation.complete, None)
+        return await asyncio.wait_for(transfer, 5)
+
+    assert asyncio.run(main()) == "result"
+
+
 def test_loops_in_several_threads():
     pairs = [make() for _ in range(4)]
     results = []

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import tempfile
 
 import pytest
 import torch
@@ -307,6 +308,15 @@ class TestFileSystems:
     )
     def test_a_refused_direct_io_is_judged_by_the_policy(self, policy, level):
         assert paths.no_direct_io(errno.EINVAL, config_of(direct=policy)).level is level
+
+    def test_direct_io_that_opens_and_is_none(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(paths, "reported_alignment", lambda fd: (0, 0))
+        with tempfile.TemporaryFile(dir=tmp_path) as file:
+            (strict,) = paths._check_io(file.fileno(), config_of(), "aiofiles")
+            lenient, sample = paths._check_io(file.fileno(), config_of(direct="optional"), "aiofiles")
+        assert (strict.level, lenient.level, sample.level) == (Level.ERROR, Level.WARNING, Level.OK)
+        assert "although O_DIRECT is taken" in strict.found
+        assert "direct I/O" not in sample.found
 
     def test_a_block_size_that_the_drive_cannot_take(self):
         finding = paths.check_alignment((512, 65536), config_of(block_size="4KiB"))
