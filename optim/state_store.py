@@ -132,31 +132,40 @@ class StateStore:
         """Give parameters that have no place yet one, with all of its space promised.
 
         Raises:
-            OutOfSpaceError: names bytes needed and free; nothing was placed.
-            ConfigError: the host budget does not hold what must be in host memory; nothing was placed.
+            OutOfSpaceError: names bytes needed and free.
+            ConfigError: the host budget does not hold what must be in host memory.
+            SwapIOError: what is in host memory could not be written to its tier.
+            Nothing was placed then.
         """
         missing = [index for index in indices if index not in self._placed]
         groups = self.blocks.admit([self.table.leaves[index] for index in missing])
+        records: list[SlotRecord] = []
         try:
-            self._place(missing, groups)
+            plan = self._place(missing, groups, records)
+            self._write_lower_halves(records)
+            self.blocks.take(groups)
         except BaseException:
+            self._give_up(records)
             self.blocks.drop(groups)
             raise
-        self.blocks.take(groups)
+        self.slots += records
+        self.plan = plan
+        self._let_go_of_lower_halves(records)
         for index, leaf in enumerate(self.table.leaves):
             if (halves := split_halves(leaf)) is not None:
                 self._note_upper(index, halves)
         self.table.params[:] = [storage_of(leaf) for leaf in self.table.leaves]  # lets go of what was resident
         self._placed.update(missing)
 
-    def _place(self, missing: Sequence[int], groups: Sequence[GatherGroup]) -> None:
+    def _place(self, missing: Sequence[int], groups: Sequence[GatherGroup], records: list[SlotRecord]) -> TierPlan:
+        """Promise places and fill in `records`, one for each new subgroup; returns the plan with them in it."""
         blocks = self.blocks.units(groups)
         subgroups = self._cut(missing, blocks)
         if not subgroups and not groups:
-            return
+            return self.plan
         plan = self._plan(subgroups, blocks)
         self.blocks.reserve(groups, plan.tiers[: len(blocks)])
-        records = [SlotRecord(subgroup) for subgroup in subgroups]
+        records += [SlotRecord(subgroup) for subgroup in subgroups]
         tiers = plan.tiers[len(plan.tiers) - len(subgroups) :]
         moving = [record for record, tier in zip(records, tiers, strict=True) if tier == "nvme"]
         if moving:
@@ -169,9 +178,15 @@ class StateStore:
             extents = self.tier.space.allocate_all([record.subgroup.size_bytes for record in moving])
             for record, extent in zip(moving, extents, strict=True):
                 record.extent = extent
-        self.slots += records
-        self.plan = plan
-        self._move_lower_halves(records)
+        return plan
+
+    def _give_up(self, records: Sequence[SlotRecord]) -> None:
+        """Undo `_place` and `_write_lower_halves`, as far as they came."""
+        self.pipeline.forget(records)
+        for record in records:
+            if record.extent is not None:
+                assert self.tier is not None
+                self.tier.space.free(record.extent)
 
     def check_usable(self) -> None:
         """Raise ClosedError after ``close``, ForkError in another process."""
@@ -219,22 +234,28 @@ class StateStore:
     def _num_buffers(self) -> int:
         return self.config.zero_optimization.offload_optimizer.buffer_count
 
-    def _move_lower_halves(self, records: Sequence[SlotRecord]) -> None:
-        """Bring the lower halves of split shards to their tier, subgroup by subgroup, and free their memory."""
-        table = self.table
-        moving = {run.param for record in records for run in record.subgroup.runs} & table.first_lower.keys()
+    def _write_lower_halves(self, records: Sequence[SlotRecord]) -> None:
+        """Bring the lower halves of split shards to their tier, subgroup by subgroup. They stay in memory as well."""
+        moving = self._resident_lower_halves(records)
         order = [record for record in records if any(run.param in moving for run in record.subgroup.runs)]
         for position, record in enumerate(order):
             self.pipeline.acquire(order, position)
             self.pipeline.will_change(record)
             self.pipeline.release(record)
         self.pipeline.synchronize()
-        for index in moving:
-            split = split_shard(table.leaves[index])
+
+    def _let_go_of_lower_halves(self, records: Sequence[SlotRecord]) -> None:
+        """From now on those on the tier count."""
+        for index in self._resident_lower_halves(records):
+            split = split_shard(self.table.leaves[index])
             assert split is not None
             assert isinstance(split.halves, ResidentHalves)
-            del table.first_lower[index]
+            del self.table.first_lower[index]
             split.use_halves(TierHalves(self, index, split.halves))
+
+    def _resident_lower_halves(self, records: Sequence[SlotRecord]) -> set[int]:
+        """Indices of the parameters in these subgroups whose lower halves are still in memory."""
+        return {run.param for record in records for run in record.subgroup.runs} & self.table.first_lower.keys()
 
     def _note_upper(self, index: int, halves: ResidentHalves | UnbornHalves | TierHalves) -> None:
         if isinstance(halves.upper, TieredUpper):
