@@ -19,6 +19,7 @@ from optim.flat import check_no_overlap, check_param, flat_grad, storage_of
 from optim.grad_norm import clip_coefficient, total_norm
 from optim.hyperparameters import check_hyperparameters, check_torch_arguments
 from optim.interrupt import DeferredInterrupt
+from optim.split_params import split_shard
 from optim.state_access import (
     StateView,
     entry_names,
@@ -296,7 +297,7 @@ class OffloadAdamW(Optimizer):
         """Take over a state dict of this class, or of ``torch.optim.AdamW`` for the same parameters.
 
         Where it holds ``master``, parameters get its rounded value; where it does not, masters start from the
-        parameters as they are. What it does not hold starts afresh, as in torch.
+        parameters as they are, split ones with both halves. What it does not hold starts afresh, as in torch.
 
         Raises:
             ValueError: it does not fit; names what. Nothing was changed.
@@ -499,7 +500,11 @@ class OffloadAdamW(Optimizer):
                 raise ValueError(f"state of {name} holds {unknown[0]!r}; AdamW has {', '.join(known)}")
             if entries or self._store.is_placed(index):
                 store = self._store
+                # The master of a split shard is the parameter itself: not given, it stays.
+                stays = {"master"} - set(entries) if split_shard(store.table.leaves[index]) is not None else set()
                 given[index] = {
-                    name: entries[name] if name in entries else fresh_entry_of(store, index, name) for name in known
+                    name: entries[name] if name in entries else fresh_entry_of(store, index, name)
+                    for name in known
+                    if name not in stays
                 }
         return given

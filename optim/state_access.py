@@ -140,16 +140,16 @@ def _room_for(store: StateStore, index: int, name: str) -> torch.Tensor:
 
 
 def fresh_entry_of(store: StateStore, index: int, name: str) -> torch.Tensor:
-    """`fresh_entry` of a parameter wherever it is.
+    """`fresh_entry` of a parameter wherever it is; the master of a split shard is both of its halves.
 
     Raises:
         SwapIOError: it is on a tier and cannot be read.
     """
-    param, upper = store.table.params[index], store.table.uppers.get(index)
-    if upper is None or name != "master":
+    param, lower = store.table.params[index], store.table.first_lower.get(index)
+    if lower is None or name != "master":
         return fresh_entry(param, name)
-    with upper.held(change=False) as flat:
-        return flat[: param.numel()].float().view(param.shape)
+    upper = store.table.copy_of(Run(index, 0, param.numel(), 0))
+    return unflatten(store.kernels.join(upper, lower), param)
 
 
 def prepare_entries(store: StateStore, given: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, torch.Tensor]]:

@@ -11,7 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from optim import OffloadAdamW, split_parameters
+from optim.sharding import default_mesh
 from tests.support.ranks import run_ranks
+from tests.support.tiers import section as tiers_section
 
 VOCABULARY = 61
 ACCUMULATION = 2
@@ -293,6 +295,28 @@ def resume(rank, world_size, path):
 
 def test_state_dicts_carry_a_run_from_nvme_to_memory(tmp_path):
     run_ranks(resume, 2, tmp_path)
+
+
+@pytest.mark.parametrize("tiers", [{}, {"state": "nvme"}, {"param": "nvme"}], ids=["cpu", "state", "param"])
+def test_a_state_dict_without_masters_leaves_split_parameters_alone(alone, tmp_path, tiers):
+    """After "load the model, then the optimizer" no lower half is gone, of a frozen parameter neither."""
+    default_mesh("cpu")
+    model = sharded_model(torch.bfloat16)
+    model.blocks[1].requires_grad_(False)
+    with OffloadAdamW(model.parameters(), offload=tiers_section(tmp_path, **tiers)) as optimizer:
+        backward(model, 0, 0)
+        optimizer.step()
+        before = [p.detach().full_tensor() for p in model.parameters()]
+        assert not torch.equal(before[0], before[0].bfloat16().float())
+        stock = torch.optim.AdamW([nn.Parameter(torch.zeros_like(p)) for p in before])
+        frozen = model.blocks[1][0].weight
+        assert torch.equal(optimizer.state[frozen]["master"].full_tensor(), frozen.detach().full_tensor())
+        for entries in ({}, {i: {"exp_avg": torch.ones_like(p)} for i, p in enumerate(model.parameters())}):
+            optimizer.load_state_dict({**stock.state_dict(), "state": entries})
+            after = [p.detach().full_tensor() for p in model.parameters()]
+            assert all(map(torch.equal, after, before))
+            moments = [optimizer.state[p]["exp_avg"].full_tensor() for p in model.parameters()]
+            assert all(bool((moment == (1 if entries else 0)).all()) for moment in moments)
 
 
 def hybrid(rank, world_size, path, shape):
