@@ -126,10 +126,10 @@ class OffloadAdamW(Optimizer):
             for param, name in zip(group["params"], names, strict=True):
                 check_param(storage_of(param), name)
             check_no_overlap([*table.params, *map(storage_of, group["params"])], [*table.names, *names])
-        except ValueError:
+            added = self._store.add_params(number, group["params"], names)
+        except BaseException:
             self.param_groups.pop()
             raise
-        added = self._store.add_params(number, group["params"], names)
         if self._complete:
             try:
                 self._place_trainable(added)

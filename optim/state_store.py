@@ -76,7 +76,13 @@ class StateStore:
             raise
 
     def add_params(self, group: int, params: Sequence[torch.Tensor], names: Sequence[str]) -> range:
-        """Take parameters on, without giving them a place yet; returns their indices."""
+        """Take parameters on, without giving them a place yet; returns their indices.
+
+        Raises:
+            ValueError: another optimizer has half of one of them; none was taken.
+        """
+        for leaf, name in zip(params, names, strict=True):
+            self._check_not_elsewhere(leaf, name)
         first = len(self.table.params)
         for leaf, name in zip(params, names, strict=True):
             param = storage_of(leaf)
@@ -123,6 +129,21 @@ class StateStore:
                         "as accelerate's FSDP does: shard it first (optim.initialize, or fully_shard), then make the "
                         "optimizer"
                     )
+
+    def _check_not_elsewhere(self, leaf: torch.Tensor, name: str) -> None:
+        """Two optimizers of one split parameter would each change the upper half under the other's lower one."""
+        halves = split_halves(leaf)
+        if not isinstance(halves, TierHalves) or halves.store is self:
+            return
+        if halves.store._closed:
+            raise ValueError(
+                f"{name} belonged to an OffloadAdamW that is closed, and the lower half of its weights went with that: "
+                "load a checkpoint into a new model, and make the optimizer for that one"
+            )
+        raise ValueError(
+            f"{name} belongs to another OffloadAdamW, which holds the lower half of its weights: go on with that one "
+            "(load_state_dict gives it another state), or load model.state_dict() into a new model"
+        )
 
     def is_placed(self, index: int) -> bool:
         """Whether the parameter has a place (it has had state, or was trainable when it came)."""

@@ -319,6 +319,28 @@ def test_a_state_dict_without_masters_leaves_split_parameters_alone(alone, tmp_p
             assert all(bool((moment == (1 if entries else 0)).all()) for moment in moments)
 
 
+def test_split_parameters_have_one_optimizer(alone):
+    """Each would change the upper halves under the other's lower ones."""
+    default_mesh("cpu")
+    config = section("cpu", None)
+    model, other = sharded_model(torch.bfloat16), sharded_model(torch.bfloat16)
+    optimizer = make(model, config)
+    make(other, config).close()
+    with pytest.raises(
+        ValueError, match=r"parameter 0 of group 0 belonged to an OffloadAdamW that is closed.*new model"
+    ):
+        make(other, config)
+    before = full_state(model, optimizer)
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 belongs to another OffloadAdamW.*load_state_dict"):
+        make(model, config)
+    with OffloadAdamW(nn.Linear(2, 2).parameters(), offload=config) as third:
+        with pytest.raises(ValueError, match="parameter 0 of group 1 belongs to another"):
+            third.add_param_group({"params": [model.head.weight]})
+        assert len(third.param_groups) == 1
+    assert_same(full_state(model, optimizer), before)
+    optimizer.close()
+
+
 def hybrid(rank, world_size, path, shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     model = sharded_model(torch.float32, mesh=mesh)
