@@ -199,8 +199,11 @@ class OffloadAdamW(Optimizer):
             return
         store.ensure_placed(grads)
         grad_scale = self._grad_scale(grads)
+        inputs = None
         if grads and grad_scale is not None:
             inputs = StepInputs(grads, self._scalars(grads, grad_scale))
+        self._clip_first = 1.0  # not earlier: where a hyperparameter is refused, the step is still to come
+        if inputs is not None:
             slots = [slot for slot in store.slots if any(run.param in grads for run in slot.subgroup.runs)]
             slots = store.blocks.in_order(slots)
             order = slots if self._forward_order else slots[::-1]
@@ -374,7 +377,6 @@ class OffloadAdamW(Optimizer):
         scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         inv_scale = (1.0 if scale is None else 1.0 / float(scale)) * self._clip_first
-        self._clip_first = 1.0
         with self._meter.computing("norm", -1):
             norm = total_norm(
                 self._store.table.leaves,
