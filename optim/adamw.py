@@ -207,7 +207,7 @@ class OffloadAdamW(Optimizer):
             slots = [slot for slot in store.slots if any(run.param in grads for run in slot.subgroup.runs)]
             slots = store.blocks.in_order(slots)
             order = slots if self._forward_order else slots[::-1]
-            store.unfinished = UnfinishedStep(self._meter.steps + 1, order, inputs)
+            store.unfinished = UnfinishedStep(self._meter.steps + 1, order, inputs, split=store.has_split_params)
             self._go_on(store.unfinished, inputs)
 
     @torch.no_grad()
@@ -310,7 +310,7 @@ class OffloadAdamW(Optimizer):
         store.check_usable()
         entries = prepare_entries(store, self._match_state(state_dict))
         store.pipeline.forget_failures()
-        store.unfinished = UnfinishedStep.of_load(self._meter.steps)
+        store.unfinished = UnfinishedStep.of_load(split=store.has_split_params)
         write_entries(store, entries)
         store.unfinished = None
         super().load_state_dict({**state_dict, "state": {}})

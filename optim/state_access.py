@@ -182,7 +182,7 @@ def write_entries(store: StateStore, entries: Mapping[int, Mapping[str, torch.Te
 
     From the first change on the state is said to be unfinished; the caller takes that back.
     """
-    broken = store.unfinished or UnfinishedStep.of_load(0)
+    broken = store.unfinished or UnfinishedStep.of_load(split=store.has_split_params)
     masters = any("master" in named for named in entries.values())
     for slot in _slots_of(store, (index for index, named in entries.items() if named.keys() - {"step"})):
         with holding(store.pipeline, slot, change=True, load=not _sets_everything(slot, entries)) as memory:

@@ -145,6 +145,11 @@ class StateStore:
             "(load_state_dict gives it another state), or load model.state_dict() into a new model"
         )
 
+    @property
+    def has_split_params(self) -> bool:
+        """Whether the state has the lower half of any parameter."""
+        return any(split_shard(leaf) is not None for leaf in self.table.leaves)
+
     def is_placed(self, index: int) -> bool:
         """Whether the parameter has a place (it has had state, or was trainable when it came)."""
         return index in self._placed

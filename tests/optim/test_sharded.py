@@ -1,6 +1,7 @@
 """OffloadAdamW on parameters that FSDP2 shards: real process groups, 1, 2 and 4 ranks."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from optim import OffloadAdamW, split_parameters
 from optim.sharding import default_mesh
+from optim.update import update_subgroup
 from tests.support.ranks import run_ranks
 from tests.support.tiers import section as tiers_section
 
@@ -339,6 +341,40 @@ def test_split_parameters_have_one_optimizer(alone):
         assert len(third.param_groups) == 1
     assert_same(full_state(model, optimizer), before)
     optimizer.close()
+
+
+@pytest.mark.parametrize("with_masters", [True, False], ids=["masters", "no masters"])
+def test_the_way_back_that_a_stopped_step_names_with_split_parameters(alone, monkeypatch, with_masters):
+    """The optimizer's state dict, then the model's: the model's cannot be loaded while half of it is in doubt."""
+    default_mesh("cpu")
+    model = sharded_model(torch.bfloat16)
+    with make(model, section("cpu", None)) as optimizer:
+        backward(model, 0, 0)
+        optimizer.step()
+        weights, state = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+        if not with_masters:
+            for entries in state["state"].values():
+                del entries["master"]
+        before = full_state(model, optimizer)
+        calls = itertools.count(1)
+
+        def cut_off(*arguments):
+            if next(calls) == 2:
+                raise KeyboardInterrupt
+            return update_subgroup(*arguments)
+
+        backward(model, 0, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("optim.adamw.update_subgroup", cut_off)
+            with pytest.raises(KeyboardInterrupt) as stopped:
+                optimizer.step()
+        way_on = "cannot be finished: load a checkpoint with load_state_dict, the optimizer's, then the model's"
+        assert way_on in stopped.value.__notes__[0]
+        with pytest.raises(RuntimeError, match=way_on):
+            model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        model.load_state_dict(weights)
+        assert_same(full_state(model, optimizer), before)
 
 
 def hybrid(rank, world_size, path, shape):
