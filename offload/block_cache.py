@@ -150,9 +150,14 @@ class BlockCache:
         return added
 
     def drop(self, blocks: Sequence[Block]) -> None:
-        """Forget the latest blocks, which nothing was put into yet, and free their space."""
+        """Forget the latest blocks, which nobody holds, with what was put into them, and free their space."""
         for block in blocks:
             self.blocks.remove(block)
+            if block.transfer is not None:
+                block.transfer.operation.wait(None)
+                block.transfer = None
+            if block.buffer is not None:
+                self._give_up_buffer(block)
             self.tier.space.free(block.extent)
 
     def hold(

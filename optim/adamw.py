@@ -19,6 +19,7 @@ from optim.flat import check_no_overlap, check_param, flat_grad, storage_of
 from optim.grad_norm import clip_coefficient, total_norm
 from optim.hyperparameters import check_hyperparameters, check_torch_arguments
 from optim.interrupt import DeferredInterrupt
+from optim.split_params import split_shard
 from optim.state_access import (
     StateView,
     entry_names,
@@ -125,10 +126,10 @@ class OffloadAdamW(Optimizer):
             for param, name in zip(group["params"], names, strict=True):
                 check_param(storage_of(param), name)
             check_no_overlap([*table.params, *map(storage_of, group["params"])], [*table.names, *names])
-        except ValueError:
+            added = self._store.add_params(number, group["params"], names)
+        except BaseException:
             self.param_groups.pop()
             raise
-        added = self._store.add_params(number, group["params"], names)
         if self._complete:
             try:
                 self._place_trainable(added)
@@ -198,12 +199,15 @@ class OffloadAdamW(Optimizer):
             return
         store.ensure_placed(grads)
         grad_scale = self._grad_scale(grads)
+        inputs = None
         if grads and grad_scale is not None:
             inputs = StepInputs(grads, self._scalars(grads, grad_scale))
+        self._clip_first = 1.0  # not earlier: where a hyperparameter is refused, the step is still to come
+        if inputs is not None:
             slots = [slot for slot in store.slots if any(run.param in grads for run in slot.subgroup.runs)]
             slots = store.blocks.in_order(slots)
             order = slots if self._forward_order else slots[::-1]
-            store.unfinished = UnfinishedStep(self._meter.steps + 1, order, inputs)
+            store.unfinished = UnfinishedStep(self._meter.steps + 1, order, inputs, split=store.has_split_params)
             self._go_on(store.unfinished, inputs)
 
     @torch.no_grad()
@@ -296,7 +300,7 @@ class OffloadAdamW(Optimizer):
         """Take over a state dict of this class, or of ``torch.optim.AdamW`` for the same parameters.
 
         Where it holds ``master``, parameters get its rounded value; where it does not, masters start from the
-        parameters as they are. What it does not hold starts afresh, as in torch.
+        parameters as they are, split ones with both halves. What it does not hold starts afresh, as in torch.
 
         Raises:
             ValueError: it does not fit; names what. Nothing was changed.
@@ -306,7 +310,7 @@ class OffloadAdamW(Optimizer):
         store.check_usable()
         entries = prepare_entries(store, self._match_state(state_dict))
         store.pipeline.forget_failures()
-        store.unfinished = UnfinishedStep.of_load(self._meter.steps)
+        store.unfinished = UnfinishedStep.of_load(split=store.has_split_params)
         write_entries(store, entries)
         store.unfinished = None
         super().load_state_dict({**state_dict, "state": {}})
@@ -373,7 +377,6 @@ class OffloadAdamW(Optimizer):
         scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         inv_scale = (1.0 if scale is None else 1.0 / float(scale)) * self._clip_first
-        self._clip_first = 1.0
         with self._meter.computing("norm", -1):
             norm = total_norm(
                 self._store.table.leaves,
@@ -499,7 +502,11 @@ class OffloadAdamW(Optimizer):
                 raise ValueError(f"state of {name} holds {unknown[0]!r}; AdamW has {', '.join(known)}")
             if entries or self._store.is_placed(index):
                 store = self._store
+                # The master of a split shard is the parameter itself: not given, it stays.
+                stays = {"master"} - set(entries) if split_shard(store.table.leaves[index]) is not None else set()
                 given[index] = {
-                    name: entries[name] if name in entries else fresh_entry_of(store, index, name) for name in known
+                    name: entries[name] if name in entries else fresh_entry_of(store, index, name)
+                    for name in known
+                    if name not in stays
                 }
         return given

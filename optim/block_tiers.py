@@ -23,7 +23,7 @@ from optim.grad_tier import KIND as GRADS
 from optim.grad_tier import GradTier, PartitionStandIn
 from optim.kernels import KernelPool
 from optim.slots import SlotRecord
-from optim.split_params import GatherGroup, split_halves
+from optim.split_params import GatherGroup, ResidentHalves, TierHalves, UnbornHalves, split_halves
 
 
 class BlockTiers:
@@ -131,7 +131,7 @@ class BlockTiers:
                 self._grad_blocks[self._numbers[group]] = block
 
     def drop(self, groups: Sequence[GatherGroup]) -> None:
-        """Undo `admit` and `reserve`, as far as they came."""
+        """Undo `admit`, `reserve` and a `take` that failed, as far as they came."""
         for group in reversed(groups):
             number = self._numbers.pop(group)
             if self.grads is not None and number in self._grad_blocks:
@@ -143,23 +143,32 @@ class BlockTiers:
             del units[len(self._numbers) :]
 
     def take(self, groups: Sequence[GatherGroup]) -> None:
-        """Bring the upper halves to their tier, group by group, freeing their memory, and gradients from now on.
+        """Bring the upper halves to their tier, group by group, then free their memory; and gradients from now on.
 
         Raises:
-            SwapIOError: a write failed. The parameters cannot be used any more.
+            SwapIOError: a write failed. The upper halves are in memory as before; hand the groups to `drop`.
         """
-        for group in groups:
-            halves = [half for leaf in group.params if (half := split_halves(leaf)) is not None]
-            if self.params is not None and group in self._param_places:
-                places = self._param_places[group]
-                self.params.put(places, [half.upper for half in halves])
-                for half, place in zip(halves, places, strict=True):
-                    half.upper = place
-            for half in halves:
-                if isinstance(half.upper, UnbornUpper):
-                    half.upper = ResidentUpper(torch.zeros(half.upper.padded_shape, dtype=torch.bfloat16))
+        before = [(half, half.upper) for group in groups for half in _halves_of(group)]
+        try:
+            for group in groups:
+                self._take_params(group)
+        except BaseException:
+            for half, upper in before:
+                half.upper = upper
+            raise
         if self.grads is not None:
             self.grads.take([self._grad_blocks[self._numbers[group]] for group in self._moving(groups, GRADS)])
+
+    def _take_params(self, group: GatherGroup) -> None:
+        halves = _halves_of(group)
+        if self.params is not None and group in self._param_places:
+            places = self._param_places[group]
+            self.params.put(places, [half.upper for half in halves])
+            for half, place in zip(halves, places, strict=True):
+                half.upper = place
+        for half in halves:
+            if isinstance(half.upper, UnbornUpper):
+                half.upper = ResidentUpper(torch.zeros(half.upper.padded_shape, dtype=torch.bfloat16))
 
     def in_order(self, slots: list[SlotRecord]) -> list[SlotRecord]:
         """Subgroups of one block one after the other, also where parameter groups share the block."""
@@ -262,6 +271,10 @@ class BlockTiers:
 def _indices(order: Sequence[SlotRecord], blocks: Mapping[int, Block]) -> list[int]:
     """Where in their cache the blocks are that these subgroups need; those that stay in memory are left out."""
     return [blocks[slot.subgroup.block].index for slot in order if slot.subgroup.block in blocks]
+
+
+def _halves_of(group: GatherGroup) -> list[ResidentHalves | UnbornHalves | TierHalves]:
+    return [halves for leaf in group.params if (halves := split_halves(leaf)) is not None]
 
 
 def _partitions(group: GatherGroup) -> list[tuple[torch.Tensor, torch.dtype]]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
+
+import torch
 
 
 def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
@@ -16,11 +19,11 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
     """
     where = f"parameter group {number}: "
     for key in ("lr", "eps", "weight_decay"):
-        value = float(group[key])
-        if not (math.isfinite(value) and value >= 0):
+        if not 0 <= _number(group[key]) < math.inf:
             raise ValueError(f"{where}{key} = {group[key]!r}: must be a finite number, 0 or more")
     betas = group["betas"]
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+    given = [_number(beta) for beta in betas] if isinstance(betas, Iterable) else []
+    if len(given) != 2 or not all(0 <= beta < 1 for beta in given):
         raise ValueError(f"{where}betas = {betas!r}: must be two numbers, each 0 or more and below 1")
     for key in ("amsgrad", "capturable", "differentiable"):
         if group.get(key):
@@ -31,6 +34,13 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
             "penalty of torch.optim.Adam, and AdamW decays otherwise; set decoupled_weight_decay to True there if you "
             "want that"
         )
+
+
+def _number(value: Any) -> float:
+    """A hyperparameter as torch takes it, a number or a tensor that holds one; NaN for anything else."""
+    if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return float(value)
+    return math.nan
 
 
 def check_torch_arguments(arguments: Mapping[str, Any]) -> None:

@@ -154,17 +154,17 @@ class TierHalves(_Halves):
     def __init__(self, store: StateStore, index: int, before: ResidentHalves | UnbornHalves) -> None:
         super().__init__(before.owner, before.group, before.upper)
         self.accumulation_dtype = before.accumulation_dtype
-        self._store = store
+        self.store = store
         self._index = index
 
     def read(self) -> torch.Tensor:
         """Both halves joined, fp32."""
-        master = read_entries(self._store, {self._index: ("master",)})[self._index]["master"]
+        master = read_entries(self.store, {self._index: ("master",)})[self._index]["master"]
         return local_tensor(master).to(self.device)
 
     def write(self, values: torch.Tensor) -> None:
         """Split fp32 values into the halves."""
-        set_entries(self._store, {self._index: {"master": values}})
+        set_entries(self.store, {self._index: {"master": values}})
 
 
 def split_parameters(model: nn.Module, accumulation_dtype: torch.dtype = torch.bfloat16) -> nn.Module:

@@ -140,16 +140,16 @@ def _room_for(store: StateStore, index: int, name: str) -> torch.Tensor:
 
 
 def fresh_entry_of(store: StateStore, index: int, name: str) -> torch.Tensor:
-    """`fresh_entry` of a parameter wherever it is.
+    """`fresh_entry` of a parameter wherever it is; the master of a split shard is both of its halves.
 
     Raises:
         SwapIOError: it is on a tier and cannot be read.
     """
-    param, upper = store.table.params[index], store.table.uppers.get(index)
-    if upper is None or name != "master":
+    param, lower = store.table.params[index], store.table.first_lower.get(index)
+    if lower is None or name != "master":
         return fresh_entry(param, name)
-    with upper.held(change=False) as flat:
-        return flat[: param.numel()].float().view(param.shape)
+    upper = store.table.copy_of(Run(index, 0, param.numel(), 0))
+    return unflatten(store.kernels.join(upper, lower), param)
 
 
 def prepare_entries(store: StateStore, given: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, torch.Tensor]]:
@@ -170,26 +170,31 @@ def prepare_entries(store: StateStore, given: Mapping[int, Mapping[str, Any]]) -
 
 
 def set_entries(store: StateStore, given: Mapping[int, Mapping[str, Any]]) -> None:
-    """Set entries by parameter index and name. Interrupted in the middle of masters, the state says so: see below.
-
-    A master is in two places, the parameter and the state, which only agree again when both are written.
-    """
+    """Set entries by parameter index and name. Where that stops after the first change, the state says so."""
     store.check_whole()
     entries = prepare_entries(store, given)
-    if any("master" in named for named in entries.values()):
-        store.unfinished = UnfinishedStep.of_load(0)
     write_entries(store, entries)
     store.unfinished = None
 
 
 def write_entries(store: StateStore, entries: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-    """Set what `prepare_entries` made, visiting every subgroup at most once."""
+    """Set what `prepare_entries` made, visiting every subgroup at most once.
+
+    From the first change on the state is said to be unfinished; the caller takes that back.
+    """
+    broken = store.unfinished or UnfinishedStep.of_load(split=store.has_split_params)
+    masters = any("master" in named for named in entries.values())
     for slot in _slots_of(store, (index for index, named in entries.items() if named.keys() - {"step"})):
         with holding(store.pipeline, slot, change=True, load=not _sets_everything(slot, entries)) as memory:
+            # What fails in here is undone on NVMe, where the drive has the state as it was. A master is also in the
+            # parameter, and the two only agree again when both are written.
+            if masters or slot.extent is None:
+                store.unfinished = broken
             for run in slot.subgroup.runs:
                 for name, values in entries.get(run.param, {}).items():
                     if name != "step":
                         write_run(store, slot, memory, run, name, values[run.start : run.stop])
+            store.unfinished = broken
     for index, named in entries.items():
         if "step" in named:
             store.steps[index] = int(named["step"])

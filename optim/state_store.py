@@ -76,7 +76,13 @@ class StateStore:
             raise
 
     def add_params(self, group: int, params: Sequence[torch.Tensor], names: Sequence[str]) -> range:
-        """Take parameters on, without giving them a place yet; returns their indices."""
+        """Take parameters on, without giving them a place yet; returns their indices.
+
+        Raises:
+            ValueError: another optimizer has half of one of them; none was taken.
+        """
+        for leaf, name in zip(params, names, strict=True):
+            self._check_not_elsewhere(leaf, name)
         first = len(self.table.params)
         for leaf, name in zip(params, names, strict=True):
             param = storage_of(leaf)
@@ -124,6 +130,26 @@ class StateStore:
                         "optimizer"
                     )
 
+    def _check_not_elsewhere(self, leaf: torch.Tensor, name: str) -> None:
+        """Two optimizers of one split parameter would each change the upper half under the other's lower one."""
+        halves = split_halves(leaf)
+        if not isinstance(halves, TierHalves) or halves.store is self:
+            return
+        if halves.store._closed:
+            raise ValueError(
+                f"{name} belonged to an OffloadAdamW that is closed, and the lower half of its weights went with that: "
+                "load a checkpoint into a new model, and make the optimizer for that one"
+            )
+        raise ValueError(
+            f"{name} belongs to another OffloadAdamW, which holds the lower half of its weights: go on with that one "
+            "(load_state_dict gives it another state), or load model.state_dict() into a new model"
+        )
+
+    @property
+    def has_split_params(self) -> bool:
+        """Whether the state has the lower half of any parameter."""
+        return any(split_shard(leaf) is not None for leaf in self.table.leaves)
+
     def is_placed(self, index: int) -> bool:
         """Whether the parameter has a place (it has had state, or was trainable when it came)."""
         return index in self._placed
@@ -132,31 +158,40 @@ class StateStore:
         """Give parameters that have no place yet one, with all of its space promised.
 
         Raises:
-            OutOfSpaceError: names bytes needed and free; nothing was placed.
-            ConfigError: the host budget does not hold what must be in host memory; nothing was placed.
+            OutOfSpaceError: names bytes needed and free.
+            ConfigError: the host budget does not hold what must be in host memory.
+            SwapIOError: what is in host memory could not be written to its tier.
+            Nothing was placed then.
         """
         missing = [index for index in indices if index not in self._placed]
         groups = self.blocks.admit([self.table.leaves[index] for index in missing])
+        records: list[SlotRecord] = []
         try:
-            self._place(missing, groups)
+            plan = self._place(missing, groups, records)
+            self._write_lower_halves(records)
+            self.blocks.take(groups)
         except BaseException:
+            self._give_up(records)
             self.blocks.drop(groups)
             raise
-        self.blocks.take(groups)
+        self.slots += records
+        self.plan = plan
+        self._let_go_of_lower_halves(records)
         for index, leaf in enumerate(self.table.leaves):
             if (halves := split_halves(leaf)) is not None:
                 self._note_upper(index, halves)
         self.table.params[:] = [storage_of(leaf) for leaf in self.table.leaves]  # lets go of what was resident
         self._placed.update(missing)
 
-    def _place(self, missing: Sequence[int], groups: Sequence[GatherGroup]) -> None:
+    def _place(self, missing: Sequence[int], groups: Sequence[GatherGroup], records: list[SlotRecord]) -> TierPlan:
+        """Promise places and fill in `records`, one for each new subgroup; returns the plan with them in it."""
         blocks = self.blocks.units(groups)
         subgroups = self._cut(missing, blocks)
         if not subgroups and not groups:
-            return
+            return self.plan
         plan = self._plan(subgroups, blocks)
         self.blocks.reserve(groups, plan.tiers[: len(blocks)])
-        records = [SlotRecord(subgroup) for subgroup in subgroups]
+        records += [SlotRecord(subgroup) for subgroup in subgroups]
         tiers = plan.tiers[len(plan.tiers) - len(subgroups) :]
         moving = [record for record, tier in zip(records, tiers, strict=True) if tier == "nvme"]
         if moving:
@@ -169,9 +204,15 @@ class StateStore:
             extents = self.tier.space.allocate_all([record.subgroup.size_bytes for record in moving])
             for record, extent in zip(moving, extents, strict=True):
                 record.extent = extent
-        self.slots += records
-        self.plan = plan
-        self._move_lower_halves(records)
+        return plan
+
+    def _give_up(self, records: Sequence[SlotRecord]) -> None:
+        """Undo `_place` and `_write_lower_halves`, as far as they came."""
+        self.pipeline.forget(records)
+        for record in records:
+            if record.extent is not None:
+                assert self.tier is not None
+                self.tier.space.free(record.extent)
 
     def check_usable(self) -> None:
         """Raise ClosedError after ``close``, ForkError in another process."""
@@ -219,22 +260,28 @@ class StateStore:
     def _num_buffers(self) -> int:
         return self.config.zero_optimization.offload_optimizer.buffer_count
 
-    def _move_lower_halves(self, records: Sequence[SlotRecord]) -> None:
-        """Bring the lower halves of split shards to their tier, subgroup by subgroup, and free their memory."""
-        table = self.table
-        moving = {run.param for record in records for run in record.subgroup.runs} & table.first_lower.keys()
+    def _write_lower_halves(self, records: Sequence[SlotRecord]) -> None:
+        """Bring the lower halves of split shards to their tier, subgroup by subgroup. They stay in memory as well."""
+        moving = self._resident_lower_halves(records)
         order = [record for record in records if any(run.param in moving for run in record.subgroup.runs)]
         for position, record in enumerate(order):
             self.pipeline.acquire(order, position)
             self.pipeline.will_change(record)
             self.pipeline.release(record)
         self.pipeline.synchronize()
-        for index in moving:
-            split = split_shard(table.leaves[index])
+
+    def _let_go_of_lower_halves(self, records: Sequence[SlotRecord]) -> None:
+        """From now on those on the tier count."""
+        for index in self._resident_lower_halves(records):
+            split = split_shard(self.table.leaves[index])
             assert split is not None
             assert isinstance(split.halves, ResidentHalves)
-            del table.first_lower[index]
+            del self.table.first_lower[index]
             split.use_halves(TierHalves(self, index, split.halves))
+
+    def _resident_lower_halves(self, records: Sequence[SlotRecord]) -> set[int]:
+        """Indices of the parameters in these subgroups whose lower halves are still in memory."""
+        return {run.param for record in records for run in record.subgroup.runs} & self.table.first_lower.keys()
 
     def _note_upper(self, index: int, halves: ResidentHalves | UnbornHalves | TierHalves) -> None:
         if isinstance(halves.upper, TieredUpper):

@@ -13,7 +13,7 @@ of read-ahead looks past them, so that reads and writes go on while they are upd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Protocol
@@ -130,6 +130,15 @@ class StepPipeline:
         """
         if slot.extent is not None:
             self._give_up_buffer(slot)
+
+    def forget(self, slots: Iterable[SlotRecord]) -> None:
+        """Give up subgroups that nobody will ask for: waits for their transfers, keeps nothing of their state."""
+        for slot in slots:
+            if slot.transfer is not None:
+                slot.transfer.operation.wait(None)
+                slot.transfer = None
+            if slot.buffer is not None:
+                self._give_up_buffer(slot)
 
     def synchronize(self) -> None:
         """Wait for everything under way.

@@ -12,9 +12,9 @@ from optim.grad_tier import PartitionStandIn
 from optim.slots import SlotRecord
 from optim.update import StepInputs
 
-_CHECKPOINT = (
-    "load a checkpoint with load_state_dict, the model's before the optimizer's (fp32 parameters are in no other)"
-)
+_CHECKPOINT = "load a checkpoint with load_state_dict, "
+_MODEL_FIRST = "the model's before the optimizer's (fp32 parameters are in no other)"
+_MODEL_LAST = "the optimizer's, then the model's (split parameters cannot be written before)"
 
 
 class UnfinishedStep:
@@ -24,9 +24,10 @@ class UnfinishedStep:
         number: of the step, counted from 1.
         order: subgroups in the order of this step.
         inputs: gradients and scalars, as they were when the step began.
+        split: whether there are split parameters, of which the state has a half.
     """
 
-    def __init__(self, number: int, order: Sequence[SlotRecord], inputs: StepInputs | None) -> None:
+    def __init__(self, number: int, order: Sequence[SlotRecord], inputs: StepInputs | None, *, split: bool) -> None:
         self.number = number
         self.order = order
         self.inputs = inputs
@@ -37,11 +38,12 @@ class UnfinishedStep:
         self.changed_blocks = 0
         """Blocks of 65536 elements found changed by somebody else."""
         self._versions = _versions(inputs)
+        self._checkpoint = _CHECKPOINT + (_MODEL_LAST if split else _MODEL_FIRST)
 
     @classmethod
-    def of_load(cls, number: int) -> UnfinishedStep:
+    def of_load(cls, *, split: bool) -> UnfinishedStep:
         """What an interrupted ``load_state_dict`` leaves: a state that is neither old nor new."""
-        broken = cls(number, [], None)
+        broken = cls(0, [], None, split=split)
         broken.updating = True
         return broken
 
@@ -59,10 +61,10 @@ class UnfinishedStep:
     def way_on(self) -> str:
         """What can be done about it, in words."""
         if self.updating:
-            return f"It was cut off inside an update and cannot be finished: {_CHECKPOINT}"
+            return f"It was cut off inside an update and cannot be finished: {self._checkpoint}"
         return (
             "When the cause is removed, call finish_step() while the gradients are still as they were, "
-            f"or {_CHECKPOINT}"
+            f"or {self._checkpoint}"
         )
 
     def refusal(self, expected: str) -> StateError:
@@ -81,7 +83,7 @@ class UnfinishedStep:
             raise StateError(
                 "OffloadAdamW",
                 "gradients as they were when the step began",
-                f"gradients that have changed since. {self.situation}; {_CHECKPOINT}",
+                f"gradients that have changed since. {self.situation}; {self._checkpoint}",
             )
         return self.inputs
 

@@ -106,6 +106,11 @@ def test_the_same_parameter_twice_in_a_group(make_adamw):
         ({"betas": (0.9, 1.0)}, r"betas = \(0.9, 1.0\)"),
         ({"betas": (-0.1, 0.9)}, "betas"),
         ({"betas": (0.9,)}, "betas"),
+        ({"betas": 0.9}, r"group 0: betas = 0\.9: must be two numbers"),
+        ({"betas": ("0.9", 0.99)}, "betas"),
+        ({"lr": None}, r"group 0: lr = None: must be a finite number"),
+        ({"lr": torch.ones(2)}, "lr = tensor"),
+        ({"weight_decay": "0.1"}, "weight_decay = '0.1'"),
     ],
 )
 def test_hyperparameters_out_of_range(make_adamw, options, words):
@@ -141,7 +146,9 @@ def test_staging_buffers_too_small_for_a_block(drive):
     OffloadAdamW([param((5 * BLOCK,))], offload=config).close()
 
 
-@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"params": [nn.Parameter(torch.zeros(3, dtype=torch.int32), False)]}])
+@pytest.mark.parametrize(
+    "bad", [{"lr": -1.0}, {"betas": 0.9}, {"params": [nn.Parameter(torch.zeros(3, dtype=torch.int32), False)]}]
+)
 def test_a_refused_group_leaves_nothing_behind(make_adamw, bad):
     params = params_of([(300,)], torch.bfloat16)
     optimizer, twin = make_adamw(params), Twin(params)
@@ -153,6 +160,18 @@ def test_a_refused_group_leaves_nothing_behind(make_adamw, bad):
     twin.step([p.grad for p in params])
     optimizer.step()
     twin.assert_equals(optimizer)
+
+
+def test_a_group_refused_by_any_error_leaves_nothing_behind(make_adamw, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    optimizer = make_adamw([param((300,))])
+    with monkeypatch.context() as patch:
+        patch.setattr("optim.adamw.check_param", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.add_param_group({"params": [param((5,))]})
+    assert len(optimizer.param_groups) == len(optimizer.state) == 1
 
 
 def test_a_group_that_finds_no_space_leaves_nothing_behind(make_adamw, monkeypatch):

@@ -1,8 +1,11 @@
 """Ctrl-C in the middle of a step, and the ways on from there."""
 
+import errno
+import itertools
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,8 @@ import torch
 import optim.adamw
 import optim.state_store
 from aio_native import FaultSpec
-from offload.errors import StateError
+from offload.errors import StateError, SwapIOError
+from optim.step_pipeline import StepPipeline
 from tests.support.training import (
     BLOCK,
     assert_same_bits,
@@ -249,6 +253,34 @@ def test_an_entry_whose_setting_was_interrupted_is_as_it_was(make_adamw, monkeyp
         patch.setattr(optim.state_access, "write_run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.state[params[0]]["exp_avg"] = torch.full(SHAPES[0], 7.0)
+    assert_same_bits(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("name", ["exp_avg", "master"])
+def test_an_entry_that_was_set_in_part_is_refused_until_a_load(make_adamw, monkeypatch, device, name):
+    """The second of its subgroups cannot be had. Where the first cannot be had, nothing has changed."""
+    params, optimizer = started(make_adamw, device, sub_group_size=1)
+    before = snapshot(optimizer)
+    acquire = StepPipeline.acquire
+    for number in (1, 2):
+        calls = itertools.count(1)
+
+        def failing(*arguments, calls=calls, number=number, **options):
+            if next(calls) == number:
+                raise SwapIOError(errno.EIO, path=Path("swap"), offset=0, size_bytes=1, direction="read", extent="it")
+            return acquire(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StepPipeline, "acquire", failing)
+            with pytest.raises(SwapIOError):
+                optimizer.state[params[0]][name] = torch.full(SHAPES[0], 7.0)
+        if number == 1:
+            assert_same_bits(snapshot(optimizer), before)
+    for refused in (optimizer.step, optimizer.state_dict, lambda: optimizer.state[params[0]][name]):
+        with pytest.raises(StateError, match="stopped halfway: part of the state is new and part is old"):
+            refused()
+    optimizer.load_state_dict({"state": before["state"], "param_groups": before["param_groups"]})
     assert_same_bits(snapshot(optimizer), before)
 
 

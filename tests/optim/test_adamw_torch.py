@@ -1,5 +1,6 @@
 """Beside torch: its AdamW as a reference by tolerance, its schedulers, clipping, GradScaler and hooks in use."""
 
+import math
 import warnings
 
 import pytest
@@ -100,6 +101,28 @@ def test_clip_grad_norm_from_outside_and_clipping_inside_agree(make_adamw):
         assert clipping.stats().clip_coef == pytest.approx(1 / float(norm), rel=1e-5)
     for one, other in zip(inside, outside, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-3 * SETTINGS["lr"])
+
+
+def test_clipping_outlives_a_step_that_is_refused(make_adamw):
+    """A hyperparameter is found wrong and put right: the step that follows clips as the refused one would have."""
+    ends = []
+    for disturbed in (False, True):
+        params = params_of([(300,), (5,)], torch.bfloat16)
+        optimizer = make_adamw(params, eps=1.0)
+        set_grads(params, 0, scale=10.0)
+        assert optimizer.clip_grad_norm_(1.0) > 1
+        if disturbed:
+            optimizer.param_groups[0]["lr"] = math.nan
+            with pytest.raises(ValueError, match="lr = nan"):
+                optimizer.step()
+            optimizer.param_groups[0]["lr"] = SETTINGS["lr"]
+        optimizer.step()
+        assert optimizer.total_norm == pytest.approx(1.0)
+        optimizer.step()
+        assert optimizer.total_norm > 1, "the factor is for one step"
+        ends.append(snapshot(optimizer))
+        optimizer.close()
+    assert_same_bits(*ends)
 
 
 def test_a_small_gradient_is_not_scaled_up(make_adamw):

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import errno
+import itertools
 import os
 from dataclasses import replace
 
@@ -9,12 +11,13 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from aio_native import FaultSpec
+from aio_native import FaultSpec, Op
 from offload.errors import ClosedError, ConfigError, OutOfSpaceError, StateError, SwapIOError
 from offload.extent import Stripe
 from offload.tier import NvmeTier
 from optim import OffloadAdamW, get_full_grad, initialize, set_full_grad
 from optim.sharding import default_mesh
+from tests.optim.test_adamw_faults import Failing
 from tests.optim.test_sharded import assert_same, backward, full_state, sharded_model
 from tests.optim.test_sharded import make as make_groups
 from tests.support.ranks import run_ranks
@@ -337,6 +340,57 @@ def test_what_a_drive_does_in_a_bad_hour_changes_nothing(alone, tmp_path, monkey
                 ends.append(full_state(engine.module, engine.optimizer))
     assert_same(ends[0], ends[1])
     assert_same(ends[0], ends[2])
+
+
+def refuse_second_write(tier, monkeypatch):
+    start, writes, path = tier._start, itertools.count(1), tier.space.paths[0]
+
+    def submit(op, extent, buffer, what, kind, size_bytes):
+        if op is Op.WRITE and next(writes) == 2:
+            raise SwapIOError(errno.EIO, path=path, offset=0, size_bytes=1, direction="write", extent=what)
+        return start(op, extent, buffer, what, kind, size_bytes)
+
+    monkeypatch.setattr(tier, "_start", submit)
+
+
+@pytest.mark.parametrize("kind", ["state", "param"])
+def test_a_placement_that_fails_leaves_nothing_behind_and_can_be_repeated(alone, tmp_path, monkeypatch, kind):
+    """Layers are unfrozen in mid-training, and the second write of what moves to its tier then fails."""
+    default_mesh("cpu")
+    ends = []
+    for disturbed in (False, True):
+        model = sharded_model(torch.bfloat16)
+        model.blocks.requires_grad_(False)
+        with make_groups(model, section(tmp_path, param="nvme", state="nvme")) as optimizer:
+            backward(model, 0, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.blocks.requires_grad_(True)
+            backward(model, 0, 1)
+            store = optimizer._store
+            tier = store.tier if kind == "state" else store.blocks.params.cache.tier
+            if disturbed:
+                before, plan, bytes_taken = full_state(model, optimizer), store.plan, bytes_taken_on(tier)
+                with monkeypatch.context() as patch:
+                    Failing(tier, patch, Op.WRITE, 2) if kind == "state" else refuse_second_write(tier, patch)
+                    with pytest.raises(SwapIOError, match=r"subgroup|parameters of"):
+                        optimizer.step()
+                assert not optimizer.has_unfinished_step
+                assert store.plan is plan
+                assert bytes_taken_on(tier) == bytes_taken
+                assert_same(full_state(model, optimizer), before)
+            optimizer.step()
+            optimizer.zero_grad()
+            backward(model, 0, 2)
+            optimizer.step()
+            ends.append((full_state(model, optimizer), optimizer.stats().num_subgroups))
+    assert_same(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+
+
+def bytes_taken_on(tier):
+    """In each of its files."""
+    return [file._free.end - sum(size for _, size in file._free._free) for file in tier.space._files]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """OffloadAdamW on parameters that FSDP2 shards: real process groups, 1, 2 and 4 ranks."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from optim import OffloadAdamW, split_parameters
+from optim.sharding import default_mesh
+from optim.update import update_subgroup
 from tests.support.ranks import run_ranks
+from tests.support.tiers import section as tiers_section
 
 VOCABULARY = 61
 ACCUMULATION = 2
@@ -293,6 +297,84 @@ def resume(rank, world_size, path):
 
 def test_state_dicts_carry_a_run_from_nvme_to_memory(tmp_path):
     run_ranks(resume, 2, tmp_path)
+
+
+@pytest.mark.parametrize("tiers", [{}, {"state": "nvme"}, {"param": "nvme"}], ids=["cpu", "state", "param"])
+def test_a_state_dict_without_masters_leaves_split_parameters_alone(alone, tmp_path, tiers):
+    """After "load the model, then the optimizer" no lower half is gone, of a frozen parameter neither."""
+    default_mesh("cpu")
+    model = sharded_model(torch.bfloat16)
+    model.blocks[1].requires_grad_(False)
+    with OffloadAdamW(model.parameters(), offload=tiers_section(tmp_path, **tiers)) as optimizer:
+        backward(model, 0, 0)
+        optimizer.step()
+        before = [p.detach().full_tensor() for p in model.parameters()]
+        assert not torch.equal(before[0], before[0].bfloat16().float())
+        stock = torch.optim.AdamW([nn.Parameter(torch.zeros_like(p)) for p in before])
+        frozen = model.blocks[1][0].weight
+        assert torch.equal(optimizer.state[frozen]["master"].full_tensor(), frozen.detach().full_tensor())
+        for entries in ({}, {i: {"exp_avg": torch.ones_like(p)} for i, p in enumerate(model.parameters())}):
+            optimizer.load_state_dict({**stock.state_dict(), "state": entries})
+            after = [p.detach().full_tensor() for p in model.parameters()]
+            assert all(map(torch.equal, after, before))
+            moments = [optimizer.state[p]["exp_avg"].full_tensor() for p in model.parameters()]
+            assert all(bool((moment == (1 if entries else 0)).all()) for moment in moments)
+
+
+def test_split_parameters_have_one_optimizer(alone):
+    """Each would change the upper halves under the other's lower ones."""
+    default_mesh("cpu")
+    config = section("cpu", None)
+    model, other = sharded_model(torch.bfloat16), sharded_model(torch.bfloat16)
+    optimizer = make(model, config)
+    make(other, config).close()
+    with pytest.raises(
+        ValueError, match=r"parameter 0 of group 0 belonged to an OffloadAdamW that is closed.*new model"
+    ):
+        make(other, config)
+    before = full_state(model, optimizer)
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 belongs to another OffloadAdamW.*load_state_dict"):
+        make(model, config)
+    with OffloadAdamW(nn.Linear(2, 2).parameters(), offload=config) as third:
+        with pytest.raises(ValueError, match="parameter 0 of group 1 belongs to another"):
+            third.add_param_group({"params": [model.head.weight]})
+        assert len(third.param_groups) == 1
+    assert_same(full_state(model, optimizer), before)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("with_masters", [True, False], ids=["masters", "no masters"])
+def test_the_way_back_that_a_stopped_step_names_with_split_parameters(alone, monkeypatch, with_masters):
+    """The optimizer's state dict, then the model's: the model's cannot be loaded while half of it is in doubt."""
+    default_mesh("cpu")
+    model = sharded_model(torch.bfloat16)
+    with make(model, section("cpu", None)) as optimizer:
+        backward(model, 0, 0)
+        optimizer.step()
+        weights, state = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+        if not with_masters:
+            for entries in state["state"].values():
+                del entries["master"]
+        before = full_state(model, optimizer)
+        calls = itertools.count(1)
+
+        def cut_off(*arguments):
+            if next(calls) == 2:
+                raise KeyboardInterrupt
+            return update_subgroup(*arguments)
+
+        backward(model, 0, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("optim.adamw.update_subgroup", cut_off)
+            with pytest.raises(KeyboardInterrupt) as stopped:
+                optimizer.step()
+        way_on = "cannot be finished: load a checkpoint with load_state_dict, the optimizer's, then the model's"
+        assert way_on in stopped.value.__notes__[0]
+        with pytest.raises(RuntimeError, match=way_on):
+            model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        model.load_state_dict(weights)
+        assert_same(full_state(model, optimizer), before)
 
 
 def hybrid(rank, world_size, path, shape):
