@@ -21,6 +21,7 @@ from optim.engine import OffloadEngine
 from optim.meshes import MeshRoles, check_not_sharded, check_same_on_ranks, dtypes_of_stages
 from optim.precision_plan import PrecisionPlan
 from optim.schedulers import scheduler_of
+from optim.section_checks import check_supported
 from optim.sharding import default_mesh, find_blocks, match_blocks, shard_with_precision
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -61,7 +62,7 @@ def initialize(
     """
     config = OffloadConfig.of(config)
     device_type = _device_type(model, mesh)
-    _check_supported(config, device_type)
+    check_supported(config, device_type)
     chosen = find_blocks(model) if blocks is None else match_blocks(model, blocks)
     birth = _birth_of(model, config, weights, init)
     mesh = mesh if mesh is not None else default_mesh(device_type)
@@ -131,27 +132,6 @@ def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
     if len(devices) > 1 or params[0].device.type not in ("cpu", "cuda"):
         raise ValueError(f"initialize: the model is on {', '.join(devices)}; move it to one CPU or CUDA device")
     return params[0].device.type
-
-
-def _check_supported(config: OffloadConfig, device_type: str) -> None:
-    """Refuse what the section may say and this engine does not do.
-
-    Raises:
-        ConfigError: names the key and what to write instead.
-    """
-    problems = []
-    for name, device in (
-        ("zero_optimization.offload_param", config.zero_optimization.offload_param.device),
-        ("offload_gradients", config.offload_gradients.device),
-    ):
-        if device == "nvme" and not config.bf16.enabled:
-            what = 'only the halves of bf16 training go there; write bf16.enabled = true, or "none"'
-            problems.append(f'{name}.device = "nvme": {what}')
-        if device != "none" and device_type != "cpu":
-            what = f'the model is on {device_type}, where parameters and gradients stay; write "none", or move it'
-            problems.append(f'{name}.device = "{device}": {what} to the CPU')
-    if problems:
-        raise ConfigError(problems)
 
 
 def _check_together(model: nn.Module, config: OffloadConfig, mesh: DeviceMesh, roles: MeshRoles) -> None:

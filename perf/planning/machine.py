@@ -92,6 +92,11 @@ class Machine:
             raise MachineError(f"--ranks {self.ranks} is no multiple of --ranks-per-node {self.ranks_per_node}")
 
     @property
+    def device_type(self) -> str:
+        """Where forward and backward compute: "cuda" or "cpu"."""
+        return "cpu" if self.device_memory is None else "cuda"
+
+    @property
     def host_budget(self) -> int:
         """What a host budget of "auto" comes to for one rank here."""
         return auto_budget(self.host_memory, self.ranks_per_node)

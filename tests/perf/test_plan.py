@@ -150,6 +150,32 @@ def test_what_does_not_fit_has_status_1_and_the_largest_model_fits():
     assert plan(f"--params {(largest + 1) * layer} {numbers} --layers {largest + 1} --capacity 10GB").exit_code == 1
 
 
+GPU = "--params 8e9 --layers 32 --vocab 128000 --host-memory 64GB --device-memory"
+
+
+def test_parameters_and_gradients_of_a_gpu_stay_on_it():
+    result = plan(f"{GPU} 24GB --capacity 1TB --json")
+    document = json.loads(result.stdout)
+    held = document["bytes_per_rank"]
+    assert result.exit_code == 1
+    assert held["parameters"] == held["gradients"] == {"device": 2 * 8 * 10**9}
+    assert held["optimizer state"].keys() == {"nvme"}
+    missing = sum(sizes.get("device", 0) for sizes in held.values()) - 24 * 10**9
+    assert document["missing_per_rank"] == {"device": missing}
+    assert missing > 2 * 2 * 8 * 10**9 - 24 * 10**9
+    assert plan(f"{GPU} 80GB --capacity 1TB").exit_code == 0
+
+
+@pytest.mark.parametrize("kept", [{"params": 2}, {"grads": 2}], ids=str)
+def test_a_section_that_a_run_on_a_gpu_refuses_is_refused(kept, tmp_path):
+    file = tmp_path / "offload.json"
+    file.write_text(json.dumps(section(tmp_path, **kept)))
+    result = plan(f"{GPU} 80GB --config {file}")
+    assert result.exit_code == 2
+    assert "the model is on cuda, where parameters and gradients stay" in result.output
+    assert plan(f"{GPU.removesuffix('--device-memory')} --config {file}").exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

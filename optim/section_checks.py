@@ -1,0 +1,27 @@
+"""What the section may say and `initialize` refuses all the same: it knows the device."""
+
+from __future__ import annotations
+
+from offload.config import OffloadConfig
+from offload.errors import ConfigError
+
+
+def check_supported(config: OffloadConfig, device_type: str) -> None:
+    """Refuse what the section may say and this engine does not do.
+
+    Raises:
+        ConfigError: names the key and what to write instead.
+    """
+    problems = []
+    for name, device in (
+        ("zero_optimization.offload_param", config.zero_optimization.offload_param.device),
+        ("offload_gradients", config.offload_gradients.device),
+    ):
+        if device == "nvme" and not config.bf16.enabled:
+            what = 'only the halves of bf16 training go there; write bf16.enabled = true, or "none"'
+            problems.append(f'{name}.device = "nvme": {what}')
+        if device != "none" and device_type != "cpu":
+            what = f'the model is on {device_type}, where parameters and gradients stay; write "none", or move it'
+            problems.append(f'{name}.device = "{device}": {what} to the CPU')
+    if problems:
+        raise ConfigError(problems)
