@@ -1,4 +1,4 @@
-"""What the section may say and `initialize` refuses all the same: it knows the device."""
+"""What the section may say and `initialize` refuses all the same: it knows the device and the ranks."""
 
 from __future__ import annotations
 
@@ -25,3 +25,20 @@ def check_supported(config: OffloadConfig, device_type: str) -> None:
             problems.append(f'{name}.device = "{device}": {what} to the CPU')
     if problems:
         raise ConfigError(problems)
+
+
+def completed_for(config: OffloadConfig, num_ranks: int) -> OffloadConfig:
+    """The section with its gradient accumulation steps, which the tier plan counts uses with.
+
+    Args:
+        config: the whole section.
+        num_ranks: data-parallel ones.
+
+    Raises:
+        ConfigError: it does not go with so many ranks; names the key and what to write instead.
+    """
+    if config.zero_optimization.stage == 0 and num_ranks > 1:
+        what = f"nothing is sharded, which goes with one rank, not with {num_ranks}; write 1"
+        raise ConfigError([f"zero_optimization.stage = 0: {what}"])
+    steps = config.batch_sizes(num_ranks).gradient_accumulation_steps
+    return config.model_copy(update={"gradient_accumulation_steps": steps})

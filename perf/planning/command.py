@@ -18,7 +18,7 @@ from offload.available_memory import available_bytes
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.units import parse_bytes
-from optim.section_checks import check_supported
+from optim.section_checks import check_supported, completed_for
 from perf.planning.machine import Drives, Machine, MachineError
 from perf.planning.prediction import Job, largest_model, predict
 from perf.planning.report import show
@@ -136,12 +136,13 @@ def plan(
 
 
 def plannable(config: OffloadConfig, machine: Machine) -> OffloadConfig:
-    """The section with a host budget of "auto" as that machine would have it, not the one this runs on.
+    """The section as `initialize` completes it, with a host budget of "auto" as that machine would have it.
 
     Raises:
         ConfigError: `initialize` would refuse it there.
     """
     check_supported(config, machine.device_type)
+    config = completed_for(config, machine.ranks)
     if config.host_budget != "auto":
         return config
     return config.model_copy(update={"host_budget": machine.host_budget})

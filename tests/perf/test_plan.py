@@ -130,6 +130,12 @@ def plan(arguments):
     return CliRunner().invoke(app, ["plan", *arguments.split()])
 
 
+def planned(arguments, config, tmp_path):
+    file = tmp_path / "offload.json"
+    file.write_text(json.dumps(config))
+    return plan(f"--params 1e6 --layers 4 --host-memory 16GiB --config {file} {arguments}")
+
+
 def test_a_trillion_parameters_on_thousands_of_ranks():
     document = json.loads(plan(f"{LARGE} {RATES} --json").stdout)
     assert document["model"]["parameters"] == 10**12
@@ -168,12 +174,38 @@ def test_parameters_and_gradients_of_a_gpu_stay_on_it():
 
 @pytest.mark.parametrize("kept", [{"params": 2}, {"grads": 2}], ids=str)
 def test_a_section_that_a_run_on_a_gpu_refuses_is_refused(kept, tmp_path):
-    file = tmp_path / "offload.json"
-    file.write_text(json.dumps(section(tmp_path, **kept)))
-    result = plan(f"{GPU} 80GB --config {file}")
+    result = planned("--device-memory 80GB", section(tmp_path, **kept), tmp_path)
     assert result.exit_code == 2
     assert "the model is on cuda, where parameters and gradients stay" in result.output
-    assert plan(f"{GPU.removesuffix('--device-memory')} --config {file}").exit_code == 0
+    assert planned("", section(tmp_path, **kept), tmp_path).exit_code == 0
+
+
+def test_micro_batches_follow_from_the_batch_keys(tmp_path):
+    def traffic(ranks, **batch_keys):
+        document = json.loads(planned(f"--ranks {ranks} --json", {**derived, **batch_keys}, tmp_path).stdout)
+        return document["traffic_per_rank_and_step"]
+
+    derived = section(tmp_path, params=2, grads=2)
+    del derived["gradient_accumulation_steps"]
+    for ranks, steps in ((1, 8), (2, 4)):
+        batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
+        assert traffic(ranks, **batch) == traffic(ranks, gradient_accumulation_steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "words"),
+    [
+        (3, {"train_batch_size": 8}, "train_batch_size = 8: is no multiple"),
+        (1, {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, "write 2"),
+        (2, {"zero_optimization": {"stage": 0}}, "nothing is sharded"),
+        (1, {"bf16": {"enabled": False}}, "only the halves of bf16 training go there"),
+    ],
+    ids=["ranks", "batch keys", "stage", "precision"],
+)
+def test_a_section_that_initialize_refuses_is_refused(ranks, changes, words, tmp_path):
+    result = planned(f"--ranks {ranks}", section(tmp_path, params=2) | changes, tmp_path)
+    assert result.exit_code == 2
+    assert words in result.output
 
 
 @pytest.mark.parametrize(
