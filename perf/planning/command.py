@@ -20,7 +20,7 @@ from offload.errors import ConfigError
 from offload.units import parse_bytes
 from optim.section_checks import check_supported, completed_for
 from perf.planning.machine import Drives, Machine, MachineError
-from perf.planning.prediction import Job, largest_model, predict
+from perf.planning.prediction import MAX_LAYERS, Job, largest_model, predict
 from perf.planning.report import show
 from perf.planning.shape import ModelShape, ShapeError
 
@@ -127,7 +127,11 @@ def plan(
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        found = largest and {"parameters": largest.numel, "layers": largest.num_layers}
+        found = largest and {
+            "parameters": largest.numel,
+            "layers": largest.num_layers,
+            "deepest": largest.num_layers <= MAX_LAYERS,
+        }
         typer.echo(json.dumps({**prediction.to_dict(), "largest_model": found}))
     else:
         show(prediction, largest, Console())

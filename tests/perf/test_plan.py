@@ -156,6 +156,21 @@ def test_what_does_not_fit_has_status_1_and_the_largest_model_fits():
     assert plan(f"--params {(largest + 1) * layer} {numbers} --layers {largest + 1} --capacity 10GB").exit_code == 1
 
 
+def test_the_search_for_the_largest_model_ends():
+    layer_numel = 10_000
+    small = f"--params {layer_numel * 12} --layers 12 --tokens 16 --host-memory 1TB --capacity 900TB"
+    assert "fits: more than 2048 layers" in plan(small).output
+    largest = json.loads(plan(f"{small} --json").stdout)["largest_model"]
+    assert largest == {"parameters": 2049 * layer_numel, "layers": 2049, "deepest": False}
+
+
+def test_a_host_budget_limits_the_largest_model(tmp_path):
+    config = section(tmp_path) | {"host_budget": "64MiB"}
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    largest = json.loads(planned("--json", config, tmp_path).stdout)["largest_model"]
+    assert largest == {"parameters": 26 * 250_000, "layers": 26, "deepest": True}
+
+
 GPU = "--params 8e9 --layers 32 --vocab 128000 --host-memory 64GB --device-memory"
 
 
