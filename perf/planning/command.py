@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
+from math import nan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,9 +53,12 @@ print(int(status_field("VmHWM").split()[0]) * 1024)
 
 def _number(text: str) -> int:
     try:
-        return int(float(text.replace("_", "").replace(",", "")))
-    except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r} is not a number; write 2e9 or 2000000000") from None
+        number = float(text.replace("_", "").replace(",", ""))
+    except ValueError:
+        number = nan
+    if number < 1 or not number.is_integer():
+        raise typer.BadParameter(f"{text!r} is no whole number, 1 or more; write 2e9 or 2000000000")
+    return int(number)
 
 
 def _bytes(text: str) -> int:
@@ -205,10 +209,13 @@ def _drives(
     mixed: int | None,
     tbw: float | None,
 ) -> Drives | None:
+    rates = (read, write, mixed)
     if bench is not None:
+        if rates != (None, None, None):
+            raise MachineError("--bench has the rates; leave out --read-bw, --write-bw and --mixed-bw, or --bench")
         return Drives.of_bench(bench, tbw)
-    if read and write:
+    if read is not None and write is not None:
         return Drives.of_rates(read, write, mixed, tbw)
-    if read or write or mixed or tbw:
+    if (*rates, tbw) != (None, None, None, None):
         raise MachineError("drives need --bench, or both --read-bw and --write-bw")
     return None

@@ -223,6 +223,26 @@ def test_a_section_that_initialize_refuses_is_refused(ranks, changes, words, tmp
     assert words in result.output
 
 
+def test_a_bench_that_did_not_measure_the_drives_is_refused(tmp_path):
+    sample = {"size_bytes": 10**9, "seconds": 0.5}
+    measured = {
+        "verified": True,
+        "engine": {"direct": True},
+        "results": {rw: {"samples": [sample]} for rw in ("read", "write", "mixed")},
+    }
+    for changes, words in (
+        ({}, ""),
+        ({"verified": False}, "the null engine moves no bytes"),
+        ({"engine": {"direct": False}}, "--direct required"),
+        ({"results": {**measured["results"], "write": {"samples": [sample | {"size_bytes": 0}]}}}, "is no result"),
+    ):
+        file = tmp_path / "bench.json"
+        file.write_text(json.dumps(measured | changes))
+        result = plan(f"--params 1e6 --layers 2 --host-memory 16GiB --bench {file}")
+        assert result.exit_code == (2 if words else 0)
+        assert words in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -230,7 +250,22 @@ def test_a_section_that_initialize_refuses_is_refused(ranks, changes, words, tmp
         ("--params 1e6 --layers 0", "--layers"),
         ("--params 1e6 --layers 2 --ranks 3 --ranks-per-node 2", "no multiple"),
         ("--params 1e6 --layers 2 --read-bw 1GB", "--write-bw"),
-        ("--params 1e6 --layers 2 --flops 0", "--flops"),
+        *(
+            (f"--params 1e6 --layers 2 --read-bw 1GB --write-bw 1GB {option} {value}", words)
+            for option, value, words in (
+                ("--flops", "0", "--flops 0.0: must be more than 0"),
+                ("--update-rate", "inf", "--update-rate inf"),
+                ("--tbw", "-5", "--tbw -5.0"),
+                ("--tbw", "nan", "--tbw nan"),
+                ("--mixed-bw", "0", "--mixed-bw 0"),
+                ("--capacity", "0", "--capacity 0"),
+                ("--vocab", "-100", "no whole number"),
+                ("--hidden", "-64", "no whole number"),
+                ("--layers", "2.9", "no whole number"),
+                ("--params", "nan", "no whole number"),
+                ("--bench", "bench.json", "--bench has the rates"),
+            )
+        ),
         ("--model /nowhere/config.json", "there is no such file"),
         ("--params 1e6 --layers 2 --bench /nowhere/bench.json", "No such file"),
     ],
