@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -13,6 +14,7 @@ from offload.config import OffloadConfig
 from offload.units import GiB
 from optim import initialize
 from perf.cli import app
+from perf.planning import check
 from perf.planning.machine import Drives, Machine
 from perf.planning.prediction import Job, predict
 from perf.planning.shape import ModelShape
@@ -274,3 +276,11 @@ def test_bad_values_are_told_in_words(arguments, words):
     result = plan(arguments)
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_a_check_of_no_folder_is_refused_in_words():
+    command = typer.Typer()
+    command.command()(check.main)
+    result = CliRunner().invoke(command, ["--path", "/nowhere"])
+    assert result.exit_code == 2
+    assert "does not exist" in result.output
