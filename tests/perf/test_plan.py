@@ -1,6 +1,7 @@
 """`offload plan`: bytes against the counters of real runs, what fits, and bad values in words."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -276,6 +277,14 @@ def test_bad_values_are_told_in_words(arguments, words):
     result = plan(arguments)
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_the_page_has_every_option():
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    options = typer.main.get_command(app).commands["plan"].params
+    names = {(option.secondary_opts or option.opts)[0] for option in options}
+    assert {"--params", "--no-checkpointing"} <= names
+    assert not [name for name in sorted(names) if f"`{name}`" not in page]
 
 
 def test_a_check_of_no_folder_is_refused_in_words():
