@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from offload.config import OffloadConfig
-from offload.errors import ConfigError
 from optim.adamw import OffloadAdamW
 from optim.birth import Birth, is_on_meta
 from optim.block_checks import check_blocks_fit
@@ -21,6 +20,7 @@ from optim.engine import OffloadEngine
 from optim.meshes import MeshRoles, check_not_sharded, check_same_on_ranks, dtypes_of_stages
 from optim.precision_plan import PrecisionPlan
 from optim.schedulers import scheduler_of
+from optim.section_checks import check_supported, completed_for
 from optim.sharding import default_mesh, find_blocks, match_blocks, shard_with_precision
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -61,14 +61,14 @@ def initialize(
     """
     config = OffloadConfig.of(config)
     device_type = _device_type(model, mesh)
-    _check_supported(config, device_type)
+    check_supported(config, device_type)
     chosen = find_blocks(model) if blocks is None else match_blocks(model, blocks)
     birth = _birth_of(model, config, weights, init)
     mesh = mesh if mesh is not None else default_mesh(device_type)
     roles = MeshRoles.of(mesh)
-    _check_together(model, config, mesh, roles)
-    steps = config.batch_sizes(roles.num_data_parallel_ranks).gradient_accumulation_steps
-    config = config.model_copy(update={"gradient_accumulation_steps": steps})  # the tier plan counts uses per step
+    check_not_sharded(model, roles)
+    check_same_on_ranks(mesh, roles, config, model)
+    config = completed_for(config, roles.num_data_parallel_ranks)
     plan = PrecisionPlan.of(config, model, dtypes_of_stages(model, roles))
     check_blocks_fit(config, model, chosen, roles.data_parallel, plan)
     shard_with_precision(
@@ -131,39 +131,3 @@ def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
     if len(devices) > 1 or params[0].device.type not in ("cpu", "cuda"):
         raise ValueError(f"initialize: the model is on {', '.join(devices)}; move it to one CPU or CUDA device")
     return params[0].device.type
-
-
-def _check_supported(config: OffloadConfig, device_type: str) -> None:
-    """Refuse what the section may say and this engine does not do.
-
-    Raises:
-        ConfigError: names the key and what to write instead.
-    """
-    problems = []
-    for name, device in (
-        ("zero_optimization.offload_param", config.zero_optimization.offload_param.device),
-        ("offload_gradients", config.offload_gradients.device),
-    ):
-        if device == "nvme" and not config.bf16.enabled:
-            what = 'only the halves of bf16 training go there; write bf16.enabled = true, or "none"'
-            problems.append(f'{name}.device = "nvme": {what}')
-        if device != "none" and device_type != "cpu":
-            what = f'the model is on {device_type}, where parameters and gradients stay; write "none", or move it'
-            problems.append(f'{name}.device = "{device}": {what} to the CPU')
-    if problems:
-        raise ConfigError(problems)
-
-
-def _check_together(model: nn.Module, config: OffloadConfig, mesh: DeviceMesh, roles: MeshRoles) -> None:
-    """Look whether model, section and mesh go together, and were given to all ranks alike, before anything changes.
-
-    Raises:
-        ConfigError, ValueError: see `initialize`.
-    """
-    check_not_sharded(model, roles)
-    check_same_on_ranks(mesh, roles, config, model)
-    num_ranks = roles.num_data_parallel_ranks
-    if config.zero_optimization.stage == 0 and num_ranks > 1:
-        what = f"nothing is sharded, which goes with one rank, not with {num_ranks}; write 1"
-        raise ConfigError([f"zero_optimization.stage = 0: {what}"])
-    config.batch_sizes(num_ranks)

@@ -256,7 +256,7 @@ def _predict(configuration: Configuration, path: Path, rates: Rates) -> Predicti
 
 
 def main(
-    path: Annotated[Path, typer.Option(help="Folder on the drive.")],
+    path: Annotated[Path, typer.Option(exists=True, file_okay=False, writable=True, help="Folder on the drive.")],
     save_to: Annotated[Path | None, typer.Option("--save", help="Folder for the results.")] = None,
 ) -> None:
     """Run all configurations, print the table, and save it."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
+from math import nan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,24 +19,27 @@ from offload.available_memory import available_bytes
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.units import parse_bytes
+from optim.section_checks import check_supported, completed_for
 from perf.planning.machine import Drives, Machine, MachineError
-from perf.planning.prediction import Job, largest_model, predict
+from perf.planning.prediction import MAX_LAYERS, Job, largest_model, predict
 from perf.planning.report import show
 from perf.planning.shape import ModelShape, ShapeError
 
 UPDATE_RATE = 1e9
 """Parameters per second of the update kernel on two cores: below what was measured there (`perf/bench_kernel.py`)."""
 
-ON_NVME: dict[str, Any] = {
+_DRIVE = {"device": "nvme", "nvme_path": "."}
+STATE_ON_NVME: dict[str, Any] = {
     "bf16": {"enabled": True},
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "."},
-        "offload_param": {"device": "nvme", "nvme_path": "."},
-    },
-    "offload_gradients": {"device": "nvme", "nvme_path": "."},
+    "zero_optimization": {"stage": 3, "offload_optimizer": _DRIVE},
 }
-"""What is planned without ``--config``: everything on NVMe."""
+"""What is planned for GPUs without ``--config``: parameters and gradients stay on the device."""
+ALL_ON_NVME: dict[str, Any] = {
+    **STATE_ON_NVME,
+    "zero_optimization": {**STATE_ON_NVME["zero_optimization"], "offload_param": _DRIVE},
+    "offload_gradients": _DRIVE,
+}
+"""What is planned for the CPU without ``--config``."""
 
 
 _BASELINE = """
@@ -49,9 +53,12 @@ print(int(status_field("VmHWM").split()[0]) * 1024)
 
 def _number(text: str) -> int:
     try:
-        return int(float(text.replace("_", "").replace(",", "")))
-    except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r} is not a number; write 2e9 or 2000000000") from None
+        number = float(text.replace("_", "").replace(",", ""))
+    except ValueError:
+        number = nan
+    if number < 1 or not number.is_integer():
+        raise typer.BadParameter(f"{text!r} is no whole number, 1 or more; write 2e9 or 2000000000")
+    return int(number)
 
 
 def _bytes(text: str) -> int:
@@ -75,7 +82,9 @@ def plan(
     layers: Annotated[int | None, _count("--layers", text="Repeated layers, beside --params.")] = None,
     hidden: Annotated[int | None, _count("--hidden", text="Hidden size, beside --params.")] = None,
     vocab: Annotated[int | None, _count("--vocab", text="Entries of the embedding, beside --params.")] = None,
-    config: Annotated[Path | None, typer.Option(help="The section; by default bf16 with all on NVMe.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="The section; by default bf16 with all on NVMe that can go there.")
+    ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks that share the model.")] = 1,
     ranks_per_node: Annotated[int | None, typer.Option(help="Of these on one node; by default all, 8 at most.")] = None,
     host_memory: Annotated[int | None, _size("--host-memory", text="Of a node; by default what is free here.")] = None,
@@ -108,9 +117,10 @@ def plan(
         )
         if tokens < 1:
             raise MachineError(f"--tokens {tokens}: at least 1")
+        default = ALL_ON_NVME if device_memory is None else STATE_ON_NVME
         job = Job(
             shape=_shape(model, params, layers, hidden, vocab),
-            config=plannable(OffloadConfig.of(config or ON_NVME), machine),
+            config=plannable(OffloadConfig.of(config or default), machine),
             tokens=tokens,
             checkpointing=checkpointing,
             baseline_bytes=baseline_bytes(),
@@ -121,7 +131,11 @@ def plan(
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        found = largest and {"parameters": largest.numel, "layers": largest.num_layers}
+        found = largest and {
+            "parameters": largest.numel,
+            "layers": largest.num_layers,
+            "deepest": largest.num_layers <= MAX_LAYERS,
+        }
         typer.echo(json.dumps({**prediction.to_dict(), "largest_model": found}))
     else:
         show(prediction, largest, Console())
@@ -130,7 +144,13 @@ def plan(
 
 
 def plannable(config: OffloadConfig, machine: Machine) -> OffloadConfig:
-    """The section with a host budget of "auto" as that machine would have it, not the one this runs on."""
+    """The section as `initialize` completes it, with a host budget of "auto" as that machine would have it.
+
+    Raises:
+        ConfigError: `initialize` would refuse it there.
+    """
+    check_supported(config, machine.device_type)
+    config = completed_for(config, machine.ranks)
     if config.host_budget != "auto":
         return config
     return config.model_copy(update={"host_budget": machine.host_budget})
@@ -189,10 +209,13 @@ def _drives(
     mixed: int | None,
     tbw: float | None,
 ) -> Drives | None:
+    rates = (read, write, mixed)
     if bench is not None:
+        if rates != (None, None, None):
+            raise MachineError("--bench has the rates; leave out --read-bw, --write-bw and --mixed-bw, or --bench")
         return Drives.of_bench(bench, tbw)
-    if read and write:
+    if read is not None and write is not None:
         return Drives.of_rates(read, write, mixed, tbw)
-    if read or write or mixed or tbw:
+    if (*rates, tbw) != (None, None, None, None):
         raise MachineError("drives need --bench, or both --read-bw and --write-bw")
     return None

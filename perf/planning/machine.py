@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from offload.available_memory import auto_budget
@@ -36,10 +37,9 @@ class Drives:
         terabytes_written: float | None = None,
     ) -> Drives:
         """Of a data sheet. Without a mixed rate: that of a drive which shares its time between both directions."""
-        if min(read, write, mixed or read) <= 0:
-            raise MachineError("--read-bw, --write-bw and --mixed-bw are bytes per second, more than 0")
-        shared = mixed or 2 / (1 / read + 1 / write)
-        endurance = terabytes_written * TB if terabytes_written else None
+        _check_above_zero({"--read-bw": read, "--write-bw": write, "--mixed-bw": mixed, "--tbw": terabytes_written})
+        shared = 2 / (1 / read + 1 / write) if mixed is None else mixed
+        endurance = None if terabytes_written is None else terabytes_written * TB
         return cls(read=read, write=write, mixed=shared, endurance=endurance)
 
     @classmethod
@@ -47,10 +47,11 @@ class Drives:
         """Of what ``offload bench --json`` measured, in all three directions.
 
         Raises:
-            MachineError: it is not such a file, or a direction is missing.
+            MachineError: it is not such a file, a direction is missing, or it was not the drives that were measured.
         """
         try:
-            results = json.loads(file.read_text())["results"]
+            document = json.loads(file.read_text())
+            verified, direct, results = document["verified"], document["engine"]["direct"], document["results"]
             rates = {rw: _rate(results[rw]["samples"]) for rw in ("read", "write", "mixed")}
         except OSError as error:
             raise MachineError(f"{file}: {error.strerror}") from None
@@ -58,6 +59,13 @@ class Drives:
             how = "make it with: offload bench --rw all --json > bench.json"
             what = "is no result of offload bench with read, write and mixed"
             raise MachineError(f"{file} {what} ({error!r}); {how}") from None
+        if verified is not True:
+            raise MachineError(
+                f"{file}: nothing was verified: the null engine moves no bytes; choose another --ioengine"
+            )
+        if direct is not True:
+            why = "without direct I/O, so that much of it was done by the page cache"
+            raise MachineError(f"{file} was measured {why}; measure with --direct required")
         return cls.of_rates(**rates, terabytes_written=terabytes_written)
 
 
@@ -85,11 +93,22 @@ class Machine:
         """Check the numbers against each other."""
         if not 1 <= self.ranks_per_node <= self.ranks:
             raise MachineError(f"--ranks-per-node {self.ranks_per_node}: between 1 and --ranks {self.ranks}")
-        for name, value in (("--flops", self.flops), ("--update-rate", self.update_rate)):
-            if value is not None and not value > 0:
-                raise MachineError(f"{name} {value}: must be more than 0")
+        _check_above_zero(
+            {
+                "--host-memory": self.host_memory,
+                "--device-memory": self.device_memory,
+                "--capacity": self.capacity,
+                "--flops": self.flops,
+                "--update-rate": self.update_rate,
+            }
+        )
         if self.ranks % self.ranks_per_node:
             raise MachineError(f"--ranks {self.ranks} is no multiple of --ranks-per-node {self.ranks_per_node}")
+
+    @property
+    def device_type(self) -> str:
+        """Where forward and backward compute: "cuda" or "cpu"."""
+        return "cpu" if self.device_memory is None else "cuda"
 
     @property
     def host_budget(self) -> int:
@@ -99,4 +118,14 @@ class Machine:
 
 def _rate(samples: list[dict[str, float]]) -> float:
     """Bytes per second of all samples together."""
-    return sum(sample["size_bytes"] for sample in samples) / sum(sample["seconds"] for sample in samples)
+    rate = sum(sample["size_bytes"] for sample in samples) / sum(sample["seconds"] for sample in samples)
+    if not 0 < rate < inf:
+        raise ValueError(f"{rate} bytes per second")
+    return rate
+
+
+def _check_above_zero(options: dict[str, float | None]) -> None:
+    """Of what is given; nan is not above zero either."""
+    for name, value in options.items():
+        if value is not None and not 0 < value < inf:
+            raise MachineError(f"{name} {value}: must be more than 0, and finite")

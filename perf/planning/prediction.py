@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from offload.config import OffloadConfig
+from offload.errors import ConfigError
 from offload.param_tier import KIND as PARAMS
 from offload.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
 from optim.block_units import grad_unit, param_unit, staging_unit
@@ -34,6 +35,9 @@ SECONDS_PER_DAY = 86_400
 
 MAX_SUBGROUPS = 4096
 """More of them are planned in larger pieces: a plan of ten terabytes is no better for being made of 100,000."""
+
+MAX_LAYERS = 2048
+"""No deeper model is looked for: of small layers, terabytes hold millions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,13 +170,15 @@ def predict(job: Job, machine: Machine) -> Prediction:
 def largest_model(job: Job, machine: Machine) -> ModelShape | None:
     """The deepest model of this kind of layer that fits; None where not even one layer does, or nothing limits it.
 
-    Raises:
-        ConfigError: see `predict`.
+    One that has more than `MAX_LAYERS` need not be the deepest.
     """
 
     def fits(num_layers: int) -> bool:
         deeper = replace(job, shape=job.shape.with_layers(num_layers))
-        tiers = _tier_plan(deeper, machine, _state_plan(deeper, machine))
+        try:
+            tiers = _tier_plan(deeper, machine, _state_plan(deeper, machine))
+        except ConfigError:  # more than the section's budget holds
+            return False
         return not any(tiers.excess(tier) for tier in TIERS)
 
     budgets = _budgets(machine)
@@ -180,10 +186,9 @@ def largest_model(job: Job, machine: Machine) -> ModelShape | None:
         return None
     if not fits(1):
         return None
-    too_many = 2
-    while fits(too_many):
-        too_many *= 2
-    low = too_many // 2
+    low, too_many = 1, MAX_LAYERS + 1
+    if fits(too_many):
+        return job.shape.with_layers(too_many)
     while too_many - low > 1:
         middle = (low + too_many) // 2
         low, too_many = (middle, too_many) if fits(middle) else (low, middle)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from offload.tier_plan import TIERS
 from offload.units import TB, format_bytes
-from perf.planning.prediction import Prediction
+from perf.planning.prediction import MAX_LAYERS, Prediction
 from perf.planning.shape import ModelShape
 
 
@@ -70,7 +70,9 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
     for tier, missing in prediction.excess.items():
         yield f"DOES NOT FIT: {tier} is {format_bytes(missing)} too small for each rank"
     if largest is not None:
-        yield (f"Largest model of such layers that fits: {largest.numel:,} parameters in {largest.num_layers} layers")
+        found = f"{largest.numel:,} parameters in {largest.num_layers} layers"
+        deep = largest.num_layers > MAX_LAYERS
+        yield f"Largest model of such layers that fits: {f'more than {MAX_LAYERS} layers' if deep else found}"
     elif machine.capacity is None:
         yield "Largest model that fits: not known; it needs --capacity"
     else:

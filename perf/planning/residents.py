@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from offload.config import OffloadConfig
 from offload.tier_plan import Tier, Unit
-from optim.kernels import MasterForm
 from optim.precision_plan import precision_of
 from perf.planning.shape import ModelShape
 
@@ -42,16 +41,14 @@ class Residents:
         """What is where; memory that comes and goes at its peak."""
         precision = precision_of(self.config)
         params, grads = self.config.zero_optimization.offload_param, self.config.offload_gradients
-        # Split shards live in host memory, wherever they are gathered.
-        kept: Tier = "device" if self.on_device and precision.master is not MasterForm.SPLIT else "host"
+        device: Tier = "device" if self.on_device else "host"
         stored, accumulated = precision.storage.itemsize, precision.accumulate.itemsize
         # What may be on NVMe is placed with the state: see `prediction`.
         numel = sum(-(-sum(group) // self.ranks) for group in self.shape.groups)
         if params.device != "nvme":
-            yield Unit("parameters", "parameters", numel * stored, tiers=(kept,))
+            yield Unit("parameters", "parameters", numel * stored, tiers=(device,))
         if grads.device != "nvme":
-            yield Unit("gradients", "gradients", numel * accumulated, tiers=(kept,))
-        device: Tier = "device" if self.on_device else "host"
+            yield Unit("gradients", "gradients", numel * accumulated, tiers=(device,))
         yield Unit("gathered groups", "gathered groups", self._gathered_bytes(), tiers=(device,))
         yield Unit("activations", "activations", self._activation_bytes(), tiers=(device,))
 

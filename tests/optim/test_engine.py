@@ -17,8 +17,8 @@ import optim.adamw
 from offload import OffloadConfig
 from offload.errors import ConfigError
 from optim import OffloadAdamW, OffloadEngine, initialize, split_parameters
-from optim.initialization import _check_supported
 from optim.schedulers import scheduler_of
+from optim.section_checks import check_supported
 from tests.optim.test_sharded import VOCABULARY, Model, assert_same, full_state
 from tests.support import layered_model
 from tests.support.ranks import run_ranks
@@ -403,13 +403,13 @@ def test_blocks_can_be_named(alone):
 
 
 def test_what_the_engine_does_not_do_is_refused_by_key(alone):
-    _check_supported(OffloadConfig.from_dict(section(**BF16)), "cuda")
+    check_supported(OffloadConfig.from_dict(section(**BF16)), "cuda")
     for name, moved in {
         "zero_optimization.offload_param": {"zero_optimization": {"offload_param": {"device": "cpu"}}},
         "offload_gradients": {"offload_gradients": {"device": "nvme", "nvme_path": "/mnt/nvme"}},
     }.items():
         with pytest.raises(ConfigError, match=rf'{name}\.device = ".*": the model is on cuda.*write "none"'):
-            _check_supported(OffloadConfig.from_dict({**BF16, **moved}), "cuda")
+            check_supported(OffloadConfig.from_dict({**BF16, **moved}), "cuda")
     assert not dist.is_initialized()
 
 

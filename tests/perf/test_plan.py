@@ -1,10 +1,12 @@
 """`offload plan`: bytes against the counters of real runs, what fits, and bad values in words."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -13,6 +15,7 @@ from offload.config import OffloadConfig
 from offload.units import GiB
 from optim import initialize
 from perf.cli import app
+from perf.planning import check
 from perf.planning.machine import Drives, Machine
 from perf.planning.prediction import Job, predict
 from perf.planning.shape import ModelShape
@@ -130,6 +133,12 @@ def plan(arguments):
     return CliRunner().invoke(app, ["plan", *arguments.split()])
 
 
+def planned(arguments, config, tmp_path):
+    file = tmp_path / "offload.json"
+    file.write_text(json.dumps(config))
+    return plan(f"--params 1e6 --layers 4 --host-memory 16GiB --config {file} {arguments}")
+
+
 def test_a_trillion_parameters_on_thousands_of_ranks():
     document = json.loads(plan(f"{LARGE} {RATES} --json").stdout)
     assert document["model"]["parameters"] == 10**12
@@ -150,6 +159,93 @@ def test_what_does_not_fit_has_status_1_and_the_largest_model_fits():
     assert plan(f"--params {(largest + 1) * layer} {numbers} --layers {largest + 1} --capacity 10GB").exit_code == 1
 
 
+def test_the_search_for_the_largest_model_ends():
+    layer_numel = 10_000
+    small = f"--params {layer_numel * 12} --layers 12 --tokens 16 --host-memory 1TB --capacity 900TB"
+    assert "fits: more than 2048 layers" in plan(small).output
+    largest = json.loads(plan(f"{small} --json").stdout)["largest_model"]
+    assert largest == {"parameters": 2049 * layer_numel, "layers": 2049, "deepest": False}
+
+
+def test_a_host_budget_limits_the_largest_model(tmp_path):
+    config = section(tmp_path) | {"host_budget": "64MiB"}
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    largest = json.loads(planned("--json", config, tmp_path).stdout)["largest_model"]
+    assert largest == {"parameters": 26 * 250_000, "layers": 26, "deepest": True}
+
+
+GPU = "--params 8e9 --layers 32 --vocab 128000 --host-memory 64GB --device-memory"
+
+
+def test_parameters_and_gradients_of_a_gpu_stay_on_it():
+    result = plan(f"{GPU} 24GB --capacity 1TB --json")
+    document = json.loads(result.stdout)
+    held = document["bytes_per_rank"]
+    assert result.exit_code == 1
+    assert held["parameters"] == held["gradients"] == {"device": 2 * 8 * 10**9}
+    assert held["optimizer state"].keys() == {"nvme"}
+    missing = sum(sizes.get("device", 0) for sizes in held.values()) - 24 * 10**9
+    assert document["missing_per_rank"] == {"device": missing}
+    assert missing > 2 * 2 * 8 * 10**9 - 24 * 10**9
+    assert plan(f"{GPU} 80GB --capacity 1TB").exit_code == 0
+
+
+@pytest.mark.parametrize("kept", [{"params": 2}, {"grads": 2}], ids=str)
+def test_a_section_that_a_run_on_a_gpu_refuses_is_refused(kept, tmp_path):
+    result = planned("--device-memory 80GB", section(tmp_path, **kept), tmp_path)
+    assert result.exit_code == 2
+    assert "the model is on cuda, where parameters and gradients stay" in result.output
+    assert planned("", section(tmp_path, **kept), tmp_path).exit_code == 0
+
+
+def test_micro_batches_follow_from_the_batch_keys(tmp_path):
+    def traffic(ranks, **batch_keys):
+        document = json.loads(planned(f"--ranks {ranks} --json", {**derived, **batch_keys}, tmp_path).stdout)
+        return document["traffic_per_rank_and_step"]
+
+    derived = section(tmp_path, params=2, grads=2)
+    del derived["gradient_accumulation_steps"]
+    for ranks, steps in ((1, 8), (2, 4)):
+        batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
+        assert traffic(ranks, **batch) == traffic(ranks, gradient_accumulation_steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "words"),
+    [
+        (3, {"train_batch_size": 8}, "train_batch_size = 8: is no multiple"),
+        (1, {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, "write 2"),
+        (2, {"zero_optimization": {"stage": 0}}, "nothing is sharded"),
+        (1, {"bf16": {"enabled": False}}, "only the halves of bf16 training go there"),
+    ],
+    ids=["ranks", "batch keys", "stage", "precision"],
+)
+def test_a_section_that_initialize_refuses_is_refused(ranks, changes, words, tmp_path):
+    result = planned(f"--ranks {ranks}", section(tmp_path, params=2) | changes, tmp_path)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_a_bench_that_did_not_measure_the_drives_is_refused(tmp_path):
+    sample = {"size_bytes": 10**9, "seconds": 0.5}
+    measured = {
+        "verified": True,
+        "engine": {"direct": True},
+        "results": {rw: {"samples": [sample]} for rw in ("read", "write", "mixed")},
+    }
+    for changes, words in (
+        ({}, ""),
+        ({"verified": False}, "the null engine moves no bytes"),
+        ({"engine": {"direct": False}}, "--direct required"),
+        ({"results": {**measured["results"], "write": {"samples": [sample | {"size_bytes": 0}]}}}, "is no result"),
+    ):
+        file = tmp_path / "bench.json"
+        file.write_text(json.dumps(measured | changes))
+        result = plan(f"--params 1e6 --layers 2 --host-memory 16GiB --bench {file}")
+        assert result.exit_code == (2 if words else 0)
+        assert words in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -157,7 +253,22 @@ def test_what_does_not_fit_has_status_1_and_the_largest_model_fits():
         ("--params 1e6 --layers 0", "--layers"),
         ("--params 1e6 --layers 2 --ranks 3 --ranks-per-node 2", "no multiple"),
         ("--params 1e6 --layers 2 --read-bw 1GB", "--write-bw"),
-        ("--params 1e6 --layers 2 --flops 0", "--flops"),
+        *(
+            (f"--params 1e6 --layers 2 --read-bw 1GB --write-bw 1GB {option} {value}", words)
+            for option, value, words in (
+                ("--flops", "0", "--flops 0.0: must be more than 0"),
+                ("--update-rate", "inf", "--update-rate inf"),
+                ("--tbw", "-5", "--tbw -5.0"),
+                ("--tbw", "nan", "--tbw nan"),
+                ("--mixed-bw", "0", "--mixed-bw 0"),
+                ("--capacity", "0", "--capacity 0"),
+                ("--vocab", "-100", "no whole number"),
+                ("--hidden", "-64", "no whole number"),
+                ("--layers", "2.9", "no whole number"),
+                ("--params", "nan", "no whole number"),
+                ("--bench", "bench.json", "--bench has the rates"),
+            )
+        ),
         ("--model /nowhere/config.json", "there is no such file"),
         ("--params 1e6 --layers 2 --bench /nowhere/bench.json", "No such file"),
     ],
@@ -166,3 +277,19 @@ def test_bad_values_are_told_in_words(arguments, words):
     result = plan(arguments)
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_the_page_has_every_option():
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    options = typer.main.get_command(app).commands["plan"].params
+    names = {(option.secondary_opts or option.opts)[0] for option in options}
+    assert {"--params", "--no-checkpointing"} <= names
+    assert not [name for name in sorted(names) if f"`{name}`" not in page]
+
+
+def test_a_check_of_no_folder_is_refused_in_words():
+    command = typer.Typer()
+    command.command()(check.main)
+    result = CliRunner().invoke(command, ["--path", "/nowhere"])
+    assert result.exit_code == 2
+    assert "does not exist" in result.output
