@@ -263,6 +263,8 @@ class StateStore:
     def _write_lower_halves(self, records: Sequence[SlotRecord]) -> None:
         """Bring the lower halves of split shards to their tier, subgroup by subgroup. They stay in memory as well."""
         moving = self._resident_lower_halves(records)
+        if not moving:
+            return  # in particular where nothing is new: a step does not wait for the writes of the one before
         order = [record for record in records if any(run.param in moving for run in record.subgroup.runs)]
         for position, record in enumerate(order):
             self.pipeline.acquire(order, position)
