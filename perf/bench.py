@@ -110,11 +110,21 @@ def space_needed(plan: Plan) -> dict[Path, int]:
     return dict.fromkeys(settings.paths, region + (settings.size if plan.quads else 0))
 
 
-def _check_space(path: Path, needed: int) -> None:
+def check_folder(knob: str, path: Path) -> None:
+    """Find out before measuring whether files can be made in `path`."""
     if not path.is_dir():
-        raise KnobError("path", f"{path} is no directory")
+        raise KnobError(knob, f"{path} is no directory")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise KnobError("path", f"{path} is not writable")
+        raise KnobError(knob, f"{path} is not writable")
+
+
+def check_save(folder: Path) -> None:
+    """Find out before measuring whether `folder` takes the results; what is missing of it is made afterwards."""
+    check_folder("save", next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place)))
+
+
+def _check_space(path: Path, needed: int) -> None:
+    check_folder("path", path)
     system = os.statvfs(path)
     free = system.f_bavail * system.f_frsize
     if free < needed:

@@ -15,12 +15,13 @@ from aio_native import EngineUnavailable
 from offload.config import AioConfig
 from offload.swap_file import DirectPolicy
 from offload.units import GiB, format_bytes, parse_bytes
-from perf.bench import EngineName, KnobError, Plan, TargetName, run_bench
+from perf.bench import EngineName, KnobError, Plan, TargetName, check_save, run_bench
 from perf.doctor import doctor
 from perf.fio import FioError
 from perf.planning.command import plan
 from perf.report import Progress, markdown, save, show
 from perf.tune import Search, run_tune
+from perf.tune import save as save_tune
 from perf.tune import show as show_tune
 from perf.workloads import Rw, Settings
 
@@ -98,14 +99,16 @@ def bench(
         fio_tuned=fio_tuned,
     )
     with _failures_in_words():
-        document = run_bench(wanted, Progress(Console(stderr=True)))
         if save_to:
-            for file in save(save_to, f"bench-{target}", document, markdown(document)):
-                typer.echo(f"saved {file}", err=True)
+            check_save(save_to)
+        document = run_bench(wanted, Progress(Console(stderr=True)))
     if as_json:
         typer.echo(json.dumps(document))
     else:
         show(document, Console())
+    if save_to:  # last: a disk that is full by now must not cost what was measured
+        with _failures_in_words():
+            _say_saved(save(save_to, f"bench-{target}", document, markdown(document)))
 
 
 @app.command()
@@ -125,6 +128,13 @@ def tune(
         typer.echo(json.dumps(document))
     else:
         show_tune(document, Console())
+    with _failures_in_words():
+        _say_saved(save_tune(output, document))
+
+
+def _say_saved(files: list[Path]) -> None:
+    for file in files:
+        typer.echo(f"saved {file}", err=True)
 
 
 @contextmanager

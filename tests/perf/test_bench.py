@@ -1,6 +1,8 @@
 """`offload bench` from outside, and what its engine costs."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import time
 from contextlib import ExitStack
 from itertools import count
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -65,6 +68,15 @@ def test_table_for_people_and_saved_results(tmp_path):
     assert json.loads(document.read_text())["results"]["read"]["samples"]
 
 
+def test_the_result_is_printed_although_it_cannot_be_saved(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("perf.cli.save", Mock(side_effect=full))
+    result = run("--path", tmp_path, *SMALL, "--rw", "read", "--json", "--save", tmp_path)
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["results"]["read"]["samples"]
+    assert "No space left" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -80,6 +92,8 @@ def test_table_for_people_and_saved_results(tmp_path):
         (("--runtime", "-1"), "negative"),
         (("--path", "/no/such/folder"), "is no directory"),
         (("--device", "tpu"), "not available"),
+        (("--save", __file__), "is no directory"),
+        (("--save", f"{__file__}/results"), "is no directory"),
         (("--target", "step", "--rw", "read"), "a step reads and writes"),
         (("--target", "swapper", "--ioengine", "null"), "moves no bytes"),
     ],
