@@ -17,7 +17,7 @@ from perf.comparison import Comparison, Quad, compare, comparison_of
 from perf.environment import environment
 from perf.fio import Fio, find_fio
 from perf.report import Progress, describe_quad, summary
-from perf.tensor_workloads import MIN_STEP_STAGING_BYTES, StepTarget, SwapperTarget
+from perf.tensor_workloads import MAX_SWAPPER_RINGS, MIN_STEP_STAGING_BYTES, StepTarget, SwapperTarget
 from perf.workloads import RawTarget, Region, Rw, Sample, Settings, Target
 
 TargetName = Literal["raw", "swapper", "step"]
@@ -73,8 +73,8 @@ def check(plan: Plan) -> None:
         raise KnobError("bs", f"{settings.bs} bytes is no multiple of 4 KiB, which direct I/O needs")
     if settings.size < (least := MIN_BLOCKS * settings.bs * settings.numjobs):
         raise KnobError("size", f"{format_bytes(settings.size)} is too small for these blocks; at least {least} bytes")
-    if plan.runtime < 0:
-        raise KnobError("runtime", f"{plan.runtime} seconds is negative")
+    if not plan.runtime >= 0:  # so that nan is refused, too
+        raise KnobError("runtime", f"{plan.runtime} seconds is negative, or no number")
     _check_target(plan)
     if plan.quads:
         find_fio()
@@ -93,6 +93,9 @@ def _check_target(plan: Plan) -> None:
     least = 8 * MIN_STEP_STAGING_BYTES
     if plan.target == "step" and settings.size < least:
         raise KnobError("size", f"so little state stays in the staging buffers; at least {format_bytes(least)}")
+    if plan.target == "swapper" and settings.numjobs > MAX_SWAPPER_RINGS:
+        why = "each ring needs 8 staging buffers and a swapper has 64 at most"
+        raise KnobError("numjobs", f"{why}; choose 1 to {MAX_SWAPPER_RINGS} with --target swapper")
     if settings.device == "cpu":
         return
     if settings.device != "cuda" or not torch.cuda.is_available():

@@ -11,13 +11,12 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 from rich.console import Console
 
-from aio_native import EngineUnavailable
 from offload.config import AioConfig
+from offload.errors import ConfigError
 from offload.swap_file import DirectPolicy
 from offload.units import GiB, format_bytes, parse_bytes
 from perf.bench import EngineName, KnobError, Plan, TargetName, check_save, run_bench
 from perf.doctor import doctor
-from perf.fio import FioError
 from perf.planning.command import plan
 from perf.report import Progress, markdown, save, show
 from perf.tune import Search, run_tune
@@ -144,8 +143,8 @@ def _failures_in_words() -> Iterator[None]:
         yield
     except KnobError as error:
         raise typer.BadParameter(str(error), param_hint=f"'--{error.knob}'") from None
-    except (OSError, EngineUnavailable, FioError) as error:
-        typer.echo(f"offload: {error}", err=True)
+    except (OSError, ConfigError, RuntimeError, MemoryError) as error:
+        typer.echo(f"offload: {str(error) or type(error).__name__}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.echo("offload: interrupted, nothing is left behind", err=True)

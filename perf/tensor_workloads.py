@@ -15,13 +15,15 @@ from offload.tensor_swapper import TensorSwapper
 from offload.tier import NvmeTier
 from offload.units import MiB
 from optim.adamw import OffloadAdamW
-from perf.workloads import Gauge, Rw, Sample, Settings
+from perf.workloads import BUFFERS_PER_RING, Gauge, Rw, Sample, Settings
 
 STEP_BUFFERS = 4
 MIN_STEP_STAGING_BYTES, MAX_STEP_STAGING_BYTES = 4 * MiB, 512 * MiB
 STATE_BYTES_PER_PARAMETER = 10
 """bf16: 2 for the lower half of the master weight, 4 for each moment."""
 VERIFIED_NUMEL = 1 << 20
+MAX_SWAPPER_RINGS = 64 // BUFFERS_PER_RING
+"""A section takes at most 64 staging buffers (`buffer_count`)."""
 
 
 def section(settings: Settings, buffer_bytes: int, num_buffers: int) -> OffloadConfig:

@@ -209,7 +209,7 @@ class Tuner:
 
 def run_tune(search: Search, progress: Progress) -> dict[str, Any]:
     """Search and choose; returns all of it as one document."""
-    if search.seconds <= 0:
+    if not 0 < search.seconds < math.inf:  # nan neither
         raise KnobError("seconds", f"{search.seconds} is no time to search in; 30 or more tells something")
     _check_output(search.output)
     engine: str = AioConfig().engine

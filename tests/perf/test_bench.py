@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from aio_native import ENGINES, EngineOptions, EngineUnavailable
 from aio_native.uring import UringEngine
+from offload.errors import ConfigError
 from offload.units import MiB
 from perf import bench, report
 from perf.cli import app
@@ -90,6 +91,8 @@ def test_the_result_is_printed_although_it_cannot_be_saved(tmp_path, monkeypatch
         (("--ioengine", "libaio"), "io_uring"),
         (("--direct", "maybe"), "required"),
         (("--runtime", "-1"), "negative"),
+        (("--runtime", "nan"), "no number"),
+        (("--target", "swapper", "--numjobs", "9"), "64 at most"),
         (("--path", "/no/such/folder"), "is no directory"),
         (("--device", "tpu"), "not available"),
         (("--save", __file__), "is no directory"),
@@ -112,6 +115,18 @@ def test_missing_fio_is_told_before_anything_starts(tmp_path, monkeypatch):
     result = run("--path", tmp_path, *SMALL, "--compare-fio")
     assert result.exit_code == 1
     assert "apt-get install fio" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError(["aio.rings = 99: too many"]), RuntimeError("other bits came back"), MemoryError()]
+)
+def test_failures_are_told_in_words(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(bench.RawTarget, "prepare", Mock(side_effect=error))
+    result = run("--path", tmp_path, *SMALL)
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 1
+    assert f"offload: {str(error) or 'MemoryError'}" in result.stderr
     assert not list(tmp_path.iterdir())
 
 

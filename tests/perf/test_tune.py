@@ -83,6 +83,8 @@ def test_a_short_search_writes_a_section_that_can_be_read(tmp_path):
     ("arguments", "said"),
     [
         (("--seconds", "0"), "no time"),
+        (("--seconds", "nan"), "no time"),
+        (("--seconds", "inf"), "no time"),
         (("--size", "1MiB"), "too small"),
         (("--output", "/no/such/folder/aio.json"), "no directory"),
         (("--output", str(Path(__file__).parent)), "no file that can be written"),
