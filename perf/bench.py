@@ -17,7 +17,7 @@ from perf.comparison import Comparison, Quad, compare, comparison_of
 from perf.environment import environment
 from perf.fio import Fio, find_fio
 from perf.report import Progress, describe_quad, summary
-from perf.tensor_workloads import MAX_SWAPPER_RINGS, MIN_STEP_STAGING_BYTES, StepTarget, SwapperTarget
+from perf.tensor_workloads import MAX_SWAPPER_RINGS, MIN_STEP_STAGING_BYTES, STEPS_PER_PASS, StepTarget, SwapperTarget
 from perf.workloads import RawTarget, Region, Rw, Sample, Settings, Target
 
 TargetName = Literal["raw", "swapper", "step"]
@@ -45,8 +45,8 @@ class Plan:
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes of one pass: each byte of the region once; a step reads and writes them."""
-        return self.settings.size * (2 if self.target == "step" else 1)
+        """Bytes of one pass: each byte of the region once; steps read and write them."""
+        return self.settings.size * (2 * STEPS_PER_PASS if self.target == "step" else 1)
 
 
 class KnobError(ValueError):

@@ -110,6 +110,19 @@ def test_bad_values_are_told_before_anything_starts(tmp_path, monkeypatch, argum
     assert not list(tmp_path.iterdir())
 
 
+def test_a_pass_of_step_is_two_steps_and_fio_moves_as_much(tmp_path):
+    size = 32 * MiB
+    result = run("--path", tmp_path, *SMALL, "--size", size, "--target", "step", "--json")
+    assert result.exit_code == 0, result.output
+    (sample,) = json.loads(result.stdout)["results"]["mixed"]["samples"]
+    one = settings(tmp_path, size=size)
+    plan = bench.Plan(settings=one, target="step", directions=("mixed",), runtime=0)
+    assert 3 * size < sample["size_bytes"] <= plan.pass_bytes == 4 * size
+    with bench.open_target(plan) as target:
+        target.prepare()
+        assert size < target.run("mixed", size).size_bytes <= 2 * size, "asked for less, it takes one"
+
+
 def test_missing_fio_is_told_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     result = run("--path", tmp_path, *SMALL, "--compare-fio")
