@@ -23,7 +23,7 @@ from perf.workloads import RawTarget, Region, Rw, Sample, Settings, Target
 TargetName = Literal["raw", "swapper", "step"]
 EngineName = Literal["auto", "io_uring", "pyuring", "aiofiles", "null"]
 
-LIMITS = {"bs": (4 * KiB, 1 << 30), "iodepth": (1, 4096), "numjobs": (1, 16), "quads": (0, 10_000)}
+LIMITS = {"bs": (4 * KiB, 1 << 30), "iodepth": (1, 4096), "numjobs": (1, 64), "quads": (0, 10_000)}
 MIN_BLOCKS = 64
 """A region of fewer blocks says nothing about a drive."""
 ACCEPTED = {"raw": {"io_uring": 0.97, "pyuring": 0.90}, "step": {"io_uring": 0.90}}

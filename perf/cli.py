@@ -32,6 +32,7 @@ app.command()(plan)
 
 RwChoice = Literal["read", "write", "mixed", "all"]
 
+QUADS = 20
 _AIO = AioConfig()
 
 
@@ -70,7 +71,9 @@ def bench(
     target: Annotated[TargetName, typer.Option(help="The engine, TensorSwapper, or OffloadAdamW.step().")] = "raw",
     device: Annotated[str, typer.Option(help="Where the tensors of swapper and step are: cpu or cuda.")] = "cpu",
     compare_fio: Annotated[bool, typer.Option("--compare-fio", help="Measure fio in the same minute.")] = False,
-    quads: Annotated[int, typer.Option(help="Rounds of --compare-fio in each direction.")] = 20,
+    quads: Annotated[
+        int | None, typer.Option(help="Rounds of --compare-fio in each direction.", show_default=str(QUADS))
+    ] = None,
     fio_tuned: Annotated[bool, typer.Option(help="Give fio huge pages and registered buffers, too.")] = True,
     as_json: Json = False,
     save_to: Annotated[Path | None, typer.Option("--save", help="Folder for the results: JSON and Markdown.")] = None,
@@ -94,7 +97,7 @@ def bench(
         target=target,
         directions=every if rw == "all" else (rw,),
         runtime=runtime,
-        quads=quads if compare_fio else 0,
+        quads=_rounds(compare_fio, quads),
         fio_tuned=fio_tuned,
     )
     with _failures_in_words():
@@ -134,6 +137,15 @@ def tune(
 def _say_saved(files: list[Path]) -> None:
     for file in files:
         typer.echo(f"saved {file}", err=True)
+
+
+def _rounds(compare_fio: bool, quads: int | None) -> int:
+    """Quads to measure; 0 leaves fio out, which is said by leaving out `--compare-fio`."""
+    if quads is not None and not compare_fio:
+        raise typer.BadParameter("it counts the rounds of --compare-fio; give that, too", param_hint="'--quads'")
+    if quads == 0:
+        raise typer.BadParameter("0 rounds compare nothing; leave out --compare-fio", param_hint="'--quads'")
+    return 0 if not compare_fio else QUADS if quads is None else quads
 
 
 @contextmanager
