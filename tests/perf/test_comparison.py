@@ -101,7 +101,7 @@ def needs_fio():
 
 @pytest.mark.usefixtures("needs_fio")
 def test_jobs_get_whole_blocks_and_write_the_whole_file(settings, tmp_path):
-    three = replace(settings, size=(8 << 20) + 65536, numjobs=3)
+    three = replace(settings, numjobs=3)
     with Fio(three, tuned=True) as fio:
         command = dict(option.removeprefix("--").split("=", 1) for option in fio.command("mixed", three.size)[1:])
         assert int(command["offset_increment"]) % three.bs == int(command["io_size"]) % three.bs == 0
