@@ -114,8 +114,11 @@ class SwapIOError(OSError):
     def __str__(self) -> str:
         name = errno_names.errorcode.get(self.errno or 0, f"errno {self.errno}")
         extent = f" ({self.extent})" if self.extent else ""
-        what = f"{self.direction} of {self.size_bytes} bytes at offset {self.offset} of {self.path}{extent}"
-        return f"{what} failed: {name}, {self.strerror}; {self.remedy}"
+        if self.size_bytes:
+            what = f"{self.direction} of {self.size_bytes} bytes at offset {self.offset} of {self.path}{extent} failed"
+        else:  # it did not come to a request: the place could not be opened, or made
+            what = f"{self.path}{extent} cannot be used"
+        return f"{what}: {name}, {self.strerror}; {self.remedy}"
 
     def _arguments(self) -> dict[str, Any]:
         names = ("errno", "path", "offset", "size_bytes", "direction", "extent")

@@ -17,13 +17,13 @@ from perf.comparison import Comparison, Quad, compare, comparison_of
 from perf.environment import environment
 from perf.fio import Fio, find_fio
 from perf.report import Progress, describe_quad, summary
-from perf.tensor_workloads import MIN_STEP_STAGING_BYTES, StepTarget, SwapperTarget
+from perf.tensor_workloads import MAX_SWAPPER_RINGS, MIN_STEP_STAGING_BYTES, STEPS_PER_PASS, StepTarget, SwapperTarget
 from perf.workloads import RawTarget, Region, Rw, Sample, Settings, Target
 
 TargetName = Literal["raw", "swapper", "step"]
 EngineName = Literal["auto", "io_uring", "pyuring", "aiofiles", "null"]
 
-LIMITS = {"bs": (4 * KiB, 1 << 30), "iodepth": (1, 4096), "numjobs": (1, 16), "quads": (0, 10_000)}
+LIMITS = {"bs": (4 * KiB, 1 << 30), "iodepth": (1, 4096), "numjobs": (1, 64), "quads": (0, 10_000)}
 MIN_BLOCKS = 64
 """A region of fewer blocks says nothing about a drive."""
 ACCEPTED = {"raw": {"io_uring": 0.97, "pyuring": 0.90}, "step": {"io_uring": 0.90}}
@@ -45,8 +45,8 @@ class Plan:
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes of one pass: each byte of the region once; a step reads and writes them."""
-        return self.settings.size * (2 if self.target == "step" else 1)
+        """Bytes of one pass: each byte of the region once; steps read and write them."""
+        return self.settings.size * (2 * STEPS_PER_PASS if self.target == "step" else 1)
 
 
 class KnobError(ValueError):
@@ -73,8 +73,8 @@ def check(plan: Plan) -> None:
         raise KnobError("bs", f"{settings.bs} bytes is no multiple of 4 KiB, which direct I/O needs")
     if settings.size < (least := MIN_BLOCKS * settings.bs * settings.numjobs):
         raise KnobError("size", f"{format_bytes(settings.size)} is too small for these blocks; at least {least} bytes")
-    if plan.runtime < 0:
-        raise KnobError("runtime", f"{plan.runtime} seconds is negative")
+    if not plan.runtime >= 0:  # so that nan is refused, too
+        raise KnobError("runtime", f"{plan.runtime} seconds is negative, or no number")
     _check_target(plan)
     if plan.quads:
         find_fio()
@@ -93,6 +93,9 @@ def _check_target(plan: Plan) -> None:
     least = 8 * MIN_STEP_STAGING_BYTES
     if plan.target == "step" and settings.size < least:
         raise KnobError("size", f"so little state stays in the staging buffers; at least {format_bytes(least)}")
+    if plan.target == "swapper" and settings.numjobs > MAX_SWAPPER_RINGS:
+        why = "each ring needs 8 staging buffers and a swapper has 64 at most"
+        raise KnobError("numjobs", f"{why}; choose 1 to {MAX_SWAPPER_RINGS} with --target swapper")
     if settings.device == "cpu":
         return
     if settings.device != "cuda" or not torch.cuda.is_available():
@@ -110,11 +113,21 @@ def space_needed(plan: Plan) -> dict[Path, int]:
     return dict.fromkeys(settings.paths, region + (settings.size if plan.quads else 0))
 
 
-def _check_space(path: Path, needed: int) -> None:
+def check_folder(knob: str, path: Path) -> None:
+    """Find out before measuring whether files can be made in `path`."""
     if not path.is_dir():
-        raise KnobError("path", f"{path} is no directory")
+        raise KnobError(knob, f"{path} is no directory")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise KnobError("path", f"{path} is not writable")
+        raise KnobError(knob, f"{path} is not writable")
+
+
+def check_save(folder: Path) -> None:
+    """Find out before measuring whether `folder` takes the results; what is missing of it is made afterwards."""
+    check_folder("save", next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place)))
+
+
+def _check_space(path: Path, needed: int) -> None:
+    check_folder("path", path)
     system = os.statvfs(path)
     free = system.f_bavail * system.f_frsize
     if free < needed:

@@ -11,16 +11,16 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 from rich.console import Console
 
-from aio_native import EngineUnavailable
 from offload.config import AioConfig
+from offload.errors import ConfigError
 from offload.swap_file import DirectPolicy
 from offload.units import GiB, format_bytes, parse_bytes
-from perf.bench import EngineName, KnobError, Plan, TargetName, run_bench
+from perf.bench import EngineName, KnobError, Plan, TargetName, check_save, run_bench
 from perf.doctor import doctor
-from perf.fio import FioError
 from perf.planning.command import plan
 from perf.report import Progress, markdown, save, show
 from perf.tune import Search, run_tune
+from perf.tune import save as save_tune
 from perf.tune import show as show_tune
 from perf.workloads import Rw, Settings
 
@@ -32,6 +32,7 @@ app.command()(plan)
 
 RwChoice = Literal["read", "write", "mixed", "all"]
 
+QUADS = 20
 _AIO = AioConfig()
 
 
@@ -70,7 +71,9 @@ def bench(
     target: Annotated[TargetName, typer.Option(help="The engine, TensorSwapper, or OffloadAdamW.step().")] = "raw",
     device: Annotated[str, typer.Option(help="Where the tensors of swapper and step are: cpu or cuda.")] = "cpu",
     compare_fio: Annotated[bool, typer.Option("--compare-fio", help="Measure fio in the same minute.")] = False,
-    quads: Annotated[int, typer.Option(help="Rounds of --compare-fio in each direction.")] = 20,
+    quads: Annotated[
+        int | None, typer.Option(help="Rounds of --compare-fio in each direction.", show_default=str(QUADS))
+    ] = None,
     fio_tuned: Annotated[bool, typer.Option(help="Give fio huge pages and registered buffers, too.")] = True,
     as_json: Json = False,
     save_to: Annotated[Path | None, typer.Option("--save", help="Folder for the results: JSON and Markdown.")] = None,
@@ -94,18 +97,20 @@ def bench(
         target=target,
         directions=every if rw == "all" else (rw,),
         runtime=runtime,
-        quads=quads if compare_fio else 0,
+        quads=_rounds(compare_fio, quads),
         fio_tuned=fio_tuned,
     )
     with _failures_in_words():
-        document = run_bench(wanted, Progress(Console(stderr=True)))
         if save_to:
-            for file in save(save_to, f"bench-{target}", document, markdown(document)):
-                typer.echo(f"saved {file}", err=True)
+            check_save(save_to)
+        document = run_bench(wanted, Progress(Console(stderr=True)))
     if as_json:
         typer.echo(json.dumps(document))
     else:
         show(document, Console())
+    if save_to:  # last: a disk that is full by now must not cost what was measured
+        with _failures_in_words():
+            _say_saved(save(save_to, f"bench-{target}", document, markdown(document)))
 
 
 @app.command()
@@ -125,6 +130,22 @@ def tune(
         typer.echo(json.dumps(document))
     else:
         show_tune(document, Console())
+    with _failures_in_words():
+        _say_saved(save_tune(output, document))
+
+
+def _say_saved(files: list[Path]) -> None:
+    for file in files:
+        typer.echo(f"saved {file}", err=True)
+
+
+def _rounds(compare_fio: bool, quads: int | None) -> int:
+    """Quads to measure; 0 leaves fio out, which is said by leaving out `--compare-fio`."""
+    if quads is not None and not compare_fio:
+        raise typer.BadParameter("it counts the rounds of --compare-fio; give that, too", param_hint="'--quads'")
+    if quads == 0:
+        raise typer.BadParameter("0 rounds compare nothing; leave out --compare-fio", param_hint="'--quads'")
+    return 0 if not compare_fio else QUADS if quads is None else quads
 
 
 @contextmanager
@@ -134,8 +155,8 @@ def _failures_in_words() -> Iterator[None]:
         yield
     except KnobError as error:
         raise typer.BadParameter(str(error), param_hint=f"'--{error.knob}'") from None
-    except (OSError, EngineUnavailable, FioError) as error:
-        typer.echo(f"offload: {error}", err=True)
+    except (OSError, ConfigError, RuntimeError, MemoryError) as error:
+        typer.echo(f"offload: {str(error) or type(error).__name__}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.echo("offload: interrupted, nothing is left behind", err=True)

@@ -60,7 +60,7 @@ def examine(paths: Sequence[Path], config_file: Path | None = None) -> Report:
         Group("Memory and limits", tuple(check_memory(config))),
         Group("Software", tuple(check_software(config))),
     ]
-    groups += _examine_paths(list(dict.fromkeys([*paths, *config.nvme_paths])), config, engine)
+    groups += _examine_paths(list(dict.fromkeys([*paths, *_nvme_paths(config)])), config, engine)
     return Report(tuple(groups), engine)
 
 
@@ -76,18 +76,23 @@ def _read_config(file: Path | None) -> tuple[OffloadConfig, list[Finding]]:
         meaning = "a run stops when it starts; everything below is about the defaults"
         remedy = "correct it; docs/configuration.md lists every key"
         return OffloadConfig(), [problem(Level.ERROR, "section", text, meaning, remedy) for text in problems]
-    section = config.zero_optimization.offload_optimizer
     findings = [
         problem(Level.NOTE, "section", line.strip(), "this key has no effect here; it can stay")
         for warning in caught
         if issubclass(warning.category, ConfigWarning)
         for line in str(warning.message).splitlines()[1:]
     ]
-    if section.device != "nvme":
-        found = f"zero_optimization.offload_optimizer.device = {section.device}"
+    if not _nvme_paths(config):
+        found = f"zero_optimization.offload_optimizer.device = {config.zero_optimization.offload_optimizer.device}"
         meaning = "with this configuration nothing goes to NVMe"
         findings.append(problem(Level.NOTE, "device", found, meaning, 'write "nvme", and an nvme_path beside it'))
     return config, findings or [ok("section", "valid")]
+
+
+def _nvme_paths(config: OffloadConfig) -> list[Path]:
+    """Folders of optimizer state, parameters and gradients: each may have its own; none where a device is not nvme."""
+    zero = config.zero_optimization
+    return [*config.nvme_paths, *zero.offload_param.nvme_path, *config.offload_gradients.nvme_path]
 
 
 def _examine_paths(paths: Sequence[Path], config: OffloadConfig, engine: str | None) -> list[Group]:

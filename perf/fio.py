@@ -80,15 +80,16 @@ class Fio(AbstractContextManager["Fio"]):
     def command(self, rw: Rw, size_bytes: int) -> list[str]:
         """What is run."""
         settings = self._settings
+        offset_increment = self._share(settings.size) if settings.numjobs > 1 else 0
         options = {
             "name": "offload-bench",
             "filename": str(self._directory.path / FIO_NAME).replace(":", "\\:"),
             "filesize": settings.size,
-            "io_size": size_bytes // settings.numjobs,
+            "io_size": self._share(size_bytes),
             "bs": settings.bs,
             "iodepth": settings.iodepth,
             "numjobs": settings.numjobs,
-            "offset_increment": settings.size // settings.numjobs if settings.numjobs > 1 else 0,
+            "offset_increment": offset_increment,
             "ioengine": "io_uring",
             "direct": int(settings.direct != "disabled"),
             "rw": _RW[rw],
@@ -98,6 +99,11 @@ class Fio(AbstractContextManager["Fio"]):
             "output-format": "json",
         }
         return [self._fio, *(f"--{name}={value}" for name, value in options.items())]
+
+    def _share(self, size_bytes: int) -> int:
+        """What one job gets, in whole blocks: direct I/O needs them. Rounded up, so that nothing stays unwritten."""
+        block = self._settings.bs
+        return -(-size_bytes // (self._settings.numjobs * block)) * block
 
 
 def bandwidth(report: dict[str, Any]) -> float:

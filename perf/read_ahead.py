@@ -114,6 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--state", choices=("cpu", "nvme"), default="cpu", help="tier of the optimizer's state")
     options = vars(parser.parse_args(arguments))
+    if options["steps"] < 2:
+        parser.error(f"--steps {options['steps']}: the first step is not counted; write 2 or more")
     ahead, waiting = (measure(read_ahead=read_ahead, **options) for read_ahead in (True, False))
     report = {
         "options": options,

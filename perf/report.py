@@ -19,6 +19,7 @@ from rich.table import Table
 from offload.units import MiB, format_bytes
 from perf.comparison import Quad
 from perf.environment import describe
+from perf.tensor_workloads import STEPS_PER_PASS
 from perf.workloads import Sample, Settings
 
 PERCENTILES = (50, 95, 99, 100)
@@ -142,6 +143,8 @@ def show(document: dict[str, Any], console: Console) -> None:
     ]
     if not engine["direct"]:
         lines.append("without direct I/O these figures are those of the page cache, not of the drive")
+    if config["target"] == "step":
+        lines.append(f"a pass is {STEPS_PER_PASS} steps, the writes of the last one waited for")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     console.print(result_table(document))

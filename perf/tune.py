@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from aio_native import ENGINES, EngineUnavailable
 from offload.config import AioConfig
 from offload.swap_file import DirectPolicy
 from offload.units import KiB, MiB, format_bytes
-from perf.bench import KnobError, Plan, check
+from perf.bench import KnobError, Plan, check, check_folder
 from perf.environment import describe, environment
 from perf.report import Progress, percentile
 from perf.tune_picture import draw
@@ -207,11 +208,10 @@ class Tuner:
 
 
 def run_tune(search: Search, progress: Progress) -> dict[str, Any]:
-    """Search, choose, write the section and the picture; returns all of it as one document."""
-    if search.seconds <= 0:
+    """Search and choose; returns all of it as one document."""
+    if not 0 < search.seconds < math.inf:  # nan neither
         raise KnobError("seconds", f"{search.seconds} is no time to search in; 30 or more tells something")
-    if not search.output.parent.is_dir():
-        raise KnobError("output", f"{search.output.parent} is no directory")
+    _check_output(search.output)
     engine: str = AioConfig().engine
     settings = Settings(
         paths=search.paths,
@@ -232,6 +232,15 @@ def run_tune(search: Search, progress: Progress) -> dict[str, Any]:
         finalists = tuner.scores.finalists(tuner.reference)
         _finals(tuner, finalists, started + search.seconds, progress)
     return _conclude(search, tuner, finalists)
+
+
+def _check_output(output: Path) -> None:
+    if output == (picture := output.with_suffix(".png")):
+        raise KnobError("output", f"{output} is where the picture goes; choose another ending, such as .json")
+    check_folder("output", output.parent)
+    for file in (output, picture):
+        if os.path.lexists(file) and not (file.is_file() and os.access(file, os.W_OK)):
+            raise KnobError("output", f"{file} is no file that can be written")
 
 
 def _search(tuner: Tuner, deadline: float, progress: Progress) -> None:
@@ -271,7 +280,7 @@ def _conclude(search: Search, tuner: Tuner, finalists: list[Setting]) -> dict[st
             "direct": search.direct,
         }
     }
-    document = {
+    return {
         "section": section,
         "chosen": asdict(chosen),
         "score": scores.median(chosen),
@@ -286,9 +295,14 @@ def _conclude(search: Search, tuner: Tuner, finalists: list[Setting]) -> dict[st
         "output": str(search.output),
         "picture": str(search.output.with_suffix(".png")),
     }
-    search.output.write_text(json.dumps(section, indent=2) + "\n", encoding="utf-8")
-    draw(document, search.output.with_suffix(".png"))
-    return document
+
+
+def save(output: Path, document: dict[str, Any]) -> list[Path]:
+    """Write the section, and the picture beside it."""
+    picture = output.with_suffix(".png")
+    output.write_text(json.dumps(document["section"], indent=2) + "\n", encoding="utf-8")
+    draw(document, picture)
+    return [output, picture]
 
 
 def show(document: dict[str, Any], console: Console) -> None:
@@ -297,7 +311,6 @@ def show(document: dict[str, Any], console: Console) -> None:
     notes = [
         f"{document['bw_bytes'] / 1e9:.2f} GB/s read and written together, {document['score']:.2f} of the defaults "
         f"measured beside it; the simplest setting within {document['noise']:.1%} of the best",
-        f"section in {document['output']}, picture in {document['picture']}",
         *describe(document["environment"]),
     ]
     for note in notes:

@@ -54,6 +54,12 @@ def test_train_large_refuses_too_little_disk_and_memory_in_words(train_large, tm
     assert not list((tmp_path / "weights").iterdir())
 
 
+def test_train_large_refuses_a_memory_limit_that_could_be_two_in_words(train_large, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train_large.main(arguments(tmp_path, "--memory-limit", "4G"))
+    assert "'4G' is not a number of bytes; write" in capsys.readouterr().err
+
+
 def test_shapes_are_what_their_models_have(train_large):
     for size, least in ((2_000_000, 2e6), (2_000_000_000, 2e9)):
         shape, numel = train_large.shape_of(size)

@@ -42,7 +42,9 @@ def options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--size", type=parameters, default=parameters("2B"), help="at least so many; 2B, 350M")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--sequence", type=int, default=256, help="tokens of the one sequence of a batch")
-    parser.add_argument("--memory-limit", default="4GiB", help="stop as soon as resident memory was larger")
+    parser.add_argument(
+        "--memory-limit", type=memory, default="4GiB", help="stop as soon as resident memory was larger"
+    )
     parser.add_argument("--keep-parameters", action="store_true", help="only optimizer state on NVMe")
     parser.add_argument("--checkpoint", type=Path, help="folder for a full checkpoint besides")
     parser.add_argument("--seed", type=int, default=0)
@@ -55,6 +57,14 @@ def parameters(text: str) -> int:
     if factor is None:
         raise argparse.ArgumentTypeError(f"{text!r}: write 350M or 2B")
     return round(float(text[:-1]) * factor)
+
+
+def memory(text: str) -> int:
+    """A number of bytes, as 4GiB or 4GB; a bare 4G could be either."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def shape_of(size: int) -> tuple[dict[str, int], int]:
@@ -132,7 +142,7 @@ def build(shape: Mapping[str, int], sequence: int) -> nn.Module:
 def main(arguments: list[str]) -> None:
     """Everything, with a line for each phase."""
     chosen = options(arguments)
-    limit = parse_bytes(chosen.memory_limit)
+    limit = chosen.memory_limit
     shape, numel = shape_of(chosen.size)
     print(f"model: {numel / 1e9:.3f} B parameters, {shape}")
     check_disks(chosen, numel)

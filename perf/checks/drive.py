@@ -114,7 +114,7 @@ def _kind(drive: Drive) -> Finding:
         return problem(Level.NOTE, "drive", found, meaning, "choose a path on the drive itself", **values)
     if drive.rotational and drive.name.startswith(VIRTUAL):
         meaning = "virtual drives often claim to rotate and do not; a hard disk would be some 20 times too slow"
-        return problem(Level.NOTE, "drive", found, meaning, "measure it: offload bench PATH", **values)
+        return problem(Level.NOTE, "drive", found, meaning, "measure it: offload bench --path PATH", **values)
     if drive.rotational:
         meaning = "a hard disk: some 20 times slower than an NVMe drive, and worse with reads and writes mixed"
         return problem(Level.WARNING, "drive", found, meaning, "choose a path on an NVMe drive", **values)

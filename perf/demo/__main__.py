@@ -186,7 +186,8 @@ def main(
         float, typer.Option(min=1, help="Seconds that a run may train, without --steps.")
     ] = DEFAULT_BUDGET,
     path: Annotated[
-        Path | None, typer.Option(help="Directory for the swap file, on the drive to use. Default: below --out.")
+        Path | None,
+        typer.Option(help="Directory for the swap file, on the drive to use. Default: --out, or another on a drive."),
     ] = None,
     engine: Annotated[Engine, typer.Option(help="Engine of the I/O.")] = Engine.AUTO,
     device: Annotated[ComputeDevice, typer.Option(help="Where forward and backward run.")] = ComputeDevice.CPU,

@@ -1,6 +1,8 @@
 """`offload bench` from outside, and what its engine costs."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -9,12 +11,14 @@ import time
 from contextlib import ExitStack
 from itertools import count
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
 from aio_native import ENGINES, EngineOptions, EngineUnavailable
 from aio_native.uring import UringEngine
+from offload.errors import ConfigError
 from offload.units import MiB
 from perf import bench, report
 from perf.cli import app
@@ -65,6 +69,15 @@ def test_table_for_people_and_saved_results(tmp_path):
     assert json.loads(document.read_text())["results"]["read"]["samples"]
 
 
+def test_the_result_is_printed_although_it_cannot_be_saved(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("perf.cli.save", Mock(side_effect=full))
+    result = run("--path", tmp_path, *SMALL, "--rw", "read", "--json", "--save", tmp_path)
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["results"]["read"]["samples"]
+    assert "No space left" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -74,12 +87,19 @@ def test_table_for_people_and_saved_results(tmp_path):
         (("--size", "1MiB"), "too small"),
         (("--size", "900TiB"), "nothing was written"),
         (("--iodepth", "0"), "out of range"),
-        (("--numjobs", "17"), "out of range"),
+        (("--numjobs", "65"), "out of range"),
+        (("--quads", "3"), "give that, too"),
+        (("--compare-fio", "--quads", "0"), "compare nothing"),
+        (("--compare-fio", "--quads", "-1"), "out of range"),
         (("--ioengine", "libaio"), "io_uring"),
         (("--direct", "maybe"), "required"),
         (("--runtime", "-1"), "negative"),
+        (("--runtime", "nan"), "no number"),
+        (("--target", "swapper", "--numjobs", "9"), "64 at most"),
         (("--path", "/no/such/folder"), "is no directory"),
         (("--device", "tpu"), "not available"),
+        (("--save", __file__), "is no directory"),
+        (("--save", f"{__file__}/results"), "is no directory"),
         (("--target", "step", "--rw", "read"), "a step reads and writes"),
         (("--target", "swapper", "--ioengine", "null"), "moves no bytes"),
     ],
@@ -93,11 +113,36 @@ def test_bad_values_are_told_before_anything_starts(tmp_path, monkeypatch, argum
     assert not list(tmp_path.iterdir())
 
 
+def test_a_pass_of_step_is_two_steps_and_fio_moves_as_much(tmp_path):
+    size = 32 * MiB
+    result = run("--path", tmp_path, *SMALL, "--size", size, "--target", "step", "--json")
+    assert result.exit_code == 0, result.output
+    (sample,) = json.loads(result.stdout)["results"]["mixed"]["samples"]
+    one = settings(tmp_path, size=size)
+    plan = bench.Plan(settings=one, target="step", directions=("mixed",), runtime=0)
+    assert 3 * size < sample["size_bytes"] <= plan.pass_bytes == 4 * size
+    with bench.open_target(plan) as target:
+        target.prepare()
+        assert size < target.run("mixed", size).size_bytes <= 2 * size, "asked for less, it takes one"
+
+
 def test_missing_fio_is_told_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     result = run("--path", tmp_path, *SMALL, "--compare-fio")
     assert result.exit_code == 1
     assert "apt-get install fio" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError(["aio.rings = 99: too many"]), RuntimeError("other bits came back"), MemoryError()]
+)
+def test_failures_are_told_in_words(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(bench.RawTarget, "prepare", Mock(side_effect=error))
+    result = run("--path", tmp_path, *SMALL)
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 1
+    assert f"offload: {str(error) or 'MemoryError'}" in result.stderr
     assert not list(tmp_path.iterdir())
 
 

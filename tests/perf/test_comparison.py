@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -90,11 +91,27 @@ def test_missing_fio_says_how_to_get_it(monkeypatch):
         find_fio()
 
 
-def test_fio_works_on_a_written_file_and_leaves_nothing(settings, tmp_path):
+@pytest.fixture
+def needs_fio():
     try:
         find_fio()
     except FioError as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("needs_fio")
+def test_jobs_get_whole_blocks_and_write_the_whole_file(settings, tmp_path):
+    three = replace(settings, numjobs=3)
+    with Fio(three, tuned=True) as fio:
+        command = dict(option.removeprefix("--").split("=", 1) for option in fio.command("mixed", three.size)[1:])
+        assert int(command["offset_increment"]) % three.bs == int(command["io_size"]) % three.bs == 0
+        (file,) = tmp_path.glob("*/fio")
+        assert file.stat().st_blocks * 512 >= three.size
+        assert fio.run("mixed", three.size) > 0
+
+
+@pytest.mark.usefixtures("needs_fio")
+def test_fio_works_on_a_written_file_and_leaves_nothing(settings, tmp_path):
     with Fio(settings, tuned=True) as fio:
         (file,) = tmp_path.glob("*/fio")
         assert file.stat().st_blocks * 512 >= settings.size

@@ -190,6 +190,20 @@ class TestConfiguration:
         assert (found["section"]["level"], found["device"]["level"]) == ("note", "note")
         assert found["section"]["found"].startswith("aio.thread_count = 4")
 
+    def test_the_folders_of_all_three_tiers_are_examined(self, tmp_path):
+        places = [tmp_path / name for name in ("state", "halves", "gradients")]
+        for place in places:
+            place.mkdir()
+        state, halves, gradients = ({"device": "nvme", "nvme_path": str(place)} for place in places)
+        tiers = {"offload_param": halves, "offload_optimizer": state}
+        section = {"bf16": {"enabled": True}, "zero_optimization": tiers, "offload_gradients": gradients}
+        document = examine("--config", write_config(tmp_path / "c.json", section))
+        assert {f"Path {place}" for place in places} <= {group["title"] for group in document["groups"]}
+        del tiers["offload_optimizer"]
+        document = examine("--config", write_config(tmp_path / "c.json", section))
+        assert "device" not in findings_of(document, "Configuration")
+        assert findings_of(document, f"Path {places[1]}")["sample"]["level"] == "ok"
+
 
 class TestFolders:
     def test_a_missing_one(self, tmp_path):
@@ -434,7 +448,9 @@ class TestDrives:
     )
     def test_drives_that_are_not_nvme(self, sys_tree, name, level):
         disk = sys_tree("8:0", name, rotational=1)
-        assert next(drive.check_drive(disk, config_of())).level is level
+        finding = next(drive.check_drive(disk, config_of()))
+        assert finding.level is level
+        assert name != "vda" or finding.remedy.endswith("offload bench --path PATH")
 
     @pytest.mark.parametrize(
         ("queue", "check", "words"),

@@ -16,6 +16,12 @@ def test_it_reports_both_ways(alone, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_one_step_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--steps", "1"])
+    assert "write 2 or more" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["cpu", "nvme"])
 def test_most_of_the_waiting_is_hidden(alone, tmp_path, state):

@@ -1,6 +1,7 @@
 """`offload tune`: the choice on made-up scores, and a short search on a real folder."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -74,6 +75,7 @@ def test_a_short_search_writes_a_section_that_can_be_read(tmp_path):
     assert json.loads(output.read_text())["aio"]["queue_depth"] == aio.queue_depth
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert '"block_size"' in result.stdout
+    assert f"saved {output}" in result.stderr
     assert not list(drive.iterdir())
 
 
@@ -81,11 +83,16 @@ def test_a_short_search_writes_a_section_that_can_be_read(tmp_path):
     ("arguments", "said"),
     [
         (("--seconds", "0"), "no time"),
+        (("--seconds", "nan"), "no time"),
+        (("--seconds", "inf"), "no time"),
         (("--size", "1MiB"), "too small"),
         (("--output", "/no/such/folder/aio.json"), "no directory"),
+        (("--output", str(Path(__file__).parent)), "no file that can be written"),
+        (("--output", "/tmp/aio.png"), "picture"),
     ],
 )
-def test_bad_values(tmp_path, arguments, said):
+def test_bad_values(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.setenv("COLUMNS", "400")
     result = CliRunner().invoke(app, ["tune", "--path", str(tmp_path), *arguments])
     assert result.exit_code == 2
     assert said in result.output
