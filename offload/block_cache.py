@@ -183,12 +183,18 @@ class BlockCache:
         self.stats.uses += load and is_new
         if block.buffer is None:
             self._start_reading(block, self._buffer_for(block), load=load)
-        while block.transfer is not None and (change or block.residency is Residency.READING):
-            self._await_completion()
-            self._settle_finished(wanted=block)
+        block.holds += 1  # keeps the buffer from being taken for what follows
+        try:
+            while block.transfer is not None and (change or block.residency is Residency.READING):
+                self._await_completion()
+                self._settle_finished(wanted=block)
+                if in_order:
+                    self._read_ahead()
+        except BaseException:
+            block.holds -= 1
+            raise
         assert block.buffer is not None
         block.unused = False
-        block.holds += 1
         self._resident.remove(block)
         self._resident.append(block)
         if in_order:
@@ -221,6 +227,11 @@ class BlockCache:
             yield buffer
         finally:
             self.release(block, changed=change, in_order=in_order)
+
+    def advance(self) -> None:
+        """Start what has become possible since the latest call: reads into the buffers of writes that are done."""
+        self._settle_finished()
+        self._read_ahead()
 
     def synchronize(self) -> None:
         """Wait for everything under way.

@@ -210,24 +210,31 @@ class CorruptionError(OffloadError):
 class CheckpointWriteError(OSError):
     """A checkpoint or an export could not be written; nothing of it is left, earlier ones are as they were.
 
-    Except for an export over an earlier one whose last renames fail: that leaves shards without an index.
+    Except for an export that fails between its last renames: then `left` says what there is.
     """
 
-    def __init__(self, errno: int, path: str | os.PathLike[str], detail: str = "") -> None:
+    def __init__(
+        self,
+        errno: int,
+        path: str | os.PathLike[str],
+        detail: str = "",
+        left: str = "nothing of it is left and earlier ones are as they were",
+    ) -> None:
         super().__init__(errno, os.strerror(errno), os.fspath(path))
         self.path = Path(path)
         self.detail = detail
+        self.left = left
 
     def __str__(self) -> str:
         name = errno_names.errorcode.get(self.errno or 0, f"errno {self.errno}")
         detail = f" ({self.detail})" if self.detail else ""
         return (
-            f"writing {self.path} failed: {name}, {self.strerror}{detail}; nothing of it is left and earlier ones are "
-            "as they were: free space or give permission there, or choose another folder"
+            f"writing {self.path} failed: {name}, {self.strerror}{detail}; {self.left}: "
+            "free space or give permission there, or choose another folder"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.errno, self.path, self.detail), self.__dict__
+        return type(self), (self.errno, self.path, self.detail, self.left), self.__dict__
 
 
 class CheckpointError(OffloadError):

@@ -90,7 +90,8 @@ def write_sharded(
     Raises:
         ValueError: a name comes twice, or a dtype has no place in safetensors.
         OSError: the folder cannot be used, or has too little space (ENOSPC; bytes needed and free). Nothing was left
-            behind, and an earlier export is as it was; unless it was a rename that failed, see `_Export.put_in_place`.
+            behind, and an earlier export is as it was.
+        HalfRenamedError: it failed at the very end, between two renames.
     """
     shards = _plan(list(items), dtype, max_shard_bytes)
     export = _Export(Path(path), shards, stored, group)
@@ -105,6 +106,10 @@ def write_sharded(
     finally:
         export.clean_up()
     return [export.folder / shard.name for shard in shards]
+
+
+class HalfRenamedError(OSError):
+    """An export failed between two renames: shards of it and of an earlier one stay, without an index."""
 
 
 class _Export:
@@ -130,6 +135,7 @@ class _Export:
         self._alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self._writes = self._alone or dist.get_rank(group) == 0
         self._error: OSError | None = None
+        self._renaming = False
 
     def do(self, action: Callable[..., None], *arguments: Any) -> None:
         """On the rank that writes, unless something has gone wrong already."""
@@ -179,10 +185,12 @@ class _Export:
             self._open(self._temporary(INDEX_FILE), f"{text}\n".encode())
             self._finish()
             index.unlink(missing_ok=True)
+        self._renaming = not single
         for shard in self._shards:
             self._temporary(shard.name).replace(self.folder / shard.name)
         if not single:
             self._temporary(INDEX_FILE).replace(index)
+        self._renaming = False
         for entry in list(self.folder.iterdir()):
             if _OURS.fullmatch(entry.name) and entry.name not in names:
                 entry.unlink()
@@ -211,7 +219,8 @@ class _Export:
         if error.errno == errno.ENOSPC:
             after = f" after {format_bytes(self._written)} of {format_bytes(self._total)}" if self._written else ""
             what = f"too little space{after} ({what}); free space or choose another folder"
-        return OSError(error.errno, f"the weights were not written: {what}", os.fspath(self.folder))
+        kind = HalfRenamedError if self._renaming else OSError
+        return kind(error.errno, f"the weights were not written: {what}", os.fspath(self.folder))
 
     def _open(self, path: Path, first: bytes) -> None:
         self._file = path.open("wb", buffering=0)

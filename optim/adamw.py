@@ -423,8 +423,13 @@ class OffloadAdamW(Optimizer):
     def _go_on(self, step: UnfinishedStep, inputs: StepInputs) -> None:
         """Do what is left of a step. Ctrl-C is honoured between subgroups, so that the step can be finished later."""
         with DeferredInterrupt() as interrupt:
+
+            def on_pause() -> None:
+                interrupt.deliver()
+                self._store.blocks.advance()
+
             try:
-                self._update_subgroups(step, inputs, interrupt.deliver)
+                self._update_subgroups(step, inputs, on_pause)
             except BaseException as error:
                 error.add_note(f"{step.situation}. {step.way_on}")
                 raise

@@ -185,6 +185,12 @@ class BlockTiers:
         """A step has gone in this order: the next one goes in the other."""
         for cache, blocks in self._caches():
             cache.order.end_step(_indices(order[::-1], blocks))
+            cache.advance()
+
+    def advance(self) -> None:
+        """Start reads that have become possible, in a step that waits for something else."""
+        for cache, _ in self._caches():
+            cache.advance()
 
     @contextmanager
     def held_for_update(self, slot: SlotRecord, grads: Mapping[int, torch.Tensor]) -> Iterator[None]:

@@ -28,8 +28,15 @@ class Waiting:
     reads_unused: int
     uses: int
     wait_seconds: float
+    wait_in_step_seconds: float
+    """Of that, in the updates. A state in memory is updated faster than some drives move a block in and out."""
     step_seconds: float
     """Time of one step, forward and backward included."""
+
+    @property
+    def wait_in_passes_seconds(self) -> float:
+        """Of the waiting, that of forward and backward."""
+        return self.wait_seconds - self.wait_in_step_seconds
 
     @property
     def share_ahead(self) -> float:
@@ -85,25 +92,29 @@ def measure(
     }
     with initialize(model, config) as engine:
         _train(engine, torch.randn(tokens, width), 1)
-        before = engine.optimizer.stats()
-        seconds = _train(engine, torch.randn(tokens, width), steps - 1)
-        after = engine.optimizer.stats()
+        before, start = engine.optimizer.stats(), time.monotonic()
+        wait_in_step = _train(engine, torch.randn(tokens, width), steps - 1)
+        after, seconds = engine.optimizer.stats(), time.monotonic() - start
     return Waiting(
         reads=after.param_reads - before.param_reads,
         reads_ahead=after.param_reads_ahead - before.param_reads_ahead,
         reads_unused=after.param_reads_unused - before.param_reads_unused,
         uses=after.param_uses - before.param_uses,
         wait_seconds=after.param_wait_seconds - before.param_wait_seconds,
+        wait_in_step_seconds=wait_in_step,
         step_seconds=seconds / (steps - 1),
     )
 
 
 def _train(engine: OffloadEngine, batch: torch.Tensor, steps: int) -> float:
-    start = time.monotonic()
+    """Train on one batch; returns the seconds that the updates waited for parameters."""
+    waited = 0.0
     for _ in range(steps):
         engine.backward(engine(batch).float().square().mean())
+        before = engine.optimizer.stats().param_wait_seconds
         engine.step()
-    return time.monotonic() - start
+        waited += engine.optimizer.stats().param_wait_seconds - before
+    return waited
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -122,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "with read-ahead": {**asdict(ahead), "share_ahead": ahead.share_ahead},
         "without": asdict(waiting),
         "waiting, of that without": ahead.wait_seconds / waiting.wait_seconds,
+        "in forward and backward": ahead.wait_in_passes_seconds / waiting.wait_in_passes_seconds,
     }
     Console().print_json(json.dumps(report))
     if dist.is_initialized():

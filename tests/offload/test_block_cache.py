@@ -87,6 +87,26 @@ def test_what_is_needed_soonest_is_kept_and_read_ahead(make_cache):
     assert cache.stats.reads_unused == 0
 
 
+def test_a_write_that_is_done_makes_room_for_what_is_next(make_cache):
+    cache = make_cache(4, 2)
+    for _ in range(2):
+        for number in range(4):
+            cache.order.note(number)
+            content(cache, cache.blocks[number])
+        cache.order.begin_step([])
+        cache.order.end_step([])
+    cache.synchronize()
+    for number in (0, 1):
+        cache.order.note(number)
+        fill(cache, cache.blocks[number], 100 + number)
+    for block in cache.blocks[:2]:
+        if block.transfer is not None:
+            block.transfer.operation.wait(None)
+    cache.advance()
+    assert {block.index for block in cache.blocks if block.buffer is not None} == {2, 3}
+    assert [content(cache, block) for block in cache.blocks] == [100, 101, 2, 3]
+
+
 def test_a_held_block_stays_and_too_many_are_refused_in_words(make_cache):
     cache = make_cache(3, 2)
     first, second, third = cache.blocks

@@ -25,7 +25,9 @@ def test_one_step_is_refused(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["cpu", "nvme"])
 def test_most_of_the_waiting_is_hidden(alone, tmp_path, state):
-    ahead, waiting = (measure(str(tmp_path), read_ahead=on, state=state, steps=8) for on in (True, False))
+    ahead, waiting = (measure(str(tmp_path), read_ahead=on, state=state, tokens=8, steps=8) for on in (True, False))
     assert ahead.share_ahead >= 0.95
     assert ahead.reads_unused == 0
-    assert ahead.wait_seconds <= 0.15 * waiting.wait_seconds
+    assert ahead.wait_in_passes_seconds <= 0.15 * waiting.wait_in_passes_seconds
+    if state == "nvme":  # from memory a block is updated faster than some drives can bring and take it
+        assert ahead.wait_seconds <= 0.15 * waiting.wait_seconds
