@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from offload._torch_private import sharded_like
 from offload.errors import CheckpointWriteError, SwapIOError
-from offload.safetensors_writer import weight_items, write_sharded
+from offload.safetensors_writer import HalfRenamedError, weight_items, write_sharded
 from optim.collective import on_every_rank
 from optim.precision_plan import DTYPES
 from optim.split_params import split_halves, split_shard
@@ -36,8 +36,8 @@ def export_safetensors(
 
     Raises:
         ValueError: `dtype` or `max_shard_bytes` cannot be used, or a weight is too large for fp16; names it.
-        CheckpointWriteError: the files could not be written; nothing of them is left, unless a rename failed at the
-            very end: then shards without an index, which `SafetensorsReader` refuses.
+        CheckpointWriteError: the files could not be written; it says what is left: nothing, unless a rename failed at
+            the very end.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
@@ -58,6 +58,9 @@ def export_safetensors(
         )
     except SwapIOError:  # of a tier, and it says so itself
         raise
+    except HalfRenamedError as error:
+        left = "some of its shards are in place, perhaps over earlier ones, without the index that makes them readable"
+        raise CheckpointWriteError(error.errno or errno.EIO, folder, error.strerror or "", left) from error
     except OSError as error:
         raise CheckpointWriteError(error.errno or errno.EIO, folder, error.strerror or "") from error
 

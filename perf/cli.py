@@ -98,7 +98,7 @@ def bench(
         directions=every if rw == "all" else (rw,),
         runtime=runtime,
         quads=_rounds(compare_fio, quads),
-        fio_tuned=fio_tuned,
+        fio_tuned=_tuned(compare_fio, fio_tuned),
     )
     with _failures_in_words():
         if save_to:
@@ -146,6 +146,12 @@ def _rounds(compare_fio: bool, quads: int | None) -> int:
     if quads == 0:
         raise typer.BadParameter("0 rounds compare nothing; leave out --compare-fio", param_hint="'--quads'")
     return 0 if not compare_fio else QUADS if quads is None else quads
+
+
+def _tuned(compare_fio: bool, fio_tuned: bool) -> bool:
+    if not fio_tuned and not compare_fio:
+        raise typer.BadParameter("it is about the fio of --compare-fio; give that, too", param_hint="'--no-fio-tuned'")
+    return fio_tuned
 
 
 @contextmanager

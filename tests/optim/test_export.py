@@ -1,6 +1,8 @@
 """Weights exported as safetensors: what the library and Hugging Face read is what was trained."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from offload import safetensors_writer
-from offload.errors import CheckpointWriteError
+from offload.errors import CheckpointWriteError, WeightsError
+from offload.safetensors_reader import SafetensorsReader
 from optim import initialize
 from tests.optim.test_sharded import full_state
 from tests.support.ranks import run_ranks
@@ -137,6 +140,23 @@ def test_what_fails_leaves_nothing_of_it(tmp_path, monkeypatch):
             engine.export_safetensors(tmp_path, max_shard_bytes="300KB")
         assert names_in(tmp_path) == ["model.safetensors", "tokenizer.json"]
         assert (tmp_path / "model.safetensors").read_bytes() == before
+        monkeypatch.undo()
+        engine.export_safetensors(tmp_path, max_shard_bytes="300KB")
+        replace = Path.replace
+
+        def replace_until(source, target):
+            if target.name.startswith("model-00002"):
+                raise OSError(errno.EIO, "Input/output error")
+            return replace(source, target)
+
+        monkeypatch.setattr(Path, "replace", replace_until)
+        with pytest.raises(CheckpointWriteError, match=r"EIO.*perhaps over earlier ones, without the index"):
+            engine.export_safetensors(tmp_path, max_shard_bytes="300KB")
+        with pytest.raises(WeightsError, match="an export was interrupted"):
+            SafetensorsReader(tmp_path)
+        monkeypatch.undo()
+        engine.save_16bit_model(tmp_path)
+        assert names_in(tmp_path) == ["model.safetensors", "tokenizer.json"]
         (tmp_path / "file").write_text("")
         with pytest.raises(CheckpointWriteError, match="EEXIST"):
             engine.save_16bit_model(tmp_path / "file")
