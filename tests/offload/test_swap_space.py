@@ -321,18 +321,21 @@ def test_damage_is_not_hidden_by_an_allocation_that_grows_the_file(open_space, d
             space.check_whole()
 
 
+def fail_on_the_second_path(space, error):
+    """An ``os.posix_fallocate`` that works on the first path; `error` is called, and raises, for the second."""
+    fallocate = os.posix_fallocate
+    return lambda fd, *where: fallocate(fd, *where) if fd == space.fds[0] else error()
+
+
 def test_clean_up_hides_neither_damage_nor_the_first_error(open_space, monkeypatch):
     space = open_space(2)
     space.allocate(4 << 20)
-    fallocate = os.posix_fallocate
 
-    def damage_the_first_and_fail_the_second(fd, offset, size_bytes):
-        if fd == space.fds[0]:
-            return fallocate(fd, offset, size_bytes)
+    def damage_the_first():
         os.truncate(space.path_of(space.fds[0]), 0)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", damage_the_first_and_fail_the_second)
+    monkeypatch.setattr(os, "posix_fallocate", fail_on_the_second_path(space, damage_the_first))
     with pytest.raises(OutOfSpaceError):
         space.allocate(8 << 20)
     with pytest.raises(SwapIOError, match="ENODATA"):
@@ -342,16 +345,12 @@ def test_clean_up_hides_neither_damage_nor_the_first_error(open_space, monkeypat
 def test_a_clean_up_that_fails_does_not_hide_the_first_error(open_space, monkeypatch):
     space = open_space(2)
     space.allocate(4 << 20)
-    fallocate = os.posix_fallocate
 
-    def read_only(fd, *_):
+    def read_only(*_):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    def fail_the_second(fd, offset, size_bytes):
-        return fallocate(fd, offset, size_bytes) if fd == space.fds[0] else read_only(fd)
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", fail_the_second)
+        patch.setattr(os, "posix_fallocate", fail_on_the_second_path(space, read_only))
         patch.setattr(os, "ftruncate", read_only)
         for allocate in (lambda: space.allocate(8 << 20), lambda: space.allocate_all([8 << 20])):
             with pytest.raises(SwapIOError, match=r"allocate of .*EROFS.* remount") as caught:
