@@ -156,11 +156,13 @@ def drop_unsharded_grads(model: torch.nn.Module) -> None:
     """Forget the gradients that FSDP2 keeps before it reduces them: accumulated, or left by a pass that was cut off.
 
     ``FSDPParam.unsharded_accumulated_grad`` and the gradient of ``FSDPParam._unsharded_param``, which is made when it
-    is first gathered: ``zero_grad`` reaches sharded gradients alone, and ``reset_iter_state`` leaves these.
+    is first gathered: ``zero_grad`` reaches sharded gradients alone, and ``reset_iter_state`` leaves these. From torch
+    2.15 on the first is a property that shows the second.
     """
     for module in model.modules():
         for record in fsdp_params(module):
-            record.unsharded_accumulated_grad = None
+            if not isinstance(getattr(type(record), "unsharded_accumulated_grad", None), property):
+                record.unsharded_accumulated_grad = None
             if hasattr(record, "_unsharded_param"):
                 record._unsharded_param.grad = None
 

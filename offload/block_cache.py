@@ -61,6 +61,8 @@ class Block:
     """Under way while READING or WRITING."""
     holds: int = 0
     """Users that need it in its buffer."""
+    unreadable: bool = False
+    """The latest read failed: it is not read ahead then, only by who needs it."""
     unused: bool = False
     """Read ahead and not used since."""
     deferred: bool = False
@@ -138,7 +140,7 @@ class BlockCache:
             OutOfSpaceError: names bytes needed and free; nothing was added.
             SwapIOError: a write that ran behind failed; nothing was added.
         """
-        self.synchronize()
+        self._finish_transfers()  # and reads nothing ahead: the buffers may be exchanged
         extents = self.tier.space.allocate_all([size_bytes for _, size_bytes in blocks])
         first = len(self.blocks)
         added = [
@@ -181,10 +183,10 @@ class BlockCache:
         self._settle_finished()
         self._write_deferred(block)
         self.stats.uses += load and is_new
-        if block.buffer is None:
-            self._start_reading(block, self._buffer_for(block), load=load)
-        block.holds += 1  # keeps the buffer from being taken for what follows
+        block.holds += 1  # nothing that follows takes its buffer, or gives it one
         try:
+            if block.buffer is None:
+                self._start_reading(block, self._buffer_for(block), load=load)
             while block.transfer is not None and (change or block.residency is Residency.READING):
                 self._await_completion()
                 self._settle_finished(wanted=block)
@@ -239,6 +241,10 @@ class BlockCache:
         Raises:
             SwapIOError: a write failed. Its bytes are still in their buffer; the next call writes them again.
         """
+        self._finish_transfers()
+        self._read_ahead()
+
+    def _finish_transfers(self) -> None:
         self._write_again()
         failure: Exception | None = None
         while any(block.transfer for block in self._resident):
@@ -249,7 +255,6 @@ class BlockCache:
                 failure = failure or error
         if failure is not None:
             raise failure
-        self._read_ahead()
 
     def close(self) -> None:
         """End what is under way, free the memory, delete the swap files. Idempotent."""
@@ -276,7 +281,7 @@ class BlockCache:
             return
         window = [self.blocks[index] for index in self.order.soonest(self.num_buffers) if index < len(self.blocks)]
         for place, block in enumerate(window):
-            if block.buffer is not None or block.residency is not Residency.ON_TIER or not self.is_needed(block):
+            if block.residency is not Residency.ON_TIER or block.holds or block.unreadable or not self.is_needed(block):
                 continue
             buffer = self._pool.try_acquire() or self._evict_for(window, place)
             if buffer is None:
@@ -390,7 +395,7 @@ class BlockCache:
         """Take note of a finished transfer; if it failed, make the record right and raise."""
         transfer, block.transfer = block.transfer, None
         assert transfer is not None
-        reading = block.residency is Residency.READING
+        reading = block.unreadable = block.residency is Residency.READING
         try:
             transfer.wait()
         except OSError:
@@ -401,6 +406,7 @@ class BlockCache:
         block.residency = Residency.STAGED
         if reading:
             self._verify(block)
+            block.unreadable = False
 
     def _checksums_of(self, block: Block) -> torch.Tensor | None:
         if self._checksum is None or block.buffer is None:

@@ -439,6 +439,7 @@ class OffloadAdamW(Optimizer):
             self._forward_order = not self._forward_order
             self._store.blocks.end_step(step.order)
             self._store.unfinished = None
+            self._store.blocks.advance()  # last: whatever stops it, the step is done
         self._report_changed(step.changed_blocks)
 
     def _update_subgroups(self, step: UnfinishedStep, inputs: StepInputs, on_pause: Callable[[], None]) -> None:
@@ -450,6 +451,7 @@ class OffloadAdamW(Optimizer):
         try:
             self._update_rest(step, inputs, on_pause)
         finally:
+            store.pipeline.on_pause = lambda: None
             # Also after a failure: the device must not read parameters that are still on their way to it.
             if store.mirror:
                 store.mirror.end_step()

@@ -185,10 +185,9 @@ class BlockTiers:
         """A step has gone in this order: the next one goes in the other."""
         for cache, blocks in self._caches():
             cache.order.end_step(_indices(order[::-1], blocks))
-            cache.advance()
 
     def advance(self) -> None:
-        """Start reads that have become possible, in a step that waits for something else."""
+        """Start reads that have become possible: in a step that waits for something else, and after it."""
         for cache, _ in self._caches():
             cache.advance()
 

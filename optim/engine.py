@@ -74,8 +74,8 @@ class OffloadEngine:
         """Micro-batches of one step."""
         self.is_pipelined = roles.pipeline is not None
         """Whether a schedule runs forward and backward, and `step` follows it directly."""
-        self._taken: bool | None = None
-        """Of a step whose end is still to come: whether its update was done (True) or skipped."""
+        self._counts_before: tuple[int, int] | None = None
+        """Updates done and skipped when the step under way began with its own."""
         self._way_on = ""
         """What is left to do after a pass that could not be given up, in words."""
         self._stages = roles.pipeline_group
@@ -168,8 +168,8 @@ class OffloadEngine:
 
         A step with a gradient that is not finite on any rank is skipped on all; the schedule does not advance then.
 
-        After an exception that is none of the scheduler's, calling this again completes the step; gradients that were
-        applied are not applied again.
+        After an exception that is none of the scheduler's, calling this again completes the step, also after
+        `OffloadAdamW.finish_step`; gradients that were applied are not applied again.
 
         Raises:
             RuntimeError: no backward came before.
@@ -180,30 +180,39 @@ class OffloadEngine:
             raise RuntimeError("engine.step was called before engine.backward")
         if not self.is_gradient_accumulation_boundary:
             return
-        if self._taken is None:
-            self._taken = self._update()
-        self._end_step(self._taken)
+        taken = self._outcome()
+        self._end_step(self._update() if taken is None else taken)
 
     def _update(self) -> bool:
-        """The optimizer's part of a step; whether it was taken.
-
-        An exception may come when the update is done: Ctrl-C, which waits for the last subgroup, or a warning that is
-        an error. The counters tell.
-        """
-        meter = self.optimizer._meter
-        steps_before, skipped_before = meter.steps, meter.skipped_steps
+        """The optimizer's part of a step; whether it was taken."""
+        if self._counts_before is None:
+            self._counts_before = self._counts()
         try:
             if self.optimizer.has_unfinished_step:
                 self.optimizer.finish_step()
                 return True
             return self.optimizer.try_step(self._scaler.loss_scale if self._scaler else None)
         except BaseException as error:
-            taken, skipped = meter.steps > steps_before, meter.skipped_steps > skipped_before
-            if (taken or skipped) and not self.optimizer.has_unfinished_step:
-                self._taken = taken
+            if (taken := self._outcome()) is not None:
                 what = "done" if taken else "skipped"
                 error.add_note(f"The update of this step is {what}; engine.step() does what else belongs to the step.")
+            elif self.optimizer.has_unfinished_step:
+                error.add_note("engine.step() finishes the step, too, and does what else belongs to it.")
             raise
+
+    def _counts(self) -> tuple[int, int]:
+        return self.optimizer._meter.steps, self.optimizer._meter.skipped_steps
+
+    def _outcome(self) -> bool | None:
+        """Of an update that an exception came out of: whether it was done (True) or skipped; None: neither, so far.
+
+        It may have been done: Ctrl-C waits for the last subgroup, a warning can be an error, and the user may have
+        called ``finish_step``.
+        """
+        if self._counts_before is None or self.optimizer.has_unfinished_step:
+            return None
+        done, skipped = (now > before for now, before in zip(self._counts(), self._counts_before, strict=True))
+        return done if done or skipped else None
 
     def _end_step(self, taken: bool) -> None:
         """What follows the update. The scheduler, which is the user's and may raise, comes last."""
@@ -213,7 +222,7 @@ class OffloadEngine:
             self._scaler.update(found_inf=not taken)
         self.micro_steps = 0
         self.global_steps += 1
-        self._taken = None
+        self._counts_before = None
         self._set_sync()
         if taken and self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -244,8 +253,8 @@ class OffloadEngine:
             StateError: micro-batches of an unfinished step, a step that stopped halfway, or another run saving there.
             ValueError, FileExistsError, CheckpointWriteError, SwapIOError: see `optim.checkpoint.save`.
         """
-        if self._taken is not None:
-            self._end_step(self._taken)
+        if (taken := self._outcome()) is not None:
+            self._end_step(taken)
         if self.micro_steps:
             raise StateError(
                 "engine.save_checkpoint",
@@ -372,7 +381,7 @@ class OffloadEngine:
         """Begin the step anew, also where FSDP2 has not reduced its gradients yet."""
         self.optimizer.zero_grad()
         drop_unsharded_grads(self.module)
-        self._taken = None
+        self._counts_before = None
         self.micro_steps = 0
         self._set_sync()
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,47 @@ def one_away(cache):
     return next(block for block in cache.blocks if block.buffer is None)
 
 
+def learn(cache, *numbers):
+    """Use these blocks in this order twice, as two steps do; then all is quiet."""
+    for _ in range(2):
+        for number in numbers:
+            cache.order.note(number)
+            content(cache, cache.blocks[number])
+        cache.order.begin_step([])
+        cache.order.end_step([])
+    cache.synchronize()
+
+
+def empty_buffers(cache):
+    """Everything is on the tier alone."""
+    for block in list(cache._resident):
+        cache._give_up_buffer(block)
+
+
+class Late:
+    """A transfer that is seen to be done `seconds` after it began, or later."""
+
+    def __init__(self, transfer, seconds):
+        self.operation, self.wait = transfer.operation, transfer.wait
+        self._transfer, self._end = transfer, time.monotonic() + seconds
+
+    def done(self):
+        return self._transfer.done() and time.monotonic() >= self._end
+
+
+def slow_down(cache, block, seconds):
+    """Reads of one block take so long. Returns a list that will have the name of every block that is read."""
+    read, names = cache.tier.read, []
+
+    def read_slowly(extent, buffer, *, what, kind):
+        names.append(what)
+        transfer = read(extent, buffer, what=what, kind=kind)
+        return Late(transfer, seconds) if what == block.name else transfer
+
+    cache.tier.read = read_slowly
+    return names
+
+
 def test_blocks_keep_their_bytes_in_fewer_buffers_than_blocks(make_cache):
     cache = make_cache(9, 2)
     assert [content(cache, block) for block in cache.blocks] == list(range(9))
@@ -89,13 +131,7 @@ def test_what_is_needed_soonest_is_kept_and_read_ahead(make_cache):
 
 def test_a_write_that_is_done_makes_room_for_what_is_next(make_cache):
     cache = make_cache(4, 2)
-    for _ in range(2):
-        for number in range(4):
-            cache.order.note(number)
-            content(cache, cache.blocks[number])
-        cache.order.begin_step([])
-        cache.order.end_step([])
-    cache.synchronize()
+    learn(cache, 0, 1, 2, 3)
     for number in (0, 1):
         cache.order.note(number)
         fill(cache, cache.blocks[number], 100 + number)
@@ -136,6 +172,58 @@ def test_a_failed_read_names_the_block_and_is_tried_again(make_cache):
         assert content(cache, other) == other.index
         block.extent = good
     assert content(cache, block) == block.index
+
+
+def test_a_block_that_cannot_be_read_is_not_read_ahead_time_and_again(make_cache):
+    cache = make_cache(4, 3)
+    learn(cache, 0, 1, 2, 3)
+    empty_buffers(cache)
+    read = slow_down(cache, cache.blocks[1], 0.3)
+    bad, good = cache.blocks[2], cache.blocks[2].extent
+    with open("/proc/self/mem", "rb") as broken:
+        bad.extent = replace(good, stripes=(good.stripes[0]._replace(fd=broken.fileno(), offset=0),))
+        for number in (0, 1):
+            cache.order.note(number)
+            assert content(cache, cache.blocks[number]) == number
+        assert read.count(bad.name) == 1
+        with pytest.raises(SwapIOError, match="EIO"):
+            cache.hold(bad)
+        bad.extent = good
+    assert content(cache, bad) == 2
+    assert not bad.unreadable
+
+
+def test_pressure_gives_the_wanted_block_one_buffer(make_cache):
+    cache = make_cache(6, 3)
+    blocks = cache.blocks
+    learn(cache, 0, 1, 2, 5, 5, 0)
+    for number in (0, 1, 2):
+        cache.order.note(number)
+        cache.hold(blocks[number])
+
+    def give_back():
+        for number in (0, 1):
+            cache.release(blocks[number])
+
+    cache.on_pressure = give_back
+    slow_down(cache, blocks[5], 0.05)
+    cache.order.note(5)
+    cache.hold(blocks[5])
+    cache.release(blocks[5])
+    cache.release(blocks[2])
+    cache.synchronize()
+    with_buffer = [block for block in blocks if block.buffer is not None]
+    assert sorted(block.index for block in cache._resident) == [block.index for block in with_buffer]
+    assert cache._pool.num_free + len(with_buffer) == 3
+
+
+def test_added_blocks_do_not_take_the_buffers_of_reads_that_run_ahead(make_cache):
+    cache = make_cache(5, 3)
+    learn(cache, 0, 1, 2, 3, 4)
+    empty_buffers(cache)
+    cache.add([("numbers of a large block", 4 * SIZE)])
+    assert not any(block.transfer for block in cache.blocks)
+    assert [content(cache, block) for block in cache.blocks[:5]] == list(range(5))
 
 
 def test_a_failed_write_keeps_its_bytes_until_the_drive_is_well(make_cache):

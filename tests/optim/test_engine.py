@@ -291,21 +291,27 @@ def test_an_evaluation_between_backward_and_step_leaves_no_old_weights(make_engi
 
 def test_a_step_that_stopped_halfway_is_completed_by_the_next_call(make_engine, monkeypatch):
     states = []
-    for disturbed in (False, True):
+    for disturbed in ("", "engine.step", "finish_step"):
         engine = make_engine(**BF16)
         backward(engine, 0, 0)
         if disturbed:
             pipeline = engine.optimizer._store.pipeline
             with monkeypatch.context() as patch:
                 patch.setattr(pipeline, "acquire", lambda *arguments: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
+                with pytest.raises(ZeroDivisionError) as caught:
                     engine.step()
+            assert "engine.step() finishes the step, too" in caught.value.__notes__[-1]
+            assert engine.global_steps == 0
+        if disturbed == "finish_step":
+            engine.optimizer.finish_step()
             assert engine.global_steps == 0
         engine.step()
+        assert engine.optimizer.stats().steps == 1
         step_of(engine, 1)
         assert engine.global_steps == 2
         states.append(full_state(engine.module, engine.optimizer))
-    assert_same(*states)
+    for state in states[1:]:
+        assert_same(state, states[0])
 
 
 @pytest.mark.parametrize("then", ["step", "save_checkpoint"])

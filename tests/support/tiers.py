@@ -8,6 +8,7 @@ from optim import initialize
 
 VOCABULARY = 89
 ACCUMULATION = 2
+EVERYTHING = {"param": "nvme", "grads": "nvme", "state": "nvme"}
 
 
 class Layer(nn.Module):
