@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from offload.config import OffloadConfig
 from optim.adamw import OffloadAdamW
@@ -47,7 +47,8 @@ def initialize(
         mesh: 1-D, or 2-D (replicate, shard) for hybrid sharding; by default all ranks, and without a launcher this
             process alone. Or of more dimensions, named as torchtitan names them: ``pp`` (`model` is a stage),
             ``dp_replicate``, ``dp_shard`` (or ``dp``), ``tp`` (parameters may be DTensors over it).
-        lr_scheduler: makes a scheduler from the optimizer, in place of the ``scheduler`` section.
+        lr_scheduler: makes a scheduler from the optimizer, in place of the ``scheduler`` section (not
+            ReduceLROnPlateau, which needs a metric).
         blocks: class names or qualified names of the parts to gather one by one; by default the repeated layers.
         weights: of a model on meta: a ``.safetensors`` file, a folder or an index in the Hugging Face layout. Without
             it, the model's own initialisers give the values, from rank 0's random numbers.
@@ -56,7 +57,8 @@ def initialize(
     Raises:
         ConfigError: the section is wrong, or asks for what cannot be done with this model or this many ranks.
         WeightsError: weight files are damaged or do not fit; the model is as it was.
-        ValueError: the model, a block or a parameter cannot be used, or nobody gives a parameter a value.
+        ValueError: the model, a block, a parameter or the scheduler cannot be used, or nobody gives a parameter a
+            value.
         OutOfSpaceError, SwapIOError: see `OffloadAdamW`.
     """
     config = OffloadConfig.of(config)
@@ -86,11 +88,20 @@ def initialize(
     try:
         if birth is not None:
             birth.fill(optimizer._store, chosen, roles.data_parallel)
-        scheduler = lr_scheduler(optimizer) if lr_scheduler else scheduler_of(config, optimizer)
+        scheduler = _checked(lr_scheduler(optimizer)) if lr_scheduler else scheduler_of(config, optimizer)
     except BaseException:
         optimizer.close()
         raise
     return OffloadEngine(model, optimizer, scheduler, config, mesh, plan)
+
+
+def _checked(scheduler: LRScheduler) -> LRScheduler:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "initialize: ReduceLROnPlateau needs a metric in each step, which engine.step() has not; make it with "
+            "engine.optimizer and call its step(metric) yourself"
+        )
+    return scheduler
 
 
 def _birth_of(

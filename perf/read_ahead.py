@@ -117,6 +117,11 @@ def _train(engine: OffloadEngine, batch: torch.Tensor, steps: int) -> float:
     return waited
 
 
+def _share(part: float, whole: float) -> float | None:
+    """None where nothing was waited for, as where all blocks fit into the buffers."""
+    return part / whole if whole > 0 else None
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure both ways and print one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -132,8 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "options": options,
         "with read-ahead": {**asdict(ahead), "share_ahead": ahead.share_ahead},
         "without": asdict(waiting),
-        "waiting, of that without": ahead.wait_seconds / waiting.wait_seconds,
-        "in forward and backward": ahead.wait_in_passes_seconds / waiting.wait_in_passes_seconds,
+        "waiting, of that without": _share(ahead.wait_seconds, waiting.wait_seconds),
+        "in forward and backward": _share(ahead.wait_in_passes_seconds, waiting.wait_in_passes_seconds),
     }
     Console().print_json(json.dumps(report))
     if dist.is_initialized():

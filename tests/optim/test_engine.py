@@ -436,6 +436,8 @@ def test_models_that_cannot_be_used_are_refused(alone, make_engine):
 def test_a_scheduler_that_cannot_be_made_leaves_nothing_behind(alone, tmp_path):
     with pytest.raises(ZeroDivisionError):
         initialize(fresh_model(), section(path=tmp_path), lr_scheduler=lambda optimizer: 1 / 0)
+    with pytest.raises(ValueError, match=r"ReduceLROnPlateau needs a metric.*call its step\(metric\) yourself"):
+        initialize(fresh_model(), section(path=tmp_path), lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
     assert not list(tmp_path.iterdir())
 
 

@@ -14,6 +14,10 @@ def test_it_reports_both_ways(alone, tmp_path, capsys):
     assert report["without"]["reads"] > 0
     assert report["with read-ahead"]["uses"] == report["without"]["uses"]
     assert not list(tmp_path.iterdir())
+    main([str(tmp_path), "--layers", "2", "--width", "16", "--tokens", "4", "--steps", "2", "--buffer-count", "4"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["without"]["reads"] == 0
+    assert report["waiting, of that without"] is None
 
 
 def test_one_step_is_refused(tmp_path, capsys):
