@@ -177,7 +177,7 @@ class BlockTiers:
     def begin_step(self, order: Sequence[SlotRecord]) -> None:
         """A step will go through these subgroups in this order: read their blocks ahead."""
         if self.grads is not None:
-            self.grads.flush()
+            self.grads.begin_step()
         for cache, blocks in self._caches():
             cache.order.begin_step(_indices(order, blocks))
 
@@ -202,6 +202,8 @@ class BlockTiers:
         with ExitStack() as held:
             if self.grads is not None and (block := self._grad_blocks.get(number)) is not None:
                 self.grads.cache.order.note_in_step(block.index)
+                if not self.grads.cache.order.is_next_in_step(block.index):
+                    self.grads.end_use(block)
                 if any(isinstance(grads.get(run.param), PartitionStandIn) for run in slot.subgroup.runs):
                     held.enter_context(self.grads.cache.holding(block))
             if self.params is not None and (block := self._param_blocks.get(number)) is not None:

@@ -131,11 +131,13 @@ class GradTier:
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.cache = BlockCache(tier, KIND, config.buffer_count, checksum=checksum)
-        self.cache.is_needed = self._is_needed
+        self.cache.is_needed = lambda block: self._is_needed(block) and block not in self._spent
         self._block_sums = block_sums
         self._partitions: dict[torch.Tensor, Partition] = {}
         self._by_block: dict[Block, list[Partition]] = {}
         self._open: Block | None = None
+        self._spent: set[Block] = set()
+        """Used by the latest step, and not changed since: ``zero_grad`` drops them, so they are not read ahead."""
         self._hooks: list[Any] = []
         self._closed = False
 
@@ -188,6 +190,15 @@ class GradTier:
             operator(partition.shaped(), *args, **kwargs)
         self._note_change(partition)
 
+    def begin_step(self) -> None:
+        """The backward pass is over, and an optimizer step begins."""
+        self.flush()
+        self._spent.clear()
+
+    def end_use(self, block: Block) -> None:
+        """A step needs this block no more."""
+        self._spent.add(block)
+
     def copy_of(self, partition: Partition) -> torch.Tensor:
         """A partition in memory of its own, in the shard's shape.
 
@@ -216,6 +227,7 @@ class GradTier:
         self._open = None
         self._partitions.clear()
         self._by_block.clear()
+        self._spent.clear()
         self.cache.close()
 
     def _arrived(self, leaf: torch.Tensor) -> None:
@@ -238,6 +250,7 @@ class GradTier:
         if block is self._open:
             return
         self.flush()
+        self._spent.discard(block)
         self.cache.order.note(block.index)
         self.cache.hold(block, change=True, load=self._is_needed(block))
         self._open = block

@@ -2,10 +2,8 @@
 
 import gc
 import json
-import re
 import time
 import weakref
-from pathlib import Path
 
 import numpy
 import pytest
@@ -17,7 +15,6 @@ from offload.errors import ClosedError, ConfigError, StateError
 from offload.residency import Residency, SlotRecord
 from offload.tensor_swapper import TensorSwapper
 from tests.support.own_resources import Resources
-from tests.support.sandbox import ROOT, run_python
 from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, config_for, random_bits, same_bits, swap_file
 
 
@@ -345,11 +342,3 @@ def test_threads_and_descriptors_are_gone_after_close(tmp_path):
     for _ in range(5):
         use()
     assert not Resources.settled(before).beyond(before)
-
-
-def test_the_example_of_the_page_works(tmp_path):
-    page = (ROOT / "docs" / "tensor_swapper.md").read_text()
-    example = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
-    child = run_python(f"import os, sys\nos.chdir(sys.argv[1])\nos.mkdir('swap')\n{example}", tmp_path)
-    assert child.returncode == 0, child.stderr
-    assert list(Path(tmp_path / "swap").iterdir()) == []

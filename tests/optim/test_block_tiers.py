@@ -242,6 +242,26 @@ def test_blocks_are_read_before_they_are_needed(alone, tmp_path):
             assert reads <= 20 + 2, "no block is read twice for one use; two may be read for the step that follows"
 
 
+def test_gradients_that_a_step_has_used_are_not_read_ahead_again(alone, tmp_path, monkeypatch):
+    with make(section(tmp_path, **EVERYTHING, accumulation=1), num_layers=8) as engine:
+        cache = engine.optimizer._store.blocks.grads.cache
+        zero_grad, read_for_nothing = engine.optimizer.zero_grad, []
+
+        def drop(*arguments):
+            read_for_nothing.append([block.name for block in cache.blocks if block.unused])
+            zero_grad(*arguments)
+
+        monkeypatch.setattr(engine.optimizer, "zero_grad", drop)
+        for step in range(5):
+            train_step(engine, step)
+        assert read_for_nothing == [[]] * 5
+        assert cache.stats.reads_ahead > 0
+        engine.backward(loss_of(engine, 5))
+        engine.optimizer.step()
+        engine.optimizer.step()  # with the same gradients
+        assert set(engine.optimizer._store.steps) == {7}
+
+
 def test_without_read_ahead_every_read_is_waited_for(alone, tmp_path):
     with make(section(tmp_path, "nvme", read_ahead=False)) as engine:
         for step in range(3):

@@ -89,7 +89,7 @@ def test_the_result_is_printed_although_it_cannot_be_saved(tmp_path, monkeypatch
         (("--iodepth", "0"), "out of range"),
         (("--numjobs", "65"), "out of range"),
         (("--quads", "3"), "give that, too"),
-        (("--no-fio-tuned",), "give that, too"),
+        (("--no-fio-tuned", "--json"), "give that, too"),
         (("--compare-fio", "--quads", "0"), "compare nothing"),
         (("--compare-fio", "--quads", "-1"), "out of range"),
         (("--ioengine", "libaio"), "io_uring"),
