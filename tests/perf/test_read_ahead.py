@@ -32,6 +32,7 @@ def test_most_of_the_waiting_is_hidden(alone, tmp_path, state):
     ahead, waiting = (measure(str(tmp_path), read_ahead=on, state=state, tokens=8, steps=8) for on in (True, False))
     assert ahead.share_ahead >= 0.95
     assert ahead.reads_unused == 0
-    assert ahead.wait_in_passes_seconds <= 0.15 * waiting.wait_in_passes_seconds
-    if state == "nvme":  # from memory a block is updated faster than some drives can bring and take it
+    if state == "nvme":
         assert ahead.wait_seconds <= 0.15 * waiting.wait_seconds
+    else:  # from memory a block is updated faster than some drives can bring and take it
+        assert ahead.wait_in_passes_seconds <= 0.15 * waiting.wait_in_passes_seconds
