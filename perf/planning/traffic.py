@@ -107,6 +107,7 @@ def of_gradients(sizes: Sequence[int], num_buffers: int, micro_batches: int, vis
     rehearsal = _Rehearsal("gradients", sizes, num_buffers)
     arrived: set[int] = set()
     rehearsal.cache.is_needed = lambda block: block.index in arrived
+    rehearsal.on_last_use = arrived.discard
 
     def train() -> None:
         rehearsal.phase = "backward"
@@ -125,6 +126,8 @@ class _Rehearsal:
     def __init__(self, kind: str, sizes: Sequence[int], num_buffers: int) -> None:
         self.phase: Phase = "forward"
         """To which transfers are counted that begin now."""
+        self.on_last_use: Callable[[int], None] = lambda number: None
+        """Called with each block when an update needs it for the last time."""
         self._read: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         self._written: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         self._sizes = sizes
@@ -152,6 +155,8 @@ class _Rehearsal:
                 cache.order.begin_step(order)
                 for number in order:
                     cache.order.note_in_step(number)
+                    if not cache.order.is_next_in_step(number):
+                        self.on_last_use(number)
                     with cache.holding(cache.blocks[number], change=changes):
                         pass
                 order.reverse()
