@@ -11,7 +11,7 @@ ARGS ?=
 .DEFAULT_GOAL := test
 
 demo: setup
-	$(BIN)/python -m perf.demo $(ARGS)
+	$(BIN)/python -m nvme_offload.perf.demo $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
@@ -23,7 +23,7 @@ check: setup
 	$(BIN)/python -m pytest -q tests/test_tidy.py tests/test_exports.py
 
 bench: setup
-	$(BIN)/python -m pytest perf --benchmark-only -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest perf/benchmarks --benchmark-only -m "not slow" $(ARGS)
 
 # The suite against another version of torch, in an environment of its own: make test-torch TORCH=2.15.0
 test-torch:

@@ -1,7 +1,6 @@
 """Bytes between memory and files: engines, operations, completions. Knows no tensors; never imports torch."""
 
-from aio_native.choice import ENGINES, OpenedEngine, open_engine
-from aio_native.engine import (
+from nvme_offload.aio_native.engine import (
     Engine,
     EngineOptions,
     EngineStats,
@@ -12,7 +11,8 @@ from aio_native.engine import (
     Registration,
     Segment,
 )
-from aio_native.faults import FaultSpec
+from nvme_offload.aio_native.faults import FaultSpec
+from nvme_offload.aio_native.registry import ENGINES, OpenedEngine, open_engine
 
 __all__ = [
     "ENGINES",

@@ -4,8 +4,8 @@ An engine is one way to do I/O (fio's *ioengine*). It takes operations, each a l
 requests of at most ``block_size`` bytes, keeps at most ``queue_depth`` requests in flight, finishes short transfers,
 repeats interrupted requests and checks every completion. It knows neither tensors nor what the bytes mean.
 
-Layering: the engine finishes short transfers; `offload.transfer` owns buffers and turns failures into exceptions;
-`offload.tensor_swapper` owns tensors.
+Layering: the engine finishes short transfers; `offload.storage.transfer` owns buffers and turns failures into
+exceptions; `offload.swapper.tensor_swapper` owns tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from aio_native.faults import FaultSpec
+from nvme_offload.aio_native.faults import FaultSpec
 
 MAX_BLOCK_SIZE = 1 << 30
 """Bytes; the kernel cuts a single read or write short of 2 GiB."""

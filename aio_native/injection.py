@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from aio_native.engine import Op
-from aio_native.faults import FaultSpec
-from aio_native.requests import Request
+from nvme_offload.aio_native.engine import Op
+from nvme_offload.aio_native.faults import FaultSpec
+from nvme_offload.aio_native.requests import Request
 
 Completion = tuple[Request, int]
 """A request and its result: bytes moved, or a negative errno."""

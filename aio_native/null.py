@@ -7,9 +7,9 @@ import os
 import select
 from collections.abc import Iterable
 
-from aio_native.injection import Completion
-from aio_native.python_engine import PythonEngine
-from aio_native.requests import Request
+from nvme_offload.aio_native.injection import Completion
+from nvme_offload.aio_native.python_engine import PythonEngine
+from nvme_offload.aio_native.requests import Request
 
 
 class NullEngine(PythonEngine):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from aio_native.engine import Failure, Op, Segment
+from nvme_offload.aio_native.engine import Failure, Op, Segment
 
 
 class PythonOperation:

@@ -18,11 +18,11 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
-from aio_native.engine import Engine, EngineOptions, EngineStats, Op, Registration, Segment
-from aio_native.injection import Completion, FaultInjector
-from aio_native.operation import PythonOperation
-from aio_native.requests import Request, RequestQueue
-from aio_native.segments import check_segments
+from nvme_offload.aio_native.engine import Engine, EngineOptions, EngineStats, Op, Registration, Segment
+from nvme_offload.aio_native.injection import Completion, FaultInjector
+from nvme_offload.aio_native.operation import PythonOperation
+from nvme_offload.aio_native.requests import Request, RequestQueue
+from nvme_offload.aio_native.segments import check_segments
 
 
 class PythonEngine(Engine):

@@ -27,8 +27,8 @@ from heapq import merge
 from itertools import chain
 from operator import itemgetter
 
-from aio_native.engine import EngineOptions, EngineStats, Failure, Op, Segment
-from aio_native.operation import PythonOperation
+from nvme_offload.aio_native.engine import EngineOptions, EngineStats, Failure, Op, Segment
+from nvme_offload.aio_native.operation import PythonOperation
 
 MAX_ATTEMPTS = 64
 """Attempts without a byte of progress before a request is given up."""

@@ -6,7 +6,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 
-from aio_native.engine import Segment
+from nvme_offload.aio_native.engine import Segment
 
 
 def check_segments(segments: Sequence[Segment], alignment: int) -> None:

@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from aio_native import _native
-from aio_native.engine import (
+from nvme_offload.aio_native import _native
+from nvme_offload.aio_native.engine import (
     Engine,
     EngineOptions,
     EngineStats,
@@ -19,9 +19,9 @@ from aio_native.engine import (
     Registration,
     Segment,
 )
-from aio_native.faults import FaultSpec
-from aio_native.segments import check_segments
-from aio_native.uring_refusal import explain_refusal
+from nvme_offload.aio_native.faults import FaultSpec
+from nvme_offload.aio_native.segments import check_segments
+from nvme_offload.aio_native.uring_refusal import explain_refusal
 
 
 class UringOperation:

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from offload.units import format_bytes
+from nvme_offload.offload.units import format_bytes
 
 Direction = Literal["read", "write", "allocate"]
 

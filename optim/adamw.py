@@ -11,16 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from offload.config import OffloadConfig
-from offload.errors import StateError
-from offload.tier_plan import TierPlan
-from optim.adamw_reference import AdamWScalars
-from optim.flat import check_no_overlap, check_param, flat_grad, storage_of
-from optim.grad_norm import clip_coefficient, total_norm
-from optim.hyperparameters import check_hyperparameters, check_torch_arguments
-from optim.interrupt import DeferredInterrupt
-from optim.split_params import split_shard
-from optim.state_access import (
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.storage.tier_plan import TierPlan
+from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
+from nvme_offload.optim.hyperparameters import check_hyperparameters, check_torch_arguments
+from nvme_offload.optim.interrupt import DeferredInterrupt
+from nvme_offload.optim.layout.flat import check_no_overlap, check_param, flat_grad, storage_of
+from nvme_offload.optim.rules.adamw_reference import AdamWScalars
+from nvme_offload.optim.state.entries import (
     StateView,
     entry_names,
     fresh_entry_of,
@@ -28,11 +27,12 @@ from optim.state_access import (
     read_entries,
     write_entries,
 )
-from optim.state_store import StateStore
-from optim.stats import Meter, OptimizerStats, Span
-from optim.unfinished import UnfinishedStep
-from optim.update import StepInputs, update_subgroup
-from optim.warn import warn_user
+from nvme_offload.optim.state.masters import StepInputs, update_subgroup
+from nvme_offload.optim.state.progress import UnfinishedStep
+from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.stats import Meter, OptimizerStats, Span
+from nvme_offload.optim.tiers.halves import split_shard
+from nvme_offload.optim.warn import warn_user
 
 
 class OffloadAdamW(Optimizer):

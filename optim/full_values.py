@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from offload._torch_private import local_tensor, shard_offsets, sharded_like
-from optim.collective import on_every_rank
-from optim.grad_tier import PartitionStandIn
-from optim.owners import drop_gathered, store_of
-from optim.state_access import entry_names, read_entries, set_entries
+from nvme_offload.offload._torch_private import local_tensor, shard_offsets, sharded_like
+from nvme_offload.optim.collective import on_every_rank
+from nvme_offload.optim.state.entries import entry_names, read_entries, set_entries
+from nvme_offload.optim.tiers.gatherers import drop_gathered, store_of
+from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
 
 if TYPE_CHECKING:
-    from optim.state_store import StateStore
+    from nvme_offload.optim.state.store import StateStore
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from optim.grad_tier import PartitionStandIn
-from optim.kernels import BLOCK_NUMEL, KernelPool, ordered_sum
+from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool, ordered_sum
+from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
 
 _Sharding = tuple[DeviceMesh, tuple[bool, ...]]
 

@@ -1,6 +1,6 @@
 """The door to the native kernels: tensors in, checks, and nothing else.
 
-All kernels are exact: every ISA, any number of threads and `optim.adamw_reference` give the same bits,
+All kernels are exact: every ISA, any number of threads and `optim.rules.adamw_reference` give the same bits,
 whatever ``torch.set_flush_denormal`` says. They run without the GIL over blocks of ``BLOCK_NUMEL`` elements.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from optim import _kernels
-from optim._kernels import Segment
-from optim.adamw_reference import AdamWScalars
+import nvme_offload.optim._kernels as _kernels
+from nvme_offload.optim._kernels import Segment
+from nvme_offload.optim.rules.adamw_reference import AdamWScalars
 
 __all__ = [
     "BLOCK_NUMEL",

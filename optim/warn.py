@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 
 def warn_user(message: str) -> None:

@@ -11,18 +11,18 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 from rich.console import Console
 
-from offload.config import AioConfig
-from offload.errors import ConfigError
-from offload.swap_file import DirectPolicy
-from offload.units import GiB, format_bytes, parse_bytes
-from perf.bench import EngineName, KnobError, Plan, TargetName, check_save, run_bench
-from perf.doctor import doctor
-from perf.planning.command import plan
-from perf.report import Progress, markdown, save, show
-from perf.tune import Search, run_tune
-from perf.tune import save as save_tune
-from perf.tune import show as show_tune
-from perf.workloads import Rw, Settings
+from nvme_offload.offload.config.section import AioConfig
+from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.storage.swap_file import DirectPolicy
+from nvme_offload.offload.units import GiB, format_bytes, parse_bytes
+from nvme_offload.perf.bench.command import EngineName, KnobError, Plan, TargetName, check_save, run_bench
+from nvme_offload.perf.bench.report import Progress, markdown, save, show
+from nvme_offload.perf.doctor.command import doctor
+from nvme_offload.perf.measure.workloads import Rw, Settings
+from nvme_offload.perf.planning.command import plan
+from nvme_offload.perf.tune.command import Search, run_tune
+from nvme_offload.perf.tune.command import save as save_tune
+from nvme_offload.perf.tune.command import show as show_tune
 
 app = typer.Typer(
     name="offload", help="Measure and check NVMe storage for training.", no_args_is_help=True, add_completion=False

@@ -1,20 +1,36 @@
-"""The public doors: names that code outside this repository may use."""
+"""The public door: names that code outside this repository may use."""
 
-import aio_native
-import offload
-import optim
+import ast
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import nvme_offload
+from nvme_offload import aio_native
 
 
-def test_offload():
-    assert sorted(offload.__all__) == ["OffloadConfig", "TensorSwapper", "Transfer"]
-
-
-def test_optim():
-    assert sorted(optim.__all__) == [
+def test_names():
+    assert nvme_offload.__all__ == [
+        "CheckpointError",
+        "CheckpointWriteError",
+        "ClosedError",
+        "ConfigError",
+        "ConfigWarning",
+        "CorruptionError",
+        "ForkError",
         "OffloadAdamW",
+        "OffloadConfig",
         "OffloadEngine",
+        "OffloadError",
         "OptimizerStats",
+        "OutOfSpaceError",
         "Span",
+        "StateError",
+        "SwapIOError",
+        "TensorSwapper",
+        "Transfer",
+        "WeightsError",
         "get_full_grad",
         "get_full_optimizer_state",
         "get_full_param",
@@ -45,7 +61,26 @@ def test_aio_native():
 
 
 def test_every_exported_name_exists():
-    for package in (aio_native, offload, optim):
+    for package in (nvme_offload, aio_native):
         assert list(package.__all__) == sorted(package.__all__)
         for name in package.__all__:
             assert getattr(package, name).__doc__ or name == "ENGINES", f"{package.__name__}.{name} has no docstring"
+
+
+def test_types_name_what_is_there():
+    """What type checkers and editors see is the lazy face, name by name and home by home."""
+    stub = ast.parse(Path(nvme_offload.__file__).with_suffix(".pyi").read_text())
+    typed = {alias.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert sorted(typed) == nvme_offload.__all__
+    for name, module in typed.items():
+        assert getattr(nvme_offload, name).__module__ == module.replace("offload.config", "offload.config.section")
+
+
+def test_version():
+    assert nvme_offload.__version__ == version("nvme-offload")
+    assert "__version__" in dir(nvme_offload)
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="module 'nvme_offload' has no attribute 'OffloadAdamWW'"):
+        nvme_offload.OffloadAdamWW  # noqa: B018

@@ -17,13 +17,13 @@ import threading
 import pytest
 import torch
 
-from aio_native import FaultSpec, Op
-from offload.buffer_pool import BufferPool
-from offload.config import OffloadConfig
-from offload.errors import StateError, SwapIOError
-from offload.tensor_swapper import TensorSwapper
-from offload.tier import NvmeTier
-from optim import OffloadAdamW
+from nvme_offload import OffloadAdamW
+from nvme_offload.aio_native import FaultSpec, Op
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import StateError, SwapIOError
+from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from tests.support.fault_cases import KINDS, PATIENCE, REPEATED, Case, Tally, available_engines, run_cases
 from tests.support.own_resources import Resources
 from tests.support.swapper_tools import DTYPES, config_for, random_bits, same_bits
@@ -367,7 +367,7 @@ def campaign(tmp_path, engines):
     """Runs the cases of some seeds and counts what they met; leaves no file, descriptor or thread behind."""
     for number in range(2):
         (tmp_path / str(number)).mkdir()
-    loggers = [logging.getLogger(name) for name in ("offload", "aio_native")]
+    loggers = [logging.getLogger(name) for name in ("nvme_offload.offload", "nvme_offload.aio_native")]
     levels = [noisy.level for noisy in loggers]
     for noisy in loggers:
         noisy.setLevel(logging.CRITICAL)  # every failed swap_out is logged

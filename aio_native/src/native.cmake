@@ -1,6 +1,6 @@
-# aio_native._native: files and the io_uring engine. Without liburing's header and static library everything but the
+# nvme_offload.aio_native._native: files and the io_uring engine. Without liburing's header and static library everything but the
 # ring is built, and aio_native says so when an engine is chosen.
-nanobind_add_module(_native NB_STATIC NB_DOMAIN nvme_offload_aio aio_native/src/module.cpp aio_native/src/bind_file.cpp aio_native/src/file.cpp)
+nanobind_add_module(_native NB_STATIC NB_DOMAIN nvme_offload_aio ${PARTS}/aio_native/src/module.cpp ${PARTS}/aio_native/src/bind_file.cpp ${PARTS}/aio_native/src/file.cpp)
 target_compile_options(_native PRIVATE -Wall -Wextra)
 
 find_path(LIBURING_INCLUDE_DIR liburing.h)
@@ -16,12 +16,12 @@ if(LIBURING_INCLUDE_DIR AND LIBURING_LIBRARY)
 endif()
 if(LIBURING_WORKS)
   message(STATUS "liburing: ${LIBURING_LIBRARY}")
-  target_sources(_native PRIVATE aio_native/src/uring_engine.cpp aio_native/src/ring.cpp
-                 aio_native/src/operation.cpp aio_native/src/bind_uring.cpp)
+  target_sources(_native PRIVATE ${PARTS}/aio_native/src/uring_engine.cpp ${PARTS}/aio_native/src/ring.cpp
+                 ${PARTS}/aio_native/src/operation.cpp ${PARTS}/aio_native/src/bind_uring.cpp)
   target_include_directories(_native PRIVATE "${LIBURING_INCLUDE_DIR}")
   target_link_libraries(_native PRIVATE "${LIBURING_LIBRARY}")
   target_compile_definitions(_native PRIVATE HAVE_LIBURING=1)
 else()
   message(WARNING "liburing 2.2 or newer not found: building without the C++ io_uring engine (pyuring or aiofiles serve instead)")
 endif()
-install(TARGETS _native LIBRARY DESTINATION aio_native)
+install(TARGETS _native LIBRARY DESTINATION nvme_offload/aio_native)

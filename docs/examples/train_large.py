@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import ConfigError
-from offload.units import format_bytes, parse_bytes
-from optim import initialize
-from perf.planning.command import predicted_peak_bytes
+from nvme_offload import initialize
+from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.units import format_bytes, parse_bytes
+from nvme_offload.perf.planning.command import predicted_peak_bytes
 
 VOCABULARY = 32_000
 STATE_BYTES = 10

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from optim import OffloadAdamW, split_parameters
+from nvme_offload import OffloadAdamW, split_parameters
 
 FEATURES, CLASSES, BATCH, MICRO_BATCHES, BLOCKS = 64, 10, 32, 2, 4
 

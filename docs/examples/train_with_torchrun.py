@@ -10,10 +10,10 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from optim import initialize
-from perf.demo.corpus import load_corpus
-from perf.demo.model import ByteGPT
-from perf.demo.options import parse_size
+from nvme_offload import initialize
+from nvme_offload.perf.demo.corpus import load_corpus
+from nvme_offload.perf.demo.model import ByteGPT
+from nvme_offload.perf.demo.options import parse_size
 
 CONTEXT, MICRO_BATCH = 128, 8
 

@@ -11,8 +11,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from optim import OffloadAdamW
-from perf.demo.corpus import load_corpus
+from nvme_offload import OffloadAdamW
+from nvme_offload.perf.demo.corpus import load_corpus
 
 LENGTH, EXAMPLES = 128, 512
 

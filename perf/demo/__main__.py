@@ -1,4 +1,4 @@
-"""`python -m perf.demo`: trains a small GPT twice, with optimizer state on NVMe and in memory, and compares."""
+"""`python -m nvme_offload.perf.demo`: trains a small GPT twice, with state on NVMe and in memory, and compares."""
 
 import dataclasses
 import shutil
@@ -13,9 +13,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from perf.demo import machine
-from perf.demo.children import RunFailedError, follow, uninterrupted
-from perf.demo.options import (
+from nvme_offload.perf.demo.children import RunFailedError, follow, uninterrupted
+from nvme_offload.perf.demo.options import (
     PRESETS,
     ComputeDevice,
     Engine,
@@ -24,8 +23,9 @@ from perf.demo.options import (
     file_system_type,
     parse_size,
 )
-from perf.demo.progress import meter
-from perf.demo.records import RunResult, RunSettings
+from nvme_offload.perf.demo.progress import meter
+from nvme_offload.perf.demo.records import RunResult, RunSettings
+from nvme_offload.perf.measure import machine
 
 MEASURING_STEPS = 3
 FEWEST_STEPS = 4
@@ -127,9 +127,11 @@ class Demo:
 
     def conclude(self, nvme: RunResult, memory: RunResult) -> bool:
         """Table, pictures, file and verdict."""
-        from perf.demo import report  # matplotlib is slow to import, and a wrong option should be told at once
-        from perf.demo.curves import draw_curves
-        from perf.demo.timeline import draw_timeline
+        from nvme_offload.perf.demo import (
+            report,  # matplotlib is slow to import, and a wrong option should be told at once
+        )
+        from nvme_offload.perf.demo.curves import draw_curves
+        from nvme_offload.perf.demo.timeline import draw_timeline
 
         console, out = self.console, self.plan.out
         differing = report.differences(nvme, memory)

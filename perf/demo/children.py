@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from perf.demo.records import RunResult, RunSettings, StepSample
+from nvme_offload.perf.demo.records import RunResult, RunSettings, StepSample
 
 SECONDS_TO_STOP = 20.0
 
@@ -33,7 +33,7 @@ def follow(settings: RunSettings, log: Path, on_step: Callable[[StepSample], Non
     Raises:
         RunFailedError: The child failed.
     """
-    command = [sys.executable, "-m", "perf.demo.worker"]
+    command = [sys.executable, "-m", "nvme_offload.perf.demo.worker"]
     with log.open("wb") as errors:
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that all PyTorch code uses
 from torch import Tensor, nn
 
-from perf.demo.options import HEAD_SIZE, PAIRS, VOCABULARY, ModelSize
+from nvme_offload.perf.demo.options import HEAD_SIZE, PAIRS, VOCABULARY, ModelSize
 
 ROTARY_BASE = 10_000.0
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from perf.demo.records import StepSample
+from nvme_offload.perf.demo.records import StepSample
 
 PLAIN_LINES = 10
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from perf.demo.options import BUFFER_COUNT
-from perf.demo.spans import Span
+from nvme_offload.perf.demo.options import BUFFER_COUNT
+from nvme_offload.perf.demo.spans import Span
 
 GRADIENT_CLIPPING = 1.0
 MEASURED_FROM = 1  # the first step also creates what later steps only use

@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
-from perf.demo import machine
-from perf.demo.options import file_system_type
-from perf.demo.records import RunResult
-from perf.demo.spans import io_seconds
+from nvme_offload.perf.demo.options import file_system_type
+from nvme_offload.perf.demo.records import RunResult
+from nvme_offload.perf.demo.spans import io_seconds
+from nvme_offload.perf.measure import machine
 
 MIB = 2**20
 UNKNOWN = "unknown"

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optim import OffloadAdamW
-from perf.demo.corpus import Corpus, load_corpus
-from perf.demo.machine import peak_resident_bytes, settled_resident_bytes, storage_bytes
-from perf.demo.model import ByteGPT
-from perf.demo.options import ModelSize
-from perf.demo.records import MEASURED_FROM, RunResult, RunSettings, StepSample
-from perf.demo.spans import Span
+from nvme_offload import OffloadAdamW
+from nvme_offload.perf.demo.corpus import Corpus, load_corpus
+from nvme_offload.perf.demo.model import ByteGPT
+from nvme_offload.perf.demo.options import ModelSize
+from nvme_offload.perf.demo.records import MEASURED_FROM, RunResult, RunSettings, StepSample
+from nvme_offload.perf.demo.spans import Span
+from nvme_offload.perf.measure.machine import peak_resident_bytes, settled_resident_bytes, storage_bytes
 
 CONTEXT = 128
 MICRO_BATCH = 8

@@ -13,7 +13,7 @@ import traceback
 from types import FrameType
 from typing import TextIO
 
-from perf.demo.records import RunSettings, StepSample
+from nvme_offload.perf.demo.records import RunSettings, StepSample
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -45,7 +45,7 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
     try:
-        from perf.demo.training import Run  # imports torch: seconds, in which SIGTERM already works
+        from nvme_offload.perf.demo.training import Run  # imports torch: seconds, in which SIGTERM already works
 
         send("result", dataclasses.asdict(Run(settings, report).train()))
     except BrokenPipeError:

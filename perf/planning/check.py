@@ -1,6 +1,6 @@
 """Predictions of `offload plan` against measured training steps, ten configurations.
 
-python -m perf.planning.check --path FOLDER [--save perf/results]
+python -m nvme_offload.perf.planning.check --path FOLDER [--save perf/results]
 
 Each configuration measures, in the same minute, before and after its steps, what the drive reaches (as `offload bench`
 does), and how fast the same model computes and updates with everything in memory.
@@ -22,15 +22,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from offload.config import AioConfig, OffloadConfig
-from offload.units import GiB, MiB
-from optim import OffloadEngine, initialize
-from perf.environment import environment
-from perf.planning.machine import Drives, Machine
-from perf.planning.prediction import Job, Prediction, predict
-from perf.planning.shape import ModelShape
-from perf.report import Progress, page, save
-from perf.workloads import RawTarget, Region, Rw, Settings
+from nvme_offload import OffloadEngine, initialize
+from nvme_offload.offload.config.section import AioConfig, OffloadConfig
+from nvme_offload.offload.units import GiB, MiB
+from nvme_offload.perf.bench.report import Progress, page, save
+from nvme_offload.perf.measure.environment import environment
+from nvme_offload.perf.measure.workloads import RawTarget, Region, Rw, Settings
+from nvme_offload.perf.planning.machine import Drives, Machine
+from nvme_offload.perf.planning.prediction import Job, Prediction, predict
+from nvme_offload.perf.planning.shape import ModelShape
 
 WARM_UP_STEPS, MEASURED_STEPS = 2, 4
 REGION_BYTES = 512 * MiB

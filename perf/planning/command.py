@@ -15,18 +15,18 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from offload.available_memory import available_bytes
-from offload.config import OffloadConfig
-from offload.errors import ConfigError
-from offload.units import parse_bytes
-from optim.section_checks import check_supported, completed_for
-from perf.planning.machine import Drives, Machine, MachineError
-from perf.planning.prediction import MAX_LAYERS, Job, largest_model, predict
-from perf.planning.report import show
-from perf.planning.shape import ModelShape, ShapeError
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.host.available_memory import available_bytes
+from nvme_offload.offload.units import parse_bytes
+from nvme_offload.optim.zero.section_checks import check_supported, completed_for
+from nvme_offload.perf.planning.machine import Drives, Machine, MachineError
+from nvme_offload.perf.planning.prediction import MAX_LAYERS, Job, largest_model, predict
+from nvme_offload.perf.planning.report import show
+from nvme_offload.perf.planning.shape import ModelShape, ShapeError
 
 UPDATE_RATE = 1e9
-"""Parameters per second of the update kernel on two cores: below what was measured there (`perf/bench_kernel.py`)."""
+"""Parameters per second of the update kernel, less than `perf/benchmarks/bench_kernel.py` measured on two cores."""
 
 _DRIVE = {"device": "nvme", "nvme_path": "."}
 STATE_ON_NVME: dict[str, Any] = {
@@ -46,7 +46,7 @@ _BASELINE = """
 import contextlib, optim
 with contextlib.suppress(ImportError):
     from transformers import LlamaForCausalLM
-from offload.system_files import status_field
+from nvme_offload.offload.host.proc import status_field
 print(int(status_field("VmHWM").split()[0]) * 1024)
 """
 

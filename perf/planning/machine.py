@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from offload.available_memory import auto_budget
-from offload.units import TB
+from nvme_offload.offload.host.available_memory import auto_budget
+from nvme_offload.offload.units import TB
 
 
 class MachineError(ValueError):

@@ -1,7 +1,7 @@
 """What one rank will hold on each tier, what a step will move, and how long it will take: a pure function.
 
-The optimizer's own planner decides what of its state lives where (`optim.placement`), and its own cache what is read
-again (`perf.planning.traffic`), so a plan says what a run will do, not what it might.
+The optimizer's own planner decides what of its state lives where (`optim.state.placement`), and its own cache what is
+read again (`perf.planning.traffic`), so a plan says what a run will do, not what it might.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 
-from offload.config import OffloadConfig
-from offload.errors import ConfigError
-from offload.param_tier import KIND as PARAMS
-from offload.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
-from optim.block_units import grad_unit, param_unit, staging_unit
-from optim.device_mirror import DeviceMirror
-from optim.grad_tier import KIND as GRADS
-from optim.kernels import BLOCK_NUMEL
-from optim.placement import StatePlacement
-from optim.precision_plan import precision_of
-from optim.step_pipeline import KIND as STATE
-from optim.subgroup import ParamToPlace, Subgroup, plan_subgroups, state_itemsize
-from perf.planning.machine import Machine
-from perf.planning.residents import Residents
-from perf.planning.shape import ModelShape
-from perf.planning.step_time import StepTime, time_of
-from perf.planning.traffic import StepTraffic, Traffic, of_gradients, of_parameters, of_state
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.shards.param_tier import KIND as PARAMS
+from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
+from nvme_offload.optim.kernels import BLOCK_NUMEL
+from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups, state_itemsize
+from nvme_offload.optim.precision.plan import precision_of
+from nvme_offload.optim.state.device_mirror import DeviceMirror
+from nvme_offload.optim.state.pipeline import KIND as STATE
+from nvme_offload.optim.state.placement import StatePlacement
+from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
+from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
+from nvme_offload.perf.planning.machine import Machine
+from nvme_offload.perf.planning.residents import Residents
+from nvme_offload.perf.planning.shape import ModelShape
+from nvme_offload.perf.planning.step_time import StepTime, time_of
+from nvme_offload.perf.planning.traffic import StepTraffic, Traffic, of_gradients, of_parameters, of_state
 
 SECONDS_PER_DAY = 86_400
 

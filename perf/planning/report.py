@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from offload.tier_plan import TIERS
-from offload.units import TB, format_bytes
-from perf.planning.prediction import MAX_LAYERS, Prediction
-from perf.planning.shape import ModelShape
+from nvme_offload.offload.storage.tier_plan import TIERS
+from nvme_offload.offload.units import TB, format_bytes
+from nvme_offload.perf.planning.prediction import MAX_LAYERS, Prediction
+from nvme_offload.perf.planning.shape import ModelShape
 
 
 def show(prediction: Prediction, largest: ModelShape | None, console: Console) -> None:

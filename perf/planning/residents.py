@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from offload.config import OffloadConfig
-from offload.tier_plan import Tier, Unit
-from optim.precision_plan import precision_of
-from perf.planning.shape import ModelShape
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.storage.tier_plan import Tier, Unit
+from nvme_offload.optim.precision.plan import precision_of
+from nvme_offload.perf.planning.shape import ModelShape
 
 LOGITS_BYTES = 16
 """Of one logit at the end of forward: itself in 16 bits and in fp32, its log-softmax, the gradients of two of these."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from optim.sharding import find_blocks
+from nvme_offload.optim.zero.sharding import find_blocks
 
 
 class ShapeError(ValueError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from perf.planning.machine import Drives, Machine
-from perf.planning.traffic import PHASES, Phase, StepTraffic, Traffic
+from nvme_offload.perf.planning.machine import Drives, Machine
+from nvme_offload.perf.planning.traffic import PHASES, Phase, StepTraffic, Traffic
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Bytes that cross to and from NVMe in one step, once a run has found its rhythm.
 
 Which block is read again depends on which others are in the staging buffers, and so on what will be needed when. That
-is decided in `offload.block_cache`; the same code decides it here, over a tier whose transfers are done at once and are
-only counted. What a real drive adds is that a buffer is not free while it is being written: a read more here and there.
+is decided in `offload.staging.block_cache`; the same code decides it here, over a tier whose transfers are done at once
+and are only counted. What a real drive adds is that a buffer is not free while it is being written: a read more here
+and there.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from aio_native import Op
-from aio_native.operation import PythonOperation
-from offload.block_cache import BlockCache
-from offload.buffer_pool import StagingBuffer
-from offload.extent import Extent, Stripe
-from offload.tier import NvmeTier
-from offload.transfer import Transfer
+from nvme_offload.aio_native import Op
+from nvme_offload.aio_native.operation import PythonOperation
+from nvme_offload.offload.host.buffer_pool import StagingBuffer
+from nvme_offload.offload.staging.block_cache import BlockCache
+from nvme_offload.offload.storage.extent import Extent, Stripe
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.storage.transfer import Transfer
 
 Phase = Literal["forward", "backward", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "update")

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aio_native.engine import EngineOptions, Failure, Op, Segment
-from aio_native.faults import FaultSpec
-from aio_native.injection import FaultInjector
-from aio_native.operation import PythonOperation
-from aio_native.requests import MAX_ATTEMPTS, Request, RequestQueue
+from nvme_offload.aio_native.engine import EngineOptions, Failure, Op, Segment
+from nvme_offload.aio_native.faults import FaultSpec
+from nvme_offload.aio_native.injection import FaultInjector
+from nvme_offload.aio_native.operation import PythonOperation
+from nvme_offload.aio_native.requests import MAX_ATTEMPTS, Request, RequestQueue
 
 FD = 7
 OPTIONS = EngineOptions(queue_depth=4, block_size=1024, rings=1, alignment=256, max_operations=100)

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from aio_native.engine import EngineOptions, Op, Segment
-from aio_native.null import NullEngine
-from aio_native.requests import Request
+from nvme_offload.aio_native.engine import EngineOptions, Op, Segment
+from nvme_offload.aio_native.null import NullEngine
+from nvme_offload.aio_native.requests import Request
 from tests.support.engine_conformance import EngineConformance
 
 OPTIONS = EngineOptions(queue_depth=8, block_size=2**20, rings=1, alignment=4096, max_operations=8)

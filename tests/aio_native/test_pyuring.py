@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from aio_native import pyuring, uring_refusal
-from aio_native.engine import EngineOptions, EngineUnavailable
-from aio_native.pyuring import PyuringEngine
+from nvme_offload.aio_native import pyuring, uring_refusal
+from nvme_offload.aio_native.engine import EngineOptions, EngineUnavailable
+from nvme_offload.aio_native.pyuring import PyuringEngine
 from tests.support.engine_conformance import EngineConformance
 from tests.support.engine_faults import FaultConformance
 
@@ -18,8 +18,8 @@ class TestPyuringEngine(EngineConformance):
 
 
 OPEN = """
-from aio_native.engine import EngineOptions, EngineUnavailable
-from aio_native.pyuring import PyuringEngine
+from nvme_offload.aio_native.engine import EngineOptions, EngineUnavailable
+from nvme_offload.aio_native.pyuring import PyuringEngine
 try:
     PyuringEngine(EngineOptions(queue_depth=8, rings=1, block_size=4096, alignment=4096, max_operations=1))
 except EngineUnavailable as error:

@@ -1,7 +1,7 @@
 import pytest
 
-from aio_native import _native
-from aio_native.uring import UringEngine
+from nvme_offload.aio_native import _native
+from nvme_offload.aio_native.uring import UringEngine
 from tests.support.engine_conformance import EngineConformance
 
 pytestmark = pytest.mark.skipif(

@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 
-from offload.errors import ClosedError
-from offload.tensor_swapper import TensorSwapper
+from nvme_offload.offload.errors import ClosedError
+from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from tests.support.swapper_tools import config_for
 
 

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from offload import _torch_private
-from offload._torch_private import (
+from nvme_offload.offload import _torch_private
+from nvme_offload.offload._torch_private import (
     METADATA_GLOBALS,
     drop_unsharded_grads,
     foreach_of,

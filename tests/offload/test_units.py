@@ -2,7 +2,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from offload.units import GB, GiB, KiB, MiB, TiB, format_bytes, format_rate, parse_bytes
+from nvme_offload.offload.units import GB, GiB, KiB, MiB, TiB, format_bytes, format_rate, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from optim import OffloadAdamW
+from nvme_offload import OffloadAdamW
 from tests.support.training import SETTINGS, section
 
 MakeAdamW = Callable[..., OffloadAdamW]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from optim import OffloadAdamW
+from nvme_offload import OffloadAdamW
 from tests.support.training import (
     AWKWARD_SHAPES,
     BLOCK,

@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch
 
-from aio_native import FaultSpec, Op, _native
-from offload.errors import CorruptionError, StateError, SwapIOError
-from offload.extent import Extent
+from nvme_offload.aio_native import FaultSpec, Op, _native
+from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
+from nvme_offload.offload.storage.extent import Extent
 from tests.support.training import BLOCK, Twin, assert_same_training, faulty_drive, params_of, set_grads
 
 SHAPES = [(BLOCK + 5,), (2 * BLOCK,), (9,)]

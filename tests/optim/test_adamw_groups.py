@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from offload.config import OffloadConfig
-from offload.errors import ClosedError, ConfigError, OutOfSpaceError
-from optim import OffloadAdamW
+from nvme_offload import OffloadAdamW
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import ClosedError, ConfigError, OutOfSpaceError
 from tests.support.training import (
     BLOCK,
     SETTINGS,
@@ -168,7 +168,7 @@ def test_a_group_refused_by_any_error_leaves_nothing_behind(make_adamw, monkeypa
 
     optimizer = make_adamw([param((300,))])
     with monkeypatch.context() as patch:
-        patch.setattr("optim.adamw.check_param", interrupted)
+        patch.setattr("nvme_offload.optim.adamw.check_param", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.add_param_group({"params": [param((5,))]})
     assert len(optimizer.param_groups) == len(optimizer.state) == 1

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import optim.adamw
-import optim.state_store
-from aio_native import FaultSpec
-from offload.errors import StateError, SwapIOError
-from optim.step_pipeline import StepPipeline
+import nvme_offload.optim.adamw
+import nvme_offload.optim.state.store
+from nvme_offload.aio_native import FaultSpec
+from nvme_offload.offload.errors import StateError, SwapIOError
+from nvme_offload.optim.state.pipeline import StepPipeline
 from tests.support.training import (
     BLOCK,
     assert_same_bits,
@@ -46,7 +46,7 @@ def interrupt_after(monkeypatch):
     """SIGINT arrives inside the n-th kernel call from now."""
 
     def arrange(number, signals=1):
-        update, calls = optim.adamw.update_subgroup, []
+        update, calls = nvme_offload.optim.adamw.update_subgroup, []
 
         def interrupted(*arguments):
             calls.append(arguments)
@@ -55,7 +55,7 @@ def interrupt_after(monkeypatch):
                     os.kill(os.getpid(), signal.SIGINT)
             return update(*arguments)
 
-        monkeypatch.setattr(optim.adamw, "update_subgroup", interrupted)
+        monkeypatch.setattr(nvme_offload.optim.adamw, "update_subgroup", interrupted)
 
     yield arrange
     monkeypatch.undo()
@@ -203,7 +203,7 @@ def test_a_checkpoint_can_be_loaded_while_subgroups_without_state_hold_every_buf
         raise ArithmeticError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(optim.state_store, "give_birth", broken)
+        patch.setattr(nvme_offload.optim.state.store, "give_birth", broken)
         with pytest.raises(ArithmeticError):
             optimizer.step()
     assert [slot.residency.value for slot in optimizer._store.pipeline._resident] == ["unborn"] * 4
@@ -213,12 +213,12 @@ def test_a_checkpoint_can_be_loaded_while_subgroups_without_state_hold_every_buf
 
 
 def test_an_interrupted_load_says_so_and_can_be_repeated(make_adamw, monkeypatch):
-    import optim.state_access
+    import nvme_offload.optim.state.entries
 
     _, optimizer = started(make_adamw)
     _, other = started(make_adamw, "cpu", steps=1)
     checkpoint = other.state_dict()
-    write, calls = optim.state_access.write_run, []
+    write, calls = nvme_offload.optim.state.entries.write_run, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -227,7 +227,7 @@ def test_an_interrupted_load_says_so_and_can_be_repeated(make_adamw, monkeypatch
         write(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(optim.state_access, "write_run", interrupted)
+        patch.setattr(nvme_offload.optim.state.entries, "write_run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.load_state_dict(checkpoint)
     for refused in (optimizer.step, optimizer.finish_step, optimizer.state_dict):
@@ -239,18 +239,18 @@ def test_an_interrupted_load_says_so_and_can_be_repeated(make_adamw, monkeypatch
 
 def test_an_entry_whose_setting_was_interrupted_is_as_it_was(make_adamw, monkeypatch):
     """The staging buffer that was half overwritten is not taken for what is on the drive."""
-    import optim.state_access
+    import nvme_offload.optim.state.entries
 
     params, optimizer = started(make_adamw, buffers=8)
     before = snapshot(optimizer)
-    write = optim.state_access.write_run
+    write = nvme_offload.optim.state.entries.write_run
 
     def interrupted(*arguments):
         write(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(optim.state_access, "write_run", interrupted)
+        patch.setattr(nvme_offload.optim.state.entries, "write_run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.state[params[0]]["exp_avg"] = torch.full(SHAPES[0], 7.0)
     assert_same_bits(snapshot(optimizer), before)
@@ -287,9 +287,9 @@ def test_an_entry_that_was_set_in_part_is_refused_until_a_load(make_adamw, monke
 SLOW_DRIVE = """
 import json, os, signal, sys, threading, time
 import torch
-from aio_native import FaultSpec
-from offload.errors import StateError
-from optim import OffloadAdamW
+from nvme_offload.aio_native import FaultSpec
+from nvme_offload.offload.errors import StateError
+from nvme_offload import OffloadAdamW
 from tests.support.training import SETTINGS, assert_same_training, faulty_drive, params_of, section, set_grads
 
 params, twins = (params_of([(65536,)] * 10, torch.bfloat16) for _ in range(2))

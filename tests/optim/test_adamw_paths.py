@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from offload.errors import SwapIOError
-from optim import OffloadAdamW
+from nvme_offload import OffloadAdamW
+from nvme_offload.offload.errors import SwapIOError
 from tests.support.sandbox import can_mount, run_python
 from tests.support.training import param, section
 
@@ -15,8 +15,8 @@ needs_mounts = pytest.mark.skipif(not can_mount(), reason="mounting needs root o
 PRELUDE = """
 import logging, os, sys
 import torch
-from offload.errors import OutOfSpaceError, SwapIOError
-from optim import OffloadAdamW
+from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
+from nvme_offload import OffloadAdamW
 from tests.support.training import SETTINGS, assert_same_training, param, params_of, section, set_grads
 
 path = sys.argv[1]

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from offload.host_memory import HostRegion
-from optim import OffloadAdamW
+from nvme_offload import OffloadAdamW
+from nvme_offload.offload.host.region import HostRegion
 from tests.support.own_resources import Resources, resident_bytes
 from tests.support.training import BLOCK, MILLION, param, params_of, run_child, section, set_grads, storage_io
 
@@ -78,8 +78,8 @@ PEAK_MEMORY = """
 import json, sys
 from pathlib import Path
 import torch
-from optim import OffloadAdamW
-from perf.demo.machine import peak_resident_bytes
+from nvme_offload import OffloadAdamW
+from nvme_offload.perf.measure.machine import peak_resident_bytes
 from tests.support.training import section
 
 numel, path = int(sys.argv[1]), sys.argv[2]
@@ -166,16 +166,15 @@ IMPORT = """
 import os, sys
 import torch, numpy
 before = set(os.listdir("/proc/self/task"))
-import optim
+import nvme_offload.optim.zero.initialize
 assert set(os.listdir("/proc/self/task")) == before
 assert not any("io_uring" in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
-assert not torch.cuda.is_initialized()
-print(len(optim.__all__) > 0)
+print(torch.cuda.is_initialized())
 """
 
 
 def test_import_is_free():
-    assert run_child(IMPORT).strip() == "True"
+    assert run_child(IMPORT).strip() == "False"
 
 
 def test_an_optimizer_that_nobody_closed_leaves_nothing(drive):

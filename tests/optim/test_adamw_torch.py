@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from optim import OffloadAdamW
+from nvme_offload import OffloadAdamW
 from tests.support.training import (
     SETTINGS,
     Twin,

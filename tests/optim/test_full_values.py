@@ -18,9 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from offload.block_cache import BlockCache
-from offload.errors import ClosedError, SwapIOError
-from optim import (
+from nvme_offload import (
     OffloadAdamW,
     get_full_grad,
     get_full_optimizer_state,
@@ -29,8 +27,10 @@ from optim import (
     set_full_optimizer_state,
     set_full_param,
 )
-from optim.step_pipeline import StepPipeline
-from tests.optim.test_sharded import assert_same, full_state
+from nvme_offload.offload.errors import ClosedError, SwapIOError
+from nvme_offload.offload.staging.block_cache import BlockCache
+from nvme_offload.optim.state.pipeline import StepPipeline
+from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.ranks import run_ranks
 from tests.support.resuming import MODES, ResumedModel, fresh_engine, loss_of, next_loss, scalars_of, steps_of
 

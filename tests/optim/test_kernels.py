@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from optim import _kernels, kernels
-from optim.adamw_reference import AdamWScalars, adamw_reference, join_reference, split_reference
-from optim.kernels import BLOCK_NUMEL, KernelPool, MasterForm, available_isas, make_segment, num_blocks
+from nvme_offload.optim import _kernels, kernels
+from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool, MasterForm, available_isas, make_segment, num_blocks
+from nvme_offload.optim.rules.adamw_reference import AdamWScalars, adamw_reference, join_reference, split_reference
 
 NUMELS = (0, 1, 7, 64, 65535, 65536, 65537, 200003)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

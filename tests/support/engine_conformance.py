@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from aio_native.engine import Engine, Op, Segment
+from nvme_offload.aio_native.engine import Engine, Op, Segment
 from tests.support.engine_faults import FaultConformance
 from tests.support.engine_handles import HandleConformance, LoadConformance
 from tests.support.engine_life import LifeConformance

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from aio_native.engine import Op, Segment
+from nvme_offload.aio_native.engine import Op, Segment
 from tests.support.engine_tools import ALIGNMENT, BLOCK, PATIENCE, EngineTools, Memory, num_requests, run, submit
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aio_native.engine import Engine, Op, Segment
+from nvme_offload.aio_native.engine import Engine, Op, Segment
 from tests.support.engine_tools import BLOCK, PATIENCE, EngineTools, Memory, pattern, run, submit
 
 
@@ -81,7 +81,7 @@ class LifeConformance(EngineTools):
 import os, threading
 from {self.engine_class.__module__} import {self.engine_class.__name__} as E
 assert len(os.listdir("/proc/self/task")) == 1, "importing started a thread"
-from aio_native.engine import EngineOptions, Op, Segment
+from nvme_offload.aio_native.engine import EngineOptions, Op, Segment
 engine = E(EngineOptions(queue_depth=4, block_size=4096, rings=1, alignment=4096, max_operations=4))
 import mmap, ctypes
 memory = mmap.mmap(-1, 65536)

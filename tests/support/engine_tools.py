@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from aio_native.engine import Engine, EngineOptions, EngineUnavailable, Op, Operation, Segment
-from aio_native.faults import FaultSpec
+from nvme_offload.aio_native.engine import Engine, EngineOptions, EngineUnavailable, Op, Operation, Segment
+from nvme_offload.aio_native.faults import FaultSpec
 
 BLOCK = 16384
 ALIGNMENT = 4096

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from aio_native import EngineOptions, EngineUnavailable, FaultSpec, open_engine
-from aio_native.choice import ENGINES
-from offload.buffer_pool import BufferPool
-from offload.errors import SwapIOError
-from offload.tier import NvmeTier
+from nvme_offload.aio_native import EngineOptions, EngineUnavailable, FaultSpec, open_engine
+from nvme_offload.aio_native.registry import ENGINES
+from nvme_offload.offload.errors import SwapIOError
+from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
 
 PATIENCE = 30.0
 """Seconds after which a transfer counts as lost."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from optim import checkpoint_files
-from tests.optim.test_sharded import full_state
+from nvme_offload.optim.checkpoint import files as checkpoint_files
+from tests.optim.zero.test_sharded import full_state
 from tests.support.resuming import fresh_engine, steps_of
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}

@@ -7,10 +7,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.func import functional_call
 
-from offload import OffloadConfig
-from optim import OffloadAdamW, initialize
-from optim.precision_plan import PrecisionPlan
-from optim.sharding import shard_with_precision
+from nvme_offload import OffloadAdamW, OffloadConfig, initialize
+from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.zero.sharding import shard_with_precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HYPERPARAMETERS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}

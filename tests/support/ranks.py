@@ -18,7 +18,7 @@ _FORKSERVER.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.pipelining",
         "torch.distributed.tensor.parallel",
-        "optim",
+        "nvme_offload.optim.zero.initialize",
     ]
 )
 

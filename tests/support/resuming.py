@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from optim import initialize
-from tests.optim.test_sharded import VOCABULARY, Model
+from nvme_offload import initialize
+from tests.optim.zero.test_sharded import VOCABULARY, Model
 
 MODES = {
     "fp32": {},

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from optim import OffloadAdamW
+from nvme_offload import OffloadAdamW
 
 SIZES = ((70_001, torch.bfloat16), (999, torch.float32), (131_072, torch.bfloat16), (5, torch.float16))
 

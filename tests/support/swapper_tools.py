@@ -52,8 +52,8 @@ PRELUDE = f"""
 import os, signal, subprocess, sys
 from pathlib import Path
 import torch
-from offload.errors import ForkError, OutOfSpaceError, SwapIOError
-from offload.tensor_swapper import TensorSwapper
+from nvme_offload.offload.errors import ForkError, OutOfSpaceError, SwapIOError
+from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 path = Path(sys.argv[1])
 def open_swapper(**options):
     offload = {{"device": "nvme", "nvme_path": str(path), "staging_budget": 1 << 20}}

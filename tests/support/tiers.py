@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from optim import initialize
+from nvme_offload import initialize
 
 VOCABULARY = 89
 ACCUMULATION = 2

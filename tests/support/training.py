@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-import optim.state_store
-from aio_native import FaultSpec
-from offload.tier import NvmeTier
-from optim import OffloadAdamW
-from optim.adamw_reference import AdamWScalars, adamw_reference, split_reference
+import nvme_offload.optim.state.store
+from nvme_offload import OffloadAdamW
+from nvme_offload.aio_native import FaultSpec
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.optim.rules.adamw_reference import AdamWScalars, adamw_reference, split_reference
 
 BLOCK = 65536
 MILLION = 10**6
@@ -188,7 +188,7 @@ def faulty_drive(faults: FaultSpec | None = None) -> Iterator[list[NvmeTier]]:
             tiers.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optim.state_store, "NvmeTier", FaultyTier)
+        patch.setattr(nvme_offload.optim.state.store, "NvmeTier", FaultyTier)
         yield tiers
 
 

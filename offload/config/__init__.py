@@ -1,0 +1,5 @@
+"""The configuration section."""
+
+from nvme_offload.offload.config.section import OffloadConfig
+
+__all__ = ["OffloadConfig"]

@@ -1,0 +1,187 @@
+"""Write docs/configuration.md, or the JSON schema, from the models of `offload.config.section`.
+
+python -m nvme_offload.offload.config.reference > docs/configuration.md
+python -m nvme_offload.offload.config.reference --schema > docs/configuration.schema.json
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nvme_offload.offload.config.reader import WRAPPER, Section, sections
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.units import format_bytes
+
+_INTRODUCTION = """\
+# Configuration
+
+This page is generated from the models in `offload/config/section.py` and `offload/config/training.py`; do not edit it.
+After a change there run `python -m nvme_offload.offload.config.reference > docs/configuration.md`, and the same with
+`--schema` for `docs/configuration.schema.json`, the JSON schema that editors use to check and complete a file.
+
+## Usage
+
+```python
+from nvme_offload import OffloadConfig
+
+config = OffloadConfig.from_file("offload.json")  # or .toml, or OffloadConfig.from_dict({...})
+```
+
+```json
+{
+  "zero_optimization": {
+    "offload_optimizer": {"device": "nvme", "nvme_path": ["/mnt/nvme0", "/mnt/nvme1"], "staging_budget": "1GiB"}
+  },
+  "aio": {"block_size": "1MiB", "queue_depth": 32, "path_weights": [2, 1]},
+  "gradient_clipping": 1.0
+}
+```
+
+The same in TOML:
+
+```toml
+gradient_clipping = 1.0
+
+[zero_optimization.offload_optimizer]
+device = "nvme"
+nvme_path = ["/mnt/nvme0", "/mnt/nvme1"]
+staging_budget = "1GiB"
+
+[aio]
+block_size = "1MiB"
+queue_depth = 32
+path_weights = [2, 1]
+```
+
+Bytes are a whole number or a string with a unit: KiB, MiB, GiB and TiB are powers of 1024; KB, MB, GB and TB
+are powers of 1000. Anything wrong is one `ConfigError` (a `ValueError`) that lists every problem with its full
+key, its value and what to write instead. An unknown key is such a problem, and so is Hugging Face's `"auto"`
+where this page does not list it as a value. `null` is a section that is not there.
+
+A file may hold the section inside one table or object named `deepspeed`, with nothing beside it, so that
+`[deepspeed.zero_optimization]` in TOML means `[zero_optimization]`.
+
+`OffloadAdamW` by itself reads `zero_optimization`, `offload_gradients`, `host_budget`, `aio` and `gradient_clipping`;
+`stage` and `gradient_accumulation_steps` only to know what a step moves. All the rest is for `nvme_offload.initialize`.
+`OffloadConfig.batch_sizes(world_size)` completes and checks the three batch keys, `compute_dtype` and `autocast_dtype`
+say what the precision keys amount to, `optimizer.hyperparameters` are `OffloadAdamW`'s arguments.
+
+| What goes together | `gradient_accumulation_dtype` | `communication_data_type` |
+|---|---|---|
+| `bf16.enabled` | `bf16`, `fp32` | `bf16`, `fp32` |
+| `fp16.enabled` | `fp16`, `fp32` | `fp16`, `fp32` |
+| `torch_autocast.enabled` | `fp32` | `torch_autocast.dtype`, `fp32` |
+| none of them | `fp32` | any |
+
+Only one of the three may be enabled. All other combinations are errors that name both keys.
+"""
+_IGNORED = """\
+## DeepSpeed keys without meaning here
+
+Accepted with one `ConfigWarning` that says why. Where the key column shows a value, only that value is accepted; of a
+section only the keys shown are looked at, and one that is left out has the value shown.
+
+| Key | Why it has no effect |
+|---|---|"""
+_REFUSED = """\
+## Keys that are refused
+
+| Key | What to do |
+|---|---|"""
+_TABLE = """\
+| Key | Type | Unit | Range | Default | In DeepSpeed | Meaning |
+|---|---|---|---|---|---|---|"""
+_TYPES = {"integer": "whole number", "number": "number", "boolean": "true or false"}
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file, with the keys that are accepted without effect."""
+    schema = OffloadConfig.model_json_schema()
+    schema["properties"][WRAPPER] = {"$ref": "#", "description": "The whole section, where it stands alone."}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def page() -> str:
+    """The reference page, in Markdown."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield _INTRODUCTION
+    for prefix, model in sections(OffloadConfig):
+        yield f"## {f'`{prefix[:-1]}`' if prefix else 'Top level'}\n\n{model.__doc__}\n\n{_TABLE}"
+        yield from _rows(prefix, model)
+        yield ""
+    yield _IGNORED
+    for prefix, model in sections(OffloadConfig):
+        yield from _grouped(prefix, model.IGNORED)
+        shown = {f"{key}: {json.dumps(only)}": why for key, (only, why) in model.ONLY.items()}
+        yield from _grouped(prefix, shown)
+    yield "\n" + _REFUSED
+    for prefix, model in sections(OffloadConfig):
+        yield from _grouped(prefix, model.REFUSED)
+
+
+def _grouped(prefix: str, table: Mapping[str, str]) -> Iterator[str]:
+    for text in dict.fromkeys(table.values()):
+        keys = ", ".join(f"`{prefix}{key}`" for key in table if table[key] == text)
+        yield f"| {keys} | {text} |"
+
+
+def _rows(prefix: str, model: type[Section]) -> Iterator[str]:
+    properties = model.model_json_schema()["properties"]
+    for name, field in model.model_fields.items():
+        entry = plain(properties[name])
+        meaning = " ".join((field.description or "").split())
+        if "$ref" in entry:
+            yield f"| `{prefix}{name}` | section | | | | same | {meaning} |"
+            continue
+        cells = (
+            f"`{prefix}{name}`",
+            _kind(entry),
+            entry["x-unit"],
+            bounds(entry),
+            f"`{entry['x-default']}`",
+            entry["x-deepspeed"] or "-",
+            meaning,
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def plain(entry: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a key without the null that an optional one may be."""
+    return entry | entry["anyOf"][0] if "anyOf" in entry else entry
+
+
+def _kind(entry: dict[str, Any]) -> str:
+    if "enum" in entry:
+        return "choice"
+    if entry["x-unit"] == "bytes":
+        return "bytes"
+    if entry["type"] == "array":
+        items = entry.get("items") or entry["prefixItems"][0]
+        return f"list of {items['type']}s"
+    return _TYPES[entry["type"]] if isinstance(entry["type"], str) else "path or list of paths"
+
+
+def bounds(entry: dict[str, Any]) -> str:
+    """The range of a key, from the constraints in its JSON schema."""
+    if "enum" in entry:
+        return ", ".join(f"`{value}`" for value in entry.get("x-choices", entry["enum"]))
+    show = format_bytes if entry["x-unit"] == "bytes" else str
+    low, high, step = (entry.get(key) for key in ("minimum", "maximum", "multipleOf"))
+    text = "" if low is None else f"{show(low)} or more" if high is None else f"{show(low)}..{show(high)}"
+    if "exclusiveMinimum" in entry:
+        text = f"more than {show(entry['exclusiveMinimum'])}"
+    return f"{text}, a multiple of {show(step)}" if step else text
+
+
+def main() -> None:
+    """Print the page, or with --schema the JSON schema."""
+    wants_schema = "--schema" in sys.argv[1:]
+    sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n" if wants_schema else page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The sections of the parameter tier and the gradient tier."""
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, WithJsonSchema, model_validator
+
+from nvme_offload.offload.config.reader import Count, Section, Whole, contradiction, key
+
+
+def _paths(value: Any) -> tuple[Path, ...]:
+    items = [] if value is None else value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(item, str | Path) and item != "" for item in items):
+        raise ValueError("is neither a path nor a list of paths")
+    try:
+        paths = tuple(Path(item).expanduser() for item in items)
+    except RuntimeError as error:  # "~name" of a user that does not exist
+        raise ValueError(str(error)) from None
+    if len(set(paths)) < len(paths):
+        raise ValueError("names one path twice")
+    return paths
+
+
+_PATHS_SCHEMA = {"type": ["string", "array", "null"], "items": {"type": "string"}}
+PathTuple = Annotated[tuple[Path, ...], BeforeValidator(_paths), WithJsonSchema(_PATHS_SCHEMA)]
+
+
+def check_path(device: str, paths: tuple[Path, ...]) -> None:
+    """Raise where `nvme_path` and `device` do not go together."""
+    if device == "nvme" and not paths:
+        raise contradiction("nvme_path", 'device = "nvme" needs it; write a folder on the drive')
+    if device != "nvme" and paths:
+        raise contradiction(
+            "nvme_path", f'has no use beside device = "{device}"; leave it out or write device = "nvme"'
+        )
+
+
+class OffloadParamConfig(Section):
+    """Where the bf16 parameters of each rank, the upper halves of the master weights, live."""
+
+    device: Literal["none", "cpu", "nvme"] = key("none", "one of these", "same")
+    """The tier of the parameters. `none` and `cpu` are the same place: split shards are in host memory. `nvme` needs
+    `bf16`, and gives the same bits."""
+    nvme_path: PathTuple = key((), "a path or a list of different paths", "same, one path")
+    """Folder for the swap files, or a list of folders, as in `offload_optimizer`; it may be the same one. Needed for
+    `device: nvme` and only allowed there."""
+    buffer_count: Whole = key(4, "a whole number, 2..64", "same, default 5", "buffers", ge=2, le=64)
+    """Number of staging buffers, 2..64: one is gathered from while others are read and written. They also keep the
+    blocks that are needed next."""
+    buffer_size: Count | None = key(None, "a whole number, 1 or more", "same, default 1e8", "elements")
+    """Most elements that a staging buffer may have, 1 or more, 2 bytes each. A buffer is as large as the largest block,
+    that is what is gathered together; a larger block than this is an error. Left out, there is no limit."""
+    read_ahead: bool = key(True, "true or false")
+    """Read blocks before they are needed, in the order of the step before. `false` is for measuring what it saves."""
+
+    IGNORED: ClassVar = {
+        "max_in_cpu": "buffer_count blocks stay in host memory",
+        "pin_memory": "the parameters are gathered on the CPU",
+    }
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        check_path(self.device, self.nvme_path)
+        return self
+
+
+class OffloadGradientsConfig(Section):
+    """Where the gradient partitions of each rank live between their arrival and the step."""
+
+    device: Literal["none", "cpu", "nvme"] = key("none", "one of these")
+    """The tier of the gradient partitions. `none` and `cpu` are the same place: host memory. `nvme` needs `bf16`, and
+    gives the same bits."""
+    nvme_path: PathTuple = key((), "a path or a list of different paths")
+    """Folder for the swap files, or a list of folders, as in `offload_optimizer`; it may be the same one. Needed for
+    `device: nvme` and only allowed there."""
+    buffer_count: Whole = key(4, "a whole number, 2..64", "", "buffers", ge=2, le=64)
+    """Number of staging buffers, 2..64, each as large as the largest block of gradients."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        check_path(self.device, self.nvme_path)
+        return self

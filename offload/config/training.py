@@ -1,0 +1,252 @@
+"""The sections that only `nvme_offload.initialize` reads: precision, optimizer and learning-rate schedule."""
+
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from nvme_offload.offload.config.reader import Count, Section, Whole, contradiction, each, key
+from nvme_offload.offload.errors import ConfigError
+
+_SPELLINGS = {
+    "fp32": ("float32", "float", "torch.float32"),
+    "bf16": ("bfloat16", "bfp16", "torch.bfloat16"),
+    "fp16": ("float16", "half", "torch.float16"),
+}
+_DTYPES = {spelling: name for name, more in _SPELLINGS.items() for spelling in (name, *more)}
+
+
+def _dtype(value: object) -> object:
+    """Take DeepSpeed's and torch's spellings, and a torch.dtype itself."""
+    return _DTYPES.get(str(value).lower(), value)
+
+
+def _dtype_schema(*names: str) -> WithJsonSchema:
+    return WithJsonSchema({"enum": [text for text, name in _DTYPES.items() if name in names], "x-choices": names})
+
+
+DType = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype), _dtype_schema("fp32", "bf16", "fp16")]
+HalfDType = Annotated[Literal["bf16", "fp16"], BeforeValidator(_dtype), _dtype_schema("bf16", "fp16")]
+
+
+class Bf16Config(Section):
+    """Forward and backward in bf16 with fp32 master weights."""
+
+    enabled: bool = key(False, "true or false", "same")
+    """Compute and gather in bf16. The weights stay fp32: two halves, of which the upper one is the bf16 weight."""
+
+    IGNORED: ClassVar = {
+        "immediate_grad_update": "a gradient is always added to its partition as it arrives",
+        "check_grad_overflow": "a step with a gradient that is not finite is always skipped and counted",
+    }
+    ONLY: ClassVar = each(
+        "bf16_master_weights_and_grads bf16_optimizer_states", (False, "master weights and moments are fp32")
+    )
+
+
+class Fp16Config(Section):
+    """Forward and backward in fp16 with fp32 master weights and loss scaling."""
+
+    enabled: bool = key(False, "true or false", "same")
+    """Compute and gather in fp16, with loss scaling as the keys below say; so has `torch_autocast` with fp16."""
+    loss_scale: float = key(0.0, "a number, 0 or more", "same", "factor", ge=0)
+    """Constant loss scale, 0 or more. 0 is dynamic: it halves after overflows and doubles after good steps."""
+    initial_scale_power: Whole = key(16, "a whole number, 0..126", "same", "power of 2", ge=0, le=126)
+    """A dynamic loss scale begins at 2 to this power, 0..126: it and its inverse are then normal fp32 numbers."""
+    loss_scale_window: Count = key(1000, "a whole number, 1 or more", "same", "steps")
+    """Steps without overflow after which a dynamic loss scale doubles, 1 or more."""
+    hysteresis: Count = key(2, "a whole number, 1 or more", "same", "overflows")
+    """Overflows until a dynamic loss scale halves, 1 or more: the last of them halves it. 1 is torch.amp's rule."""
+    consecutive_hysteresis: bool = key(False, "true or false", "same")
+    """A step without overflow restores `hysteresis` at once, not only when the loss scale doubles."""
+    min_loss_scale: float = key(1.0, "a number, more than 0", "same", "factor", gt=0)
+    """A dynamic loss scale never goes below this, more than 0."""
+
+    IGNORED: ClassVar = {"fused_mode": "the update is always one fused kernel"}
+    ONLY: ClassVar = {
+        "auto_cast": (False, "cast the inputs in the training loop"),
+        "fp16_master_weights_and_grads": (False, "master weights and moments are fp32"),
+    }
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.loss_scale == 0 and self.min_loss_scale > 2.0**self.initial_scale_power:
+            first = f"initial_scale_power = {self.initial_scale_power}"
+            raise contradiction("min_loss_scale", f"is above the first loss scale, {first}; write that or less")
+        return self
+
+
+def _class_names(value: Any) -> Any:
+    for name in value if isinstance(value, list | tuple) else ():
+        if isinstance(name, str) and not ("." in name and name.replace(".", "_").isidentifier()):
+            raise ValueError(f'"{name}" is no class name with its package')
+    return value
+
+
+ClassNames = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(_class_names)]
+
+
+class TorchAutocastConfig(Section):
+    """Forward under `torch.autocast`, with parameters and gradients in fp32."""
+
+    enabled: bool = key(False, "true or false", "same")
+    """Run forward under `torch.autocast`; with fp16 the loss is scaled as the keys of `fp16` say."""
+    dtype: HalfDType | None = key(None, "one of these", "same, default the device's")
+    """What autocast computes in. Needed when enabled. torch's spellings do as well, as `bfloat16`."""
+    lower_precision_safe_modules: ClassNames = key(
+        ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"),
+        'a list of class names with their packages, as ["torch.nn.Linear"]',
+        "same",
+    )
+    """Classes, by name with package, whose parameters are gathered and whose gradients are reduced in `dtype`; all
+    others stay fp32 there. What is computed in `dtype` is autocast's own choice."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.enabled and self.dtype is None:
+            raise contradiction("dtype", 'enabled = true needs it; write "bfloat16" or "float16"')
+        return self
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerParams(Section):
+    """Hyperparameters of the optimizer, in torch's spelling."""
+
+    lr: float = key(1e-3, "a number, 0 or more", "same", ge=0)
+    """Learning rate, 0 or more; a scheduler changes it."""
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = key(
+        (0.9, 0.999), "two numbers, each 0 or more and below 1, as [0.9, 0.999]", "same"
+    )
+    """Decay of the first and the second moment: two numbers, each 0 or more and below 1."""
+    eps: float = key(1e-8, "a number, 0 or more", "same", ge=0)
+    """Added to the denominator, 0 or more."""
+    weight_decay: float = key(0.0, "a number, 0 or more", "same", ge=0)
+    """Decoupled weight decay, 0 or more. The default is DeepSpeed's; `OffloadAdamW` by itself has torch's 0.01."""
+    adam_w_mode: bool = key(True, "true or false", "same")
+    """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, which is accepted where
+    `weight_decay` is 0, because there it is the same."""
+
+    IGNORED: ClassVar = {"torch_adam": "the update is always this package's own kernel, and its result is torch's"}
+    ONLY: ClassVar = {
+        "amsgrad": (False, "there is no AMSGrad"),
+        "bias_correction": (True, "the moments are always corrected"),
+    }
+    REFUSED: ClassVar = {"max_grad_norm": "write gradient_clipping at the top level"}
+
+
+_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
+OptimizerType = Annotated[
+    Literal["AdamW", "Adam"],
+    BeforeValidator(lambda value: _OPTIMIZERS.get(value.lower(), value) if isinstance(value, str) else value),
+]
+
+
+class OptimizerConfig(Section):
+    """The optimizer that `initialize` makes."""
+
+    type: OptimizerType = key("AdamW", "one of these", "same, no default")
+    """The optimizer. `Adam` is AdamW too, as in DeepSpeed, unless `params.adam_w_mode` is `false`."""
+    params: OptimizerParams = OptimizerParams()
+    """Hyperparameters of the optimizer, in torch's spelling."""
+
+    IGNORED: ClassVar = {"legacy_fusion": "the update is always this package's own kernel"}
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """Keyword arguments for `OffloadAdamW`."""
+        return self.params.model_dump(exclude={"adam_w_mode"})
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.type == "Adam" and not self.params.adam_w_mode and self.params.weight_decay:
+            why = f"L2 with params.weight_decay = {self.params.weight_decay} is not there"
+            raise contradiction("params.adam_w_mode", f"{why}; write true, or a weight_decay of 0")
+        return self
+
+
+class SchedulerParams(Section):
+    """Parameters of the schedule; which of them there are depends on `scheduler.type`."""
+
+    warmup_min_lr: float = key(0.0, "a number, 0 or more", "same", ge=0)
+    """Learning rate at step 0, 0 or more. WarmupLR, WarmupDecayLR."""
+    warmup_max_lr: float | None = key(None, "a number, more than 0", "same", gt=0)
+    """Learning rate after the warm-up, more than 0; left out, the optimizer's. WarmupLR, WarmupDecayLR (which needs
+    it, because DeepSpeed takes 0.001 there whatever the optimizer's is)."""
+    warmup_min_ratio: float = key(0.0, "a number, 0..1", "same", "of lr", ge=0, le=1)
+    """Learning rate at step 0 as a fraction of the optimizer's, 0..1. WarmupCosineLR."""
+    warmup_num_steps: Count = key(1000, "a whole number, 1 or more", "same", "steps")
+    """Length of the warm-up in optimizer steps, 1 or more. All types."""
+    warmup_type: Literal["log", "linear"] = key("log", "one of these", "same")
+    """Shape of the warm-up: the logarithm of the step, or the step. All types."""
+    total_num_steps: Count | None = key(None, "a whole number, 1 or more", "same", "steps")
+    """Optimizer steps of the whole run, 1 or more. WarmupDecayLR and WarmupCosineLR, which need it."""
+    cos_min_ratio: float = key(1e-4, "a number, 0..1", "same", "of lr", ge=0, le=1)
+    """Learning rate at the end as a fraction of the optimizer's, 0..1. WarmupCosineLR."""
+
+    ONLY: ClassVar = {"last_batch_iteration": (-1, "a schedule begins at step 0; load_checkpoint moves it")}
+
+
+_ALL_TYPES = {"warmup_num_steps", "warmup_type"}
+_SCHEDULES = {
+    "WarmupLR": {*_ALL_TYPES, "warmup_min_lr", "warmup_max_lr"},
+    "WarmupDecayLR": {*_ALL_TYPES, "warmup_min_lr", "warmup_max_lr", "total_num_steps"},
+    "WarmupCosineLR": {*_ALL_TYPES, "warmup_min_ratio", "cos_min_ratio", "total_num_steps"},
+}
+
+
+class SchedulerConfig(Section):
+    """The learning-rate schedule that `initialize` makes; without this section there is none."""
+
+    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = key("WarmupLR", "one of these", "same, no default")
+    """After the warm-up: constant, down to `warmup_min_lr` in a line, or down along half a cosine."""
+    params: SchedulerParams = SchedulerParams()
+    """Parameters of the schedule; which of them there are depends on `scheduler.type`."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        there = _SCHEDULES[self.type]
+        for name, field in SchedulerParams.model_fields.items():
+            if name not in there and getattr(self.params, name) != field.default:
+                known = ", ".join(part for part in SchedulerParams.model_fields if part in there)
+                raise contradiction(f"params.{name}", f'type = "{self.type}" has no such parameter; write {known}')
+        if "total_num_steps" in there and self.params.total_num_steps is None:
+            raise contradiction("params.total_num_steps", f'type = "{self.type}" needs it; write the steps of the run')
+        if self.type == "WarmupDecayLR" and self.params.warmup_max_lr is None:
+            why = f'type = "{self.type}" needs it; write the learning rate, or 0.001, which is DeepSpeed\'s'
+            raise contradiction("params.warmup_max_lr", why)
+        return self
+
+
+class BatchSizes(NamedTuple):
+    """Samples per step over all ranks, per micro-batch on one rank, and micro-batches per step.
+
+    The first two are None where the section gives neither.
+    """
+
+    train_batch_size: int | None
+    train_micro_batch_size_per_gpu: int | None
+    gradient_accumulation_steps: int
+
+
+def complete_batch_sizes(train: int | None, micro: int | None, steps: int | None, world_size: int) -> BatchSizes:
+    """Derive what is left out, so that train = micro x steps x world size.
+
+    Raises:
+        ConfigError: no whole number does it; names the three keys and a number that would.
+    """
+    train_key, micro_key, steps_key = BatchSizes._fields
+    if train is None:
+        steps = steps or 1
+        return BatchSizes(micro and micro * steps * world_size, micro, steps)
+    if micro is not None and steps is not None:
+        if train != (right := micro * steps * world_size):
+            product = f"{micro_key} = {micro} x {steps_key} = {steps} x {world_size} rank(s)"
+            raise ConfigError([f"{train_key} = {train}: {product} is {right}; write {right}"])
+        return BatchSizes(train, micro, steps)
+    given, number, derived = (steps_key, steps or 1, micro_key) if micro is None else (micro_key, micro, steps_key)
+    quotient, rest = divmod(train, unit := number * world_size)
+    if rest:
+        why = f"is no multiple of {given} = {number} x {world_size} rank(s), so no {derived} is right"
+        raise ConfigError([f"{train_key} = {train}: {why}; write {(quotient + 1) * unit}"])
+    return BatchSizes(train, quotient, number) if micro is None else BatchSizes(train, micro, quotient)

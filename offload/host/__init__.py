@@ -1,0 +1,1 @@
+"""Host memory: regions, buffer pools, how much there is."""

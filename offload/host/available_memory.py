@@ -1,0 +1,96 @@
+"""How much host memory this process can still have, and what it may take of it without being told a number."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from nvme_offload.offload.host.proc import PROC, meminfo, mounts, read, read_int
+from nvme_offload.offload.units import GiB
+
+AUTO_RESERVE_BYTES = 2 * GiB
+AUTO_RESERVE_SHARE = 0.25
+"""What a budget of "auto" leaves free on a host: the larger of these. Gradients, activations and data loaders come
+after it, and the page cache wants some too."""
+
+
+@dataclass(frozen=True)
+class CgroupLimit:
+    """The tightest memory limit on the way from this process's cgroup to the root."""
+
+    directory: Path
+    version: int
+    limit_bytes: int
+    free_bytes: int
+    """What is left, page cache that can be dropped included."""
+
+
+def cgroup_limit() -> CgroupLimit | None:
+    """The limit that ends first, of cgroup v1 or v2; None if nothing limits."""
+    found = [limit for directory, version in _memory_cgroups() if (limit := _limit_of(directory, version))]
+    return min(found, key=lambda limit: limit.free_bytes, default=None)
+
+
+def _memory_cgroups() -> Iterator[tuple[Path, int]]:
+    """This process's memory cgroup and its ancestors, as (directory, version)."""
+    memberships = [line.split(":", 2) for line in (read(PROC / "self/cgroup") or "").splitlines()]
+    for _, controllers, path in memberships:
+        if "memory" in controllers.split(","):
+            kind, version = "cgroup", 1
+        elif not controllers:
+            kind, version = "cgroup2", 2
+        else:
+            continue
+        for mount in mounts():
+            if mount.kind == kind and (version == 2 or "memory" in mount.options):
+                yield from ((directory, version) for directory in _upwards(mount.point, mount.root, path))
+
+
+def _upwards(point: str, root: str, path: str) -> Iterator[Path]:
+    below = PurePosixPath(path)
+    if below.is_relative_to(root):  # in a container without a cgroup namespace the mount shows only a part of the tree
+        below = below.relative_to(root)
+    directory = Path(point, *(part for part in below.parts if part not in ("/", "..")))
+    while directory.is_relative_to(point):
+        if directory.is_dir():
+            yield directory
+        directory = directory.parent
+
+
+def _limit_of(directory: Path, version: int) -> CgroupLimit | None:
+    names = ("memory.max", "memory.current", "") if version == 2 else (
+        "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+    )  # fmt: skip
+    limit = read_int(directory / names[0])  # "max" is no number
+    used = read_int(directory / names[1])
+    if limit is None or used is None or limit >= meminfo().get("MemTotal", 2**62):
+        return None
+    cache = re.search(rf"^{names[2]}inactive_file (\d+)$", read(directory / "memory.stat") or "", re.MULTILINE)
+    free = limit - used + (int(cache[1]) if cache else 0)
+    return CgroupLimit(directory, version, limit, max(0, min(free, limit)))
+
+
+def available_bytes() -> int:
+    """Memory that this process can still have without swapping."""
+    limit = cgroup_limit()
+    available = meminfo().get("MemAvailable", 2**62)
+    return min(available, limit.free_bytes) if limit else available
+
+
+def ranks_on_host() -> int:
+    """Ranks that share this host's memory and processors: LOCAL_WORLD_SIZE as launchers set it, 1 without."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+
+def auto_host_budget() -> int:
+    """Bytes of host memory for one rank: its share of what is available now, less the reserve."""
+    return auto_budget(available_bytes(), ranks_on_host())
+
+
+def auto_budget(available: int, num_ranks: int) -> int:
+    """The same for a host with so many bytes available, shared by so many ranks."""
+    reserve = max(AUTO_RESERVE_BYTES, int(AUTO_RESERVE_SHARE * available))
+    return max(0, available - reserve) // num_ranks

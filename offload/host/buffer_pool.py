@@ -1,0 +1,156 @@
+"""The fixed set of staging buffers between memory and files."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from types import TracebackType
+
+import torch
+
+from nvme_offload.offload.errors import ClosedError
+from nvme_offload.offload.host.region import MAX_REGISTERED_BYTES, HostRegion
+
+
+class StagingBuffer:
+    """One buffer of a pool, held by whoever acquired it until ``release()``. Also a context manager."""
+
+    def __init__(self, pool: BufferPool, region: HostRegion, byte_offset: int, size_bytes: int) -> None:
+        self._pool = weakref.ref(pool)  # no cycle: the memory goes with its last user, not with the garbage collector
+        self._region = region
+        self._byte_offset = byte_offset
+        self.size_bytes = size_bytes
+        self.address = region.address + byte_offset
+
+    def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
+        """1D tensor [numel] of `dtype` over the buffer's bytes from `byte_offset`."""
+        return self._region.view(dtype, self._byte_offset + byte_offset, numel)
+
+    def release(self) -> None:
+        """Give the buffer back. No request may be using it any more."""
+        pool = self._pool()
+        if pool is not None:
+            pool._take_back(self)
+
+    def __enter__(self) -> StagingBuffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class BufferPool:
+    """`num_buffers` aligned staging buffers of `buffer_bytes` each. Never grows.
+
+    Args:
+        num_buffers: how many; at least 1.
+        buffer_bytes: size of each, in bytes; rounded up to whole pages.
+        pinned: page-lock them for CUDA.
+    """
+
+    def __init__(self, num_buffers: int, buffer_bytes: int, *, pinned: bool = False) -> None:
+        page = HostRegion(1).size_bytes
+        self.buffer_bytes = -(-buffer_bytes // page) * page
+        self.num_buffers = num_buffers
+        self._regions = _map_regions(num_buffers, self.buffer_bytes)
+        self._free = [
+            StagingBuffer(self, region, offset, self.buffer_bytes)
+            for region in self._regions
+            for offset in range(0, region.size_bytes, self.buffer_bytes)
+        ]
+        self._changed = threading.Condition()
+        self._closed = False
+        if pinned:
+            self.pin()
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all buffers are page-locked for CUDA."""
+        return all(region.pinned for region in self._regions)
+
+    def pin(self) -> None:
+        """Page-lock all buffers for CUDA, or none; also while they are held. Idempotent. See `HostRegion.pin`."""
+        try:
+            for region in self._regions:
+                region.pin()
+        except BaseException:
+            self._unpin()
+            raise
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all buffers together."""
+        return self.num_buffers * self.buffer_bytes
+
+    @property
+    def num_free(self) -> int:
+        """Buffers nobody holds; equal to `num_buffers` when nothing leaked."""
+        with self._changed:
+            return len(self._free)
+
+    @property
+    def regions(self) -> list[tuple[int, int]]:
+        """(address, size in bytes) of the memory behind the buffers, each at most 1 GiB: what an engine registers."""
+        return [
+            (region.address + start, min(MAX_REGISTERED_BYTES, region.size_bytes - start))
+            for region in self._regions
+            for start in range(0, region.size_bytes, MAX_REGISTERED_BYTES)
+        ]
+
+    def try_acquire(self) -> StagingBuffer | None:
+        """A free buffer, or None at once."""
+        with self._changed:
+            self._check_open()
+            return self._free.pop() if self._free else None
+
+    def acquire(self, timeout: float | None = None) -> StagingBuffer:
+        """A free buffer, waiting for one if need be.
+
+        Raises:
+            TimeoutError: none came free within `timeout` seconds.
+            ClosedError: the pool was closed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not self._free:
+                self._check_open()
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError(f"all {self.num_buffers} staging buffers are held after {timeout} s")
+                self._changed.wait(left)
+            self._check_open()
+            return self._free.pop()
+
+    def close(self) -> None:
+        """Wake whoever waits, unpin, and let the memory go with its last view. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._unpin()
+
+    def _take_back(self, buffer: StagingBuffer) -> None:
+        with self._changed:
+            if buffer in self._free:
+                raise AssertionError("a staging buffer was released twice")
+            self._free.append(buffer)
+            self._changed.notify()
+
+    def _unpin(self) -> None:
+        for region in self._regions:
+            region.unpin()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("buffer pool")
+
+
+def _map_regions(num_buffers: int, buffer_bytes: int) -> list[HostRegion]:
+    """As few regions as possible without a buffer crossing the limit of a registered region."""
+    per_region = max(1, MAX_REGISTERED_BYTES // buffer_bytes)
+    regions = []
+    for start in range(0, num_buffers, per_region):
+        regions.append(HostRegion(min(per_region, num_buffers - start) * buffer_bytes))
+    return regions

@@ -1,0 +1,1 @@
+"""Shards of FSDP2 whose bytes are on tiers."""

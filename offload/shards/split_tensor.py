@@ -1,0 +1,190 @@
+"""A parameter shard as an fp32 tensor whose two halves live apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from nvme_offload.offload._torch_private import is_view, make_wrapper, tree_flatten, tree_unflatten, written_tensors
+
+
+class Halves(Protocol):
+    """Where the halves of an fp32 tensor are, and how to put them together and apart."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the upper half is gathered from."""
+
+    @property
+    def gathered(self) -> torch.Tensor:
+        """The upper half, bf16, in the padded shape that FSDP2 gathers; valid until `end_gather`."""
+
+    def end_gather(self) -> None:
+        """FSDP2 has copied the upper half."""
+
+    def declared(self, shape: torch.Size) -> torch.Tensor:
+        """The upper half without padding, in the shard's shape; where it is not in memory, a stand-in for it."""
+
+    def read(self) -> torch.Tensor:
+        """Both halves joined: a new plain fp32 tensor in the shard's shape."""
+
+    def write(self, values: torch.Tensor) -> None:
+        """Split fp32 values of the shard's shape into the two halves."""
+
+
+class _View(NamedTuple):
+    """One step from a tensor to a view of it."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    item: int | None
+    """Which output, for operators that return several views."""
+
+    def apply(self, tensor: torch.Tensor) -> torch.Tensor:
+        result = self.op(tensor, *self.args, **self.kwargs)
+        view: torch.Tensor = result if self.item is None else result[self.item]
+        return view
+
+
+class SplitTensor(torch.Tensor):
+    """A read-through, write-through fp32 tensor.
+
+    It holds no data of its own. Every operator joins the halves first; an operator that works in place splits the
+    result back; views stay views. So state dicts are fp32 and conventional, and ``copy_``, ``load_state_dict`` and
+    stock optimizers do what they say. Clones and factories (``zeros_like``) give plain tensors, as does serialization.
+    FSDP2 gathers the upper half alone, through its all-gather extension.
+
+    Reading one costs a pass over its halves, which may have to come from a drive: the training step never does it.
+    """
+
+    _halves: Halves
+    _views: tuple[_View, ...]
+
+    @staticmethod
+    def __new__(cls, halves: Halves, like: torch.Tensor, views: tuple[_View, ...] = ()) -> SplitTensor:
+        """Wrap `halves`; shape and strides are those of `like` (a meta tensor will do)."""
+        tensor: SplitTensor = make_wrapper(cls, like, halves.device)
+        tensor._halves = halves
+        tensor._views = views
+        return tensor
+
+    @property
+    def halves(self) -> Halves:
+        """Where the data is."""
+        return self._halves
+
+    def use_halves(self, halves: Halves) -> None:
+        """Exchange where the data is; the value must be the same."""
+        self._halves = halves
+
+    def plain(self) -> torch.Tensor:
+        """An ordinary fp32 tensor of the same value, sharing nothing."""
+        return self.joined().clone()
+
+    def joined(self) -> torch.Tensor:
+        """An ordinary fp32 tensor of the same value; of a view, with the memory of all it is a view of."""
+        return self._through(self._halves.read())
+
+    def _through(self, base: torch.Tensor) -> torch.Tensor:
+        for view in self._views:
+            base = view.apply(base)
+        return base
+
+    def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
+        return f"SplitTensor(shape={tuple(self.shape)}, upper half on {self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.plain()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """What FSDP2 gathers: the upper half, bf16, padded."""
+        return (self._halves.gathered,), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """What FSDP2 computes with: the gathered upper halves as they are, in the buffer they arrived in."""
+        (gathered,) = all_gather_outputs
+        self._halves.end_gather()
+        return None if out is not None else (gathered, ())
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator on joined halves, and split back what it changed."""
+        kwargs = kwargs or {}
+        if is_view(func) and isinstance(args[0], SplitTensor):
+            return _lazy_view(func, args[0], tuple(args[1:]), kwargs)
+        if func in _FACTORIES and isinstance(args[0], SplitTensor):
+            return func(torch.empty_like(args[0]._meta(), device=args[0].device), *args[1:], **kwargs)
+        return _run_joined(func, args, kwargs)
+
+    def _meta(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+
+
+def _lazy_view(func: Any, source: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shapes = func(source._meta(), *args, **kwargs)
+    if isinstance(shapes, torch.Tensor):
+        return SplitTensor(source._halves, shapes, (*source._views, _View(func, args, kwargs, None)))
+    return [
+        SplitTensor(source._halves, shape, (*source._views, _View(func, args, kwargs, item)))
+        for item, shape in enumerate(shapes)
+    ]
+
+
+def _run_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Join every argument, run, split back what was written; a result that is an argument stays that argument."""
+    bases: dict[int, torch.Tensor] = {}
+    joined: dict[int, torch.Tensor] = {}
+
+    def join(leaf: Any) -> Any:
+        if not isinstance(leaf, SplitTensor):
+            return leaf
+        key = id(leaf._halves)
+        if key not in bases:
+            bases[key] = leaf._halves.read()
+        if id(leaf) not in joined:
+            joined[id(leaf)] = leaf._through(bases[key])
+        return joined[id(leaf)]
+
+    leaves, layout = tree_flatten((tuple(args), kwargs))
+    plain_args, plain_kwargs = tree_unflatten([join(leaf) for leaf in leaves], layout)
+    result = func(*plain_args, **plain_kwargs)
+    changed = [leaf for leaf in written_tensors(func, args, kwargs) if isinstance(leaf, SplitTensor)]
+    written = {id(leaf._halves): leaf._halves for leaf in changed}
+    for key, halves in written.items():
+        halves.write(bases[key])
+    originals = {id(joined[id(leaf)]): leaf for leaf in leaves if isinstance(leaf, SplitTensor)}
+    results, result_layout = tree_flatten(result)
+    return tree_unflatten([originals.get(id(item), item) for item in results], result_layout)
+
+
+_FACTORIES = {
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.ones_like.default,
+    torch.ops.aten.full_like.default,
+    torch.ops.aten.rand_like.default,
+    torch.ops.aten.randn_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_zeros.default,
+    torch.ops.aten.new_ones.default,
+    torch.ops.aten.new_full.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+"""Operators that need no data of their argument."""

@@ -1,0 +1,77 @@
+"""A tensor that says what it is and holds no data, because the data is on a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nvme_offload.offload._torch_private import foreach_of, make_wrapper
+from nvme_offload.offload.errors import StateError
+
+
+class StandIn(torch.Tensor):
+    """Declares dtype, shape, strides and device. Operators raise, in words, but for those it was given handlers for.
+
+    A tensor without data that answered operators would be a trap: what is written to it would be lost.
+    """
+
+    _name: str
+    _remedy: str
+    _handlers: Mapping[Any, Callable[..., None]]
+
+    @staticmethod
+    def __new__(
+        cls,
+        like: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        name: str,
+        remedy: str,
+        handlers: Mapping[Any, Callable[..., None]] | None = None,
+    ) -> StandIn:
+        """Stand in for a tensor of `dtype` on the CPU with the shape and strides of `like`.
+
+        Args:
+            cls: the class itself.
+            like: any tensor, also one without data.
+            dtype: what is declared.
+            name: whose data it is, for the error.
+            remedy: what to use instead, for the error.
+            handlers: what to call for an in-place operator, with its arguments after the tensor itself; by operator or
+                by its overload packet.
+        """
+        tensor: StandIn = make_wrapper(cls, like, torch.device("cpu"), dtype)
+        tensor._name = name
+        tensor._remedy = remedy
+        tensor._handlers = handlers or {}
+        return tensor
+
+    def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
+        return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype}: {self._name} is on a tier)"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the handler of an operator, or raise.
+
+        Raises:
+            StateError: the operator needs the data; names what to use instead.
+        """
+        first = args[0] if args else None
+        if isinstance(first, StandIn) and (handler := first._handlers.get(func.overloadpacket)):
+            handler(*args[1:], **(kwargs or {}))
+            return first
+        if (single := foreach_of(func)) and all(isinstance(item, StandIn) for item in args[0]):
+            for item in args[0]:
+                cls.__torch_dispatch__(single, types, (item, *args[1:]), kwargs)
+            return None
+        stand_in = next((leaf for leaf in _flat(args) if isinstance(leaf, StandIn)), None)
+        name, remedy = (stand_in._name, stand_in._remedy) if stand_in is not None else ("a tensor", "")
+        raise StateError(name, f"an access that does not need its data in memory; {remedy}", f"{func} on a stand-in")
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    return [leaf for value in values for leaf in (_flat(value) if isinstance(value, list | tuple) else [value])]

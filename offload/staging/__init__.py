@@ -1,0 +1,1 @@
+"""Units that visit a fixed set of staging buffers."""

@@ -1,0 +1,1 @@
+"""Extents on tiers: swap files and how bytes get there."""

@@ -1,0 +1,209 @@
+"""One swap file: opened for direct I/O, mode 0600, with its space promised before it is used."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from nvme_offload.aio_native import _native
+from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
+from nvme_offload.offload.storage.extent import FreeList, Stripe
+
+logger = logging.getLogger(__name__)
+
+DirectPolicy = Literal["required", "optional", "disabled"]
+
+MIN_ALIGNMENT = 4096
+"""Extents are aligned to this even where the drive would take less: one page, one physical sector."""
+
+NO_DIRECT_IO = (0, 0)
+"""What statx reports of a file without direct I/O, see `reported_alignment`."""
+
+_STAT_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own (stat(2))
+
+_said_buffered: set[int] = set()
+
+
+class SwapFile:
+    """A file that grows by whole ranges and never shrinks while open.
+
+    Args:
+        path: where; must not exist.
+        direct: what to do where the file system has no direct I/O. See ``aio.direct`` in the configuration.
+
+    Raises:
+        SwapIOError: the file cannot be made, or direct I/O is required and not to be had.
+    """
+
+    def __init__(self, path: Path, direct: DirectPolicy) -> None:
+        self.path = path
+        self.fd, alignment = _open(path, direct)
+        self.direct = alignment is not None
+        self.alignment = alignment or MIN_ALIGNMENT
+        self._free = FreeList()
+        self._promised = 0
+        self._counts_blocks = False
+
+    @property
+    def end(self) -> int:
+        """First byte after the last range handed out."""
+        return self._free.end
+
+    def allocate(self, size_bytes: int) -> Stripe:
+        """A range of this file. The space is promised by the file system, or the call fails and changes nothing.
+
+        Raises:
+            OutOfSpaceError: the file system cannot hold it; names the bytes needed and free.
+            SwapIOError: anything else that posix_fallocate answers, or the file is damaged (see `check_whole`).
+        """
+        offset = self._free.take(size_bytes)
+        try:
+            self.reserve(self._free.end)
+        except OSError:
+            self._free.give_back(offset, size_bytes)
+            raise
+        return Stripe(self.fd, offset, size_bytes)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Make the file at least `size_bytes` long, with its space promised. See `allocate` for what it raises."""
+        missing = size_bytes - self._promised
+        if missing <= 0:
+            return
+        self.check_whole()  # a file that grew is long enough again, and its blocks are counted anew
+        system = os.fstatvfs(self.fd)
+        free_bytes = system.f_bavail * system.f_frsize
+        # Asked first because some file systems (and glibc's emulation) fill the disk before they say no.
+        # ramfs counts no blocks at all (f_blocks is 0): nothing to ask.
+        if system.f_blocks and free_bytes < missing:
+            raise OutOfSpaceError(path=self.path, needed_bytes=missing, free_bytes=free_bytes)
+        try:
+            os.posix_fallocate(self.fd, self._promised, missing)
+        except OSError as error:
+            with suppress(OSError):  # left longer it does no harm, and what went wrong first is what must be told
+                os.ftruncate(self.fd, self._promised)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise OutOfSpaceError(path=self.path, needed_bytes=missing, free_bytes=free_bytes) from error
+            raise SwapIOError(
+                error.errno or errno.EIO,
+                path=self.path,
+                offset=self._promised,
+                size_bytes=missing,
+                direction="allocate",
+            ) from error
+        self._note_promise(size_bytes)
+
+    def _note_promise(self, size_bytes: int) -> None:
+        self._promised = size_bytes
+        # Copy-on-write and compressing file systems count blocks as they like: there only the length is watched.
+        self._counts_blocks = os.fstat(self.fd).st_blocks * _STAT_BLOCK_BYTES >= size_bytes
+
+    def check_whole(self) -> None:
+        """Raise if somebody shortened the file or took space from it.
+
+        What was cut off would read as zeros once a later write has made the file long enough again, so the blocks are
+        counted too, where the file system gave them when they were promised.
+
+        Raises:
+            SwapIOError: with ENODATA and the size found.
+        """
+        found = os.fstat(self.fd)
+        held_bytes = found.st_blocks * _STAT_BLOCK_BYTES if self._counts_blocks else found.st_size
+        if min(found.st_size, held_bytes) >= self._promised:
+            return
+        raise SwapIOError(
+            errno.ENODATA,
+            path=self.path,
+            offset=min(found.st_size, self._promised),
+            size_bytes=self._promised,
+            direction="read",
+            extent=f"the file should hold {self._promised} bytes and has {min(found.st_size, held_bytes)}",
+        )
+
+    def give_up_reserve(self) -> None:
+        """Give back what was promised and not handed out. Raises as `check_whole` does, and then gives nothing back."""
+        if self._promised > self.end:
+            self.check_whole()
+            os.ftruncate(self.fd, self.end)
+            self._note_promise(self.end)
+
+    def free(self, stripe: Stripe) -> None:
+        """Give a range back for later ``allocate`` calls."""
+        self._free.give_back(stripe.offset, stripe.size_bytes)
+
+    def close(self) -> None:
+        """Close the descriptor. The file itself belongs to its run directory."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _open(path: Path, direct: DirectPolicy) -> tuple[int, int | None]:
+    """The descriptor, and the alignment of direct I/O; None: through the page cache."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    if direct == "disabled":
+        return _open_or_raise(path, flags), None
+    opened = _open_direct(path, flags)
+    if opened is not None:
+        return opened
+    if direct == "required":
+        raise SwapIOError(
+            errno.EINVAL,
+            path=path,
+            offset=0,
+            size_bytes=0,
+            direction="allocate",
+            extent="this file system has no direct I/O (O_DIRECT)",
+        )
+    fd = _open_or_raise(path, flags)
+    if (device := os.fstat(fd).st_dev) not in _said_buffered:
+        _said_buffered.add(device)
+        logger.warning(
+            "%s has no direct I/O: swapping through the page cache, which takes host memory and is slower "
+            '(aio.direct = "optional" allows it)',
+            path.parent,
+        )
+    return fd, None
+
+
+def _open_direct(path: Path, flags: int) -> tuple[int, int] | None:
+    """The descriptor and the alignment; None, and no file, where the file system has no direct I/O."""
+    try:
+        fd = os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError as error:
+        # EINVAL is how a file system says that it has no direct I/O. Linux makes the file before it finds out.
+        if error.errno != errno.EINVAL:
+            raise _allocation_error(error, path) from error
+    else:
+        reported = reported_alignment(fd)
+        if reported != NO_DIRECT_IO:
+            return fd, max(MIN_ALIGNMENT, *(reported or (0, 0)))
+        os.close(fd)
+    path.unlink(missing_ok=True)
+    return None
+
+
+def _open_or_raise(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        raise _allocation_error(error, path) from error
+
+
+def _allocation_error(error: OSError, path: Path) -> SwapIOError:
+    return SwapIOError(error.errno or errno.EIO, path=path, offset=0, size_bytes=0, direction="allocate")
+
+
+def reported_alignment(fd: int) -> tuple[int, int] | None:
+    """What statx reports for direct I/O on an open file, in memory and in the file; None where it does not say.
+
+    `NO_DIRECT_IO` of a file that opens with O_DIRECT all the same and then goes through the page cache: on ext4 with
+    data=journal, or an encrypted one.
+    """
+    try:
+        return _native.direct_io_alignment(fd)
+    except OSError:  # a seccomp filter that does not know statx: as good as a kernel that does not say
+        return None

@@ -1,0 +1,142 @@
+"""The swap space of one process: a swap file on each path, and extents striped over them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+
+from nvme_offload.offload.errors import SwapIOError
+from nvme_offload.offload.storage.extent import Extent, Stripe
+from nvme_offload.offload.storage.run_directory import SWAP_NAME, RunDirectory
+from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
+
+
+class SwapSpace:
+    """Preallocated files on one or several paths.
+
+    An extent is split over the paths by weight, in multiples of the alignment, so that several drives work on one
+    transfer without RAID. All files are in run directories of their own and disappear with ``close()``; what a killed
+    process leaves is removed by the next run on the same path.
+
+    Args:
+        paths: existing directories.
+        weights: one positive number per path, for example measured bandwidths; None for equal shares.
+        direct: what to do where a file system has no direct I/O.
+
+    Raises:
+        SwapIOError: a path is missing, read-only, not ours, or has no direct I/O although that is required.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, weights: Sequence[float] | None = None, direct: DirectPolicy) -> None:
+        self.paths = tuple(paths)
+        shares = [Fraction(weight) for weight in (weights or [1] * len(paths))]
+        self._shares = [share / sum(shares) for share in shares]
+        self._directories: list[RunDirectory] = []
+        self._files: list[SwapFile] = []
+        self._lock = threading.Lock()
+        try:
+            for path in self.paths:
+                self._directories.append(RunDirectory(path))
+                self._files.append(SwapFile(self._directories[-1].path / SWAP_NAME, direct))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def fds(self) -> list[int]:
+        """Open file descriptors, one per path."""
+        return [file.fd for file in self._files]
+
+    @property
+    def alignment(self) -> int:
+        """Granularity of offsets, sizes and addresses, in bytes."""
+        return max(file.alignment for file in self._files)
+
+    @property
+    def direct(self) -> bool:
+        """Whether every path does direct I/O."""
+        return all(file.direct for file in self._files)
+
+    def path_of(self, fd: int) -> Path:
+        """The file behind a descriptor, for messages."""
+        for file in self._files:
+            if file.fd == fd:
+                return file.path
+        return self.paths[0]
+
+    def allocate(self, size_bytes: int) -> Extent:
+        """An extent of at least `size_bytes`, its space promised on every path.
+
+        Raises:
+            OutOfSpaceError: names the path that is full; nothing is kept.
+        """
+        stripes: list[Stripe] = []
+        with self._lock:
+            try:
+                for file, share in zip(self._files, self._split(size_bytes), strict=True):
+                    if share:
+                        stripes.append(file.allocate(share))
+            except OSError:
+                self._free_stripes(stripes)
+                self._give_up_reserves()
+                raise
+        return Extent(sum(stripe.size_bytes for stripe in stripes), tuple(stripes))
+
+    def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
+        """One extent per size; the space of all of them is promised before the first is handed out.
+
+        Raises:
+            OutOfSpaceError: names the path that is full and all the bytes needed there; nothing is kept.
+        """
+        needed = [sum(column) for column in zip(*(self._split(size) for size in sizes), strict=True)]
+        with self._lock:
+            try:
+                for file, share in zip(self._files, needed, strict=bool(sizes)):
+                    file.reserve(file.end + share)
+            except OSError:
+                self._give_up_reserves()
+                raise
+        return [self.allocate(size) for size in sizes]
+
+    def check_whole(self) -> None:
+        """Raise SwapIOError if somebody shortened a file or took space from it."""
+        for file in self._files:
+            try:
+                file.check_whole()
+            except SwapIOError:
+                # Another thread may be changing what is promised, and only under the lock do promise and file agree.
+                # Taken every time, the lock would make all transfers wait for an allocation.
+                with self._lock:
+                    file.check_whole()
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent back. Its bytes may be handed out again at once."""
+        with self._lock:
+            self._free_stripes(extent.stripes)
+
+    def close(self) -> None:
+        """Close and delete the files. Idempotent."""
+        for file in self._files:
+            file.close()
+        for directory in self._directories:
+            directory.remove()
+
+    def _split(self, size_bytes: int) -> list[int]:
+        """Bytes on each path: by weight, in whole units of the alignment, the remainder where it is due first."""
+        unit = self.alignment
+        units = -(-size_bytes // unit)
+        ends = [round(units * sum(self._shares[: index + 1])) for index in range(len(self._shares))]
+        return [(end - start) * unit for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def _give_up_reserves(self) -> None:
+        """After an error, which is the one to tell: a file that cannot be made shorter keeps its promise."""
+        for file in self._files:
+            with suppress(OSError):
+                file.give_up_reserve()
+
+    def _free_stripes(self, stripes: Sequence[Stripe]) -> None:
+        for stripe in stripes:
+            next(file for file in self._files if file.fd == stripe.fd).free(stripe)

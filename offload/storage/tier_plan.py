@@ -1,0 +1,178 @@
+"""The tier plan: what lives in which memory, from sizes, budgets and bandwidths. A pure function; it moves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from nvme_offload.offload.units import format_bytes
+
+Tier = Literal["device", "host", "nvme"]
+TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+"""Fastest first."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is placed as a whole: state of a subgroup, a block of parameters, a gradient partition, staging buffers."""
+
+    name: str
+    kind: str
+    """What totals are kept by, for example "optimizer state"."""
+    size_bytes: int
+    bytes_read: int = 0
+    """From NVMe in one step, if it lives there."""
+    bytes_written: int = 0
+    """To NVMe in one step, if it lives there."""
+    tiers: tuple[Tier, ...] = ("host", "nvme")
+    """Where it may live; the last is where it goes when no budget holds it. One alone: that is decided."""
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes per second to and from a tier."""
+
+    read: float
+    write: float
+
+    def seconds(self, unit: Unit) -> float:
+        """What moving a unit takes in one step."""
+        return unit.bytes_read / self.read + unit.bytes_written / self.write
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """What lives where. ``str(plan)`` is a table."""
+
+    units: tuple[Unit, ...]
+    tiers: tuple[Tier, ...]
+    """Of each unit."""
+    budgets: Mapping[Tier, int]
+    """In bytes; a tier that is absent has no limit."""
+    bandwidths: Mapping[Tier, Bandwidth] = field(default_factory=dict)
+
+    def units_on(self, tier: Tier, kind: str | None = None) -> list[Unit]:
+        """The units of a tier, of one kind if it is given, in their order."""
+        pairs = zip(self.units, self.tiers, strict=True)
+        return [unit for unit, its_tier in pairs if its_tier == tier and kind in (None, unit.kind)]
+
+    def bytes_on(self, tier: Tier, kind: str | None = None) -> int:
+        """Bytes that live on a tier."""
+        return sum(unit.size_bytes for unit in self.units_on(tier, kind))
+
+    def excess(self, tier: Tier) -> int:
+        """Bytes by which a tier's budget is too small for what can live nowhere else; 0 if it fits."""
+        return max(0, self.bytes_on(tier) - self.budgets[tier]) if tier in self.budgets else 0
+
+    @property
+    def bytes_read(self) -> int:
+        """From NVMe in one step, at most: what a step finds in staging buffers is not read."""
+        return sum(unit.bytes_read for unit in self.units_on("nvme"))
+
+    @property
+    def bytes_written(self) -> int:
+        """To NVMe in one step."""
+        return sum(unit.bytes_written for unit in self.units_on("nvme"))
+
+    @property
+    def seconds(self) -> float | None:
+        """What moving takes in one step, if nothing else limits it; None without the bandwidth of NVMe."""
+        if "nvme" not in self.bandwidths:
+            return None
+        return sum(self.bandwidths["nvme"].seconds(unit) for unit in self.units_on("nvme"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in plain types, for JSON."""
+        return {
+            "units": [{**asdict(unit), "tier": tier} for unit, tier in zip(self.units, self.tiers, strict=True)],
+            "bytes": {tier: self.bytes_on(tier) for tier in TIERS},
+            "budgets": dict(self.budgets),
+            "bandwidths": {tier: asdict(bandwidth) for tier, bandwidth in self.bandwidths.items()},
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        row = "{:<8}{:<18}{:>7}{:>12}{:>12}{:>14}".format
+        lines = [row("tier", "what", "units", "bytes", "read/step", "written/step")]
+        for tier in TIERS:
+            for kind in dict.fromkeys(unit.kind for unit in self.units_on(tier)):
+                units, moves = self.units_on(tier, kind), tier == "nvme"
+                read = format_bytes(sum(unit.bytes_read for unit in units)) if moves else "-"
+                written = format_bytes(sum(unit.bytes_written for unit in units)) if moves else "-"
+                lines.append(row(tier, kind, len(units), format_bytes(self.bytes_on(tier, kind)), read, written))
+            if tier in self.budgets:
+                size, budget = format_bytes(self.bytes_on(tier)), format_bytes(self.budgets[tier])
+                lines.append(row(tier, "together", "", size, "", "") + f"  of {budget}")
+        if self.seconds is not None:
+            lines.append(f"moving takes {self.seconds:.3g} s per step")
+        return "\n".join(lines)
+
+
+def plan_tiers(
+    units: Iterable[Unit],
+    budgets: Mapping[Tier, int],
+    bandwidths: Mapping[Tier, Bandwidth] | None = None,
+) -> TierPlan:
+    """Place units: what may live on one tier only goes there first, the rest as high up as budgets allow.
+
+    Of what competes for a tier, that comes first which saves most time per byte of memory. Units that save about the
+    same are spread evenly, in their order, so that work on those that stay hides the transfers of those that move.
+
+    Args:
+        units: in the order in which a step visits them.
+        budgets: bytes per tier; a tier that is absent has no limit.
+        bandwidths: of tiers that take time to reach. Without that of NVMe, bytes moved are compared.
+
+    Returns:
+        The plan. It is a plan also where a budget is too small: see `TierPlan.excess`.
+    """
+    units, bandwidths = tuple(units), bandwidths or {}
+    tiers: list[Tier | None] = [unit.tiers[0] if len(unit.tiers) == 1 else None for unit in units]
+    left = dict(budgets)
+    for unit, fixed in zip(units, tiers, strict=True):
+        if fixed in left:
+            left[fixed] -= unit.size_bytes
+    for tier in TIERS:
+        open_ones = [i for i, fixed in enumerate(tiers) if fixed is None and tier in units[i].tiers]
+        for candidates in _by_saving(units, open_ones, tier, bandwidths):
+            sizes = [units[i].size_bytes for i in candidates]
+            for place in _spread(sizes, left[tier]) if tier in left else range(len(sizes)):
+                tiers[candidates[place]] = tier
+                if tier in left:
+                    left[tier] -= sizes[place]
+    placed = (fixed or unit.tiers[-1] for unit, fixed in zip(units, tiers, strict=True))
+    return TierPlan(units, tuple(placed), dict(budgets), dict(bandwidths))
+
+
+def _by_saving(
+    units: Sequence[Unit], open_ones: Sequence[int], tier: Tier, bandwidths: Mapping[Tier, Bandwidth]
+) -> list[list[int]]:
+    """Indices of units in groups of about equal saving per byte, the largest saving first."""
+    drive = bandwidths.get("nvme", Bandwidth(1, 1))
+    groups: dict[float, list[int]] = {}
+    for i in open_ones:
+        unit = units[i]
+        saving = drive.seconds(unit) - (bandwidths[tier].seconds(unit) if tier in bandwidths else 0)
+        # Two digits: rounding up to whole pages makes small units look a little dearer than large ones.
+        groups.setdefault(float(f"{saving / max(1, unit.size_bytes):.1e}"), []).append(i)
+    return [groups[saving] for saving in sorted(groups, reverse=True)]
+
+
+def _spread(sizes: Sequence[int], budget: int) -> list[int]:
+    """Indices of as many units as fit into a budget, evenly over all of them."""
+    total = sum(sizes)
+    chosen, used, passed = [], 0, 0
+    for i, size in enumerate(sizes):
+        passed += size
+        # The middle of this unit among those chosen must have been passed among all (Bresenham's rule).
+        if used + size <= budget and (2 * used + size) * total <= 2 * budget * passed:
+            chosen.append(i)
+            used += size
+    for i in sorted(set(range(len(sizes))) - set(chosen)):
+        if used + sizes[i] <= budget:
+            chosen.append(i)
+            used += sizes[i]
+    return sorted(chosen)

@@ -1,0 +1,100 @@
+"""Bytes on their way: a handle that can be waited for or awaited, and that keeps its buffers alive."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any, ClassVar, Generic, TypeVar
+
+from nvme_offload.aio_native import Failure, Operation
+
+T = TypeVar("T")
+
+
+class Transfer(Generic[T]):
+    """A group of requests under way.
+
+    ``wait(timeout=None)`` blocks, ``done()`` asks, ``await`` suspends the task; all of them may be used, several
+    times and from several threads or tasks. A transfer that failed raises the same OSError every time. Cancelling a
+    task that awaits a transfer does not cancel the transfer: its buffers stay held until the last request came back.
+
+    Args:
+        operation: what the engine is doing.
+        to_error: makes the exception for a failure.
+        result: what ``wait`` returns; it is also what keeps memory alive that the operation uses.
+    """
+
+    def __init__(self, operation: Operation, to_error: Callable[[Failure], OSError], result: T) -> None:
+        self.operation = operation
+        self._to_error = to_error
+        self._result = result
+
+    def done(self) -> bool:
+        """Whether all of it has completed, well or not."""
+        return self.operation.done()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Block until done and return the result.
+
+        Raises:
+            TimeoutError: not done within `timeout` seconds; it goes on.
+            SwapIOError: a request failed; names path, offset, size and errno.
+        """
+        if not self.operation.wait(timeout):
+            raise TimeoutError(f"transfer of {self.operation.size_bytes} bytes not done after {timeout} s")
+        return self._outcome()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            yield from _LoopWaker.of_running_loop().wait_for(self.operation).__await__()
+        return self._outcome()
+
+    def _outcome(self) -> T:
+        failure = self.operation.failure
+        if failure is not None:
+            raise self._to_error(failure)
+        return self._result
+
+
+class _LoopWaker:
+    """Wakes tasks of one event loop: one eventfd that any number of operations write when they are done.
+
+    Engine threads never run Python for this, so a busy interpreter cannot slow the I/O down.
+    """
+
+    _wakers: ClassVar[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopWaker]] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waiting: dict[asyncio.Future[None], Operation] = {}
+        weakref.finalize(self, os.close, self._eventfd)
+
+    @classmethod
+    def of_running_loop(cls) -> _LoopWaker:
+        loop = asyncio.get_running_loop()
+        waker = cls._wakers.get(loop)
+        if waker is None:
+            waker = cls()
+            loop.add_reader(waker._eventfd, waker._wake)
+            cls._wakers[loop] = waker  # only what the loop took: epoll may have no room, and some loops no readers
+        return waker
+
+    async def wait_for(self, operation: Operation) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[future] = operation
+        try:
+            operation.add_waker(self._eventfd)
+            await future
+        finally:
+            self._waiting.pop(future, None)
+
+    def _wake(self) -> None:
+        try:
+            os.eventfd_read(self._eventfd)
+        except BlockingIOError:  # another wake-up took the count
+            return
+        for future, operation in list(self._waiting.items()):
+            if operation.done() and not future.done():
+                future.set_result(None)

@@ -1,0 +1,1 @@
+"""Any tensors, by name, on NVMe."""

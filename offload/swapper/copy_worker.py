@@ -1,0 +1,163 @@
+"""A thread that keeps staged copies going: it copies, submits and reaps, and never waits for one thing only."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
+from nvme_offload.offload.storage.transfer import Transfer
+from nvme_offload.offload.swapper.staged_copy import CopyStreams, StagedCopy
+
+
+class _Flight(NamedTuple):
+    """A piece whose I/O is under way, with the buffer it holds."""
+
+    copy: StagedCopy
+    piece: int
+    buffer: StagingBuffer
+    transfer: Transfer[StagingBuffer]
+
+
+class CopyWorker:
+    """Runs staged copies of one direction in a thread of its own.
+
+    The thread sleeps on one eventfd, the bell. It is rung by the engine for every completed operation, by whoever
+    submits a copy, and by the partner, the worker of the other direction, whenever that gives a buffer back. The
+    thread only ever *tries* to acquire a buffer, so completed reads are always copied out and their buffers freed.
+
+    While both workers have something to do, each holds at most half of the buffers: a queue of writes cannot keep a
+    read waiting, and the other way round.
+
+    Copies of one piece and copies of several take turns, so that a small tensor waits for a piece of a huge one and
+    never for all of it. Within these two kinds the order is first come, first served.
+    """
+
+    def __init__(self, name: str, pool: BufferPool) -> None:
+        self._pool = pool
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+        self._streams = CopyStreams()
+        self._small: deque[StagedCopy] = deque()
+        self._large: deque[StagedCopy] = deque()
+        self._turn_of_large = False
+        self._flights: list[_Flight] = []
+        self._stopping = False
+        self._partner: CopyWorker | None = None
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    def start(self, partner: CopyWorker) -> None:
+        """Start the thread."""
+        self._partner = partner
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or in flight."""
+        return not (self._small or self._large or self._flights)
+
+    def submit(self, copy: StagedCopy) -> None:
+        """Queue a copy and return at once. From any thread."""
+        (self._large if copy.num_pieces > 1 else self._small).append(copy)
+        self.ring()
+
+    def ring(self) -> None:
+        """Have the thread look around. From any thread."""
+        os.eventfd_write(self._bell, 1)
+
+    def stop(self) -> None:
+        """End the thread when all is done."""
+        self._stopping = True
+        self.ring()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def free(self) -> None:
+        """Close the bell, once the engine that rings it is closed too."""
+        os.close(self._bell)
+
+    def _main(self) -> None:
+        # A caller's tensor may be an inference tensor, which can only be written in this mode; others do not mind.
+        with torch.inference_mode():
+            while not (self._stopping and self.idle):
+                # One of each in turn: a freed buffer is in use again before the next long copy.
+                started = self._start_one()
+                finished = self._finish_one()
+                if not (started or finished):
+                    os.eventfd_read(self._bell)
+
+    def _start_one(self) -> bool:
+        """Begin the next piece; False if there is none, or no buffer for it."""
+        copy = self._next_copy()
+        if copy is None:
+            return False
+        buffer = self._try_acquire() if copy.num_pieces else None
+        if copy.num_pieces and buffer is None:
+            return False
+        self._turn_of_large = copy.num_pieces <= 1
+        try:
+            if not copy.prepared:
+                copy.prepared = True
+                copy.prepare(self._streams)
+            if buffer is not None:
+                self._begin(copy, buffer)
+        except Exception as error:  # whatever it is, the caller's transfer raises it
+            copy.fail(error)
+            if buffer is not None:
+                self._release(buffer)
+        self._settle(copy)
+        return True
+
+    def _next_copy(self) -> StagedCopy | None:
+        for queue in (self._small, self._large):
+            while queue and queue[0].exhausted:
+                queue.popleft()
+        small, large = (queue[0] if queue else None for queue in (self._small, self._large))
+        return (large or small) if self._turn_of_large else (small or large)
+
+    def _begin(self, copy: StagedCopy, buffer: StagingBuffer) -> None:
+        index = copy.num_started
+        transfer = copy.begin(index, buffer, self._streams)
+        self._flights.append(_Flight(copy, index, buffer, transfer))
+        copy.num_started += 1
+        copy.num_in_flight += 1
+        try:
+            transfer.operation.add_waker(self._bell)
+        except (OSError, RuntimeError):  # no descriptor left (EMFILE): wait here, and ring ourselves
+            transfer.operation.wait()
+            os.eventfd_write(self._bell, 1)
+
+    def _finish_one(self) -> bool:
+        """Take in a piece whose I/O is done; False if there is none."""
+        flight = next((flight for flight in self._flights if flight.transfer.done()), None)
+        if flight is None:
+            return False
+        copy = flight.copy
+        try:
+            flight.transfer.wait()
+            if copy.error is None:
+                copy.end(flight.piece, flight.buffer, self._streams)
+        except Exception as error:
+            copy.fail(error)
+        self._flights.remove(flight)
+        self._release(flight.buffer)
+        copy.num_in_flight -= 1
+        self._settle(copy)
+        return True
+
+    def _settle(self, copy: StagedCopy) -> None:
+        if copy.exhausted and copy.num_in_flight == 0:
+            copy.on_done(copy)
+
+    def _try_acquire(self) -> StagingBuffer | None:
+        partner_idle = self._partner is None or self._partner.idle
+        share = self._pool.num_buffers if partner_idle else self._pool.num_buffers // 2
+        return self._pool.try_acquire() if len(self._flights) < max(1, share) else None
+
+    def _release(self, buffer: StagingBuffer) -> None:
+        buffer.release()
+        if self._partner is not None:
+            self._partner.ring()

@@ -1,0 +1,169 @@
+"""Which copies of a named tensor exist, and the one record per name that says so."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.storage.extent import Extent
+from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
+
+
+class Residency(enum.Enum):
+    """Which copies exist. The name of a state says what is happening, its description what may be relied on."""
+
+    ABSENT = "absent"
+    """None is kept: the tensor in the caller's hands is the only one."""
+    WRITING = "writing"
+    """The caller's tensor is the truth and on its way to the file, which still holds the older value, if any."""
+    STORED = "stored"
+    """The file holds the only copy."""
+    READING = "reading"
+    """The file holds the truth, and a tensor is being filled from it."""
+    PREFETCHED = "prefetched"
+    """The file holds the truth, and host memory an equal copy."""
+
+
+_MAY_FOLLOW = {
+    Residency.ABSENT: {Residency.WRITING},
+    Residency.WRITING: {Residency.STORED, Residency.ABSENT},
+    Residency.STORED: {Residency.WRITING, Residency.READING, Residency.ABSENT},
+    Residency.READING: {Residency.STORED, Residency.PREFETCHED},
+    Residency.PREFETCHED: {Residency.STORED, Residency.WRITING, Residency.ABSENT},
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """All of a tensor but its bytes."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The specification of `tensor`; its strides are not part of it."""
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the elements."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+NO_TENSOR = TensorSpec(torch.Size([0]), torch.uint8, torch.device("cpu"))
+"""What is moved where nothing is."""
+
+
+class Piece(NamedTuple):
+    """A run of a tensor's bytes that fits into one staging buffer, and where it is stored."""
+
+    start: int
+    """Position of the first byte in the tensor, in row-major order."""
+    size_bytes: int
+    """Bytes of the tensor; the extent may be longer, up to its alignment."""
+    extent: Extent
+    checksum: int | None = None
+    """CRC-32 of the bytes, where the configuration asks for checksums."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A value that is complete on the file."""
+
+    spec: TensorSpec
+    pieces: list[Piece]
+
+
+class Verb(enum.Enum):
+    """What a task does to its record."""
+
+    SWAP_OUT = "swap_out"
+    SWAP_IN = "swap_in"
+    PREFETCH = "prefetch"
+    EVICT = "evict"
+    DELETE = "delete"
+
+
+@dataclass(kw_only=True, eq=False)
+class Task:
+    """One call of the caller, waiting for its turn or under way."""
+
+    verb: Verb
+    transfer: TensorTransfer[Any]
+    spec: TensorSpec
+    """What is moved."""
+    tensor: torch.Tensor | None = None
+    """Source of a swap_out, target of a swap_in or prefetch; detached."""
+    result: torch.Tensor | None = None
+    """What the transfer gives at the end."""
+    replaceable: bool = False
+    """The caller has not seen `result`, so that a prefetched copy may be given in its place."""
+    ready: torch.cuda.Event | None = None
+    """On CUDA: the work that was queued on the tensor when the caller called."""
+
+
+@dataclass(eq=False)
+class SlotRecord:
+    """Everything about one name. Its tasks run one at a time, in the order in which they were called."""
+
+    name: str
+    residency: Residency = Residency.ABSENT
+    stored: StoredTensor | None = None
+    """The value on the file; while an overwrite is under way, the older one."""
+    prefetched: torch.Tensor | None = None
+    """The host copy of `Residency.PREFETCHED`."""
+    tasks: deque[Task] = field(default_factory=deque)
+    """The first one is under way, if any is."""
+    under_way: bool = False
+    failure: str = ""
+    """Why the last swap_out failed; empty if it did not."""
+
+    @property
+    def newest(self) -> TensorSpec | None:
+        """What a swap_in called now would return: the last value given, complete or not. None if there is none."""
+        for task in reversed(self.tasks):
+            if task.verb is Verb.SWAP_OUT:
+                return task.spec
+        return self.stored.spec if self.stored else None
+
+    @property
+    def prefetch_due(self) -> bool:
+        """Whether a swap_in called now would find a host copy."""
+        if self.tasks:
+            return self.tasks[-1].verb is Verb.PREFETCH
+        return self.prefetched is not None
+
+    def become(self, residency: Residency) -> None:
+        """Change the residency.
+
+        Raises:
+            StateError: `residency` cannot follow the present one.
+        """
+        if residency not in _MAY_FOLLOW[self.residency]:
+            expected = [state.value for state in Residency if residency in _MAY_FOLLOW[state]]
+            raise StateError(
+                f"tensor {self.name!r}", f"{' or '.join(expected)} before {residency.value}", self.residency.value
+            )
+        self.residency = residency
+
+    def require_value(self) -> TensorSpec:
+        """What a swap_in called now would return.
+
+        Raises:
+            StateError: nothing is stored, because the only swap_out failed.
+        """
+        spec = self.newest
+        if spec is None:
+            what = f"{self.residency.value}, because its swap_out failed: {self.failure}"
+            raise StateError(f"tensor {self.name!r}", "stored", what)
+        return spec

@@ -1,0 +1,242 @@
+"""Tensors between their own memory and the swap space, piece by piece through staging buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError
+from nvme_offload.offload.host.buffer_pool import StagingBuffer
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.storage.transfer import Transfer
+from nvme_offload.offload.swapper.records import Piece, Task
+from nvme_offload.offload.units import MiB
+
+logger = logging.getLogger(__name__)
+
+KIND = "tensor"
+"""What these bytes are counted as, see `NvmeTier.bytes_of_kind`."""
+
+MIN_PIECE_BYTES = 8 * MiB
+"""A tensor is cut into as many pieces as there are buffers, so that copies overlap I/O, but not below this size:
+smaller pieces cost more turns of the worker than they save waiting."""
+
+MAX_PIECE_BYTES = 32 * MiB
+"""Nothing overlaps the first copy of a swap_out and the last of a swap_in, so longer pieces only take longer."""
+
+
+def piece_starts(size_bytes: int, num_buffers: int, buffer_bytes: int, alignment: int) -> range:
+    """Where the pieces of a tensor begin; the step of the range is their size. `buffer_bytes` must be aligned."""
+    even_share = -(-size_bytes // num_buffers // alignment) * alignment
+    step = min(max(even_share, MIN_PIECE_BYTES), MAX_PIECE_BYTES, buffer_bytes)
+    return range(0, size_bytes, step)
+
+
+def spans(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Views that together hold elements start..stop (in row-major order) of a tensor with any strides.
+
+    There are at most two per dimension and one more: the rest of the row in which the run begins, whole rows, the
+    beginning of the row in which it ends. So a piece of a transposed tensor is copied without a copy of the whole.
+    """
+    if tensor.is_contiguous():
+        yield tensor.view(-1)[start:stop]
+        return
+    row_numel = tensor[0].numel()
+    row, skipped = divmod(start, row_numel)
+    if skipped:
+        yield from spans(tensor[row], skipped, min(row_numel, skipped + stop - start))
+        row += 1
+    last_row, rest = divmod(stop, row_numel)
+    if row < last_row:
+        yield tensor[row:last_row]
+    if rest and row <= last_row:
+        yield from spans(tensor[last_row], 0, rest)
+
+
+class CopyStreams:
+    """Where copies run: on CUDA a stream per device, elsewhere the calling thread. For one thread."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @contextlib.contextmanager
+    def copying(self, device: torch.device, ready: torch.cuda.Event | None) -> Iterator[None]:
+        """Copies made inside begin after `ready` and are complete when it is left, also when it raises."""
+        if ready is None:
+            yield
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            try:
+                yield
+            finally:
+                stream.synchronize()
+
+
+class StagedCopy:
+    """A tensor on its way. A worker calls ``prepare`` once, ``begin`` for each piece and ``end`` when its I/O is done.
+
+    Args:
+        tier: where the pieces are stored.
+        name: of the tensor, for messages.
+        task: the tensor, and when it may be touched.
+        num_pieces: how many staging buffers it takes in all.
+        on_done: called by the worker at the end, well or not, when no piece is in flight any more.
+    """
+
+    def __init__(
+        self, tier: NvmeTier, name: str, task: Task, num_pieces: int, on_done: Callable[[StagedCopy], None]
+    ) -> None:
+        assert task.tensor is not None
+        self.tier = tier
+        self.name = name
+        self.num_pieces = num_pieces
+        self.on_done = on_done
+        self.prepared = False
+        """``prepare`` was called."""
+        self.num_started = 0
+        self.num_in_flight = 0
+        self.error: Exception | None = None
+        """The first thing that went wrong; no piece is begun after it."""
+        self.pieces: list[Piece] = []
+        self._tensor = task.tensor
+        self._ready = task.ready
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no further piece is to be begun."""
+        return self.error is not None or (self.prepared and self.num_started == self.num_pieces)
+
+    def fail(self, error: Exception) -> None:
+        """Begin no further piece. The first error is kept."""
+        logger.debug("copy of tensor %r failed", self.name, exc_info=error)
+        # Its frames name the tensor, which would live as long as someone keeps the error.
+        self.error = self.error or error.with_traceback(None)
+
+    def prepare(self, streams: CopyStreams) -> None:
+        """Do what comes before the first piece: nothing."""
+
+    def begin(self, index: int, buffer: StagingBuffer, streams: CopyStreams) -> Transfer[StagingBuffer]:
+        """Start the I/O of a piece through `buffer`."""
+        raise NotImplementedError
+
+    def end(self, index: int, buffer: StagingBuffer, streams: CopyStreams) -> None:
+        """Do what remains when the I/O of a piece went well: nothing."""
+
+    def _copy(self, piece: Piece, buffer: StagingBuffer, streams: CopyStreams, *, into_buffer: bool) -> None:
+        """Copy between a piece of the tensor and a buffer. Same dtype on both sides: bits, never a cast."""
+        itemsize = self._tensor.dtype.itemsize
+        numel = piece.size_bytes // itemsize
+        staged = buffer.view(self._tensor.dtype, 0, numel)  # 1D [numel]
+        first = piece.start // itemsize
+        with streams.copying(self._tensor.device, self._ready):
+            position = 0
+            for span in spans(self._tensor, first, first + numel):
+                part = staged[position : position + span.numel()].view(span.shape)
+                target, source = (part, span) if into_buffer else (span, part)
+                target.copy_(source, non_blocking=True)
+                position += span.numel()
+
+    def _what(self, piece: Piece) -> str:
+        return f"tensor {self.name!r}, bytes {piece.start}..{piece.start + piece.size_bytes}"
+
+
+class SwapOutCopy(StagedCopy):
+    """From the tensor to new extents, which belong to the caller from `on_done` on."""
+
+    def __init__(
+        self,
+        tier: NvmeTier,
+        name: str,
+        task: Task,
+        on_done: Callable[[StagedCopy], None],
+        *,
+        starts: range,
+        checksums: bool,
+    ) -> None:
+        super().__init__(tier, name, task, len(starts), on_done)
+        self._size_bytes = task.spec.size_bytes
+        self._starts = starts
+        self._checksums = checksums
+
+    def prepare(self, streams: CopyStreams) -> None:
+        """Have the space promised before a byte is written."""
+        # An extent for each piece, not one for all: striped one by one, every piece keeps every drive busy, and
+        # holes that smaller tensors left are used.
+        try:
+            for start in self._starts:
+                size_bytes = min(self._starts.step, self._size_bytes - start)
+                self.pieces.append(Piece(start, size_bytes, self.tier.space.allocate(size_bytes)))
+        except OutOfSpaceError as error:
+            error.add_note(f"tensor {self.name!r} needs {self._size_bytes} bytes in all")
+            raise
+
+    def begin(self, index: int, buffer: StagingBuffer, streams: CopyStreams) -> Transfer[StagingBuffer]:
+        """Copy a piece into `buffer` and start writing it."""
+        piece = self.pieces[index]
+        self._copy(piece, buffer, streams, into_buffer=True)
+        if self._checksums:
+            self.pieces[index] = piece._replace(checksum=_checksum(buffer, piece.size_bytes))
+        return self.tier.write(
+            piece.extent, buffer, what=self._what(piece), kind=KIND, size_bytes=piece.extent.size_bytes
+        )
+
+
+class SwapInCopy(StagedCopy):
+    """From the extents of a stored tensor into a tensor."""
+
+    def __init__(
+        self, tier: NvmeTier, name: str, task: Task, on_done: Callable[[StagedCopy], None], *, pieces: list[Piece]
+    ) -> None:
+        super().__init__(tier, name, task, len(pieces), on_done)
+        self.pieces = pieces
+
+    def begin(self, index: int, buffer: StagingBuffer, streams: CopyStreams) -> Transfer[StagingBuffer]:
+        """Start reading a piece."""
+        piece = self.pieces[index]
+        return self.tier.read(piece.extent, buffer, what=self._what(piece), kind=KIND)
+
+    def end(self, index: int, buffer: StagingBuffer, streams: CopyStreams) -> None:
+        """Verify what was read and copy it into the tensor."""
+        piece = self.pieces[index]
+        self._verify(piece, buffer)
+        self._copy(piece, buffer, streams, into_buffer=False)
+
+    def _verify(self, piece: Piece, buffer: StagingBuffer) -> None:
+        if piece.checksum is None:
+            return
+        actual = _checksum(buffer, piece.size_bytes)
+        if actual != piece.checksum:
+            path_of, stripes = self.tier.space.path_of, piece.extent.stripes
+            where = [f"{size} bytes at offset {offset} of {path_of(fd)}" for fd, offset, size in stripes]
+            what = f"{self._what(piece)}: {', '.join(where)}"
+            raise CorruptionError(path_of(stripes[0].fd), what, piece.checksum, actual)
+
+
+class HostCopy(StagedCopy):
+    """From the prefetched copy in host memory into a tensor, without I/O."""
+
+    def __init__(
+        self, tier: NvmeTier, name: str, task: Task, on_done: Callable[[StagedCopy], None], *, source: torch.Tensor
+    ) -> None:
+        super().__init__(tier, name, task, 0, on_done)
+        self._source = source
+
+    def prepare(self, streams: CopyStreams) -> None:
+        """Do all of it."""
+        with streams.copying(self._tensor.device, self._ready):
+            self._tensor.copy_(self._source, non_blocking=True)
+
+
+def _checksum(buffer: StagingBuffer, size_bytes: int) -> int:
+    # CRC-32 finds every error burst of up to 32 bits; zlib releases the GIL for it.
+    data: Any = buffer.view(torch.uint8, 0, size_bytes).numpy()  # numpy's stubs do not say that it is a buffer
+    return zlib.crc32(data)

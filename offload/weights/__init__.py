@@ -1,0 +1,1 @@
+"""Model weights in safetensors files."""

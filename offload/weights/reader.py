@@ -1,0 +1,234 @@
+"""Tensors in safetensors files: one file, or the shards of a Hugging Face index; read piece by piece.
+
+The format: 8 bytes with the length of a header, the header as JSON (dtype, shape and byte range of each tensor), then
+the bytes of the tensors, which fill the rest of the file. Files are read, not mapped into memory: the pages of a mapped
+file count as resident memory of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nvme_offload.offload.errors import WeightsError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""What the format calls torch's dtypes."""
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_DAMAGED = "the file is damaged or was not written completely: fetch or export it again"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is and what it is; no data."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.numel * self.dtype.itemsize
+
+
+class SafetensorsReader:
+    """The tensors of a file, or of several files as one.
+
+    Making one reads and checks the headers of all files; a file is opened again when data of it is first read.
+
+    Args:
+        path: a ``.safetensors`` file, a folder in the Hugging Face layout (``model.safetensors``, or
+            ``model.safetensors.index.json`` with the files it names; otherwise all ``*.safetensors`` in it, unless
+            these are shards that have lost their index), or an index ``.json``.
+
+    Raises:
+        WeightsError: there is no such file, a header is damaged, a file is too short, an index names a file or
+            tensor that is not there, or shards have no index.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._fds: dict[Path, int] = {}
+        self.tensors: dict[str, StoredTensor] = _tensors_at(self.path)
+        """By name, in the order of the files."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements `start` to `stop` of a tensor in row-major order: 1D, in the stored dtype.
+
+        Raises:
+            KeyError: there is no such tensor.
+            WeightsError: the file cannot be read, or has become shorter.
+        """
+        stored = self.tensors[name]
+        stop = stored.numel if stop is None else stop
+        assert 0 <= start <= stop <= stored.numel
+        itemsize = stored.dtype.itemsize
+        data = torch.empty((stop - start) * itemsize, dtype=torch.uint8)
+        self._read_into(memoryview(data.numpy().data), stored.path, stored.offset + start * itemsize)
+        return data.view(stored.dtype)
+
+    def close(self) -> None:
+        """Close the files that are open. Idempotent."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def __enter__(self) -> SafetensorsReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _read_into(self, target: memoryview, path: Path, offset: int) -> None:
+        try:
+            if path not in self._fds:
+                self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            while target:
+                count = os.preadv(self._fds[path], [target], offset)
+                if count == 0:
+                    raise WeightsError(path, f"it ends at byte {offset} and did not when it was opened; {_DAMAGED}")
+                target, offset = target[count:], offset + count
+        except OSError as error:
+            raise WeightsError(path, f"reading {len(target)} bytes at {offset}: {error.strerror}") from error
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, from its header.
+
+    Raises:
+        WeightsError: it cannot be read, or is no intact safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, size_bytes - 8):
+                what = f"is no safetensors file: of {size_bytes} bytes its header would be {header_bytes}"
+                raise WeightsError(path, f"{what}; {_DAMAGED}")
+            header = json.loads(file.read(header_bytes))
+    except OSError as error:
+        raise WeightsError(path, f"cannot be read: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WeightsError(path, f"has a header that is no JSON ({error}); {_DAMAGED}") from error
+    if not isinstance(header, dict):
+        raise WeightsError(path, f"has a header that is no JSON object; {_DAMAGED}")
+    first = 8 + header_bytes
+    tensors = {name: _stored(path, name, entry, first) for name, entry in header.items() if name != "__metadata__"}
+    _check_coverage(path, tensors, first, size_bytes)
+    return tensors
+
+
+def _check_coverage(path: Path, tensors: Mapping[str, StoredTensor], first: int, size_bytes: int) -> None:
+    """Raise unless the tensors lie one after the other and fill the file."""
+    end = first
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):
+        if stored.offset != end:
+            what = f"{name} begins at byte {stored.offset}, and what lies before it ends at {end}"
+            raise WeightsError(path, f"{what}; {_DAMAGED}")
+        end += stored.size_bytes
+    if end != size_bytes:
+        raise WeightsError(path, f"has {size_bytes} bytes, and its header describes {end}; {_DAMAGED}")
+
+
+def _stored(path: Path, name: str, entry: Any, first: int) -> StoredTensor:
+    try:
+        kind, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        sane = isinstance(kind, str) and all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
+    except (TypeError, KeyError, ValueError):
+        sane = False
+    if not sane:
+        raise WeightsError(path, f"{name}: its entry in the header is {entry!r}; {_DAMAGED}")
+    if kind not in DTYPES:
+        raise WeightsError(path, f"{name} is {kind}: this cannot be read; known are {', '.join(DTYPES)}")
+    stored = StoredTensor(path, DTYPES[kind], shape, first + start)
+    if stop - start != stored.size_bytes:
+        what = f"{stop - start} bytes for {kind} of shape {shape}, which takes {stored.size_bytes}"
+        raise WeightsError(path, f"{name}: its entry in the header says {what}; {_DAMAGED}")
+    return stored
+
+
+def _tensors_at(path: Path) -> dict[str, StoredTensor]:
+    if path.is_dir():
+        return _tensors_in_folder(path)
+    if not path.is_file():
+        raise WeightsError(path, "there is no such file or folder")
+    return _tensors_of_index(path) if path.suffix == ".json" else read_header(path)
+
+
+def _tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
+    if (single := folder / SINGLE_FILE).is_file():
+        return read_header(single)
+    if (index := folder / INDEX_FILE).is_file():
+        return _tensors_of_index(index)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        raise WeightsError(folder, f"holds no safetensors file: neither {SINGLE_FILE} nor {INDEX_FILE}, but {found}")
+    # Without the index nobody knows whether these are all, and of one export: the writer removes it before it renames.
+    if shard := next((file.name for file in files if _SHARD.fullmatch(file.name)), None):
+        why = "an export was interrupted, or a file was not copied"
+        raise WeightsError(folder, f"has {shard} and no {INDEX_FILE}: {why}; export again, or fetch the index")
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, stored in read_header(file).items():
+            if name in tensors:
+                where = f"{tensors[name].path.name} and {file.name}"
+                raise WeightsError(folder, f"{name} is in {where}; name the file you mean, or write an {INDEX_FILE}")
+            tensors[name] = stored
+    return tensors
+
+
+def _tensors_of_index(index: Path) -> dict[str, StoredTensor]:
+    try:
+        places = json.loads(index.read_bytes())["weight_map"]
+        sane = isinstance(places, Mapping) and all(isinstance(place, str) for place in places.values())
+    except OSError as error:
+        raise WeightsError(index, f"cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError):
+        sane = False
+    if not sane:
+        raise WeightsError(index, 'is no index: it must be a JSON object with "weight_map", names to file names')
+    files = {place: index.parent / place for place in places.values()}
+    if absent := sorted(place for place, file in files.items() if not file.is_file()):
+        lost = sum(place in absent for place in places.values())
+        raise WeightsError(index, f"names {', '.join(absent)} for {lost} tensors, and there is no such file beside it")
+    headers = {place: read_header(file) for place, file in files.items()}
+    if wrong := [f"{name} in {place}" for name, place in places.items() if name not in headers[place]]:
+        raise WeightsError(index, f"names {', '.join(wrong[:4])}, and that file has no such tensor; {_DAMAGED}")
+    return {name: headers[place][name] for name, place in places.items()}

@@ -1,0 +1,1 @@
+"""First values of a model on meta."""

@@ -1,0 +1,194 @@
+"""A model on the meta device gets its values block by block, each straight onto its tier; never whole in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import closing
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from nvme_offload.offload._torch_private import give_shard, local_tensor
+from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.optim.birth.initializers import Init, Initializers, check_initializers, shared_random_numbers
+from nvme_offload.optim.birth.master_writer import MasterWriter
+from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor, units
+from nvme_offload.optim.birth.weight_files import WeightSource
+from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool
+from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.tiers.halves import (
+    ResidentHalves,
+    TierHalves,
+    UnbornHalves,
+    gather_groups,
+    install_halves,
+    keep_grad_in,
+    split_shard,
+    will_split,
+)
+
+Values = Callable[[int, int], torch.Tensor]
+"""Elements from one index to another of this rank's shard, flat, in any floating dtype, on the CPU."""
+
+_PIECE_NUMEL = 64 * BLOCK_NUMEL
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether a model has parameters, all of them without data."""
+    devices = {param.device.type for param in model.parameters()}
+    return devices == {"meta"}
+
+
+class Birth:
+    """The way of one model from the meta device to values.
+
+    Args:
+        model: plain, all parameters on the meta device.
+        weights: safetensors to load; None: the model's own initialisers.
+        init: called with each module after its own initialiser.
+        params_on_tier: upper halves will be on the parameter tier.
+
+    Raises:
+        WeightsError: the files are damaged or do not fit the model.
+        ValueError: a parameter is not floating point, or nobody can give it or a buffer a value.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: str | os.PathLike[str] | None,
+        init: Init | None,
+        *,
+        params_on_tier: bool = False,
+    ) -> None:
+        self._model = model
+        self._params_on_tier = params_on_tier
+        self._init = init
+        self._plan = BirthPlan(model)
+        stored = weights is not None
+        if init is None:
+            buffers = [new for new in self._plan.buffers if new.current.is_meta and not (stored and new.persistent)]
+            check_initializers(model, buffers if stored else [*self._plan.params, *buffers])
+        self._source = WeightSource(weights, model, self._plan) if weights is not None else None
+
+    def give_shards(self, accumulation_dtype: torch.dtype | None) -> None:
+        """Replace FSDP2's shards on meta by shards that can take values, on the device of their mesh.
+
+        Split ones that an optimizer will own have memory for their upper half only.
+
+        Args:
+            accumulation_dtype: of the gradients of split ones; None where nothing is split.
+        """
+        kernels = KernelPool(torch.get_num_threads())
+        for owner, group, records in gather_groups(self._model):
+            for record in records:
+                shard, padded_size = local_tensor(record.sharded_param), record.padded_sharded_param_size
+                if accumulation_dtype is None or not will_split(record):  # gathered in bf16 under autocast: no halves
+                    padded = torch.zeros(padded_size, dtype=shard.dtype, device=record.device)
+                    give_shard(record, padded.view(-1)[: shard.numel()].view(shard.shape), padded)
+                    continue
+                device = record.device
+                halves: ResidentHalves | UnbornHalves
+                if record.sharded_param.requires_grad:
+                    halves = UnbornHalves(padded_size, owner, group, None if self._params_on_tier else device)
+                else:
+                    values = torch.zeros(shard.shape, device=device)
+                    halves = ResidentHalves(values, padded_size, owner, kernels, group)
+                install_halves(record, SplitTensor(halves, shard), give_shard)
+                if record.sharded_param.requires_grad:
+                    keep_grad_in(record.sharded_param, accumulation_dtype)
+
+    def fill(self, store: StateStore, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+        """Give every parameter and buffer its value.
+
+        Args:
+            store: state of the optimizer that owns the parameters; none of it is born.
+            blocks: what is in memory together while it is initialised.
+            mesh: whose ranks draw the same random numbers.
+
+        Raises:
+            ValueError: nobody fills a parameter or buffer.
+            WeightsError, SwapIOError: a file could not be read, the tier not be written.
+        """
+        for leaf, index in store.indices.items():
+            split = split_shard(leaf)
+            if split is not None and isinstance(split.halves, UnbornHalves):
+                split.use_halves(TierHalves(store, index, split.halves))
+        device = torch.device(mesh.device_type)
+        with shared_random_numbers(mesh), MasterWriter(store) as writer:
+            initializers = Initializers(self._model, self._plan, self._init, device)
+            if self._source is None:
+                self._fill_from_initializers(initializers, writer, blocks)
+            else:
+                with closing(self._source) as source:
+                    self._fill_from_files(source, initializers, writer, device)
+
+    def _fill_from_initializers(
+        self, initializers: Initializers, writer: MasterWriter, blocks: Iterable[nn.Module]
+    ) -> None:
+        born: set[NewTensor] = set()
+
+        def place(new: NewTensor, whole: torch.Tensor) -> None:
+            if new in born:  # tied: the first module that has it gave the value
+                return
+            born.add(new)
+            dim, start, length = _local_range(new.current)
+            local = whole.narrow(dim, start, length).reshape(-1)
+            _fill(new.current, lambda first, last: local[first:last], writer)
+
+        for unit in units(self._model, blocks):
+            initializers.run(unit, place)
+
+    def _fill_from_files(
+        self, source: WeightSource, initializers: Initializers, writer: MasterWriter, device: torch.device
+    ) -> None:
+        for new in self._plan.buffers:
+            if new.persistent:
+                new.set_buffer(source.read(new, 0, new.shape.numel()).view(new.shape).to(device, new.dtype))
+        for module in self._model.modules():
+            if any(True for _ in self._plan.unborn_buffers(module)):
+                initializers.run([module], place=None)
+        for new in self._plan.params:
+            _fill(new.current, _stored_values(source, new), writer)
+
+
+def _fill(param: torch.Tensor, values: Values, writer: MasterWriter) -> None:
+    """Give a sharded parameter this rank's values, wherever it keeps them."""
+    local, split = local_tensor(param).detach(), split_shard(param)
+    if split is None:
+        flat = local.view(-1)
+        for start in range(0, flat.numel(), _PIECE_NUMEL):
+            stop = min(start + _PIECE_NUMEL, flat.numel())
+            flat[start:stop].copy_(values(start, stop))
+    elif isinstance(split.halves, TierHalves):
+        writer.write(param, values)
+    else:
+        split.halves.write(values(0, local.numel()).float().view(local.shape))
+
+
+def _stored_values(source: WeightSource, new: NewTensor) -> Values:
+    dim, start, length = _local_range(new.current)
+    if dim == 0:
+        first = start * new.shape[1:].numel()
+        return lambda begin, end: source.read(new, first + begin, first + end)
+    whole = source.read(new, 0, new.shape.numel()).view(new.shape)  # columns of every row: not one range of the file
+    local = whole.narrow(dim, start, length).reshape(-1)
+    return lambda begin, end: local[begin:end]
+
+
+def _local_range(param: torch.Tensor) -> tuple[int, int, int]:
+    """Dimension along which FSDP2 cut a parameter, and where this rank's part begins and how long it is."""
+    assert isinstance(param, DTensor)
+    cuts = [(number, place.dim) for number, place in enumerate(param.placements) if isinstance(place, Shard)]
+    if len(cuts) > 1:
+        raise ValueError(f"initialize: a parameter on meta is sharded as {param.placements}; one Shard can be born")
+    if not cuts:
+        return 0, 0, param.shape[0]
+    number, dim = cuts[0]
+    length = param.shape[dim]
+    part = -(-length // param.device_mesh.size(number))
+    start = min(param.device_mesh.get_local_rank(number) * part, length)
+    return dim, start, min(part, length - start)

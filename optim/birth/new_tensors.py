@@ -1,0 +1,126 @@
+"""What a model on the meta device consists of, written down before it is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from nvme_offload.offload._torch_private import version_of
+
+
+@dataclass(eq=False)
+class NewTensor:
+    """A parameter or buffer that is to get its values, and where the model uses it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    """As the model was built, which may be 16 bits."""
+    names: list[str] = field(default_factory=list)
+    """Qualified; several where weights are tied."""
+    module: nn.Module = field(default_factory=nn.Module)
+    attribute: str = ""
+    """Where its first name leads."""
+    persistent: bool = True
+    """Whether it is in the state dict."""
+
+    @property
+    def name(self) -> str:
+        """Its first name."""
+        return self.names[0]
+
+    @property
+    def current(self) -> torch.Tensor:
+        """The tensor that is there now."""
+        tensor: torch.Tensor = getattr(self.module, self.attribute)
+        return tensor
+
+    def set_buffer(self, value: torch.Tensor) -> None:
+        """Exchange a buffer."""
+        self.module.register_buffer(self.attribute, value, persistent=self.persistent)
+
+
+class BirthPlan:
+    """Parameters and buffers of a model on the meta device, by where they are.
+
+    Raises:
+        ValueError: a parameter cannot be born: it is not floating point.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params: list[NewTensor] = []
+        """Tied ones once, in the order of ``model.named_parameters()``."""
+        self.buffers: list[NewTensor] = []
+        self._param_at: dict[tuple[nn.Module, str], NewTensor] = {}
+        self._buffer_at: dict[tuple[nn.Module, str], NewTensor] = {}
+        known: dict[int, NewTensor] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if not param.is_floating_point():
+                raise ValueError(f"initialize: {name} is {param.dtype}: a model on meta is born in floating point only")
+            if id(param) not in known:
+                known[id(param)] = NewTensor(param.shape, param.dtype)
+                self.params.append(known[id(param)])
+            self._put(model, name, known[id(param)], self._param_at)
+        persistent = model.state_dict(keep_vars=True).keys()
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            place = _place_of(model, name)
+            if place not in self._buffer_at:
+                new = NewTensor(buffer.shape, buffer.dtype, persistent=name in persistent)
+                self.buffers.append(new)
+            self._put(model, name, self._buffer_at.get(place, self.buffers[-1]), self._buffer_at)
+
+    def param_at(self, module: nn.Module, attribute: str) -> NewTensor:
+        """The parameter that a module has under a name of its own."""
+        return self._param_at[module, attribute]
+
+    def unborn_buffers(self, module: nn.Module) -> Iterator[NewTensor]:
+        """Buffers of a module (not of its children) that are still on the meta device."""
+        for attribute, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.is_meta:
+                yield self._buffer_at[module, attribute]
+
+    @staticmethod
+    def _put(model: nn.Module, name: str, new: NewTensor, at: dict[tuple[nn.Module, str], NewTensor]) -> None:
+        place = _place_of(model, name)
+        if not new.names:
+            new.module, new.attribute = place
+        new.names.append(name)
+        at[place] = new
+
+
+def units(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """The modules of a model in the groups in which they are born, children before parents as in ``Module.apply``.
+
+    A group is a block, or a part of the model without blocks in it; what lies above blocks is born module by module.
+    """
+    chosen, seen = set(blocks), set[nn.Module]()
+    above = {module for module in model.modules() if chosen & set(module.modules()) - {module}}
+
+    def visit(module: nn.Module) -> Iterator[list[nn.Module]]:
+        if module in above:
+            for child in module.children():
+                yield from visit(child)
+        unit = [module] if module in above else _children_first(module)
+        if fresh := [part for part in unit if part not in seen]:
+            seen.update(fresh)
+            yield fresh
+
+    return visit(model)
+
+
+def has_new_value(buffer: torch.Tensor, version_before: int, placeholder: torch.Tensor) -> bool:
+    """Whether somebody wrote to a buffer, or put another one in its place."""
+    return not buffer.is_meta and (buffer is not placeholder or version_of(buffer) > version_before)
+
+
+def _children_first(module: nn.Module) -> list[nn.Module]:
+    parts: list[nn.Module] = []
+    module.apply(parts.append)
+    return list(dict.fromkeys(parts))
+
+
+def _place_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute

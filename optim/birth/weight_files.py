@@ -1,0 +1,83 @@
+"""Which stored tensor is which parameter: everything that can be wrong is found from the headers alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+import torch
+from torch import nn
+
+from nvme_offload.offload.errors import WeightsError
+from nvme_offload.offload.weights.reader import SafetensorsReader, StoredTensor
+from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor
+
+_MAX_PROBLEMS = 12
+
+
+class WeightSource:
+    """Weight files that fit a model.
+
+    Args:
+        path: see `SafetensorsReader`.
+        model: on the meta device.
+        plan: of the same model.
+
+    Raises:
+        WeightsError: the files are damaged or do not fit; lists what is missing, left over or of another shape.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module, plan: BirthPlan) -> None:
+        self._reader = SafetensorsReader(path)
+        wanted = [*plan.params, *(buffer for buffer in plan.buffers if buffer.persistent)]
+        self._names, problems = _match(wanted, self._reader.tensors, _ignored(model, plan))
+        if problems:
+            more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
+            raise WeightsError(path, *problems[:_MAX_PROBLEMS], *more)
+
+    def read(self, new: NewTensor, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` to `stop` of a parameter or buffer in row-major order: 1D, in the stored dtype."""
+        return self._reader.read(self._names[new], start, stop)
+
+    def close(self) -> None:
+        """Close the files, which the first read opened."""
+        self._reader.close()
+
+
+def _ignored(model: nn.Module, plan: BirthPlan) -> re.Pattern[str]:
+    """What files may hold beside the weights: buffers that models used to save, and what Hugging Face lists."""
+    patterns = {rf"^{re.escape(name)}$" for buffer in plan.buffers for name in buffer.names}
+    patterns |= set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    return re.compile("|".join(sorted(patterns)) or r"(?!)")
+
+
+def _match(
+    wanted: Iterable[NewTensor], stored: Mapping[str, StoredTensor], ignored: re.Pattern[str]
+) -> tuple[dict[NewTensor, str], list[str]]:
+    """Stored name by tensor, and what does not fit, in words."""
+    names, missing, misfits, known = dict[NewTensor, str](), list[NewTensor](), list[str](), set[str]()
+    for new in wanted:
+        known.update(new.names)
+        name = next((name for name in new.names if name in stored), None)
+        if name is None:
+            missing.append(new)
+            continue
+        names[new] = name
+        found = stored[name]
+        if found.shape != tuple(new.shape):
+            misfits.append(f"{name} has shape {found.shape} in {found.path.name}; the model has {tuple(new.shape)}")
+        elif found.dtype.is_floating_point != new.dtype.is_floating_point:
+            misfits.append(f"{name} is {found.dtype} in {found.path.name}; the model has {new.dtype}")
+    left_over = [name for name in stored if name not in known and not ignored.search(name)]
+    problems = [_missing(new, left_over) for new in missing[:_MAX_PROBLEMS]]
+    problems += [f"{new.name} is missing" for new in missing[_MAX_PROBLEMS:]] + misfits
+    return names, problems + [f"{name} is in no place of the model" for name in left_over]
+
+
+def _missing(new: NewTensor, left_over: list[str]) -> str:
+    near = get_close_matches(new.name, left_over, n=1, cutoff=0.6)
+    hint = f"; the nearest name in the files is {near[0]}" if near else ""
+    tied = f" (also called {', '.join(new.names[1:])})" if len(new.names) > 1 else ""
+    return f"{new.name}{tied} of shape {tuple(new.shape)} is missing{hint}"

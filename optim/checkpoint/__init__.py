@@ -1,0 +1,1 @@
+"""Checkpoints: streamed, verified, replaced only by a whole one."""

@@ -1,0 +1,296 @@
+"""What a checkpoint consists of, and the two planners that move it item by item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from nvme_offload.offload._torch_private import local_tensor
+from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.optim.checkpoint.geometry import Chunk, Part
+from nvme_offload.optim.checkpoint.places import (
+    MAX_CHUNK_NUMEL,
+    InMemory,
+    OnTier,
+    Place,
+    TierWindow,
+    Visitor,
+    Whole,
+    pieces,
+)
+from nvme_offload.optim.layout.flat import is_dense
+from nvme_offload.optim.state.entries import MOMENTS, entry_names
+from nvme_offload.optim.state.store import StateStore
+
+_MODEL, _OPTIMIZER = "model", "optim.state"
+
+
+class Kind(NamedTuple):
+    """What a tensor of the checkpoint is as a whole."""
+
+    size: torch.Size
+    dtype: torch.dtype
+
+
+class Item(NamedTuple):
+    """One chunk of one tensor, and where its values are."""
+
+    name: str
+    chunk: Chunk
+    place: Place
+
+
+@dataclass
+class Contents:
+    """Everything that is saved and loaded: the items are those of this rank, the names those of all."""
+
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    """Of every tensor, on whatever ranks its parts are."""
+    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Where each name goes in the nested dict that torch's own tools make of a checkpoint."""
+    tied: dict[str, str] = field(default_factory=dict)
+    """Names that are other names of a parameter or buffer."""
+    items: list[Item] = field(default_factory=list)
+    """In the order in which the tiers are visited best."""
+    steps: dict[int, torch.Tensor] = field(default_factory=dict)
+    """fp32 scalars, by index of the parameter."""
+    names: dict[int, str] = field(default_factory=dict)
+    """Qualified names of the optimizer's parameters, by index."""
+    group_names: list[list[str]] = field(default_factory=list)
+    """Qualified names of the parameters of each parameter group."""
+
+    def add(self, kind: Kind, *path: str) -> str:
+        """Take a tensor on; returns its name."""
+        name = ".".join(path)
+        self.kinds[name], self.paths[name] = kind, path
+        return name
+
+
+def contents_of(model: nn.Module, store: StateStore, window: TierWindow) -> Contents:
+    """What a checkpoint of this model and this optimizer consists of.
+
+    Raises:
+        ValueError: the optimizer has parameters that the model has not, or the model's state dict holds no tensors.
+    """
+    contents = Contents()
+    first_names: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"the model's state dict holds {name!r}, a {type(value).__name__}; only tensors are saved")
+        known = first_names.setdefault(id(value), name)
+        if known != name:
+            contents.tied[f"{_MODEL}.{name}"] = f"{_MODEL}.{known}"
+            continue
+        index = store.indices.get(value)
+        if index is not None:
+            contents.names[index] = name
+        has_master = index is not None and "master" in entry_names(store.table.params[index])
+        entry = contents.add(Kind(value.shape, torch.float32 if has_master else value.dtype), _MODEL, name)
+        if not has_master:
+            contents.items += _plain_items(entry, value)
+    for index in set(store.indices.values()) - contents.names.keys():
+        raise ValueError(f"{store.table.names[index]} of the optimizer is not in the model's state dict")
+    for index, name in contents.names.items():
+        contents.steps[index] = torch.tensor(float(store.steps[index]))
+        entry = contents.add(Kind(torch.Size(()), torch.float32), _OPTIMIZER, name, "step")
+        contents.items += _plain_items(entry, contents.steps[index])
+        for moment in MOMENTS:
+            contents.add(Kind(store.table.leaves[index].shape, torch.float32), _OPTIMIZER, name, moment)
+    contents.items += _tier_items(store, window, contents.names)
+    return contents
+
+
+def _plain_items(name: str, tensor: torch.Tensor) -> Iterator[Item]:
+    """Of a tensor that is not in the optimizer's state."""
+    part, local = Part.of(tensor), local_tensor(tensor.detach())
+    place: Place
+    if isinstance(local, SplitTensor) or not is_dense(local):
+        part, place = Part(part.whole, part.offsets, part.shape, tuple(range(local.dim()))), Whole(local)
+    else:
+        place = InMemory(local)
+    for start in range(0, local.numel(), MAX_CHUNK_NUMEL):
+        for chunk in part.chunks(start, min(start + MAX_CHUNK_NUMEL, local.numel())):
+            yield Item(name, chunk, place)
+
+
+def _tier_items(store: StateStore, window: TierWindow, names: Mapping[int, str]) -> Iterator[Item]:
+    """Of all sections of all subgroups, one subgroup after the other."""
+    parts = {index: Part.of(store.table.leaves[index]) for index in names}
+    for slot in store.slots:
+        for run in slot.subgroup.runs:
+            for piece in pieces(run):
+                for section in ("master", *MOMENTS):
+                    if slot.subgroup.section(section) is None:
+                        continue
+                    name = names[run.param]
+                    entry = f"{_MODEL}.{name}" if section == "master" else f"{_OPTIMIZER}.{name}.{section}"
+                    place = OnTier(window, slot, piece, section)
+                    for chunk in parts[run.param].chunks(piece.start, piece.stop):
+                        yield Item(entry, chunk, place)
+
+
+class StreamedSavePlanner(DefaultSavePlanner):
+    """Reads each item when it is its turn to be written."""
+
+    def __init__(self, contents: Contents) -> None:
+        super().__init__()
+        self._contents = contents
+        self._items = {MetadataIndex(item.name, item.chunk.saved.offsets): item for item in contents.items}
+        self._visitor = Visitor()
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing to look at: the contents were given."""
+
+    def create_local_plan(self) -> SavePlan:
+        """The items of this rank. Copies on other ranks are left out in the global plan."""
+        contents = self._contents
+        aliases = {alias: tuple(alias.split(".", 1)) for alias in contents.tied}
+        return SavePlan(
+            [_write_item(item, contents.kinds[item.name]) for item in contents.items],
+            planner_data={**contents.paths, **aliases},
+        )
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The values of one item."""
+        item = self._items[write_item.index]
+        return item.chunk.view(self._visitor.read(item.place), item.place.start)
+
+
+def _write_item(item: Item, kind: Kind) -> WriteItem:
+    data = TensorWriteData(item.chunk.saved, TensorProperties(dtype=kind.dtype), kind.size)
+    return WriteItem(MetadataIndex(item.name, item.chunk.saved.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class StreamedLoadPlanner(LoadPlanner):
+    """Writes each item to where it belongs when it has been read."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._items = {MetadataIndex(item.name, item.chunk.saved.offsets): item for item in contents.items}
+        self._visitor = Visitor()
+        self._metadata: Metadata | None = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take note of what the checkpoint holds."""
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """What to read for every item of this rank, in their order."""
+        assert self._metadata is not None
+        wanted: dict[str, list[ChunkStorageMetadata]] = {}
+        for item in self._contents.items:
+            wanted.setdefault(item.name, []).append(item.chunk.saved)
+        order = {index: position for position, index in enumerate(self._items)}
+        reads: list[ReadItem] = []
+        for name, chunks in wanted.items():
+            entry = self._metadata.state_dict_metadata[name]
+            assert isinstance(entry, TensorStorageMetadata)
+            reads += create_read_items_for_chunk_list(name, entry, chunks)
+        reads.sort(key=lambda read: (order[read.dest_index], tuple(read.dest_offsets)))
+        return LoadPlan(reads)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Every rank reads what it needs."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """As it was made."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Never called: a checkpoint holds tensors alone."""
+        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Where to copy what is read."""
+        item = self._items[read_item.dest_index]
+        target = item.chunk.view(self._visitor.open(item.place), item.place.start)
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, start, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing to do: it is written when the next place is visited."""
+
+    def finish(self) -> None:
+        """Write the last one."""
+        self._visitor.leave()
+
+
+def check_fits(contents: Contents, metadata: Metadata) -> None:
+    """Compare names, shapes and dtypes.
+
+    Raises:
+        ValueError: names what is missing, what is too much, and what has another shape.
+    """
+    saved = {
+        name: Kind(entry.size, entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    own = {name: kind for name, kind in contents.kinds.items() if kind.size.numel()}
+    own |= {alias: contents.kinds[name] for alias, name in contents.tied.items() if name in own}
+    problems = [
+        *_listed("not in the checkpoint", own.keys() - saved.keys()),
+        *_listed("not in the model and its optimizer", saved.keys() - own.keys()),
+        *(
+            f"{name} is {_said(kind)}, in the checkpoint {_said(saved[name])}"
+            for name, kind in own.items()
+            if name in saved and saved[name] != kind
+        ),
+    ]
+    places = {(index.fqn, index.offset): place for index, place in (metadata.storage_data or {}).items()}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel() or any(
+            (name, chunk.offsets) not in places for chunk in entry.chunks
+        ):
+            problems.append(f"{name} is not whole in the checkpoint")
+    for alias, name in contents.tied.items():
+        if alias in saved and name in saved and not _same_bytes(metadata, places, alias, name):
+            problems.append(f"{alias} and {name} are one parameter here, and two in the checkpoint")
+    if problems:
+        raise ValueError("the checkpoint does not fit; nothing was changed: " + "; ".join(problems[:20]))
+
+
+def _same_bytes(metadata: Metadata, places: Mapping[Any, Any], alias: str, name: str) -> bool:
+    entry = metadata.state_dict_metadata[alias]
+    assert isinstance(entry, TensorStorageMetadata)
+    return all(places.get((alias, chunk.offsets)) == places.get((name, chunk.offsets)) for chunk in entry.chunks)
+
+
+def _listed(what: str, names: Iterable[str]) -> list[str]:
+    found = sorted(names)
+    more = f" and {len(found) - 10} more" if len(found) > 10 else ""
+    return [f"{what}: {', '.join(found[:10])}{more}"] if found else []
+
+
+def _said(kind: Kind) -> str:
+    return f"{kind.dtype} of shape {tuple(kind.size)}"

@@ -1,0 +1,273 @@
+"""The files of a checkpoint: written durably, listed with size and SHA-256, put in place by renaming.
+
+A checkpoint with tag T is the folder T. It is written as ``T.partial``, and only renamed when every byte of it is on
+the drive. One that is saved again is ``T.replaced`` for the moment between two renames. ``latest`` names the newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from nvme_offload.offload.errors import CheckpointError, StateError
+
+LATEST = "latest"
+MANIFEST = "manifest.json"
+PARTIAL, REPLACED = ".partial", ".replaced"
+_KNOWN = {MANIFEST, ".metadata", ".metadata.tmp", "state.json", "objects.pt"}
+_CHUNK_BYTES = 1 << 22
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class FileRecord(NamedTuple):
+    """What a file must be to be the one that was written."""
+
+    size_bytes: int
+    sha256: str
+
+
+class HashingStream:
+    """A file being written: knows its position and the digest of what went into it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._size_bytes = 0
+        self.failure: OSError | None = None
+        """Why the latest write failed: torch.save says something else instead."""
+
+    def write(self, data: Any) -> int:
+        """Append bytes."""
+        view = memoryview(data).cast("B")
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.failure = error
+            raise
+        self._digest.update(view)
+        self._size_bytes += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        """Bytes written."""
+        return self._size_bytes
+
+    def flush(self) -> None:
+        """Hand everything to the kernel."""
+        self._file.flush()
+
+    @property
+    def record(self) -> FileRecord:
+        """Of everything written so far."""
+        return FileRecord(self._size_bytes, self._digest.hexdigest())
+
+
+@contextlib.contextmanager
+def durable_file(path: Path) -> Iterator[HashingStream]:
+    """A new file whose bytes are on the drive when the block ends."""
+    with path.open("wb") as file:
+        stream = HashingStream(file)
+        try:
+            yield stream
+        except Exception as error:
+            if stream.failure is not None:
+                raise stream.failure from error
+            raise
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_durably(path: Path, data: bytes) -> FileRecord:
+    """Write a small file; its bytes are on the drive afterwards, its name is when the folder is synced."""
+    with durable_file(path) as stream:
+        stream.write(data)
+    return stream.record
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the drive."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Keep others from saving into the same folder; released by the kernel when this process dies.
+
+    Raises:
+        StateError: somebody else is saving there.
+    """
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StateError(str(root), "a folder that nobody else is saving into", "another run saves there") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:  # a file system without locks: two runs must not share a folder there
+                raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_tag(tag: str) -> None:
+    """Raise ValueError for a tag that cannot be the name of a folder of its own."""
+    if not tag or tag in (LATEST, ".", "..") or "/" in tag or "\0" in tag or tag.endswith((PARTIAL, REPLACED)):
+        raise ValueError(
+            f"tag {tag!r}: must be the name of a folder, without '/', not {LATEST!r}, and not ending in {PARTIAL!r} "
+            f"or {REPLACED!r}"
+        )
+
+
+def begin(root: Path, tag: str) -> Path:
+    """Remove what killed runs left in `root`, and make the folder to write into.
+
+    Raises:
+        FileExistsError: `tag` is a folder there that is no checkpoint.
+    """
+    _clear_up(root)
+    final, partial = root / tag, root / (tag + PARTIAL)
+    for path, is_ours in ((partial, False), (final, (final / MANIFEST).is_file())):
+        if path.exists() and not is_ours:
+            raise FileExistsError(errno.EEXIST, "exists and is no checkpoint of this program; choose another tag", path)
+    partial.mkdir()
+    return partial
+
+
+def publish(partial: Path, tag: str) -> Path:
+    """Give a whole checkpoint its name, replacing one of the same tag, and make it the latest."""
+    root = partial.parent
+    final, replaced = root / tag, root / (tag + REPLACED)
+    sync_folder(partial)
+    write_durably(root / (LATEST + PARTIAL), tag.encode())
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    sync_folder(root)
+    os.replace(root / (LATEST + PARTIAL), root / LATEST)
+    sync_folder(root)
+    remove(replaced)
+    return final
+
+
+def discard(partial: Path, tag: str) -> None:
+    """After a save that failed: leave what was there before it, and nothing else."""
+    remove(partial)
+    final, replaced = partial.parent / tag, partial.parent / (tag + REPLACED)
+    if replaced.is_dir() and not final.exists():
+        replaced.rename(final)
+    (partial.parent / (LATEST + PARTIAL)).unlink(missing_ok=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of ours, and nothing in it that is not ours."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if path.name in _KNOWN or path.suffix == ".distcp":
+            path.unlink()
+    with contextlib.suppress(OSError):  # something of somebody else's is in it
+        folder.rmdir()
+
+
+def find(root: Path, tag: str | None) -> Path | None:
+    """The folder of a checkpoint; None where `tag` is None and nothing was ever saved.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if tag is None:
+        latest = root / LATEST
+        if not latest.exists():
+            return None
+        tag = latest.read_text(errors="replace").strip()
+        try:
+            check_tag(tag)
+        except ValueError as error:
+            raise CheckpointError(latest, f"is damaged: {error}; name a tag") from None
+    else:
+        check_tag(tag)
+    for path in (root / tag, root / (tag + REPLACED)):  # the second: killed between two renames
+        if path.is_dir():
+            return path
+    present = sorted(path.parent.name for path in root.glob(f"*/{MANIFEST}"))
+    raise CheckpointError(root / tag, f"does not exist; checkpoints there: {', '.join(present) or 'none'}")
+
+
+def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
+    """List every file with its size and digest, and the digest of that list."""
+    files = {name: record._asdict() for name, record in sorted(records.items())}
+    write_durably(folder / MANIFEST, json.dumps({"files": files, "sha256": _digest(files)}, indent=1).encode())
+
+
+def read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """What files there must be.
+
+    Raises:
+        CheckpointError: the list is missing or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+        files = content["files"]
+        if content["sha256"] != _digest(files):
+            raise CheckpointError(path, "is damaged: its digest is wrong; load another checkpoint")
+        return {name: FileRecord(**record) for name, record in files.items()}
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read: {error.strerror}; load another checkpoint") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(path, f"is damaged: {error}; load another checkpoint") from error
+
+
+def verify(path: Path, record: FileRecord) -> None:
+    """Read a whole file and compare.
+
+    Raises:
+        CheckpointError: it is missing or not what was written.
+    """
+    digest, size_bytes = hashlib.sha256(), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            actual = os.fstat(file.fileno()).st_size
+            if actual != record.size_bytes:
+                problem = f"is damaged: it has {actual} bytes, {record.size_bytes} were written"
+                raise CheckpointError(path, f"{problem}; load another checkpoint")
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                size_bytes += len(chunk)
+    except FileNotFoundError:
+        raise CheckpointError(path, "is missing; load another checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read: {error.strerror}; load another checkpoint") from error
+    if (size_bytes, digest.hexdigest()) != record:
+        raise CheckpointError(path, "is damaged: its bytes are not those that were written; load another checkpoint")
+
+
+def _clear_up(root: Path) -> None:
+    """Undo what a killed save left behind; the whole checkpoint that it was replacing gets its name back."""
+    for replaced in root.glob("*" + REPLACED):
+        final = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if final.exists():
+            remove(replaced)
+        elif (replaced / MANIFEST).is_file():
+            replaced.rename(final)
+    for partial in root.glob("*" + PARTIAL):
+        if partial.name == LATEST + PARTIAL:
+            partial.unlink()
+        else:
+            remove(partial)
+
+
+def _digest(files: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,106 @@
+"""Geometry of checkpoint items: boxes of a tensor that are contiguous runs of one rank's memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from nvme_offload.offload._torch_private import local_tensor, shard_offsets
+
+
+class Box(NamedTuple):
+    """Part of a tensor: `sizes` elements from `offsets` on, in every dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    """First element in memory; the others follow it without gaps."""
+
+
+class Chunk(NamedTuple):
+    """A box of a sharded tensor that lies in one run of this rank's memory."""
+
+    saved: ChunkStorageMetadata
+    """Where in the whole tensor."""
+    start: int
+    """First element of this rank's part, in its order of memory."""
+    order: tuple[int, ...]
+    """Dimensions from the slowest to the fastest in memory."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.saved.sizes)
+
+    def view(self, flat: torch.Tensor, first: int) -> torch.Tensor:
+        """The chunk as a view of the right shape.
+
+        Args:
+            flat: 1D, this rank's part in its order of memory, from element `first` on.
+            first: see above.
+        """
+        sizes = [self.saved.sizes[dim] for dim in self.order]
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        begin = self.start - first
+        return flat[begin : begin + self.numel].view(sizes).permute(back)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a tensor this rank has, and how it lies in memory. It is dense."""
+
+    whole: torch.Size
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Part:
+        """Of a DTensor its local tensor; of any other tensor all of it."""
+        local = local_tensor(tensor)
+        offsets = shard_offsets(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.dim()
+        strides = local.stride()
+        order = sorted(range(local.dim()), key=lambda dim: (-strides[dim], dim))
+        return cls(torch.Size(tensor.shape), offsets, tuple(local.shape), tuple(order))
+
+    def chunks(self, start: int, stop: int) -> Iterator[Chunk]:
+        """What elements `start` to `stop` of this rank's memory consist of."""
+        for box in boxes([self.shape[dim] for dim in self.order], start, stop):
+            offsets, sizes = list(self.offsets), [0] * len(self.order)
+            for place, dim in enumerate(self.order):
+                offsets[dim] += box.offsets[place]
+                sizes[dim] = box.sizes[place]
+            yield Chunk(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), box.start, self.order)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Boxes, in order, that elements `start` to `stop` of a contiguous tensor consist of; few, and as large as can be.
+
+    A run that begins and ends inside rows is the end of a row, whole rows, and the beginning of a row.
+    """
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield Box((start,) * len(shape), (stop - start,) * len(shape), start)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row)
+    yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    begin = row * math.prod(shape[1:])
+    for box in boxes(shape[1:], start - begin, stop - begin):
+        yield Box((row, *box.offsets), (1, *box.sizes), begin + box.start)

@@ -1,0 +1,207 @@
+"""Where the values of checkpoint items are: in memory, or in a subgroup's state on a tier. One is visited at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.optim.kernels import BLOCK_NUMEL
+from nvme_offload.optim.layout.flat import flat_view
+from nvme_offload.optim.layout.subgroup import Run
+from nvme_offload.optim.state.entries import read_run, write_run
+from nvme_offload.optim.state.pipeline import Memory
+from nvme_offload.optim.state.slots import Residency, SlotRecord
+
+if TYPE_CHECKING:
+    from nvme_offload.optim.state.store import StateStore
+
+MAX_CHUNK_NUMEL = 16 * 2**20
+"""64 MiB of fp32: more of it is never in memory at once, beside what the tiers have anyway."""
+
+
+class Place(Protocol):
+    """A run of values, 1D in order of memory."""
+
+    start: int
+    """First element of the parameter (of this rank's part of it) that it holds."""
+
+    def read(self) -> torch.Tensor:
+        """The values; valid until another place is visited."""
+
+    def open(self) -> torch.Tensor:
+        """The values, to be overwritten in whole or in part until `leave`."""
+
+    def leave(self) -> None:
+        """What was written since `open` is to stay."""
+
+
+class InMemory:
+    """A dense tensor."""
+
+    start = 0
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._flat = flat_view(tensor)
+
+    def read(self) -> torch.Tensor:
+        """The tensor's own memory."""
+        return self._flat
+
+    def open(self) -> torch.Tensor:
+        """The tensor's own memory."""
+        return self._flat
+
+    def leave(self) -> None:
+        """Nothing to do: it was written where it is."""
+
+
+class Whole:
+    """A tensor that has to be read and written as a whole: split shards without an optimizer, and odd strides."""
+
+    start = 0
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._values: torch.Tensor | None = None
+
+    def read(self) -> torch.Tensor:
+        """A copy."""
+        plain = self._tensor.plain() if isinstance(self._tensor, SplitTensor) else self._tensor
+        return plain.contiguous().view(-1)
+
+    def open(self) -> torch.Tensor:
+        """A copy, to be written back."""
+        self._values = self.read().clone()
+        return self._values
+
+    def leave(self) -> None:
+        """Write it back."""
+        if self._values is not None:
+            self._tensor.copy_(self._values.view(self._tensor.shape))
+            self._values = None
+
+
+class TierWindow:
+    """The one subgroup whose state is being read or written.
+
+    Args:
+        store: the optimizer's state.
+        order: the subgroups in the order in which they will be read.
+    """
+
+    def __init__(self, store: StateStore, order: Sequence[SlotRecord]) -> None:
+        self.store = store
+        self._order = order
+        self._positions = {slot.subgroup.index: position for position, slot in enumerate(order)}
+        self._changed: SlotRecord | None = None
+        self._memory: Memory | None = None
+        self._begun: set[int] = set()
+
+    def read(self, slot: SlotRecord) -> Memory:
+        """The state of a subgroup; reads of those that follow in the order are under way."""
+        return self.store.pipeline.acquire(self._order, self._positions[slot.subgroup.index], for_change=False)
+
+    def change(self, slot: SlotRecord) -> Memory:
+        """The state of a subgroup, to be overwritten; the one before is written behind.
+
+        Nothing is read on the first visit, for all of it is going to be overwritten.
+        """
+        if self._changed is slot and self._memory is not None:
+            return self._memory
+        self.release()
+        load = slot.subgroup.index in self._begun
+        self._memory = self.store.pipeline.acquire([slot], 0, load=load)
+        self.store.pipeline.will_change(slot)
+        self._changed = slot
+        self._begun.add(slot.subgroup.index)
+        return self._memory
+
+    def release(self) -> None:
+        """Done with what is being changed."""
+        if self._changed is not None:
+            self.store.pipeline.release(self._changed)
+            self._changed = self._memory = None
+
+
+class OnTier:
+    """One section (``master`` or a moment) of a piece of a run.
+
+    Args:
+        window: to reach the state through.
+        slot: the subgroup.
+        run: part of one of its runs that begins at a multiple of `BLOCK_NUMEL`.
+        name: of the section.
+    """
+
+    def __init__(self, window: TierWindow, slot: SlotRecord, run: Run, name: str) -> None:
+        self._window = window
+        self._slot = slot
+        self._run = run
+        self._name = name
+        self._master: torch.Tensor | None = None
+        self.start = run.start
+
+    def read(self) -> torch.Tensor:
+        """The moment where it lies in the state, or the master joined."""
+        store, slot = self._window.store, self._slot
+        if slot.residency is not Residency.UNBORN:
+            return read_run(store, slot, self._window.read(slot), self._run, self._name)
+        if self._name != "master":
+            return torch.zeros(self._run.numel)
+        return store.table.copy_of(self._run).float()
+
+    def open(self) -> torch.Tensor:
+        """The moment where it lies in the state, or a copy of the master."""
+        memory = self._window.change(self._slot)
+        values = read_run(self._window.store, self._slot, memory, self._run, self._name)
+        if self._name == "master":
+            self._master = values
+        return values
+
+    def leave(self) -> None:
+        """Split the master; a moment is where it belongs."""
+        if self._master is not None:
+            memory = self._window.change(self._slot)
+            write_run(self._window.store, self._slot, memory, self._run, self._name, self._master)
+            self._master = None
+
+
+def pieces(run: Run) -> list[Run]:
+    """A run in pieces of at most `MAX_CHUNK_NUMEL` elements."""
+    step = MAX_CHUNK_NUMEL // BLOCK_NUMEL * BLOCK_NUMEL
+    return [
+        Run(run.param, start, min(start + step, run.stop), run.at + start - run.start)
+        for start in range(run.start, run.stop, step)
+    ]
+
+
+class Visitor:
+    """Visits one place at a time."""
+
+    def __init__(self) -> None:
+        self._place: Place | None = None
+        self._values: torch.Tensor | None = None
+
+    def read(self, place: Place) -> torch.Tensor:
+        """Its values; asked for again at once, the same."""
+        if place is not self._place or self._values is None:
+            self._place, self._values = place, None  # the place before is let go first
+            self._values = place.read()
+        return self._values
+
+    def open(self, place: Place) -> torch.Tensor:
+        """Its values, to be overwritten; the place before is left."""
+        if place is not self._place or self._values is None:
+            self.leave()
+            self._values = place.open()
+            self._place = place
+        return self._values
+
+    def leave(self) -> None:
+        """Leave the latest place."""
+        if self._place is not None:
+            self._place.leave()
+        self._place = self._values = None

@@ -1,0 +1,208 @@
+"""What a checkpoint holds beside tensors: counters, hyperparameters, loss scale, schedule, and what the user adds."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from nvme_offload.offload.errors import CheckpointError
+from nvme_offload.optim.adamw import OffloadAdamW
+from nvme_offload.optim.checkpoint.contents import Contents
+from nvme_offload.optim.hyperparameters import check_hyperparameters
+from nvme_offload.optim.precision.loss_scale import LossScaler
+from nvme_offload.optim.warn import warn_user
+
+FORMAT = 1
+STATE, OBJECTS = "state.json", "objects.pt"
+
+
+@dataclass
+class Training:
+    """What a checkpoint is of."""
+
+    model: nn.Module
+    optimizer: OffloadAdamW
+    lr_scheduler: LRScheduler | None
+    loss_scaler: LossScaler | None
+    global_steps: int
+    group: dist.ProcessGroup | None
+    """The ranks that have it; None: all."""
+    stages: dist.ProcessGroup | None
+    """Of a pipeline: this rank and those that have the other stages of the model."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint holds beside tensors, checked against the `Training` it is for."""
+
+    client_state: dict[str, Any]
+    lr_scheduler: dict[str, Any] | None
+    loss_scale: dict[str, Any] | None
+    global_steps: int
+    groups: list[dict[str, Any]]
+    """Hyperparameters of each parameter group."""
+
+
+def state_json(training: Training, contents: Contents) -> bytes:
+    """Counters, loss scale and hyperparameters.
+
+    Raises:
+        ValueError: a hyperparameter is neither number, string, bool, None nor a sequence of them.
+    """
+    scheduler = training.lr_scheduler
+    content = {
+        "format": FORMAT,
+        "global_steps": training.global_steps,
+        "loss_scale": training.loss_scaler.state_dict() if training.loss_scaler else None,
+        "lr_scheduler": type(scheduler).__name__ if scheduler else None,
+        "param_groups": [
+            {"params": names, "options": _options(group, number)}
+            for number, (group, names) in enumerate(
+                zip(training.optimizer.param_groups, contents.group_names, strict=True)
+            )
+        ],
+        "tied": contents.tied,
+    }
+    return json.dumps(content, indent=1).encode()
+
+
+def objects_bytes(training: Training, client_state: Mapping[str, Any] | None) -> bytes:
+    """The schedule and what the user adds, as ``torch.save`` writes them.
+
+    Raises:
+        ValueError: they cannot be loaded again without running code.
+    """
+    scheduler = training.lr_scheduler
+    objects = {
+        "client_state": dict(client_state or {}),
+        "lr_scheduler": scheduler.state_dict() if scheduler else None,
+    }
+    for name, value in objects.items():
+        try:
+            torch.load(io.BytesIO(_saved(value)), weights_only=True)
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"{name} cannot be saved ({reason}): keep to numbers, strings, lists, dicts and tensors, so that it "
+                "can be loaded without running code from the file"
+            ) from error
+    return _saved(objects)
+
+
+def read_state(folder: Path, training: Training, contents: Contents) -> RunState:
+    """Read both files of a checkpoint and check them; nothing is changed.
+
+    Raises:
+        CheckpointError: a file cannot be read without running code, or is of another version.
+        ValueError: it does not fit this training.
+    """
+    try:
+        state = json.loads((folder / STATE).read_bytes())
+        if state["format"] != FORMAT:
+            raise CheckpointError(folder / STATE, f"has format {state['format']}; this version reads {FORMAT}")
+        groups = [(group["params"], dict(group["options"])) for group in state["param_groups"]]
+        loss_scale, kind, global_steps = state["loss_scale"], state["lr_scheduler"], int(state["global_steps"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(folder / STATE, f"is not the state of a run: {error!r}") from error
+    try:
+        objects = torch.load(folder / OBJECTS, map_location="cpu", weights_only=True)
+        client_state, schedule = dict(objects["client_state"]), objects["lr_scheduler"]
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(folder / OBJECTS, f"cannot be loaded without running code: {reason}") from error
+    own = type(training.lr_scheduler).__name__ if training.lr_scheduler else None
+    if kind and own and kind != own:
+        raise ValueError(f"the checkpoint has the schedule of a {kind}, this run a {own}; nothing was changed")
+    known = {item.name for item in fields(LossScaler)}
+    if loss_scale is not None and (not isinstance(loss_scale, dict) or loss_scale.keys() != known):
+        raise CheckpointError(folder / STATE, f"has a loss scale without {', '.join(sorted(known))}")
+    return RunState(
+        client_state=client_state,
+        lr_scheduler=schedule if kind else None,
+        loss_scale=loss_scale,
+        global_steps=global_steps,
+        groups=_matched(training, contents, groups),
+    )
+
+
+def apply_state(state: RunState, training: Training) -> None:
+    """Take over what `read_state` checked. What only one side has stays as it is; that is said."""
+    for group, options in zip(training.optimizer.param_groups, state.groups, strict=True):
+        group.update(options)
+    _apply("a schedule", training.lr_scheduler, state.lr_scheduler)
+    _apply("a loss scale", training.loss_scaler, state.loss_scale)
+
+
+def _apply(what: str, own: LRScheduler | LossScaler | None, saved: dict[str, Any] | None) -> None:
+    if own is not None and saved is not None:
+        own.load_state_dict(saved)
+    elif own is not None:
+        warn_user(f"this run has {what} and the checkpoint has none: it begins as configured")
+    elif saved is not None:
+        warn_user(f"the checkpoint has {what} and this run has none: it is left out")
+
+
+def names_of_groups(optimizer: OffloadAdamW, contents: Contents) -> list[list[str]]:
+    """Qualified names of the parameters of each parameter group."""
+    indices = optimizer._store.indices
+    return [[contents.names[indices[param]] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _options(group: Mapping[str, Any], number: int) -> dict[str, Any]:
+    options = {}
+    for key, value in group.items():
+        if key in ("params", "param_names"):
+            continue
+        plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        try:
+            same = _retyped(json.loads(json.dumps(plain)), plain) == plain
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise ValueError(f"parameter group {number}: {key} = {value!r} cannot be saved; keep to plain numbers")
+        options[key] = plain
+    return options
+
+
+def _matched(
+    training: Training, contents: Contents, saved: list[tuple[list[str], dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Hyperparameters of each group, where the groups are the same.
+
+    Raises:
+        ValueError: they are not.
+    """
+    own = training.optimizer.param_groups
+    if len(saved) != len(own):
+        raise ValueError(f"the checkpoint has {len(saved)} parameter groups, this run {len(own)}; nothing was changed")
+    matched = []
+    for number, (group, (names, options)) in enumerate(zip(own, saved, strict=True)):
+        if differing := sorted(set(names) ^ set(contents.group_names[number])):
+            raise ValueError(
+                f"parameter group {number} holds other parameters in the checkpoint ({', '.join(differing[:10])}); "
+                "nothing was changed"
+            )
+        typed = {key: _retyped(value, group.get(key)) for key, value in options.items()}
+        check_hyperparameters({**group, **typed}, number)
+        matched.append(typed)
+    return matched
+
+
+def _retyped(value: Any, like: Any) -> Any:
+    """JSON knows no tuples."""
+    return tuple(value) if isinstance(value, list) and isinstance(like, tuple) else value
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

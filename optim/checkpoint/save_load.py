@@ -1,0 +1,226 @@
+"""Saving and resuming a training run: everything streamed, verified before it is used, replaced only by a whole one."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_items
+from torch.distributed.checkpoint.state_dict_saver import save as save_items
+
+from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError, StateError, SwapIOError
+from nvme_offload.optim.checkpoint import files
+from nvme_offload.optim.checkpoint.contents import (
+    Contents,
+    StreamedLoadPlanner,
+    StreamedSavePlanner,
+    check_fits,
+    contents_of,
+)
+from nvme_offload.optim.checkpoint.files import FileRecord
+from nvme_offload.optim.checkpoint.pipeline_stages import contents_of_stages, take_on_stages
+from nvme_offload.optim.checkpoint.places import TierWindow
+from nvme_offload.optim.checkpoint.run_state import (
+    OBJECTS,
+    STATE,
+    RunState,
+    Training,
+    apply_state,
+    names_of_groups,
+    objects_bytes,
+    read_state,
+    state_json,
+)
+from nvme_offload.optim.checkpoint.storage import METADATA, StreamedWriter, VerifiedReader, read_metadata
+from nvme_offload.optim.collective import on_every_rank, on_first_rank
+from nvme_offload.optim.state.progress import UnfinishedStep
+from nvme_offload.optim.warn import warn_user
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load found, beside what it put into the `Training`."""
+
+    path: Path
+    client_state: dict[str, Any]
+    global_steps: int
+
+
+@torch.no_grad()
+def save(training: Training, root: Path, tag: str | None, client_state: Mapping[str, Any] | None) -> Path:
+    """Write a checkpoint; every rank must call it. Returns its folder.
+
+    Raises:
+        ValueError: the tag, `client_state` or something else cannot be saved; nothing was written.
+        FileExistsError: there is something else of that name.
+        StateError: a step stopped halfway, or another run is saving into the folder.
+        CheckpointWriteError: the drive is full or failed. Nothing of it is left, earlier checkpoints are as they were.
+        SwapIOError: state could not be read from its tier; as above.
+    """
+    store, group = training.optimizer._store, training.group
+
+    def prepare() -> tuple[str, Contents]:
+        own_tag = f"global_step{training.global_steps}" if tag is None else str(tag)
+        files.check_tag(own_tag)
+        store.check_whole()
+        store.table.check_layouts()
+        return own_tag, _contents_of(training, TierWindow(store, store.slots))
+
+    own_tag, contents = on_every_rank(prepare, group)
+    stages = contents_of_stages(contents, training.stages)
+
+    def describe() -> tuple[bytes, bytes]:
+        take_on_stages(contents, stages)
+        return state_json(training, contents), objects_bytes(training, client_state)
+
+    state, objects = on_every_rank(describe, group)
+    tag = on_first_rank(lambda: own_tag, group)
+    on_every_rank(lambda: _check_same_tag(own_tag, tag), group)
+
+    def finish(partial: Path, records: list[dict[str, FileRecord]]) -> Path:
+        written = {name: record for of_rank in records for name, record in of_rank.items()}
+        written[STATE] = files.write_durably(partial / STATE, state)
+        written[OBJECTS] = files.write_durably(partial / OBJECTS, objects)
+        files.write_manifest(partial, written)
+        return files.publish(partial, tag)
+
+    with _partial_folder(root, tag, group) as partial:
+        on_every_rank(lambda: _check_shared(partial), group)
+        writer = StreamedWriter(partial, contents.tied)
+        with _one_error(group):
+            save_items({}, storage_writer=writer, planner=StreamedSavePlanner(contents), process_group=group)
+        records: list[dict[str, FileRecord]] = [{} for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(records, writer.records, group=group)
+        return on_first_rank(lambda: finish(partial, records), group)
+
+
+@torch.no_grad()
+def load(training: Training, root: Path, tag: str | None) -> Loaded | None:
+    """Resume from a checkpoint; every rank must call it. None where `tag` is None and nothing was ever saved.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or a file of it is missing, damaged or asks to run code.
+        ValueError: it does not fit the model, the optimizer or the scheduler; names what.
+            Nothing was changed in either case.
+        SwapIOError: a tier failed on the way: part of the state is old and part is new; load again.
+    """
+    group = training.group
+    folder = on_first_rank(lambda: files.find(root, tag), group)
+    if folder is None:
+        warn_user(f"{root} holds no checkpoint (no file {files.LATEST!r}): nothing is loaded")
+        return None
+    manifest = on_every_rank(lambda: files.read_manifest(folder), group)
+    on_every_rank(lambda: _verify_share(folder, manifest, group), group)
+    store = training.optimizer._store
+
+    def prepare() -> tuple[TierWindow, Contents]:
+        store.check_usable()
+        store.table.check_layouts()
+        window = TierWindow(store, store.slots)
+        return window, _contents_of(training, window)
+
+    window, contents = on_every_rank(prepare, group)
+    stages = contents_of_stages(contents, training.stages)
+
+    def compare() -> tuple[Metadata, RunState]:
+        take_on_stages(contents, stages)
+        metadata = read_metadata(folder, manifest)
+        check_fits(contents, metadata)
+        return metadata, read_state(folder, training, contents)
+
+    metadata, state = on_every_rank(compare, group)
+    store.pipeline.forget_failures()
+    store.unfinished = UnfinishedStep.of_load(split=store.has_split_params)
+    planner = StreamedLoadPlanner(contents)
+
+    def finish() -> None:
+        planner.finish()
+        window.release()
+        store.pipeline.synchronize()
+
+    with _one_error(group):
+        load_items({}, storage_reader=VerifiedReader(folder, metadata), planner=planner, process_group=group)
+    on_every_rank(finish, group)
+    for index, step in contents.steps.items():
+        store.steps[index] = int(step)
+    apply_state(state, training)
+    store.unfinished = None
+    return Loaded(folder, state.client_state, state.global_steps)
+
+
+def _contents_of(training: Training, window: TierWindow) -> Contents:
+    contents = contents_of(training.model, training.optimizer._store, window)
+    contents.group_names = names_of_groups(training.optimizer, contents)
+    return contents
+
+
+@contextmanager
+def _partial_folder(root: Path, tag: str, group: dist.ProcessGroup | None) -> Iterator[Path]:
+    """The folder to write into, on every rank; if the block fails, nothing of it is left."""
+    with ExitStack() as on_exit:
+
+        def begin() -> Path:
+            root.mkdir(parents=True, exist_ok=True)
+            on_exit.enter_context(files.locked(root))
+            return files.begin(root, tag)
+
+        partial = root / (tag + files.PARTIAL)
+        try:
+            partial = on_first_rank(begin, group)
+        except (FileExistsError, StateError):
+            raise
+        except OSError as error:
+            raise CheckpointWriteError(error.errno or errno.EIO, partial) from error
+        try:
+            yield partial
+        except BaseException as error:
+            if dist.get_rank(group) == 0:
+                with suppress(OSError):  # the drive has failed; the next save removes it
+                    files.discard(partial, tag)
+            if isinstance(error, OSError) and not isinstance(error, SwapIOError | CheckpointWriteError):
+                said = CheckpointWriteError(error.errno or errno.EIO, partial)
+                for note in getattr(error, "__notes__", ()):  # on which rank
+                    said.add_note(note)
+                raise said from error
+            raise
+
+
+@contextmanager
+def _one_error(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """What went wrong on the first rank where something did, in place of the collection that torch raises."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        if rank != dist.get_rank(group):
+            cause.add_note(f"on rank {rank}")
+        raise cause from None
+
+
+def _check_same_tag(own: str, first: str) -> None:
+    if own != first:
+        raise ValueError(f"tag {own!r} on rank {dist.get_rank()}, {first!r} on rank 0: every rank must give the same")
+
+
+def _check_shared(partial: Path) -> None:
+    if not partial.is_dir():
+        what = f"was made by rank 0 and is not there for rank {dist.get_rank()}"
+        raise CheckpointError(partial, f"{what}: save into a folder that all machines share")
+
+
+def _verify_share(folder: Path, manifest: Mapping[str, FileRecord], group: dist.ProcessGroup | None) -> None:
+    """Verify the files that fall to this rank, and that the necessary ones are among them all."""
+    for name in (METADATA, STATE, OBJECTS):
+        if name not in manifest:
+            raise CheckpointError(folder / files.MANIFEST, f"does not list {name}")
+    by_size = sorted(manifest, key=lambda name: (manifest[name].size_bytes, name))
+    for name in by_size[dist.get_rank(group) :: dist.get_world_size(group)]:
+        files.verify(folder / name, manifest[name])

@@ -1,0 +1,160 @@
+"""Distributed checkpoints in files: torch's format, written item by item with digests, read without running code."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from nvme_offload.offload._torch_private import METADATA_GLOBALS, storage_info, storage_place
+from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError
+from nvme_offload.offload.units import format_bytes
+from nvme_offload.optim.checkpoint.files import FileRecord, durable_file, write_durably
+
+METADATA = ".metadata"
+_ITEM_OVERHEAD_BYTES = 2048  # of torch.save's container, and of the metadata, per item
+
+
+class StreamedWriter(FileSystemWriter):
+    """Writes one file per rank, one item at a time, and forgets each item once it is written.
+
+    The stock writer holds on to the latest item of every name.
+
+    Args:
+        folder: an empty folder.
+        tied: names that are other names of an entry, with the entry's name. They cost no bytes.
+    """
+
+    def __init__(self, folder: Path, tied: Mapping[str, str]) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._tied = tied
+        self.records: dict[str, FileRecord] = {}
+        """Of the files that this rank wrote."""
+
+    def storage_meta(self) -> StorageMeta:
+        """Nothing: the folder is about to get another name."""
+        return StorageMeta()
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Check, before the first byte, that there is room for all of it.
+
+        Raises:
+            CheckpointWriteError: there is not.
+        """
+        needed = sum(
+            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize + _ITEM_OVERHEAD_BYTES
+            for plan in plans
+            for item in plan.items
+            if item.tensor_data is not None
+        )
+        free = shutil.disk_usage(self._folder).free
+        if needed > free:
+            detail = f"needed {format_bytes(needed)}, free {format_bytes(free)}"
+            raise CheckpointWriteError(errno.ENOSPC, self._folder, detail)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items in the order of the plan."""
+        name = f"{plan.storage_data.prefix}0.distcp"
+        results = []
+        with durable_file(self._folder / name) as stream:
+            for item in plan.items:
+                start = stream.tell()
+                torch.save(_compact(planner.resolve_data(item)), cast(IO[bytes], stream))
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, storage_info(name, start, length)))
+        self.records[name] = stream.record
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write what is where, on the coordinator."""
+        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        for alias, name in self._tied.items():
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
+            stored |= {
+                MetadataIndex(alias, index.offset, index.index): place
+                for index, place in list(stored.items())
+                if index.fqn == name
+            }
+        metadata.storage_data = stored
+        metadata.storage_meta = self.storage_meta()
+        self.records[METADATA] = write_durably(self._folder / METADATA, pickle.dumps(metadata))
+
+
+class VerifiedReader(FileSystemReader):
+    """Reads what `read_metadata` found good."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:
+        """As it was read and checked before."""
+        return self._metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to change."""
+        return plan
+
+
+def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
+    """What is where, read with an unpickler that makes containers of data and nothing else.
+
+    Args:
+        folder: of the checkpoint.
+        files: what it consists of; entries may lie in these alone.
+
+    Raises:
+        CheckpointError: the file asks for anything else, or is no such file.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _DataUnpickler(path, file).load()
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(path, f"cannot be read: {error!r}; load another checkpoint") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError(path, "is not the metadata of a checkpoint")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(path, f"holds {name!r}, which is no tensor")
+    for index, info in metadata.storage_data.items():
+        name, offset, length = storage_place(info)
+        if name not in files or not 0 <= offset <= offset + length <= files[name].size_bytes:
+            raise CheckpointError(path, f"places {index.fqn!r} in {name!r}, outside the checkpoint")
+    return metadata
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """Refuses every name that is not on the list: unpickling can call whatever it finds."""
+
+    def __init__(self, path: Path, file: Any) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class of that name, if it is on the list."""
+        if (module, name) not in METADATA_GLOBALS:
+            raise CheckpointError(self._path, f"asks for {module}.{name}, which could run code: it is not from here")
+        return super().find_class(module, name)
+
+
+def _compact(tensor: Any) -> Any:
+    """On the CPU and without the rest of the storage it is a view of: torch.save would write that too."""
+    tensor = tensor.detach().cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous() else tensor.clone()

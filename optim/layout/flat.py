@@ -1,0 +1,135 @@
+"""Parameters and gradients as the kernels see them: one dimension, in the order of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nvme_offload.offload._torch_private import local_tensor
+from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.offload.shards.stand_in import StandIn
+from nvme_offload.optim.layout.subgroup import FORM_OF_DTYPE
+
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Layout(NamedTuple):
+    """How the elements of a parameter lie in memory. Its state follows it, so it must stay."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, param: torch.Tensor) -> Layout:
+        """The present one."""
+        return cls(param.dtype, param.device, tuple(param.shape), param.stride())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one run of memory without gaps or overlap, in whatever order of dimensions."""
+    if tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """1D [numel] over the memory of a dense tensor, outside autograd."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def unflatten(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A flat tensor seen with the shape and strides of the parameter `like`."""
+    return flat.as_strided(like.shape, like.stride())
+
+
+def storage_of(leaf: torch.Tensor) -> torch.Tensor:
+    """What of a parameter is in this process's memory.
+
+    The parameter itself; of a sharded one (DTensor) this rank's shard; of a split shard its upper half, bf16, without
+    padding, or where that is on a tier a stand-in for it.
+    """
+    local = local_tensor(leaf)
+    return local.halves.declared(local.shape) if isinstance(local, SplitTensor) else local
+
+
+def check_param(param: torch.Tensor, name: str) -> None:
+    """Raise for a parameter that cannot be offloaded.
+
+    Raises:
+        ValueError: wrong dtype, sparse, with gaps in memory, or on a device without a path to host memory.
+    """
+    if param.layout is not torch.strided:
+        raise ValueError(f"{name} has layout {param.layout}: only strided parameters can be offloaded")
+    if param.dtype not in FORM_OF_DTYPE:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORM_OF_DTYPE)
+        raise ValueError(f"{name} is {param.dtype}: parameters must be {allowed}; leave it to another optimizer")
+    if param.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {param.device}: parameters must be on the CPU or a CUDA device")
+    if not is_dense(param):
+        raise ValueError(
+            f"{name} has gaps in memory (shape {tuple(param.shape)}, strides {param.stride()}): "
+            "make it dense, for example with nn.Parameter(param.detach().contiguous())"
+        )
+
+
+def check_no_overlap(params: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Raise ValueError when two parameters share memory: one optimizer state cannot describe both."""
+    ranges = sorted(
+        (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), index)
+        for index, param in enumerate(params)
+        if param.numel() and not isinstance(param, StandIn)
+    )
+    for (_, stop, first), (start, _, second) in pairwise(ranges):
+        if start < stop:
+            raise ValueError(
+                f"{names[first]} and {names[second]} share memory: tie weights by using one Parameter in both places"
+            )
+
+
+def flat_grad(leaf: torch.Tensor, name: str) -> torch.Tensor | None:
+    """The gradient of a parameter, 1D [numel], in the parameter's order of memory; None if there is none.
+
+    Of a sharded parameter this rank's part; where that is on a tier the stand-in for it. A DTensor laid out otherwise
+    than its parameter (a sum that is still in parts on the ranks of tensor parallelism) is brought into its layout
+    first, which all of these ranks must do.
+
+    Raises:
+        ValueError: sparse, complex, of a dtype the kernels do not take, of another shape or on another device.
+    """
+    if leaf.grad is None:
+        return None
+    sharded = leaf.grad
+    if isinstance(leaf, DTensor) and isinstance(sharded, DTensor) and sharded.placements != leaf.placements:
+        sharded = sharded.redistribute(placements=leaf.placements)
+    grad, param = local_tensor(sharded), storage_of(leaf)
+    if grad.layout is not torch.strided:
+        raise ValueError(
+            f"the gradient of {name} is sparse ({grad.layout}): AdamW needs dense gradients; build the module with "
+            "sparse=False, or give this parameter to torch.optim.SparseAdam"
+        )
+    if grad.dtype not in GRAD_DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in GRAD_DTYPES)
+        raise ValueError(f"the gradient of {name} is {grad.dtype}: it must be {allowed}")
+    if grad.shape != param.shape or grad.device != param.device:
+        raise ValueError(
+            f"the gradient of {name} has shape {tuple(grad.shape)} on {grad.device}, the parameter "
+            f"{tuple(param.shape)} on {param.device}"
+        )
+    if isinstance(grad, StandIn):
+        return grad
+    if grad.stride() != param.stride() and not (grad.is_contiguous() and param.is_contiguous()):
+        grad = torch.empty_like(param, dtype=grad.dtype, memory_format=torch.preserve_format).copy_(grad)
+    return flat_view(grad)

@@ -1,0 +1,157 @@
+"""Cutting parameters into subgroups, the units of read, update and write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from nvme_offload.optim.kernels import BLOCK_NUMEL, MasterForm
+
+SECTION_ALIGNMENT = 64
+"""Every section of an extent and every run in it starts at a cache line."""
+
+_RUN_ALIGNMENT = 32  # elements: 64 bytes of the narrowest section
+
+FORM_OF_DTYPE = {
+    torch.bfloat16: MasterForm.SPLIT,
+    torch.float16: MasterForm.FULL,
+    torch.float32: MasterForm.ITSELF,
+}
+MASTER_DTYPE = {MasterForm.SPLIT: torch.uint16, MasterForm.FULL: torch.float32, MasterForm.ITSELF: None}
+
+
+def state_itemsize(form: MasterForm) -> int:
+    """Bytes of state per parameter on the tier: 10 for bf16, 12 for fp16, 8 for fp32."""
+    dtype = MASTER_DTYPE[form]
+    return 8 + (dtype.itemsize if dtype else 0)
+
+
+class Run(NamedTuple):
+    """A contiguous run of elements of one parameter."""
+
+    param: int
+    """Index of the parameter in the optimizer."""
+    start: int
+    """First element within the parameter; a multiple of `BLOCK_NUMEL`."""
+    stop: int
+    at: int
+    """First element within the subgroup's sections."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the run."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Subgroup:
+    """A fixed set of runs whose state is read, updated and written together.
+
+    Its extent is ``[master | exp_avg | exp_avg_sq]``, each section `padded_numel` elements long. The master section
+    holds the lower halves of split master weights (uint16), full master weights (fp32), or nothing where the
+    parameter is fp32 itself.
+    """
+
+    index: int
+    group: int
+    """Index of the parameter group; a subgroup never crosses two."""
+    form: MasterForm
+    runs: tuple[Run, ...]
+    block: int = -1
+    """Block of the parameter and gradient tiers; a subgroup never crosses two. -1: of none."""
+
+    @property
+    def numel(self) -> int:
+        """Elements that belong to parameters."""
+        return sum(run.numel for run in self.runs)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of one section."""
+        last = self.runs[-1]
+        return last.at + _round_up(last.numel, _RUN_ALIGNMENT)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the extent."""
+        return self.padded_numel * state_itemsize(self.form)
+
+    def section(self, name: str) -> tuple[torch.dtype, int] | None:
+        """Dtype and byte offset of ``master``, ``exp_avg`` or ``exp_avg_sq``; None where there is no master section."""
+        master_dtype = MASTER_DTYPE[self.form]
+        master_bytes = self.padded_numel * (master_dtype.itemsize if master_dtype else 0)
+        if name == "master":
+            return (master_dtype, 0) if master_dtype else None
+        offset = {"exp_avg": master_bytes, "exp_avg_sq": master_bytes + 4 * self.padded_numel}[name]
+        return torch.float32, offset
+
+
+@dataclass(frozen=True)
+class ParamToPlace:
+    """What the planner needs to know of a parameter."""
+
+    index: int
+    group: int
+    numel: int
+    dtype: torch.dtype
+    block: int = -1
+
+
+def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: int, first: int = 0) -> list[Subgroup]:
+    """Cut parameters, in their order, into subgroups.
+
+    A subgroup holds parameters of one group, one master form and one block of the tiers, at most `max_numel` elements
+    (rounded up to `BLOCK_NUMEL`) and at most `max_bytes` of state. Parameters are cut at multiples of `BLOCK_NUMEL`
+    only. Empty ones are left out.
+
+    Args:
+        params: what to place.
+        max_bytes: size of a staging buffer, in bytes; must hold a block of the widest state.
+        max_numel: upper limit of a subgroup, in elements.
+        first: index of the first subgroup made.
+    """
+    subgroups: list[Subgroup] = []
+    pending: list[Run] = []
+    current: tuple[int, MasterForm, int] | None = None
+
+    def close() -> None:
+        if pending and current:
+            group, form, block = current
+            subgroups.append(Subgroup(first + len(subgroups), group, form, tuple(pending), block))
+        pending.clear()
+
+    for param in params:
+        kind = (param.group, FORM_OF_DTYPE[param.dtype], param.block)
+        if kind != current:
+            close()
+            current = kind
+        capacity = min(max_bytes // state_itemsize(kind[1]), _round_up(max_numel, BLOCK_NUMEL))
+        start = 0
+        while start < param.numel:
+            at = _end_of(pending)
+            numel = _fitting(param.numel - start, capacity - at)
+            if numel == 0:
+                close()
+                continue
+            pending.append(Run(param.index, start, start + numel, at))
+            start += numel
+    close()
+    return subgroups
+
+
+def _fitting(wanted: int, room: int) -> int:
+    """Elements of a run that fit: all of them, or as many whole blocks as there is room for."""
+    if _round_up(wanted, _RUN_ALIGNMENT) <= room:
+        return wanted
+    return max(0, room) // BLOCK_NUMEL * BLOCK_NUMEL
+
+
+def _end_of(runs: Sequence[Run]) -> int:
+    return runs[-1].at + _round_up(runs[-1].numel, _RUN_ALIGNMENT) if runs else 0
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

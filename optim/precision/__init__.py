@@ -1,0 +1,1 @@
+"""Which dtype for what, and the casts that follow."""

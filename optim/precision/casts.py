@@ -1,0 +1,190 @@
+"""Casts at the borders: around fp32 modules in a 16-bit model, and around the whole model under autocast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+
+from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, without_base
+from nvme_offload.optim.precision.plan import NAMES, SIXTEEN_BITS, PrecisionPlan
+from nvme_offload.optim.warn import warn_user
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules without a forward."""
+
+
+def cast_at_borders(model: nn.Module, plan: PrecisionPlan) -> None:
+    """Let fp32 modules of a 16-bit model take 16-bit inputs and give back what they took; autograd casts backward.
+
+    An fp32 module casts 16-bit inputs to fp32, and its fp32 outputs to the dtype in which its first floating input
+    came. A module that is called with fp32 inputs, because the model casts by hand, gives fp32. So does the last module
+    of the model that has parameters, an fp32 head for example: nothing after it computes in 16 bits.
+
+    Args:
+        model: a plain module, before it is sharded.
+        plan: of that module.
+    """
+    if not plan.keeps_fp32_modules:
+        return
+    kept = {param for name, param in model.named_parameters() if plan[name].compute is torch.float32}
+    half = next(item.compute for item in plan.parameters.values() if item.compute in SIXTEEN_BITS)
+    owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    for module in _outermost_within(model, kept):
+        is_last = any(inner is owners[-1] for inner in module.modules())
+        _wrap_forward(module, functools.partial(_in_fp32, without_inputs=half, stays_fp32=is_last))
+
+
+def guard_autocast(model: nn.Module, plan: PrecisionPlan) -> None:
+    """Run the model's forward under autocast as the plan says, and look whether somebody else does already.
+
+    With autocast in the plan, the model's forward runs under it; an autocast context around the model changes nothing
+    then, and is warned about. Without, such a context is an error. Inside the forward, autocast means what it means in
+    PyTorch.
+
+    Args:
+        model: a module on its device.
+        plan: of that module.
+    """
+    device_type = next(model.parameters()).device.type
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        around = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        if plan.autocast is None:
+            if around is not None:
+                raise RuntimeError(_autocast_without_section(around))
+            return forward(*args, **kwargs)
+        if around is not None:
+            warn_user(
+                f"there is an autocast context ({NAMES.get(around, around)}) around the engine, which enters one of its"
+                f" own: torch_autocast.dtype = {NAMES[plan.autocast]} holds; leave the outer one out"
+            )
+            # It may span steps, and its cache would hold the weights of the step before.
+            torch.clear_autocast_cache()
+        with torch.autocast(device_type, plan.autocast):
+            return forward(*args, **kwargs)
+
+    _wrap_forward(model, run)
+
+
+def gather_fp32_outside_autocast(model: nn.Module, plan: PrecisionPlan) -> None:
+    """Let a module that is gathered in autocast's dtype have its fp32 parameters where the model switches autocast off.
+
+    They are gathered and their gradients reduced once more, in fp32, for each such call: an autocast context in the
+    model's own forward means what it means in PyTorch.
+
+    Args:
+        model: after it was sharded.
+        plan: of that module.
+    """
+    for prefix, module in model.named_modules():
+        shards = dict(module.named_parameters(recurse=False))
+        names = [f"{prefix}.{name}" if prefix else name for name in shards]
+        if any(plan[name].gather is plan.autocast for name in names):
+            _wrap_forward(module, functools.partial(_with_fp32_parameters, module=module, shards=shards, plan=plan))
+
+
+def _with_fp32_parameters(
+    forward: Callable[..., Any],
+    *args: Any,
+    module: nn.Module,
+    shards: dict[str, nn.Parameter],
+    plan: PrecisionPlan,
+    **kwargs: Any,
+) -> Any:
+    device_type = next(iter(shards.values())).device.type
+    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is plan.autocast:
+        return forward(*args, **kwargs)
+    gathered = {name: getattr(module, name) for name in shards}
+    try:
+        for name, shard in shards.items():
+            delattr(module, name)  # else only a Parameter could take its place
+            setattr(module, name, _whole(shard))
+        return forward(*args, **kwargs)
+    finally:
+        for name, param in gathered.items():
+            delattr(module, name)
+            setattr(module, name, param)
+
+
+def _whole(shard: nn.Parameter) -> torch.Tensor:
+    """A sharded parameter, gathered; the gradient is averaged over ranks, as FSDP2 does.
+
+    Raises:
+        RuntimeError: it is sharded over tensor-parallel ranks too.
+    """
+    if not isinstance(shard, DTensor):
+        return shard
+    mesh = shard.device_mesh
+    if sum(not placement.is_replicate() for placement in shard.placements) > 1:
+        raise RuntimeError(
+            "the model switches autocast off around a tensor-parallel module that is gathered in autocast's dtype: "
+            "take its class out of torch_autocast.lower_precision_safe_modules"
+        )
+    whole = shard.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if whole.requires_grad:
+        whole.register_hook(lambda grad: grad / mesh.size())  # type: ignore[no-untyped-call]
+    return whole
+
+
+def return_no_views(linear: nn.Linear) -> None:
+    """Let a Linear that is gathered by itself be followed by operations in place, as FSDP2 else warns of."""
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return without_base(forward(*args, **kwargs))
+
+    _wrap_forward(linear, run)
+
+
+def _autocast_without_section(dtype: torch.dtype) -> str:
+    return (
+        "there is an autocast context around the engine, and the section has torch_autocast.enabled = false: operators "
+        "would compute in another dtype than the plan says, and parameters would still be gathered and gradients "
+        f'reduced as if there were none. Write "torch_autocast": {{"enabled": true, "dtype": "{NAMES.get(dtype, dtype)}'
+        '"}, which enters autocast by itself, or leave the context out'
+    )
+
+
+def _outermost_within(module: nn.Module, params: set[nn.Parameter]) -> Iterator[nn.Module]:
+    """The largest parts of `module` that are called and have no parameters but these."""
+    for child in dict.fromkeys(module.children()):
+        own = set(child.parameters())
+        if own and own <= params and not isinstance(child, CONTAINERS):
+            yield child
+        else:
+            yield from _outermost_within(child, params)
+
+
+def _in_fp32(
+    forward: Callable[..., Any], *args: Any, without_inputs: torch.dtype | None, stays_fp32: bool, **kwargs: Any
+) -> Any:
+    """Call `forward` in fp32 and return what it gives in the dtype that it was given."""
+    leaves, _ = tree_flatten((args, kwargs))
+    came = [leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    args, kwargs = _cast((args, kwargs), SIXTEEN_BITS, torch.float32)
+    output = forward(*args, **kwargs)
+    goes = came[0] if came else without_inputs
+    return output if stays_fp32 or goes not in SIXTEEN_BITS else _cast(output, (torch.float32,), goes)
+
+
+def _cast(tree: Any, those: tuple[torch.dtype, ...], dtype: torch.dtype) -> Any:
+    """Tensors of `those` dtypes in a tree of tuples, lists and dicts, in `dtype`."""
+    leaves, layout = tree_flatten(tree)
+    return tree_unflatten(
+        [leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in those else leaf for leaf in leaves], layout
+    )
+
+
+def _wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Call ``around(forward, ...)`` in place of a module's forward, inside all of its hooks."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(forward, *args, **kwargs)
+
+    module.forward = wrapped

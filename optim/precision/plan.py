@@ -1,0 +1,312 @@
+"""The precision plan: which dtype every parameter and buffer has, for what. Everything else asks it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import ConfigError
+from nvme_offload.optim.kernels import MasterForm
+from nvme_offload.optim.layout.subgroup import state_itemsize
+from nvme_offload.optim.precision.text import PlanRow, as_text, name_pattern
+from nvme_offload.optim.warn import warn_user
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class ParameterPrecision:
+    """One parameter: in which dtype it is kept, used and trained."""
+
+    compute: torch.dtype | None
+    """Of forward and backward; None where autocast decides for every operator."""
+    gather: torch.dtype
+    """Of the all-gather, and of the gathered parameter."""
+    reduce: torch.dtype
+    """Of the reduce-scatter."""
+    accumulate: torch.dtype
+    """Of the gradient partition, ``p.grad``, in which micro-batches are added up."""
+    master: MasterForm = MasterForm.ITSELF
+    """Where the fp32 master weight is."""
+
+    @property
+    def storage(self) -> torch.dtype:
+        """What this rank keeps of the parameter between steps: a split one only its upper half."""
+        return torch.bfloat16 if self.master is MasterForm.SPLIT else torch.float32
+
+    @property
+    def reduces_every_micro_batch(self) -> bool:
+        """Whether a reduction may not wait for the last micro-batch.
+
+        Until then FSDP2 adds up unsharded gradients in the reduce dtype: that must be the accumulation dtype.
+        """
+        return self.reduce != self.accumulate
+
+
+class PrecisionPlan:
+    """The dtypes of one training run, computed once from the section and the model. Prints as a table.
+
+    Made by `PrecisionPlan.of`. ``plan["name"]`` is the `ParameterPrecision` of a parameter.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        parameters: Mapping[str, ParameterPrecision],
+        rows: Iterable[PlanRow],
+        buffers: Mapping[str, torch.dtype],
+    ) -> None:
+        self.parameters = dict(parameters)
+        """By qualified name; of tied parameters, by each of their names."""
+        self.buffers = dict(buffers)
+        """By qualified name. They keep the dtype they came with."""
+        self.rows = list(rows)
+        """Parameters that look alike, together."""
+        self.mode = mode_of(config)
+        """``none``, ``bf16``, ``fp16``, ``autocast-bf16`` or ``autocast-fp16``."""
+        self.autocast = DTYPES[config.autocast_dtype] if config.autocast_dtype else None
+        """What forward runs under `torch.autocast` with, if it does."""
+        self.loss_scaling = self.mode in ("fp16", "autocast-fp16")
+        """Whether the loss is scaled, as the keys of the ``fp16`` section say."""
+
+    @classmethod
+    def of(
+        cls, config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None = None
+    ) -> PrecisionPlan:
+        """Plan a plain module, before it is sharded and in the dtypes it came with.
+
+        Args:
+            config: the section. What is unset follows the compute dtype of each parameter.
+            model: with 16-bit and fp32 parameters in one model, those in fp32 stay fp32.
+            elsewhere: where `model` is one stage of a pipeline, the dtypes of the other stages' parameters; a name in
+                the section may then match nothing here.
+
+        Raises:
+            ConfigError: keys that do not go together for this model; a name in the section that matches nothing.
+        """
+        kept = _kept_fp32(config, model, elsewhere)
+        safe = _safe_params(config, model)
+        beside = {param for module in model.modules() for param in _beside_kept(module, kept)}
+        parameters = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            parameters[name] = precision = precision_of(
+                config, kept=param in kept, safe=param in safe, beside_fp32=param in beside
+            )
+            if precision.accumulate in SIXTEEN_BITS and param in kept:
+                raise ConfigError([_fp32_accumulated_in_16_bits(config, name)])
+        return cls(
+            config,
+            parameters,
+            _rows(config, model, parameters),
+            {name: item.dtype for name, item in model.named_buffers()},
+        )
+
+    def __getitem__(self, name: str) -> ParameterPrecision:
+        return self.parameters[name]
+
+    def policy_of(self, name: str) -> MixedPrecisionPolicy:
+        """For ``fully_shard``. The reduce dtype is always given: its default differs between torch versions.
+
+        Modules cast their inputs to the dtype they compute in, but for fp32 modules of a 16-bit model, which do it
+        themselves (`optim.precision.casts`), and under autocast, where every operator does.
+        """
+        precision = self[name]
+        casts = precision.compute in SIXTEEN_BITS or self.mode == "none"
+        return MixedPrecisionPolicy(precision.gather, precision.reduce, cast_forward_inputs=casts)
+
+    @property
+    def keeps_fp32_modules(self) -> bool:
+        """Whether some parameters of a 16-bit model are fp32."""
+        return {precision.compute for precision in self.parameters.values()} > {torch.float32}
+
+    @property
+    def split_accumulation(self) -> torch.dtype | None:
+        """What gradients of parameters in halves are accumulated in, one dtype for all; None where nothing is split."""
+        split = (item for item in self.parameters.values() if item.master is MasterForm.SPLIT)
+        return next((precision.accumulate for precision in split), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, dicts, strings and numbers: what `to_json` writes."""
+        return {
+            "mode": self.mode,
+            "autocast": self.autocast and NAMES[self.autocast],
+            "loss_scaling": self.loss_scaling,
+            "parameters": [row.to_dict() for row in self.rows],
+            "buffers": {name: str(dtype).removeprefix("torch.") for name, dtype in self.buffers.items()},
+        }
+
+    def to_json(self) -> str:
+        """The whole plan."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        return as_text(self.to_dict())
+
+
+def mode_of(config: OffloadConfig) -> str:
+    """Which of the five precision modes the section asks for."""
+    if config.autocast_dtype:
+        return f"autocast-{config.autocast_dtype}"
+    return "none" if config.compute_dtype == "fp32" else config.compute_dtype
+
+
+def precision_of(
+    config: OffloadConfig, *, kept: bool = False, safe: bool = False, beside_fp32: bool = False
+) -> ParameterPrecision:
+    """The rule: a key that is set holds for every parameter; one that is unset follows the parameter's own dtype.
+
+    Args:
+        config: the section.
+        kept: the parameter stays fp32 in a 16-bit model.
+        safe: its class is one of ``lower_precision_safe_modules``.
+        beside_fp32: its module also has parameters that stay fp32; FSDP2 reduces a module's own parameters together.
+    """
+    reduce, accumulate = config.communication_data_type, config.gradient_accumulation_dtype
+    if config.autocast_dtype:
+        gather, compute = DTYPES[config.autocast_dtype] if safe else torch.float32, None
+    else:
+        gather = compute = torch.float32 if kept else DTYPES[config.compute_dtype]
+    return ParameterPrecision(
+        compute=compute,
+        gather=gather,
+        reduce=DTYPES[reduce] if reduce else torch.float32 if beside_fp32 else gather,
+        accumulate=DTYPES[accumulate] if accumulate else compute or torch.float32,
+        # A gathered upper half rounds ties away from zero, autocast rounds them to even: no halves under autocast.
+        master=MasterForm.SPLIT if compute is torch.bfloat16 else MasterForm.ITSELF,
+    )
+
+
+def _rows(config: OffloadConfig, model: nn.Module, parameters: Mapping[str, ParameterPrecision]) -> Iterable[PlanRow]:
+    """Parameters whose names differ in numbers only, together; tied ones count once."""
+    named = list(model.named_parameters())
+    alike: dict[str, set[tuple[bool, ParameterPrecision]]] = {}
+    for name, param in named:
+        alike.setdefault(name_pattern(name), set()).add((param.requires_grad, parameters[name]))
+    rows: dict[tuple[str, bool, ParameterPrecision], PlanRow] = {}
+    for name, param in named:
+        pattern = name_pattern(name)
+        if len(alike[pattern]) > 1:
+            pattern = name_pattern(name, most=1)  # the layer; the numbers after it tell them apart
+        precision, trainable = parameters[name], param.requires_grad
+        row = PlanRow(pattern, trainable, precision, _bytes(config, param, precision))
+        row = rows.setdefault((pattern, trainable, precision), row)
+        row.tensors += 1
+        row.numel += param.numel()
+    return rows.values()
+
+
+def _bytes(config: OffloadConfig, param: nn.Parameter, precision: ParameterPrecision) -> dict[str, int]:
+    """Bytes per parameter of one shard, by tier: what is kept between steps, with the gradient at its largest."""
+    zero = config.zero_optimization
+    memory = "cuda" if param.device.type == "cuda" else "memory"  # one on meta is born in memory
+    is_split = precision.master is MasterForm.SPLIT
+    storage = "nvme" if is_split and zero.offload_param.device == "nvme" else memory
+    if not param.requires_grad:
+        rest = 2 if is_split else 0  # the lower half
+        return {memory: rest, storage: 2} if storage != memory else {memory: 4}
+    gradient = "nvme" if is_split and config.offload_gradients.device == "nvme" else memory
+    state = "nvme" if zero.offload_optimizer.device == "nvme" else "memory"
+    sizes: dict[str, int] = {memory: 0}
+    for tier, size in (
+        (storage, precision.storage.itemsize),
+        (gradient, precision.accumulate.itemsize),
+        (state, state_itemsize(precision.master)),
+    ):
+        sizes[tier] = sizes.get(tier, 0) + size
+    return sizes
+
+
+def _kept_fp32(config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None) -> set[nn.Parameter]:
+    """Parameters that stay fp32 in a 16-bit model: those the section names, and those the user left in fp32.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
+    params = list(model.parameters())
+    dtypes = {param.dtype for param in params} | set(elsewhere or ())
+    is_mixed = torch.float32 in dtypes and not dtypes.isdisjoint(SIXTEEN_BITS)
+    if config.compute_dtype == "fp32":
+        if not dtypes.isdisjoint(SIXTEEN_BITS):
+            why = "neither bf16.enabled nor fp16.enabled is true"
+            warn_user(f"the model has 16-bit parameters and {why}: they become fp32 and are computed in fp32")
+        return set()
+    kept = {param for param in params if is_mixed and param.dtype is torch.float32}
+    for pattern in config.fp32_modules:
+        found = [param for param, names in _names_of_owners(model) if any(fnmatchcase(name, pattern) for name in names)]
+        if not found and elsewhere is None:
+            classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+            what = f'"{pattern}" names no module or parameter of this model; its classes are {classes}'
+            raise ConfigError([f"fp32_modules: {what}"])
+        kept.update(found)
+    return kept
+
+
+def _beside_kept(module: nn.Module, kept: set[nn.Parameter]) -> set[nn.Parameter]:
+    """A module's own 16-bit parameters, if it also has some that stay fp32."""
+    own = set(module.parameters(recurse=False))
+    return own - kept if own & kept else set()
+
+
+def _names_of_owners(model: nn.Module) -> Iterable[tuple[nn.Parameter, set[str]]]:
+    """Every parameter with its own name and the names and class names of the modules it is in, but the model's."""
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        parts = module_name.split(".")
+        paths = [".".join(parts[: depth + 1]) for depth in range(len(parts))] if module_name else []
+        names = set(paths)
+        for path in paths:
+            kind = type(model.get_submodule(path))
+            names |= {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+        for name, param in module.named_parameters(recurse=False):
+            yield param, {*names, f"{module_name}.{name}" if module_name else name}
+
+
+def _safe_params(config: OffloadConfig, model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of modules of a class that autocast may gather in 16 bits, but for modules tied to others.
+
+    Raises:
+        ConfigError: a class cannot be imported.
+    """
+    if config.autocast_dtype is None:
+        return set()
+    section = config.torch_autocast
+    classes = {_class_named(name) for name in section.lower_precision_safe_modules}
+    owners = [(module, list(module.parameters(recurse=False))) for module in model.modules()]
+    unsafe = {param for module, params in owners for param in params if type(module) not in classes}
+    safe = {param for _, params in owners if unsafe.isdisjoint(params) for param in params}
+    if "lower_precision_safe_modules" in section.model_fields_set and classes and not safe:
+        warn_user("torch_autocast.lower_precision_safe_modules names no class of this model: all is gathered in fp32")
+    return safe
+
+
+def _class_named(name: str) -> type:
+    """A class by its name with package.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    home, _, last = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(home), last)
+    except (ImportError, AttributeError) as error:
+        what = f'"{name}" cannot be imported ({error}); write a class with the package it is imported from'
+        raise ConfigError([f"torch_autocast.lower_precision_safe_modules: {what}"]) from None
+    if not isinstance(found, type):
+        raise ConfigError([f'torch_autocast.lower_precision_safe_modules: "{name}" is no class'])
+    return found
+
+
+def _fp32_accumulated_in_16_bits(config: OffloadConfig, name: str) -> str:
+    half = config.gradient_accumulation_dtype
+    why = f'parameter "{name}" stays fp32 (fp32_modules, or the dtypes of the model); write "fp32", or leave it out'
+    return f'gradient_accumulation_dtype = "{half}": {why}: {half} parameters then accumulate in {half}, others in fp32'

@@ -1,0 +1,84 @@
+"""The precision plan as a table for people, and as plain data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nvme_offload.optim.kernels import MasterForm
+
+if TYPE_CHECKING:
+    from nvme_offload.optim.precision.plan import ParameterPrecision
+
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "autocast"}
+_MASTERS = {MasterForm.SPLIT: "split", MasterForm.FULL: "full fp32", MasterForm.ITSELF: "itself"}
+_COLUMNS = ("storage", "compute", "gather", "reduce", "accumulate", "master")
+
+
+@dataclass
+class PlanRow:
+    """Parameters whose names differ in numbers only, with one precision."""
+
+    names: str
+    """With ``*`` for a number."""
+    trainable: bool
+    precision: ParameterPrecision
+    bytes: dict[str, int]
+    """Per parameter, by tier."""
+    tensors: int = 0
+    numel: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """One entry of ``parameters`` in the plan's JSON."""
+        precision = self.precision
+        dtypes = {name: _NAMES[getattr(precision, name)] for name in _COLUMNS[:-1]}
+        if not self.trainable:
+            dtypes |= dict.fromkeys(("reduce", "accumulate"), "-")
+        return {
+            "names": self.names,
+            "tensors": self.tensors,
+            "parameters": self.numel,
+            "trainable": self.trainable,
+            **dtypes,
+            "master": _MASTERS[precision.master],
+            "bytes_per_parameter": self.bytes,
+        }
+
+
+def name_pattern(name: str, most: int = 0) -> str:
+    """A qualified name with ``*`` for each part that is a number, or for the first `most` of them."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=most)
+
+
+def as_text(plan: Mapping[str, Any]) -> str:
+    """The plan as a table.
+
+    Args:
+        plan: as `PrecisionPlan.to_dict` gives it.
+    """
+    tiers = list(dict.fromkeys(tier for row in plan["parameters"] for tier in row["bytes_per_parameter"]))
+    head = ["parameters", "tensors", "numel", *_COLUMNS, *(f"B/{tier}" for tier in tiers)]
+    lines = [
+        [
+            row["names"],
+            str(row["tensors"]),
+            str(row["parameters"]),
+            *(row[column] for column in _COLUMNS),
+            *(str(row["bytes_per_parameter"].get(tier, 0)) for tier in tiers),
+        ]
+        for row in plan["parameters"]
+    ]
+    scaling = "the loss is scaled" if plan["loss_scaling"] else "no loss scaling"
+    table = [f"precision {plan['mode']}, {scaling}", *_aligned([head, *lines])]
+    if plan["buffers"]:
+        table += ["", *_aligned([["buffers", "dtype"], *([name, dtype] for name, dtype in plan["buffers"].items())])]
+    return "\n".join(table)
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

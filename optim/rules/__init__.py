@@ -1,0 +1,1 @@
+"""Update rules: what one optimizer adds to the house."""

@@ -1,0 +1,134 @@
+"""Where the state of each subgroup and each block lives: what the configuration says, within the host budget."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Sequence
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.host.available_memory import auto_host_budget
+from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit, plan_tiers
+from nvme_offload.offload.units import MiB, format_bytes
+from nvme_offload.optim.kernels import BLOCK_NUMEL, MasterForm
+from nvme_offload.optim.layout.subgroup import Subgroup, state_itemsize
+from nvme_offload.optim.state.device_mirror import DeviceMirror
+from nvme_offload.optim.state.pipeline import KIND
+from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.tiers.units import STAGING
+
+_LARGEST_BLOCK_BYTES = BLOCK_NUMEL * state_itemsize(MasterForm.FULL)
+_MIRRORS_IN_BUFFERS = DeviceMirror.BYTES_PER_ELEMENT // state_itemsize(MasterForm.ITSELF)
+"""The mirrors of a CUDA device take as much memory as this many more staging buffers, at most."""
+
+
+class StatePlacement:
+    """The budgets of one optimizer, and the tier plans they make.
+
+    Args:
+        config: the whole section. A host budget of "auto" is fixed here.
+
+    Raises:
+        ConfigError: the staging budget does not hold one block for each buffer; names what is needed.
+    """
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self._section = config.zero_optimization.offload_optimizer
+        self._on_nvme = self._section.device == "nvme"
+        written = config.host_budget
+        self.host_budget = auto_host_budget() if written == "auto" else written
+        """In bytes; None is no limit, and no wish to have state in host memory that may be on NVMe."""
+        self._shown = f"host_budget = {format_bytes(self.host_budget or 0)}" + (
+            ' (what "auto" found)' if written == "auto" else ""
+        )
+        if self._on_nvme:
+            self._check_staging_budget()
+
+    def max_subgroup_bytes(self, host_state_bytes: int, with_mirrors: bool) -> int:
+        """Bytes that one staging buffer, and with it the state of one new subgroup, may have.
+
+        Args:
+            host_state_bytes: what lives in host memory already: subgroups, blocks, and the staging buffers of blocks.
+            with_mirrors: parameters are on a CUDA device.
+        """
+        if not self._on_nvme:
+            return sys.maxsize
+        num_buffers = self._section.buffer_count
+        share = self._section.staging_budget // num_buffers
+        if self.host_budget is not None:
+            num_shares = num_buffers + (_MIRRORS_IN_BUFFERS if with_mirrors else 0)
+            share = min(share, (self.host_budget - host_state_bytes) // num_shares)
+        return max(share // mmap.PAGESIZE * mmap.PAGESIZE, _LARGEST_BLOCK_BYTES)
+
+    def plan(
+        self,
+        placed: Sequence[SlotRecord],
+        new: Sequence[Subgroup],
+        staging_bytes: int,
+        page: int,
+        blocks: Sequence[Unit] = (),
+    ) -> TierPlan:
+        """What lives where: staging buffers first, then what has its place already, then as much as fits of the new.
+
+        Args:
+            placed: subgroups that have their place; they stay where they are.
+            new: subgroups to place.
+            staging_bytes: host memory of the staging buffers (and mirrors) that all of them need.
+            page: what extents are rounded up to, in bytes.
+            blocks: of parameters and gradients, with their staging buffers: see `BlockTiers.units`.
+
+        Returns:
+            A plan of `blocks`, the staging buffers of the state, `placed` and `new`, in this order.
+
+        Raises:
+            ConfigError: the host budget does not hold what must be in host memory; names what is needed.
+        """
+        choice: tuple[Tier, ...] = ("nvme",) if self._on_nvme else ("host",)
+        if self._on_nvme and self.host_budget is not None:
+            choice = ("host", "nvme")
+        units = list(blocks)
+        units += [Unit(f"{STAGING} of {KIND}", STAGING, staging_bytes, tiers=("host",))] if staging_bytes else []
+        units += [_unit(slot.subgroup, page, ("nvme",) if slot.extent else ("host",)) for slot in placed]
+        units += [_unit(subgroup, page, choice) for subgroup in new]
+        plan = plan_tiers(units, {} if self.host_budget is None else {"host": self.host_budget})
+        if plan.excess("host"):
+            raise ConfigError([self._too_small(plan)])
+        return plan
+
+    def _check_staging_budget(self) -> None:
+        section = self._section
+        if section.staging_budget // section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE < _LARGEST_BLOCK_BYTES:
+            needed = format_bytes(section.buffer_count * _LARGEST_BLOCK_BYTES)
+            raise ConfigError(
+                [
+                    "zero_optimization.offload_optimizer.staging_budget = "
+                    f"{format_bytes(section.staging_budget)}: each of the {section.buffer_count} staging buffers must "
+                    f"hold the state of {BLOCK_NUMEL} parameters; write at least {needed}, or a smaller buffer_count"
+                ]
+            )
+
+    def _too_small(self, plan: TierPlan) -> str:
+        needed = format_bytes(-(-plan.bytes_on("host") // MiB) * MiB)
+        buffers = {unit.name: format_bytes(unit.size_bytes) for unit in plan.units_on("host", STAGING)}
+        of_blocks = [f"{name} {size}" for name, size in buffers.items() if not name.endswith(KIND)]
+        if not self._on_nvme:
+            device = self._section.device
+            beside = f" beside {', '.join(of_blocks)}" if of_blocks else ""
+            return (
+                f'{self._shown}: device = "{device}" keeps all state in host memory{beside}; write at least {needed}, '
+                'or "nvme"'
+            )
+        kept = sum(plan.bytes_on("host", kind) for kind in {unit.kind for unit in plan.units} - {STAGING})
+        beside = f" beside {format_bytes(kept)} of state that is there already" if kept else ""
+        own = buffers.get(f"{STAGING} of {KIND}", "0 B")
+        more = f" ({KIND}), {', '.join(of_blocks)}" if of_blocks else ""
+        return (
+            f"{self._shown}: the {self._section.buffer_count} staging buffers take {own}{more}{beside}; write at least "
+            f"{needed}, or a smaller buffer_count"
+        )
+
+
+def _unit(subgroup: Subgroup, page: int, tiers: tuple[Tier, ...]) -> Unit:
+    size_bytes = -(-subgroup.size_bytes // page) * page
+    return Unit(f"subgroup {subgroup.index}", KIND, size_bytes, size_bytes, size_bytes, tiers)

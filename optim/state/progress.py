@@ -1,0 +1,97 @@
+"""A step that stopped halfway: what was done, and whether the rest can still be done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from nvme_offload.offload._torch_private import version_of
+from nvme_offload.offload.errors import StateError
+from nvme_offload.optim.state.masters import StepInputs
+from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
+
+_CHECKPOINT = "load a checkpoint with load_state_dict, "
+_MODEL_FIRST = "the model's before the optimizer's (fp32 parameters are in no other)"
+_MODEL_LAST = "the optimizer's, then the model's (split parameters cannot be written before)"
+
+
+class UnfinishedStep:
+    """Progress of the step under way; stays behind only when it stops early.
+
+    Args:
+        number: of the step, counted from 1.
+        order: subgroups in the order of this step.
+        inputs: gradients and scalars, as they were when the step began.
+        split: whether there are split parameters, of which the state has a half.
+    """
+
+    def __init__(self, number: int, order: Sequence[SlotRecord], inputs: StepInputs | None, *, split: bool) -> None:
+        self.number = number
+        self.order = order
+        self.inputs = inputs
+        self.done = 0
+        """Subgroups updated."""
+        self.updating = False
+        """True while a kernel works. Left true, nobody knows how far it got."""
+        self.changed_blocks = 0
+        """Blocks of 65536 elements found changed by somebody else."""
+        self._versions = _versions(inputs)
+        self._checkpoint = _CHECKPOINT + (_MODEL_LAST if split else _MODEL_FIRST)
+
+    @classmethod
+    def of_load(cls, *, split: bool) -> UnfinishedStep:
+        """What an interrupted ``load_state_dict`` leaves: a state that is neither old nor new."""
+        broken = cls(0, [], None, split=split)
+        broken.updating = True
+        return broken
+
+    @property
+    def situation(self) -> str:
+        """What state the optimizer is in, in words."""
+        if self.inputs is None:
+            return "loading a state dict stopped halfway: part of the state is new and part is old"
+        return (
+            f"step {self.number} stopped after {self.done} of {len(self.order)} subgroups: "
+            "their parameters are updated, the others are not"
+        )
+
+    @property
+    def way_on(self) -> str:
+        """What can be done about it, in words."""
+        if self.updating:
+            return f"It was cut off inside an update and cannot be finished: {self._checkpoint}"
+        return (
+            "When the cause is removed, call finish_step() while the gradients are still as they were, "
+            f"or {self._checkpoint}"
+        )
+
+    def refusal(self, expected: str) -> StateError:
+        """The error for whoever wants something that needs `expected`."""
+        return StateError("OffloadAdamW", expected, f"{self.situation}. {self.way_on}")
+
+    def check_resumable(self) -> StepInputs:
+        """What the rest of the step works with.
+
+        Raises:
+            StateError: it was cut off inside an update, or a gradient has changed since.
+        """
+        if self.updating or self.inputs is None:
+            raise self.refusal("a step that can be finished")
+        if _versions(self.inputs) != self._versions:
+            raise StateError(
+                "OffloadAdamW",
+                "gradients as they were when the step began",
+                f"gradients that have changed since. {self.situation}; {self._checkpoint}",
+            )
+        return self.inputs
+
+
+def _versions(inputs: StepInputs | None) -> list[int]:
+    """Version counters of the gradients: in-place changes after the step began show in them.
+
+    On a tier a gradient of a later backward takes the place of the one before: that is a change too.
+    """
+    grads: list[torch.Tensor] = list(inputs.grads.values()) if inputs else []
+    return [grad.partition.num_changes if isinstance(grad, PartitionStandIn) else version_of(grad) for grad in grads]

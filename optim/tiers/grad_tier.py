@@ -1,0 +1,259 @@
+"""Gradient partitions on NVMe, in one block for each group of parameters that FSDP2 reduces together.
+
+When the reduced gradient of a parameter has arrived, it is copied into the block's staging buffer, and ``p.grad``
+becomes a stand-in. The next micro-batch adds to the stand-in, which brings the block back and adds there. A block that
+is left is written behind. What the norm needs, the fp64 sums of squares, is taken while the bytes are in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from nvme_offload.offload._torch_private import local_tensor, sharded_like
+from nvme_offload.offload.config.tiers import OffloadGradientsConfig
+from nvme_offload.offload.errors import ClosedError, StateError
+from nvme_offload.offload.shards.param_tier import block_layout
+from nvme_offload.offload.shards.stand_in import StandIn
+from nvme_offload.offload.staging.block_cache import Block, BlockCache
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+
+KIND = "gradients"
+"""What the bytes of this tier are counted as."""
+
+_aten = torch.ops.aten
+_IN_PLACE: dict[Any, Callable[..., Any]] = {
+    _aten.add_: torch.Tensor.add_,
+    _aten.mul_: torch.Tensor.mul_,
+    _aten.div_: torch.Tensor.div_,
+    _aten.zero_: torch.Tensor.zero_,
+}
+"""Operators that work on a partition where it is: FSDP2's accumulation, scaling, ``zero_grad(set_to_none=False)``."""
+
+
+class Partition:
+    """This rank's gradient of one parameter, and where it is in its block.
+
+    Args:
+        tier: of the gradients.
+        leaf: the parameter, as the user knows it.
+        block: of its group.
+        byte_offset: of its first element.
+        dtype: of the accumulation.
+    """
+
+    def __init__(self, tier: GradTier, leaf: torch.Tensor, block: Block, byte_offset: int, dtype: torch.dtype) -> None:
+        self.leaf = leaf
+        self.block = block
+        self.block_sums = torch.empty(0, dtype=torch.float64)
+        """fp64 sums of squares of its blocks of 65536 elements."""
+        self.num_changes = 0
+        """Gradients that arrived, and changes in place."""
+        self._byte_offset = byte_offset
+        self._shape = local_tensor(leaf).shape
+        self._dtype = dtype
+        self.tier = tier
+        handlers = {op: partial(tier.change, self, change) for op, change in _IN_PLACE.items()}
+        self._make_stand_in = partial(
+            PartitionStandIn,
+            torch.empty(self._shape, device="meta"),
+            dtype,
+            name=block.name,
+            remedy="use optimizer.clip_grad_norm_ to clip, optimizer.zero_grad to drop them, get_full_grad to look",
+            handlers=handlers,
+        )
+        self.stand_in: PartitionStandIn | None = None
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether ``p.grad`` is what is kept here: else it was dropped, or has just arrived."""
+        return self.leaf.grad is not None and local_tensor(self.leaf.grad) is self.stand_in
+
+    def view(self) -> torch.Tensor:
+        """1D over the staging buffer. The block must be held."""
+        assert self.block.buffer is not None
+        return self.block.buffer.view(self._dtype, self._byte_offset, self._shape.numel())
+
+    def shaped(self) -> torch.Tensor:
+        """The same in the shard's shape."""
+        return self.view().view(self._shape)
+
+    def become_grad(self) -> None:
+        """Put a new stand-in where the gradient that arrived was."""
+        assert self.leaf.grad is not None
+        self.stand_in = self._make_stand_in()
+        self.stand_in.partition = self
+        self.leaf.grad = sharded_like(self.stand_in, self.leaf.grad)  # type: ignore[arg-type]
+
+
+class PartitionStandIn(StandIn):
+    """What ``p.grad`` is while the gradient partition is on the tier."""
+
+    partition: Partition
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The partition, 1D, while its block is held."""
+        return self.partition.view()
+
+    @property
+    def block_sums(self) -> torch.Tensor:
+        """What the norm needs of it."""
+        return self.partition.block_sums
+
+    def copy(self) -> torch.Tensor:
+        """The gradient in memory of its own."""
+        return self.partition.tier.copy_of(self.partition)
+
+    def set(self, values: torch.Tensor) -> None:
+        """Overwrite it with values of its shape."""
+        self.partition.tier.change(self.partition, torch.Tensor.copy_, values)
+
+
+class GradTier:
+    """Blocks of gradient partitions on NVMe. For one thread at a time.
+
+    Args:
+        config: the section `offload_gradients`.
+        tier: of its own; closed with it.
+        block_sums: fp64 sums of squares of the blocks of a flat gradient.
+        checksum: see `BlockCache`.
+    """
+
+    def __init__(
+        self,
+        config: OffloadGradientsConfig,
+        tier: NvmeTier,
+        block_sums: Callable[[torch.Tensor], torch.Tensor],
+        checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.cache = BlockCache(tier, KIND, config.buffer_count, checksum=checksum)
+        self.cache.is_needed = lambda block: self._is_needed(block) and block not in self._spent
+        self._block_sums = block_sums
+        self._partitions: dict[torch.Tensor, Partition] = {}
+        self._by_block: dict[Block, list[Partition]] = {}
+        self._open: Block | None = None
+        self._spent: set[Block] = set()
+        """Used by the latest step, and not changed since: ``zero_grad`` drops them, so they are not read ahead."""
+        self._hooks: list[Any] = []
+        self._closed = False
+
+    def reserve(self, groups: Sequence[tuple[str, Sequence[tuple[torch.Tensor, torch.dtype]]]]) -> list[Block]:
+        """Blocks for groups of parameters, with all of their space promised. No gradient is taken yet; see `take`.
+
+        Args:
+            groups: the name of each, and its parameters with what their gradients are accumulated in.
+
+        Raises:
+            OutOfSpaceError: names bytes needed and free. Nothing was reserved then.
+        """
+        self.flush()
+        sizes, layouts = [], []
+        for name, params in groups:
+            offsets, size_bytes = block_layout((local_tensor(param).numel(), dtype) for param, dtype in params)
+            sizes.append((f"{KIND} of {name}", size_bytes))
+            layouts.append(offsets)
+        blocks = self.cache.add(sizes)
+        for block, (_, params), offsets in zip(blocks, groups, layouts, strict=True):
+            self._by_block[block] = [
+                Partition(self, leaf, block, at, dtype) for (leaf, dtype), at in zip(params, offsets, strict=True)
+            ]
+        return blocks
+
+    def take(self, blocks: Sequence[Block]) -> None:
+        """Take gradients from now on, when they arrive."""
+        for block in blocks:
+            for partition in self._by_block[block]:
+                self._partitions[partition.leaf] = partition
+                self._hooks.append(partition.leaf.register_post_accumulate_grad_hook(self._arrived))  # type: ignore[no-untyped-call]
+
+    def drop(self, blocks: Sequence[Block]) -> None:
+        """Forget the latest blocks, of which no gradient was taken."""
+        for block in blocks:
+            del self._by_block[block]
+        self.cache.drop(blocks)
+
+    def change(self, partition: Partition, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Run an in-place operator on a partition.
+
+        Raises:
+            SwapIOError: its block cannot be read; nothing was changed.
+            StateError: the stand-in is no longer the parameter's gradient.
+        """
+        if not partition.is_valid:
+            raise StateError(partition.block.name, "the present gradient", "one that was dropped")
+        self._hold_open(partition.block)
+        with torch.no_grad():
+            operator(partition.shaped(), *args, **kwargs)
+        self._note_change(partition)
+
+    def begin_step(self) -> None:
+        """The backward pass is over, and an optimizer step begins."""
+        self.flush()
+        self._spent.clear()
+
+    def end_use(self, block: Block) -> None:
+        """A step needs this block no more."""
+        self._spent.add(block)
+
+    def copy_of(self, partition: Partition) -> torch.Tensor:
+        """A partition in memory of its own, in the shard's shape.
+
+        Raises:
+            SwapIOError: its block cannot be read.
+            StateError: the stand-in is no longer the parameter's gradient.
+        """
+        if not partition.is_valid:
+            raise StateError(partition.block.name, "the present gradient", "one that was dropped")
+        self.flush()
+        with self.cache.holding(partition.block, in_order=False):
+            return partition.shaped().clone()
+
+    def flush(self) -> None:
+        """The backward pass is over: let the last block be written."""
+        if self._open is not None:
+            block, self._open = self._open, None
+            self.cache.release(block, changed=True)
+
+    def close(self) -> None:
+        """Take no more gradients, free the memory and delete the swap files. Idempotent."""
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._open = None
+        self._partitions.clear()
+        self._by_block.clear()
+        self._spent.clear()
+        self.cache.close()
+
+    def _arrived(self, leaf: torch.Tensor) -> None:
+        partition = self._partitions[leaf]
+        if leaf.grad is None or partition.is_valid:
+            return
+        arrived = local_tensor(leaf.grad)
+        self._hold_open(partition.block)
+        partition.shaped().copy_(arrived)
+        self._note_change(partition)
+        partition.become_grad()
+
+    def _note_change(self, partition: Partition) -> None:
+        partition.num_changes += 1
+        partition.block_sums = self._block_sums(partition.view())
+
+    def _hold_open(self, block: Block) -> None:
+        if self._closed:
+            raise ClosedError("the gradient tier")
+        if block is self._open:
+            return
+        self.flush()
+        self._spent.discard(block)
+        self.cache.order.note(block.index)
+        self.cache.hold(block, change=True, load=self._is_needed(block))
+        self._open = block
+
+    def _is_needed(self, block: Block) -> bool:
+        return any(partition.is_valid for partition in self._by_block[block])

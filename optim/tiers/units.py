@@ -1,0 +1,64 @@
+"""What blocks of parameters and gradients are to the tier plan: their bytes, and what they would move in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.shards.param_tier import KIND as PARAMS
+from nvme_offload.offload.shards.param_tier import block_layout
+from nvme_offload.offload.storage.tier_plan import Tier, Unit
+from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
+
+STAGING = "staging buffers"
+"""The kind of unit that they are, whatever passes through them."""
+
+
+def param_unit(
+    config: OffloadConfig, name: str, shapes: Iterable[torch.Size], *, trainable: bool, page: int = 4096
+) -> Unit:
+    """A block of parameters: gathered in every forward and backward, read and written once by the update.
+
+    Args:
+        config: the whole section.
+        name: of the group that FSDP2 gathers together.
+        shapes: padded, of its parameters on this rank.
+        trainable: whether any of them is updated.
+        page: what extents are rounded up to, in bytes.
+    """
+    size_bytes = _rounded(block_layout((shape.numel(), torch.bfloat16) for shape in shapes)[1], page)
+    gathers = 1 if config.zero_optimization.stage in (1, 2) else 2  # those stages keep what forward gathered
+    reads = gathers * (config.gradient_accumulation_steps or 1) + trainable
+    return Unit(f"{PARAMS} of {name}", PARAMS, size_bytes, reads * size_bytes, trainable * size_bytes, _choice(config))
+
+
+def grad_unit(
+    config: OffloadConfig, name: str, partitions: Sequence[tuple[int, torch.dtype]], *, page: int = 4096
+) -> Unit:
+    """A block of gradients: written in every micro-batch, read in all but the first, and by the update.
+
+    Args:
+        config: the whole section.
+        name: of the group that FSDP2 reduces together.
+        partitions: elements and accumulation dtype of each gradient on this rank.
+        page: what extents are rounded up to, in bytes.
+    """
+    size_bytes = _rounded(block_layout(partitions)[1], page)
+    moved = size_bytes * (config.gradient_accumulation_steps or 1) if partitions else 0
+    return Unit(f"{GRADS} of {name}", GRADS, size_bytes, moved, moved, _choice(config))
+
+
+def staging_unit(kind: str, blocks: Iterable[Unit], num_buffers: int, buffer_bytes: int = 0) -> Unit:
+    """Staging buffers, each as large as the largest block that may move, and as they are now."""
+    largest = max((unit.size_bytes for unit in blocks if "nvme" in unit.tiers), default=0)
+    return Unit(f"{STAGING} of {kind}", STAGING, num_buffers * max(largest, buffer_bytes), tiers=("host",))
+
+
+def _choice(config: OffloadConfig) -> tuple[Tier, ...]:
+    return ("nvme",) if config.host_budget is None else ("host", "nvme")
+
+
+def _rounded(size_bytes: int, page: int) -> int:
+    return -(-size_bytes // page) * page

@@ -1,0 +1,1 @@
+"""Plain module in, sharded engine out."""

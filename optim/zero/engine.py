@@ -1,0 +1,414 @@
+"""The ZeRO engine: a module sharded by FSDP2, an optimizer with its state on tiers, and the calls around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.lr_scheduler import LRScheduler
+
+from nvme_offload.offload._torch_private import drop_unsharded_grads
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
+from nvme_offload.offload.units import parse_bytes
+from nvme_offload.optim.adamw import OffloadAdamW
+from nvme_offload.optim.checkpoint import save_load as checkpoint
+from nvme_offload.optim.checkpoint.export import export_safetensors
+from nvme_offload.optim.checkpoint.run_state import Training
+from nvme_offload.optim.precision.loss_scale import LossScaler
+from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.zero.meshes import MeshRoles
+from nvme_offload.optim.zero.sharding import reset_pass
+
+
+class OffloadEngine:
+    """A model and its optimizer, driven micro-batch by micro-batch. Made by `initialize`.
+
+    For every micro-batch::
+
+        loss = engine(*args, **kwargs)
+        engine.backward(loss)
+        engine.step()
+
+    `backward` divides by the number of accumulation steps and scales the loss where fp16 asks for it; `step` acts at
+    the accumulation boundary only. The parts (`module`, `optimizer`, `lr_scheduler`) work alone too.
+
+    In a mesh with a dimension ``pp`` the module is a stage, and the schedule of ``torch.distributed.pipelining`` runs
+    forward and backward of all micro-batches of a step::
+
+        stage = PipelineStage(engine.module, ...)
+        schedule = Schedule1F1B(stage, n_microbatches, loss_fn=engine.pipeline_loss(loss_fn))
+        schedule.step(batch)
+        engine.step()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: OffloadAdamW,
+        lr_scheduler: LRScheduler | None,
+        config: OffloadConfig,
+        mesh: DeviceMesh,
+        precision_plan: PrecisionPlan,
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.config = config
+        self.mesh = mesh
+        self.precision_plan = precision_plan
+        """Which dtype every parameter and buffer has, for what. Prints as a table."""
+        self.global_steps = 0
+        """Accumulation boundaries passed: steps taken and steps skipped."""
+        self.micro_steps = 0
+        """Micro-batches since the latest boundary."""
+        roles = MeshRoles.of(mesh)
+        self.gradient_accumulation_steps = config.batch_sizes(roles.num_data_parallel_ranks).gradient_accumulation_steps
+        """Micro-batches of one step."""
+        self.is_pipelined = roles.pipeline is not None
+        """Whether a schedule runs forward and backward, and `step` follows it directly."""
+        self._counts_before: tuple[int, int] | None = None
+        """Updates done and skipped when the step under way began with its own."""
+        self._way_on = ""
+        """What is left to do after a pass that could not be given up, in words."""
+        self._stages = roles.pipeline_group
+        self._scaler = _loss_scaler(config) if precision_plan.loss_scaling else None
+        self._set_sync()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, under autocast where the section says so.
+
+        Raises:
+            RuntimeError: called in an autocast context that the section does not know of.
+            SwapIOError, CorruptionError: parameters on a tier could not be read. On one rank the gradients of this
+                step are dropped, and it can be done again from its first micro-batch; of several, end all.
+            StateError: this happened before, and could not be undone.
+        """
+        with self._giving_up_the_step():
+            return self.module(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> OffloadEngine:
+        """Set the module's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> OffloadEngine:
+        """Set the module's evaluation mode."""
+        return self.train(False)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next micro-batch is multiplied by; 1 without fp16."""
+        return self._scaler.loss_scale if self._scaler else 1.0
+
+    @property
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` acts."""
+        return self.is_pipelined or self.micro_steps >= self.gradient_accumulation_steps
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of one micro-batch.
+
+        Raises:
+            TypeError: `loss` is no tensor, but perhaps the output of a Hugging Face model.
+            ValueError: `loss` is not a scalar.
+            RuntimeError: more micro-batches than one step accumulates; `step` was not called. Or the mesh has a
+                dimension ``pp``.
+            SwapIOError, CorruptionError, StateError: as in a forward.
+        """
+        if self.is_pipelined:
+            raise RuntimeError(
+                "engine.backward was called in a mesh with a dimension 'pp': the schedule runs backward there; call "
+                "schedule.step(...) and then engine.step()"
+            )
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"engine.backward needs the loss itself, not {type(loss).__name__}: a Hugging Face model that was "
+                "given labels has it in outputs.loss"
+            )
+        if loss.numel() != 1:
+            raise ValueError(
+                f"engine.backward needs a scalar loss, not one of shape {tuple(loss.shape)}: take its mean"
+            )
+        if self.is_gradient_accumulation_boundary:
+            raise RuntimeError(
+                f"engine.backward was called {self.micro_steps + 1} times in a step of "
+                f"{self.gradient_accumulation_steps} micro-batches: call engine.step() after every engine.backward()"
+            )
+        # Somebody's autocast context around this call is none of backward's.
+        with self._giving_up_the_step(), torch.autocast(self.mesh.device_type, enabled=False):
+            torch.autograd.backward(loss.float() * (self.loss_scale / self.gradient_accumulation_steps))
+        self.micro_steps += 1
+        self._set_sync()
+
+    def pipeline_loss(self, loss_fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The loss function to hand to a pipeline's schedule: `loss_fn`, scaled where fp16 asks for it.
+
+        The schedule divides gradients by the number of micro-batches itself (``scale_grads``). The losses it reports
+        are scaled too: divide them by the `loss_scale` from before the step.
+        """
+
+        def scaled(*args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = loss_fn(*args, **kwargs)
+            return loss.float() * self.loss_scale if self._scaler else loss
+
+        return scaled
+
+    def step(self) -> None:
+        """Update the parameters if this was the last micro-batch of the step, otherwise do nothing.
+
+        In a pipeline it always acts; every rank of every stage calls it after ``schedule.step``.
+
+        A step with a gradient that is not finite on any rank is skipped on all; the schedule does not advance then.
+
+        After an exception that is none of the scheduler's, calling this again completes the step, also after
+        `OffloadAdamW.finish_step`; gradients that were applied are not applied again.
+
+        Raises:
+            RuntimeError: no backward came before.
+            SwapIOError: a read or write failed, see `OffloadAdamW.step`.
+            Whatever the scheduler raises, when everything else is done.
+        """
+        if self.micro_steps == 0 and not self.is_pipelined:
+            raise RuntimeError("engine.step was called before engine.backward")
+        if not self.is_gradient_accumulation_boundary:
+            return
+        taken = self._outcome()
+        self._end_step(self._update() if taken is None else taken)
+
+    def _update(self) -> bool:
+        """The optimizer's part of a step; whether it was taken."""
+        if self._counts_before is None:
+            self._counts_before = self._counts()
+        try:
+            if self.optimizer.has_unfinished_step:
+                self.optimizer.finish_step()
+                return True
+            return self.optimizer.try_step(self._scaler.loss_scale if self._scaler else None)
+        except BaseException as error:
+            if (taken := self._outcome()) is not None:
+                what = "done" if taken else "skipped"
+                error.add_note(f"The update of this step is {what}; engine.step() does what else belongs to the step.")
+            elif self.optimizer.has_unfinished_step:
+                error.add_note("engine.step() finishes the step, too, and does what else belongs to it.")
+            raise
+
+    def _counts(self) -> tuple[int, int]:
+        return self.optimizer._meter.steps, self.optimizer._meter.skipped_steps
+
+    def _outcome(self) -> bool | None:
+        """Of an update that an exception came out of: whether it was done (True) or skipped; None: neither, so far.
+
+        It may have been done: Ctrl-C waits for the last subgroup, a warning can be an error, and the user may have
+        called ``finish_step``.
+        """
+        if self._counts_before is None or self.optimizer.has_unfinished_step:
+            return None
+        done, skipped = (now > before for now, before in zip(self._counts(), self._counts_before, strict=True))
+        return done if done or skipped else None
+
+    def _end_step(self, taken: bool) -> None:
+        """What follows the update. The scheduler, which is the user's and may raise, comes last."""
+        self._drop_gathered()
+        self.optimizer.zero_grad()
+        if self._scaler:
+            self._scaler.update(found_inf=not taken)
+        self.micro_steps = 0
+        self.global_steps += 1
+        self._counts_before = None
+        self._set_sync()
+        if taken and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def get_global_grad_norm(self) -> float:
+        """Norm of all gradients of the latest step over all ranks, unscaled and before clipping; NaN before it."""
+        return self.optimizer.total_norm
+
+    def save_checkpoint(
+        self,
+        dir: str | Path,  # noqa: A002  # the public name
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Write a checkpoint into the folder `tag` of `dir`, and make it the latest; every rank must call it.
+
+        It gets its name only when it is whole: killed while saving, the checkpoint before is the one that is loaded.
+
+        Args:
+            dir: a folder that all ranks share; made if it is missing.
+            tag: by default ``global_step`` and the number of steps.
+            client_state: what else to keep: anything that ``torch.load(weights_only=True)`` can load. Rank 0's counts.
+
+        Returns:
+            True.
+
+        Raises:
+            StateError: micro-batches of an unfinished step, a step that stopped halfway, or another run saving there.
+            ValueError, FileExistsError, CheckpointWriteError, SwapIOError: see `optim.checkpoint.save_load.save`.
+        """
+        if (taken := self._outcome()) is not None:
+            self._end_step(taken)
+        if self.micro_steps:
+            raise StateError(
+                "engine.save_checkpoint",
+                "a call between two steps",
+                f"{self.micro_steps} of {self.gradient_accumulation_steps} micro-batches done: gradients are not saved",
+            )
+        checkpoint.save(self._training, Path(dir), tag, client_state)
+        return True
+
+    def load_checkpoint(
+        self,
+        dir: str | Path,  # noqa: A002  # the public name
+        tag: str | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Resume from a checkpoint, saved by any number of ranks on any tier; every rank must call it.
+
+        Args:
+            dir: as for `save_checkpoint`.
+            tag: by default the latest.
+
+        Returns:
+            Its folder and the `client_state`; None twice, and a warning, where `dir` holds no checkpoint at all.
+
+        Raises:
+            CheckpointError, ValueError: it is damaged, unsafe or does not fit; nothing was changed.
+            SwapIOError: a tier failed on the way; load again.
+        """
+        loaded = checkpoint.load(self._training, Path(dir), tag)
+        if loaded is None:
+            return None, None
+        self.global_steps = loaded.global_steps
+        self._drop_gathered()
+        self._drop_gradients()
+        return str(loaded.path), loaded.client_state
+
+    def export_safetensors(
+        self,
+        dir: str | Path,  # noqa: A002  # as above
+        dtype: str = "fp32",
+        max_shard_bytes: int | str = "1GiB",
+    ) -> list[Path]:
+        """Write the weights as safetensors in Hugging Face's layout; every rank must call it.
+
+        Args:
+            dir: made if it is missing. Weights exported there before are replaced, other files stay.
+            dtype: ``fp32``, ``bf16`` or ``fp16``.
+            max_shard_bytes: of one file, as bytes or ``"1GiB"``.
+
+        Returns:
+            The files.
+
+        Raises:
+            ValueError, CheckpointWriteError: see `optim.checkpoint.export.export_safetensors`.
+            Or the module is a stage.
+        """
+        if self.is_pipelined:
+            raise ValueError(
+                "engine.export_safetensors: this module is one stage of a pipeline; save a checkpoint, load it into "
+                "the whole model (without 'pp' in the mesh, on any number of ranks), and export there"
+            )
+        return export_safetensors(self.module, Path(dir), dtype, parse_bytes(max_shard_bytes), self._group)
+
+    def save_16bit_model(
+        self,
+        dir: str | Path,  # noqa: A002  # as above
+        max_shard_bytes: int | str = "1GiB",
+    ) -> bool:
+        """Write the weights in the 16-bit dtype that is computed with, bf16 without one: see `export_safetensors`."""
+        self.export_safetensors(dir, "fp16" if self.config.fp16.enabled else "bf16", max_shard_bytes)
+        return True
+
+    @property
+    def _training(self) -> Training:
+        return Training(
+            self.module, self.optimizer, self.lr_scheduler, self._scaler, self.global_steps, self._group, self._stages
+        )
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        """The ranks that have this model: all (None), or those of a 1-D mesh, as in a pipeline."""
+        if self.mesh.size() == dist.get_world_size():
+            return None
+        if self.mesh.ndim > 1:
+            raise ValueError(
+                f"checkpoints of a {self.mesh.ndim}-D mesh need one that spans all {dist.get_world_size()} ranks, not "
+                f"{self.mesh.size()}; use a 1-D mesh"
+            )
+        return self.mesh.get_group()
+
+    def close(self) -> None:
+        """Free the optimizer's memory and files. Idempotent. The process group stays, for others may use it."""
+        self.optimizer.close()
+
+    def __enter__(self) -> OffloadEngine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _giving_up_the_step(self) -> Iterator[None]:
+        """After an I/O error inside forward or backward: leave FSDP2 and the gradients as before the step.
+
+        Where that cannot be, no other pass begins.
+        """
+        if self._way_on:
+            raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
+        try:
+            yield
+        except (SwapIOError, CorruptionError) as error:
+            if self.mesh.size() > 1:
+                self._way_on = (
+                    "Other ranks wait for this one in a collective: end them all and resume from a checkpoint."
+                )
+            elif not reset_pass(self.module):
+                self._way_on = "FSDP2 of this torch cannot leave a pass halfway: make a new engine, load a checkpoint."
+            else:
+                self._drop_gradients()
+            error.add_note(
+                self._way_on or "The gradients of this step were dropped: do it again from its first micro-batch."
+            )
+            raise
+
+    def _drop_gradients(self) -> None:
+        """Begin the step anew, also where FSDP2 has not reduced its gradients yet."""
+        self.optimizer.zero_grad()
+        drop_unsharded_grads(self.module)
+        self._counts_before = None
+        self.micro_steps = 0
+        self._set_sync()
+
+    def _drop_gathered(self) -> None:
+        """Free what FSDP2 gathered before the step, perhaps for an evaluation: those are old weights."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _set_sync(self) -> None:
+        """Stage 1 reduces gradients at the boundary only, where that loses nothing (the module itself knows)."""
+        if self.is_pipelined:  # its schedule decides, and the module knows here, too
+            return
+        if self.config.zero_optimization.stage == 1 and isinstance(self.module, FSDPModule):
+            last = self.micro_steps >= self.gradient_accumulation_steps - 1
+            self.module.set_requires_gradient_sync(last)
+
+
+def _loss_scaler(config: OffloadConfig) -> LossScaler:
+    section = config.fp16
+    dynamic = section.loss_scale == 0
+    return LossScaler(
+        loss_scale=2.0**section.initial_scale_power if dynamic else section.loss_scale,
+        dynamic=dynamic,
+        growth_interval=section.loss_scale_window,
+        hysteresis=section.hysteresis,
+        consecutive_hysteresis=section.consecutive_hysteresis,
+        min_loss_scale=section.min_loss_scale,
+    )

@@ -1,0 +1,144 @@
+"""From a plain module to an engine: sharding, precision, tiers, and the checks that come before any of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.optim.adamw import OffloadAdamW
+from nvme_offload.optim.birth.birth import Birth, is_on_meta
+from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.zero.block_checks import check_blocks_fit
+from nvme_offload.optim.zero.engine import OffloadEngine
+from nvme_offload.optim.zero.meshes import MeshRoles, check_not_sharded, check_same_on_ranks, dtypes_of_stages
+from nvme_offload.optim.zero.schedulers import scheduler_of
+from nvme_offload.optim.zero.section_checks import check_supported, completed_for
+from nvme_offload.optim.zero.sharding import default_mesh, find_blocks, match_blocks, shard_with_precision
+
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+def initialize(
+    model: nn.Module,
+    config: OffloadConfig | Mapping[str, Any] | str | Path,
+    *,
+    mesh: DeviceMesh | None = None,
+    lr_scheduler: SchedulerFactory | None = None,
+    blocks: Iterable[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    init: Callable[[nn.Module], object] | None = None,
+) -> OffloadEngine:
+    """Shard a plain module with FSDP2, give it its precision and tiers, and return the engine around it.
+
+    Args:
+        model: a plain module, the same on every rank of a pipeline stage, on the device it trains on, or on the meta
+            device: then it gets its values block by block and is never whole in memory. It is changed in place.
+            Parameters in bf16 or fp16 become fp32 first; fp32 weights reach their masters without passing through 16
+            bits. Buffers keep their dtype.
+        config: the configuration section.
+        mesh: 1-D, or 2-D (replicate, shard) for hybrid sharding; by default all ranks, and without a launcher this
+            process alone. Or of more dimensions, named as torchtitan names them: ``pp`` (`model` is a stage),
+            ``dp_replicate``, ``dp_shard`` (or ``dp``), ``tp`` (parameters may be DTensors over it).
+        lr_scheduler: makes a scheduler from the optimizer, in place of the ``scheduler`` section (not
+            ReduceLROnPlateau, which needs a metric).
+        blocks: class names or qualified names of the parts to gather one by one; by default the repeated layers.
+        weights: of a model on meta: a ``.safetensors`` file, a folder or an index in the Hugging Face layout. Without
+            it, the model's own initialisers give the values, from rank 0's random numbers.
+        init: of a model on meta: called with each module after its own initialiser.
+
+    Raises:
+        ConfigError: the section is wrong, or asks for what cannot be done with this model or this many ranks.
+        WeightsError: weight files are damaged or do not fit; the model is as it was.
+        ValueError: the model, a block, a parameter or the scheduler cannot be used, or nobody gives a parameter a
+            value.
+        OutOfSpaceError, SwapIOError: see `OffloadAdamW`.
+    """
+    config = OffloadConfig.of(config)
+    device_type = _device_type(model, mesh)
+    check_supported(config, device_type)
+    chosen = find_blocks(model) if blocks is None else match_blocks(model, blocks)
+    birth = _birth_of(model, config, weights, init)
+    mesh = mesh if mesh is not None else default_mesh(device_type)
+    roles = MeshRoles.of(mesh)
+    check_not_sharded(model, roles)
+    check_same_on_ranks(mesh, roles, config, model)
+    config = completed_for(config, roles.num_data_parallel_ranks)
+    plan = PrecisionPlan.of(config, model, dtypes_of_stages(model, roles))
+    check_blocks_fit(config, model, chosen, roles.data_parallel, plan)
+    shard_with_precision(
+        model,
+        chosen,
+        roles.data_parallel,
+        plan,
+        reshard_after_forward=config.zero_optimization.stage == 3,
+        give_shards=birth.give_shards if birth is not None else None,
+    )
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    optimizer = OffloadAdamW(
+        trainable, offload=config, norm_group=roles.pipeline_group, **config.optimizer.hyperparameters
+    )
+    try:
+        if birth is not None:
+            birth.fill(optimizer._store, chosen, roles.data_parallel)
+        scheduler = _checked(lr_scheduler(optimizer)) if lr_scheduler else scheduler_of(config, optimizer)
+    except BaseException:
+        optimizer.close()
+        raise
+    return OffloadEngine(model, optimizer, scheduler, config, mesh, plan)
+
+
+def _checked(scheduler: LRScheduler) -> LRScheduler:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "initialize: ReduceLROnPlateau needs a metric in each step, which engine.step() has not; make it with "
+            "engine.optimizer and call its step(metric) yourself"
+        )
+    return scheduler
+
+
+def _birth_of(
+    model: nn.Module,
+    config: OffloadConfig,
+    weights: str | os.PathLike[str] | None,
+    init: Callable[[nn.Module], object] | None,
+) -> Birth | None:
+    """For a model on meta, with its weight files checked.
+
+    Raises:
+        ValueError: `weights` or `init` with a model that has values, or see `Birth`.
+    """
+    if is_on_meta(model):
+        on_tier = config.zero_optimization.offload_param.device == "nvme"
+        return Birth(model, weights, init, params_on_tier=on_tier)
+    for name, value in (("weights", weights), ("init", init)):
+        if value is not None:
+            raise ValueError(
+                f"initialize: {name}= is for a model on the meta device, and this one has values already: build it "
+                f'within `with torch.device("meta"):`, or leave {name} out'
+            )
+    return None
+
+
+def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
+    """Of a plain module whose parameters are all on one device; on meta, where it is to be.
+
+    Raises:
+        ValueError: it is no such module.
+    """
+    params = list(model.parameters())
+    if not any(param.requires_grad for param in params):
+        raise ValueError("initialize: the model has no parameter that requires a gradient")
+    if is_on_meta(model):
+        return mesh.device_type if mesh is not None else "cpu"
+    devices = sorted({str(param.device) for param in params})
+    if len(devices) > 1 or params[0].device.type not in ("cpu", "cuda"):
+        raise ValueError(f"initialize: the model is on {', '.join(devices)}; move it to one CPU or CUDA device")
+    return params[0].device.type

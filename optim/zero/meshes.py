@@ -1,0 +1,151 @@
+"""What each dimension of a device mesh is for, and whether ranks that must agree do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import ConfigError
+
+PIPELINE, TENSOR = "pp", "tp"
+DATA_PARALLEL = (("dp_shard",), ("dp",), ("dp_replicate", "dp_shard"))
+"""What a mesh may have of data-parallel dimensions, in this order: sharded, or replicated and sharded (hybrid)."""
+
+_KNOWN = (PIPELINE, "dp_replicate", "dp_shard", "dp", TENSOR)
+_LOCAL = ("aio.", "zero_optimization.offload_")
+"""What of the section may differ between ranks: where bytes are changes neither numbers nor collectives."""
+
+
+@dataclass(frozen=True)
+class MeshRoles:
+    """The parts of a mesh by what happens over them. Dimensions have the names that torchtitan gives them."""
+
+    data_parallel: DeviceMesh
+    """1-D, or 2-D (replicate, shard): what FSDP2 shards over."""
+    tensor_parallel: DeviceMesh | None
+    """1-D: what parameters may be DTensors over before FSDP2 shards them."""
+    pipeline: DeviceMesh | None
+    """1-D: ranks of other stages, which have other parameters."""
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> MeshRoles:
+        """Read the names of a mesh's dimensions; without any of the known names it is data-parallel as a whole.
+
+        Raises:
+            ValueError: a dimension is not known, or there is no data-parallel one; says what may stand there.
+        """
+        names = mesh.mesh_dim_names or ()
+        if not set(names) & set(_KNOWN):
+            if mesh.ndim > 2:
+                raise ValueError(f"mesh: {mesh.ndim} dimensions need names; name them from {', '.join(_KNOWN)}")
+            if mesh.ndim == 2 and not names:
+                example = 'mesh_dim_names=("dp_replicate", "dp_shard")'
+                raise ValueError(f"mesh: FSDP2 needs names of the dimensions of a 2-D mesh; make it with {example}")
+            return cls(mesh, None, None)
+        if unknown := [name for name in names if name not in _KNOWN]:
+            raise ValueError(f"mesh: nothing is known of a dimension {unknown[0]!r}; known are {', '.join(_KNOWN)}")
+        sharded = tuple(name for name in names if name not in (PIPELINE, TENSOR))
+        if sharded not in DATA_PARALLEL:
+            choices = " or ".join(f"({', '.join(choice)})" for choice in DATA_PARALLEL)
+            found = f"({', '.join(sharded)})" if sharded else "none"
+            raise ValueError(
+                f"mesh: its data-parallel dimensions must be {choices}, in this order, perhaps of size 1; "
+                f"there are {found}"
+            )
+        return cls(
+            mesh[sharded],
+            mesh[TENSOR] if TENSOR in names else None,
+            mesh[PIPELINE] if PIPELINE in names else None,
+        )
+
+    @property
+    def num_data_parallel_ranks(self) -> int:
+        """Ranks that see different samples: replicate x shard."""
+        return self.data_parallel.size()
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """Ranks whose gradients belong to the same norm although they have other parameters."""
+        return self.pipeline.get_group() if self.pipeline is not None else None
+
+
+def dtypes_of_stages(model: nn.Module, roles: MeshRoles) -> set[torch.dtype] | None:
+    """Dtypes of the parameters of all stages of a pipeline; None without one. Every rank must call it."""
+    if roles.pipeline is None:
+        return None
+    of_stages: list[set[torch.dtype]] = _gather(roles.pipeline, {param.dtype for param in model.parameters()})
+    return set().union(*of_stages)
+
+
+def check_not_sharded(model: nn.Module, roles: MeshRoles) -> None:
+    """Raise ValueError for a parameter that is sharded over anything but the mesh's tensor-parallel dimension."""
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor) and param.device_mesh != roles.tensor_parallel:
+            if roles.tensor_parallel is None:
+                remedy = f"pass a plain module, or a mesh whose dimension {TENSOR!r} is the one it is sharded over"
+            else:
+                remedy = f"shard it over mesh[{TENSOR!r}] of the mesh that initialize gets, or not at all"
+            raise ValueError(f"initialize: {name} is sharded already, over {param.device_mesh}; {remedy}")
+
+
+def check_same_on_ranks(mesh: DeviceMesh, roles: MeshRoles, config: OffloadConfig, model: nn.Module) -> None:
+    """Compare what ranks were given, before a difference becomes a collective that never ends.
+
+    The section must be the same everywhere, but for ``aio`` and ``offload_*``. Names, shapes and
+    ``requires_grad`` of the parameters must be the same on the ranks of one pipeline stage. Values are not compared.
+
+    Raises:
+        ConfigError: sections differ; names the keys, the values and the ranks.
+        ValueError: models differ; names the ranks.
+    """
+    mine = dict(_flat(config.model_dump(mode="json")))
+    sections: list[tuple[int, dict[str, Any]]] = _gather(mesh, (dist.get_rank(), mine))
+    first_rank, first = sections[0]
+    problems = []
+    for key in dict.fromkeys(key for _, section in sections for key in section if not key.startswith(_LOCAL)):
+        for rank, section in sections[1:]:
+            if section.get(key) != first.get(key):
+                what = f"on rank {first_rank} and {section.get(key)!r} on rank {rank}"
+                problems.append(f"{key} = {first.get(key)!r} {what}; give every rank the same section")
+                break
+    if problems:
+        raise ConfigError(problems)
+    layout = repr(
+        [(name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in model.named_parameters()]
+    )
+    digest = hashlib.sha256(layout.encode()).hexdigest()
+    models: list[tuple[int, str]] = _gather(roles.data_parallel, (dist.get_rank(), digest))
+    for rank, other in models[1:]:
+        if other != models[0][1]:
+            raise ValueError(
+                f"initialize: the models of ranks {models[0][0]} and {rank} differ in names, shapes, dtypes or "
+                "requires_grad of their parameters; build the same one on every rank of a stage"
+            )
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of a section by full key."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _gather(mesh: DeviceMesh, own: Any) -> list[Any]:
+    """An object of every rank of a mesh, dimension by dimension, in the same order on all of them."""
+    objects = [own]
+    for dim in range(mesh.ndim):
+        parts: list[Any] = [None] * mesh.size(dim)
+        dist.all_gather_object(parts, objects, group=mesh.get_group(dim))
+        objects = [item for part in parts for item in part]
+    return objects

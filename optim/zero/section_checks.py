@@ -1,0 +1,44 @@
+"""What the section may say and `initialize` refuses all the same: it knows the device and the ranks."""
+
+from __future__ import annotations
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import ConfigError
+
+
+def check_supported(config: OffloadConfig, device_type: str) -> None:
+    """Refuse what the section may say and this engine does not do.
+
+    Raises:
+        ConfigError: names the key and what to write instead.
+    """
+    problems = []
+    for name, device in (
+        ("zero_optimization.offload_param", config.zero_optimization.offload_param.device),
+        ("offload_gradients", config.offload_gradients.device),
+    ):
+        if device == "nvme" and not config.bf16.enabled:
+            what = 'only the halves of bf16 training go there; write bf16.enabled = true, or "none"'
+            problems.append(f'{name}.device = "nvme": {what}')
+        if device != "none" and device_type != "cpu":
+            what = f'the model is on {device_type}, where parameters and gradients stay; write "none", or move it'
+            problems.append(f'{name}.device = "{device}": {what} to the CPU')
+    if problems:
+        raise ConfigError(problems)
+
+
+def completed_for(config: OffloadConfig, num_ranks: int) -> OffloadConfig:
+    """The section with its gradient accumulation steps, which the tier plan counts uses with.
+
+    Args:
+        config: the whole section.
+        num_ranks: data-parallel ones.
+
+    Raises:
+        ConfigError: it does not go with so many ranks; names the key and what to write instead.
+    """
+    if config.zero_optimization.stage == 0 and num_ranks > 1:
+        what = f"nothing is sharded, which goes with one rank, not with {num_ranks}; write 1"
+        raise ConfigError([f"zero_optimization.stage = 0: {what}"])
+    steps = config.batch_sizes(num_ranks).gradient_accumulation_steps
+    return config.model_copy(update={"gradient_accumulation_steps": steps})

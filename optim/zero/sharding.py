@@ -1,0 +1,296 @@
+"""Wrapping a plain module with FSDP2: what is gathered together, in which precision, and when it is freed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils import swap_tensors
+
+from nvme_offload.offload._torch_private import fsdp_params, gather_by_itself
+from nvme_offload.optim.precision.casts import (
+    CONTAINERS,
+    cast_at_borders,
+    gather_fp32_outside_autocast,
+    guard_autocast,
+    return_no_views,
+)
+from nvme_offload.optim.precision.plan import SIXTEEN_BITS, PrecisionPlan
+from nvme_offload.optim.tiers.gatherers import remember_gatherers
+from nvme_offload.optim.tiers.halves import keep_grad_in, split_parameters, split_shard
+
+PIPELINES_REDUCE_ONCE = hasattr(FSDPModule, "set_manual_backward_finalization")
+"""Whether the schedules of this torch (2.15 and newer) put off all that follows a backward to the end of the step."""
+
+REDUCED_ONCE = (
+    f"torch {torch.__version__}: its pipelines add up micro-batches in the dtype they reduce in; write the same dtype "
+    "for communication_data_type and gradient_accumulation_dtype, or use torch 2.11 to 2.13"
+)
+
+
+def default_mesh(device_type: str) -> DeviceMesh:
+    """A mesh of all ranks; without a launcher, a mesh of this process alone.
+
+    Raises:
+        ValueError: torch.distributed is neither set up nor set up by the environment, and cannot be.
+    """
+    if not dist.is_initialized():
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's list of exports
+            dist.init_process_group(backend, rank=0, world_size=1, store=store, timeout=timedelta(hours=1))
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers of a model, which are worth gathering one by one.
+
+    They are what Hugging Face models name in ``_no_split_modules``, and the members of every ``nn.ModuleList`` or
+    ``nn.Sequential`` that holds two or more modules of one class with parameters.
+    """
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    blocks: dict[nn.Module, None] = {}
+    for module in model.modules():
+        if type(module).__name__ in named:
+            blocks[module] = None
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        members = [child for child in module if _can_be_gathered(child)]
+        kinds = [type(child) for child in members]
+        blocks.update({child: None for child in members if kinds.count(type(child)) > 1})
+    return _outermost(blocks, model)
+
+
+def match_blocks(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
+    """Modules whose class name or qualified name is one of `patterns`.
+
+    Raises:
+        ValueError: a pattern matches nothing.
+    """
+    blocks: dict[nn.Module, None] = {}
+    for pattern in patterns:
+        found = [module for name, module in model.named_modules() if pattern in (type(module).__name__, name)]
+        if not found:
+            names = sorted({type(module).__name__ for module in model.modules()})
+            raise ValueError(f"blocks: {pattern!r} names no module; classes in this model are {', '.join(names)}")
+        blocks.update(dict.fromkeys(found))
+    return _outermost(blocks, model)
+
+
+def shard_with_precision(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    plan: PrecisionPlan,
+    *,
+    reshard_after_forward: bool,
+    give_shards: Callable[[torch.dtype | None], None] | None = None,
+) -> None:
+    """Shard a plain module and give it the precision of its plan: all that `initialize` does to it, in place.
+
+    Args:
+        model: a plain module on its device: the whole model, or one stage of a pipeline. Its 16-bit parameters become
+            fp32.
+        blocks: see `shard_model`.
+        mesh: the data-parallel ranks.
+        plan: of this module.
+        reshard_after_forward: ZeRO stage 3 or not.
+        give_shards: of a model on the meta device: gives its shards memory, as halves where the plan says so. Called
+            with the accumulation dtype of these.
+    """
+    cast_at_borders(model, plan)
+    for param in model.parameters():
+        if param.dtype in SIXTEEN_BITS:
+            _make_fp32(param)
+    shard_model(model, blocks, mesh, plan, reshard_after_forward=reshard_after_forward)
+    if give_shards is not None:
+        give_shards(plan.split_accumulation)
+    elif plan.split_accumulation is not None:
+        split_parameters(model, plan.split_accumulation)
+    for name, param in model.named_parameters():
+        accumulate = plan[name].accumulate
+        if param.requires_grad and param.dtype != accumulate and split_shard(param) is None:
+            keep_grad_in(param, accumulate)
+    _reduce_where_accumulation_asks(model, plan)
+    if plan.autocast is not None:
+        gather_fp32_outside_autocast(model, plan)
+    guard_autocast(model, plan)
+
+
+def _make_fp32(param: nn.Parameter) -> None:
+    """In place, so that tied weights stay tied."""
+    if isinstance(param, DTensor):  # whose data is another tensor's, which `.data` would not change
+        wide = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
+        swap_tensors(param, wide)  # type: ignore[no-untyped-call]
+    else:
+        param.data = param.data.float()
+
+
+def shard_model(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    plan: PrecisionPlan,
+    *,
+    reshard_after_forward: bool,
+) -> nn.Module:
+    """``fully_shard`` the blocks one by one, then what is left of the model; in place.
+
+    Within a block, and in what is left, all modules of one gather and one reduce dtype are gathered together.
+
+    Args:
+        model: a plain module on its device.
+        blocks: parts to be gathered together, in any order, none inside another.
+        mesh: 1-D, or 2-D (replicate, shard) for hybrid sharding.
+        plan: dtypes of gathering and reduction; of this module.
+        reshard_after_forward: free gathered parameters between forward and backward (ZeRO stage 3) or not.
+    """
+    grouping = _Grouping(model, blocks, plan)
+    for modules, policy in grouping.groups:
+        for module in modules:
+            if type(module) is nn.Linear and module not in grouping.units:
+                return_no_views(module)
+        together = modules if len(modules) > 1 else modules[0]
+        # FSDP2 gathers a list again for backward when the gradient of the last module's output comes, which need not
+        # be the first gradient, or come at all: the few parameters in lists stay.
+        reshard = reshard_after_forward and len(modules) == 1
+        fully_shard(together, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    _gather_in_own_dtypes(model, plan)
+    remember_gatherers(model)
+    return model
+
+
+def _gather_in_own_dtypes(model: nn.Module, plan: PrecisionPlan) -> None:
+    """Where a module has parameters of its own of two precisions, gather each in its own, and reduce them alike."""
+    names = {param: name for name, param in model.named_parameters()}
+    done: set[int] = set()
+    for module in model.modules():
+        records = [record for record in fsdp_params(module) if id(record) not in done]
+        done.update(map(id, records))
+        policies = {id(record): plan.policy_of(names[record.sharded_param]) for record in records}
+        if len({policy.param_dtype for policy in policies.values()}) > 1:
+            for record in records:
+                gather_by_itself(record, policies[id(record)])
+
+
+def _reduce_where_accumulation_asks(model: nn.Module, plan: PrecisionPlan) -> None:
+    """Let the model reduce every micro-batch's gradients where the plan says so, whoever asks it to wait.
+
+    Stage 1, and every pipeline schedule of PyTorch, defer reductions to the last micro-batch with
+    ``model.set_requires_gradient_sync(False)``. Until then FSDP2 adds up unsharded gradients in the reduce dtype, so
+    that groups with another accumulation dtype must not wait.
+
+    Args:
+        model: after `shard_model`, and the module that it is asked of: the model, or the stage of a pipeline.
+        plan: of that module.
+    """
+    names = {param: name for name, param in model.named_parameters()}
+    never_wait = {
+        module
+        for module in model.modules()
+        for record in fsdp_params(module)
+        if record.sharded_param.requires_grad and plan[names[record.sharded_param]].reduces_every_micro_batch
+    }
+
+    def set_requires_gradient_sync(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        for module in model.modules() if recurse else (model,):
+            if isinstance(module, FSDPModule):
+                wanted = requires_gradient_sync or module in never_wait
+                type(module).set_requires_gradient_sync(module, wanted, recurse=False)
+
+    def set_manual_backward_finalization(enabled: bool) -> None:
+        if enabled:
+            raise RuntimeError(REDUCED_ONCE)
+
+    model.set_requires_gradient_sync = set_requires_gradient_sync  # type: ignore[assignment]
+    if never_wait and PIPELINES_REDUCE_ONCE:
+        model.set_manual_backward_finalization = set_manual_backward_finalization  # type: ignore[assignment]
+
+
+class _Grouping:
+    """What is gathered together: lists of modules with their policy, inner ones first, the model last."""
+
+    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], plan: PrecisionPlan) -> None:
+        self.groups: list[tuple[list[nn.Module], MixedPrecisionPolicy]] = []
+        self._policies = {param: plan.policy_of(name) for name, param in model.named_parameters()}
+        self._blocks = dict.fromkeys(blocks)
+        for module in model.modules():
+            self._gather_own_together(module)
+        self.units = {*self._blocks, model}
+        for unit in (*self._blocks, model):
+            self._add(unit)
+
+    def _add(self, unit: nn.Module) -> None:
+        """A unit has the policy of its own parameters, or of most that is in it, and one list for each other policy."""
+        sizes: dict[MixedPrecisionPolicy, int] = {}
+        for param in dict.fromkeys(self._params(unit)):
+            sizes[self._policies[param]] = sizes.get(self._policies[param], 0) + param.numel()
+        largest = max(sizes, key=sizes.__getitem__, default=MixedPrecisionPolicy())
+        own = next(iter(self._policies_of(unit)), largest)
+        others: dict[MixedPrecisionPolicy, dict[nn.Module, None]] = {}
+        self._sort(unit, own, others)
+        self.groups += [(list(modules), policy) for policy, modules in others.items()]
+        self.groups.append(([unit], own))
+
+    def _sort(
+        self, module: nn.Module, own: MixedPrecisionPolicy, others: dict[MixedPrecisionPolicy, dict[nn.Module, None]]
+    ) -> None:
+        """Find the largest parts that have one other policy alone; what mixes them by itself is a unit of its own."""
+        for child in module.children():
+            policies = {self._policies[param] for param in self._params(child)}
+            if child in self._blocks or policies <= {own}:
+                continue
+            if len(policies) == 1 and not isinstance(child, (*CONTAINERS, nn.Sequential)):
+                others.setdefault(policies.pop(), {})[child] = None
+            elif self._policies_of(child) - {own}:
+                self._add(child)
+            else:
+                self._sort(child, own, others)
+
+    def _policies_of(self, module: nn.Module) -> set[MixedPrecisionPolicy]:
+        return {self._policies[param] for param in module.parameters(recurse=False)}
+
+    def _params(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        """All that are not in a block inside."""
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            if child not in self._blocks:
+                yield from self._params(child)
+
+    def _gather_own_together(self, module: nn.Module) -> None:
+        """A module's own parameters are in one group, in the policy of those that are not fp32 beside others."""
+        own = list(module.parameters(recurse=False))
+        policies = dict.fromkeys(self._policies[param] for param in own)
+        if len(policies) > 1:
+            low = next(policy for policy in policies if policy.param_dtype is not torch.float32)
+            self._policies.update(dict.fromkeys(own, low))
+
+
+def reset_pass(model: nn.Module) -> bool:
+    """Let FSDP2 forget a forward or backward that an exception ended; False where this torch cannot (before 2.13)."""
+    reset = getattr(model, "reset_iter_state", None)
+    if reset is None:
+        return False
+    reset()
+    return True
+
+
+def _can_be_gathered(module: nn.Module) -> bool:
+    """Whether it has parameters, and a forward, in which FSDP2 gathers them."""
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return not is_container and next(module.parameters(), None) is not None
+
+
+def _outermost(blocks: dict[nn.Module, None], model: nn.Module) -> list[nn.Module]:
+    """Without the model itself and without blocks inside blocks: FSDP2 would gather those twice as often."""
+    inside = {inner for block in blocks for inner in block.modules() if inner is not block}
+    return [block for block in blocks if block not in inside and block is not model]

@@ -1,0 +1,1 @@
+"""`offload bench`: this engine and fio in turn."""

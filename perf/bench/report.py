@@ -1,0 +1,203 @@
+"""What was measured, in words, tables and files."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from nvme_offload.offload.units import MiB, format_bytes
+from nvme_offload.perf.bench.comparison import Quad
+from nvme_offload.perf.measure.environment import describe
+from nvme_offload.perf.measure.tensor_workloads import STEPS_PER_PASS
+from nvme_offload.perf.measure.workloads import Sample, Settings
+
+PERCENTILES = (50, 95, 99, 100)
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+class Progress:
+    """Bars on a terminal, plain lines elsewhere. Goes to standard error: standard output is for results."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def say(self, line: str) -> None:
+        """One line that stays."""
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def phase(self, name: str, total: int | None) -> Iterator[Callable[[str], None]]:
+        """Gives what is to be called, with a short text or none, after each of `total` pieces of work."""
+        if not self._console.is_terminal:
+            self.say(f"{name} ...")
+            last = ""
+
+            def note(text: str) -> None:
+                nonlocal last
+                last = text
+
+            start = time.monotonic()
+            yield note
+            self.say(f"{name}: {time.monotonic() - start:.1f} s{', ' + last if last else ''}")
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
+        with Bars(*columns, TimeElapsedColumn(), console=self._console, transient=True) as bars:
+            task = bars.add_task(name, total=total, text="")
+            yield lambda text: bars.update(task, advance=1, text=text)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that `percent` of all values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def summary(samples: Sequence[Sample], settings: Settings) -> dict[str, Any]:
+    """The figures of all passes in one direction. Names and units as in fio: bw_bytes, iops, clat_ns."""
+    clat_ns = [latency for sample in samples for latency in sample.clat_ns]
+    bytes_moved = sum(sample.size_bytes for sample in samples)
+    cpu_seconds = sum(sample.cpu_seconds for sample in samples)
+    return {
+        "bw_bytes": {
+            "median": median(sample.bw_bytes for sample in samples),
+            "min": min(sample.bw_bytes for sample in samples),
+            "max": max(sample.bw_bytes for sample in samples),
+        },
+        "iops": median(sample.iops for sample in samples),
+        "transfer_clat_ns": {str(percent): percentile(clat_ns, percent) for percent in PERCENTILES} if clat_ns else {},
+        "request_clat_ns": mean(sample.request_clat_ns for sample in samples),
+        "achieved_depth": mean(sample.achieved_depth for sample in samples),
+        "requested_depth": settings.iodepth,
+        "cpu_seconds_per_gb": cpu_seconds / (bytes_moved / 1e9),
+        "cpu_us_per_mib": cpu_seconds * 1e6 / (bytes_moved / MiB),
+        "num_samples": len(samples),
+    }
+
+
+def describe_quad(rw: str, number: int, pair: tuple[Quad, Quad]) -> str:
+    """One quad and its control in a line."""
+    quad, control = pair
+    rates = " ".join(f"{rate / 1e9:.2f}" for rate in quad.rates)
+    control_rates = " ".join(f"{rate / 1e9:.2f}" for rate in control.rates)
+    return (
+        f"{rw} {number:3}: ours fio fio ours {rates} GB/s, ratio {quad.ratio:.3f} | "
+        f"control {control_rates} GB/s, ratio {control.ratio:.3f}"
+    )
+
+
+def result_table(document: dict[str, Any]) -> Table:
+    """The summaries as a table for a terminal."""
+    table = Table(box=None, pad_edge=False)
+    for name in (
+        "rw",
+        "GB/s",
+        "min",
+        "max",
+        "IOPS",
+        "depth",
+        "request ms",
+        "transfer ms p50",
+        "p99",
+        "max",
+        "CPU s/GB",
+    ):
+        table.add_column(name, justify="left" if name == "rw" else "right")
+    for rw, result in document["results"].items():
+        table.add_row(rw, *_cells(result["summary"]))
+    return table
+
+
+def _cells(figures: dict[str, Any]) -> list[str]:
+    bw, clat = figures["bw_bytes"], figures["transfer_clat_ns"]
+    return [
+        *(f"{bw[name] / 1e9:.2f}" for name in ("median", "min", "max")),
+        f"{figures['iops']:.0f}",
+        f"{figures['achieved_depth']:.1f}/{figures['requested_depth']}",
+        f"{figures['request_clat_ns'] / 1e6:.2f}",
+        *(f"{clat[name] / 1e6:.1f}" if clat else "-" for name in ("50", "99", "100")),
+        f"{figures['cpu_seconds_per_gb']:.3f}",
+    ]
+
+
+def show(document: dict[str, Any], console: Console) -> None:
+    """Print a document of `offload bench` for people."""
+    config = document["config"]
+    settings, engine = config["settings"], document["engine"]
+    lines = [
+        *describe(document["environment"]),
+        f"target {config['target']}, size {format_bytes(settings['size'])}, bs {format_bytes(settings['bs'])}, "
+        f"iodepth {settings['iodepth']}, numjobs {settings['numjobs']}, device {settings['device']}",
+        f"engine {engine['name']} ({engine['reason']}), direct I/O {'on' if engine['direct'] else 'off'}, "
+        f"data {'verified' if document['verified'] else 'not verified: no byte moves'}",
+    ]
+    if not engine["direct"]:
+        lines.append("without direct I/O these figures are those of the page cache, not of the drive")
+    if config["target"] == "step":
+        lines.append(f"a pass is {STEPS_PER_PASS} steps, the writes of the last one waited for")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(result_table(document))
+    if not document["verified"]:
+        for rw, result in document["results"].items():
+            cost = result["summary"]["cpu_us_per_mib"]
+            console.print(f"{rw}: {cost:.2f} us of processor time per MiB block", highlight=False)
+    for line in comparison_lines(document):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def comparison_lines(document: dict[str, Any]) -> list[str]:
+    """The answers of the comparison with fio, one line for each direction."""
+    lines = []
+    for rw, result in document.get("comparison", {}).items():
+        if not isinstance(result, dict):
+            continue
+        low, high = result["interval_95"]
+        verdict = ""
+        if result["least"] is not None:
+            verdict = f"; at least {result['least']:.2f} wanted: {'yes' if result['accepted'] else 'NO'}"
+        lines.append(
+            f"{rw} against fio: median ratio {result['ratio']:.3f}, fio against itself {result['control_ratio']:.3f}, "
+            f"quotient {result['quotient']:.3f} (95 %: {low:.3f} to {high:.3f}, {len(result['quads'])} quads){verdict}"
+        )
+    return lines
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """A document of `offload bench` as a Markdown page."""
+    table = result_table(document)
+    head = [str(column.header) for column in table.columns]
+    rows = [[rw, *_cells(result["summary"])] for rw, result in document["results"].items()]
+    config = document["config"]
+    title = f"offload bench: {config['target']}, engine {document['engine']['name']}"
+    return page(title, document["environment"], head, rows, comparison_lines(document))
+
+
+def page(
+    title: str, facts: dict[str, Any], head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
+) -> str:
+    """A table with the environment under it."""
+    lines = [f"# {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines += ["", *(f"- {note}" for note in (*notes, *describe(facts)))]
+    return "\n".join(lines) + "\n"
+
+
+def save(folder: Path, name: str, document: dict[str, Any], text: str) -> list[Path]:
+    """Write a document as JSON and as Markdown under a name that says when it was measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = document["environment"]["time"].replace(":", "").replace("+0000", "Z")
+    paths = [folder / f"{stamp}-{name}.{suffix}" for suffix in ("json", "md")]
+    paths[0].write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    paths[1].write_text(text, encoding="utf-8")
+    return paths

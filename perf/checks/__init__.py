@@ -1,1 +1,0 @@
-"""The questions that `offload doctor` asks, one module per topic. Each answers with findings and changes nothing."""

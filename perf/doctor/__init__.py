@@ -1,0 +1,1 @@
+"""`offload doctor`: what works here and what does not."""

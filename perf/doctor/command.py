@@ -1,0 +1,122 @@
+"""`offload doctor`: whether NVMe offload works here, and how well it can."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import ConfigError, ConfigWarning
+from nvme_offload.perf.doctor.engines import check_engines, probe_engines
+from nvme_offload.perf.doctor.findings import Finding, Group, Level, Report, ok, print_report, problem
+from nvme_offload.perf.doctor.memory import check_memory
+from nvme_offload.perf.doctor.paths import check_path
+from nvme_offload.perf.doctor.software import check_software
+
+
+def doctor(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="PATH", help="Folders for swap files, beside those that the configuration names."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="A configuration section (.json or .toml): sizes, engine, paths."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Examine this machine and the given folders, and say what stands in the way of NVMe offload.
+
+    Every finding has a level (ok, note, warning, error), and where it is not ok, what it means and what to type.
+    A nameless file of 1 MiB is written in each folder and disappears at once; nothing else is written anywhere.
+
+    Exit status: 0 all is fine (notes included), 1 there are warnings, 2 an error prevents NVMe offload.
+    """
+    report = examine(paths or [], config)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2, default=str))
+    else:
+        print_report(report, Console(highlight=False))
+    raise typer.Exit(report.exit_status)
+
+
+def examine(paths: Sequence[Path], config_file: Path | None = None) -> Report:
+    """Ask all questions. A configuration that cannot be read is a finding, and the defaults take its place."""
+    config, about_config = _read_config(config_file)
+    probe = probe_engines(config)
+    engine = probe.chosen(config)
+    groups = [Group(f"Configuration {config_file}", tuple(about_config))] if config_file else []
+    groups += [
+        Group("I/O engines", tuple(check_engines(config, probe))),
+        Group("Memory and limits", tuple(check_memory(config))),
+        Group("Software", tuple(check_software(config))),
+    ]
+    groups += _examine_paths(list(dict.fromkeys([*paths, *_nvme_paths(config)])), config, engine)
+    return Report(tuple(groups), engine)
+
+
+def _read_config(file: Path | None) -> tuple[OffloadConfig, list[Finding]]:
+    if file is None:
+        return OffloadConfig(), []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ConfigWarning)
+            config = OffloadConfig.from_file(file)
+    except (ConfigError, OSError) as error:
+        problems = error.problems if isinstance(error, ConfigError) else [error.strerror or str(error)]
+        meaning = "a run stops when it starts; everything below is about the defaults"
+        remedy = "correct it; docs/configuration.md lists every key"
+        return OffloadConfig(), [problem(Level.ERROR, "section", text, meaning, remedy) for text in problems]
+    findings = [
+        problem(Level.NOTE, "section", line.strip(), "this key has no effect here; it can stay")
+        for warning in caught
+        if issubclass(warning.category, ConfigWarning)
+        for line in str(warning.message).splitlines()[1:]
+    ]
+    if not _nvme_paths(config):
+        found = f"zero_optimization.offload_optimizer.device = {config.zero_optimization.offload_optimizer.device}"
+        meaning = "with this configuration nothing goes to NVMe"
+        findings.append(problem(Level.NOTE, "device", found, meaning, 'write "nvme", and an nvme_path beside it'))
+    return config, findings or [ok("section", "valid")]
+
+
+def _nvme_paths(config: OffloadConfig) -> list[Path]:
+    """Folders of optimizer state, parameters and gradients: each may have its own; none where a device is not nvme."""
+    zero = config.zero_optimization
+    return [*config.nvme_paths, *zero.offload_param.nvme_path, *config.offload_gradients.nvme_path]
+
+
+def _examine_paths(paths: Sequence[Path], config: OffloadConfig, engine: str | None) -> list[Group]:
+    if not paths:
+        meaning = "whether a drive suits was not looked at"
+        remedy = "offload doctor PATH, or offload doctor --config FILE"
+        return [Group("Paths", (problem(Level.NOTE, "paths", "none was named", meaning, remedy),))]
+    groups: list[Group] = []
+    by_drive: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        findings, drive = check_path(path, config, engine)
+        groups.append(Group(f"Path {path}", tuple(findings)))
+        if drive:
+            by_drive[drive.name].append(str(path))
+    shared = [
+        problem(
+            Level.NOTE,
+            "paths",
+            f"{', '.join(names)} are on the same drive, {drive}",
+            "an extent is striped over all paths to use several drives: on one drive that brings nothing",
+            "name one path for each drive",
+            drive=drive,
+        )
+        for drive, names in by_drive.items()
+        if len(names) > 1
+    ]
+    return [*groups, Group("All paths", tuple(shared))] if shared else groups

@@ -1,0 +1,212 @@
+"""Which engine would do the I/O, and what the kernel allows it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nvme_offload.aio_native import ENGINES, Engine, EngineOptions, EngineUnavailable, open_engine
+from nvme_offload.aio_native.uring_refusal import io_uring_disabled, probe_errno
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.host.available_memory import available_bytes
+from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.host.proc import CAP_IPC_LOCK, has_capability, status_field
+from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT
+from nvme_offload.offload.units import format_bytes
+from nvme_offload.perf.doctor.findings import Finding, Level, ok, problem
+
+FIRST_KERNEL = (5, 6)
+FULL_KERNEL = (6, 1)
+CHARGES_RINGS_BEFORE = (5, 12)
+"""Older kernels charge rings to RLIMIT_MEMLOCK, newer ones only registered buffers."""
+
+
+@dataclass(frozen=True)
+class EngineProbe:
+    """What came of opening engines, in the order of ``auto`` up to the first that works, and the configured one."""
+
+    first: str | None
+    """What ``auto`` takes."""
+    refusals: dict[str, str]
+    """Why not, by name, for those that cannot be opened."""
+
+    def chosen(self, config: OffloadConfig) -> str | None:
+        """What this configuration takes."""
+        if config.aio.engine == "auto":
+            return self.first
+        return None if config.aio.engine in self.refusals else config.aio.engine
+
+
+def engine_options(config: OffloadConfig, alignment: int) -> EngineOptions:
+    """As `NvmeTier` chooses them, for a few operations."""
+    aio = config.aio
+    return EngineOptions(
+        queue_depth=aio.queue_depth,
+        block_size=aio.block_size,
+        rings=aio.rings,
+        alignment=alignment,
+        max_operations=8,
+    )
+
+
+def probe_engines(config: OffloadConfig) -> EngineProbe:
+    """Open and close engines with the configured sizes. Nothing is logged."""
+    refusals: dict[str, str] = {}
+    works: set[str] = set()
+    for name in ENGINES:
+        if works and name != config.aio.engine:
+            continue
+        try:
+            open_engine(name, engine_options(config, MIN_ALIGNMENT)).engine.close()
+            works.add(name)
+        except (EngineUnavailable, OSError, ValueError) as error:
+            reason = error.__cause__ if isinstance(error.__cause__, EngineUnavailable) else error
+            refusals[name] = str(reason).rstrip(".")
+    return EngineProbe(next((name for name in ENGINES if name in works), None), refusals)
+
+
+def check_engines(config: OffloadConfig, probe: EngineProbe) -> Iterator[Finding]:
+    """Kernel, io_uring, the choice, registered buffers."""
+    refusal = probe_errno(config.aio.queue_depth)
+    yield check_kernel()
+    yield check_io_uring(refusal)
+    if not refusal and "io_uring" in probe.refusals:
+        meaning = "the fastest engine is missing; with pyuring each request costs some 20 us of Python"
+        yield problem(Level.WARNING, "C++ engine", "not available", meaning, probe.refusals["io_uring"])
+    yield check_choice(config, probe)
+    if probe.chosen(config) == "io_uring":
+        yield check_registered_buffers(config)
+
+
+def kernel_version(release: str | None = None) -> tuple[int, int]:
+    """(6, 18) of "6.18.44-generic"."""
+    match = re.match(r"(\d+)\.(\d+)", platform.release() if release is None else release)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def check_kernel(release: str | None = None) -> Finding:
+    """Which io_uring this kernel can have."""
+    release = platform.release() if release is None else release
+    version = kernel_version(release)
+    if version >= FULL_KERNEL:
+        return ok("kernel", f"{release}, with all io_uring features in use", release=release)
+    if version >= FIRST_KERNEL:
+        meaning = (
+            "io_uring works with fewer flags (SINGLE_ISSUER and DEFER_TASKRUN came with 6.1), which costs processor "
+            "time, and statx does not tell the alignment of direct I/O"
+        )
+        return problem(Level.NOTE, "kernel", release, meaning, "update to Linux 6.1 or newer", release=release)
+    meaning = "io_uring as we use it came with 5.6: the engine aiofiles serves, which is slower"
+    return problem(Level.WARNING, "kernel", release, meaning, "update to Linux 6.1 or newer", release=release)
+
+
+def check_io_uring(refusal: int) -> Finding:
+    """Whether the kernel lets this process use io_uring, and if not, what forbids it.
+
+    Args:
+        refusal: errno of io_uring_setup(2), 0 if it worked.
+    """
+    sysctl, seccomp = io_uring_disabled(), _seccomp_mode()
+    values = {"errno": errno.errorcode.get(refusal), "io_uring_disabled": sysctl, "seccomp": seccomp}
+    shown = f"kernel.io_uring_disabled = {'absent' if sysctl is None else sysctl}, seccomp {_SECCOMP[seccomp]}"
+    if not refusal:
+        return ok("io_uring", f"allowed ({shown})", **values)
+    name = errno.errorcode.get(refusal, str(refusal))
+    cause, remedy = _cause(refusal, sysctl, seccomp)
+    found = f"refused with {name}, {os.strerror(refusal)} ({shown})"
+    meaning = f"{cause}; without io_uring the engine aiofiles serves, with a thread for each request"
+    return problem(Level.WARNING, "io_uring", found, meaning, remedy, **values)
+
+
+_SECCOMP = {0: "off", 1: "strict", 2: "filter active", None: "unknown"}
+
+
+def _seccomp_mode() -> int | None:
+    text = status_field("Seccomp")
+    return int(text) if text in ("0", "1", "2") else None
+
+
+def _cause(code: int, sysctl: int | None, seccomp: int | None) -> tuple[str, str]:
+    """What refuses, and what to type."""
+    if code in (errno.EPERM, errno.EACCES):
+        if sysctl:
+            whom = "everybody" if sysctl == 2 else "processes without CAP_SYS_ADMIN outside kernel.io_uring_group"
+            also = "" if seccomp != 2 else ", and a seccomp filter is active, which may forbid it as well"
+            return f"the sysctl forbids io_uring to {whom}{also}", "sudo sysctl -w kernel.io_uring_disabled=0"
+        if seccomp == 0:
+            cause = "neither seccomp nor the sysctl forbids it: a security module (SELinux, AppArmor) does"
+            return cause, "look for io_uring in: sudo dmesg; sudo ausearch -m avc -ts recent"
+        return (
+            "a seccomp filter forbids io_uring, as Docker's default profile does",
+            "docker run --security-opt seccomp=unconfined ..., or a profile that allows io_uring_setup, "
+            "io_uring_enter and io_uring_register (Kubernetes: seccompProfile.type Unconfined or Localhost)",
+        )
+    if code == errno.ENOSYS:
+        hidden = "a seccomp filter hides it, or " if seccomp == 2 else ""
+        return (
+            f"{hidden}this kernel is too old or built without io_uring",
+            "use a kernel 6.1 or newer with CONFIG_IO_URING",
+        )
+    if code == errno.ENOMEM:
+        old = kernel_version() < CHARGES_RINGS_BEFORE
+        cause = "RLIMIT_MEMLOCK is too small for the ring" if old else "the kernel is short of memory for the ring"
+        return cause, "ulimit -l unlimited, or a smaller aio.queue_depth" if old else "write a smaller aio.queue_depth"
+    if code in (errno.EMFILE, errno.ENFILE):
+        return "no file descriptor is left", "ulimit -n 4096"
+    return "io_uring_setup(2) explains this error", "write another aio.queue_depth, or aio.engine = aiofiles"
+
+
+def check_choice(config: OffloadConfig, probe: EngineProbe) -> Finding:
+    """Which engine does the I/O, and why."""
+    asked, chosen = config.aio.engine, probe.chosen(config)
+    values = {"asked": asked, "chosen": chosen, "refusals": probe.refusals}
+    if chosen is None:
+        found = f"aio.engine = {asked} cannot be opened here"
+        meaning = probe.refusals.get(asked) or "; ".join(probe.refusals.values())
+        usable = f", which takes {probe.first} here" if probe.first else ""
+        return problem(Level.ERROR, "engine", found, meaning, f'write "auto" for aio.engine{usable}', **values)
+    if asked != "auto":
+        return ok("engine", f"{chosen}, as aio.engine asks", **values)
+    passed_over = ENGINES[: ENGINES.index(chosen)]
+    if not passed_over:
+        return ok("engine", f"auto takes {chosen}, the first choice", **values)
+    return ok("engine", f"auto takes {chosen}, because {' and '.join(passed_over)} cannot be opened", **values)
+
+
+def check_registered_buffers(config: OffloadConfig) -> Finding:
+    """Try to register staging buffers of the configured size."""
+    section = config.zero_optimization.offload_optimizer
+    budget, check = section.staging_budget, "registered buffers"
+    if budget > available_bytes():
+        meaning = "they were not tried, because there is less memory than that"
+        return problem(Level.NOTE, check, f"{format_bytes(budget)} of staging buffers", meaning, size_bytes=budget)
+    engine: Engine = open_engine("io_uring", engine_options(config, MIN_ALIGNMENT)).engine
+    try:
+        pool = BufferPool(section.buffer_count, budget // section.buffer_count)
+        registration = engine.register(pool.regions, [])
+        engine.unregister()
+        pool.close()
+    except MemoryError as error:
+        meaning = "the staging buffers do not fit"
+        remedy = "write a smaller zero_optimization.offload_optimizer.staging_budget"
+        return problem(Level.ERROR, check, str(error), meaning, remedy, size_bytes=budget)
+    finally:
+        engine.close()
+    if registration.buffers:
+        return ok(check, f"{format_bytes(pool.size_bytes)} of staging buffers can be registered", size_bytes=budget)
+    reason = registration.refusals[0]
+    limited = "Cannot allocate memory" in reason and not has_capability(CAP_IPC_LOCK)
+    found = f"{format_bytes(pool.size_bytes)} of staging buffers are refused"
+    meaning = "requests pin their pages one by one, which costs some processor time; everything works"
+    if not limited:
+        cause, _, remedy = reason.rpartition("; ")
+        return problem(Level.NOTE, check, f"{found} ({cause.partition(':')[0]})", meaning, remedy, size_bytes=budget)
+    remedy = (
+        f"ulimit -l {-(-budget // 1024) + 1024} (in KiB; for good: memlock in /etc/security/limits.conf, "
+        "LimitMEMLOCK= of systemd, docker run --ulimit memlock=-1)"
+    )
+    return problem(Level.NOTE, check, f"{found} by RLIMIT_MEMLOCK", meaning, remedy, size_bytes=budget)

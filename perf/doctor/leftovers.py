@@ -1,0 +1,115 @@
+"""Run directories on a path: of runs that are alive, and of runs that died. Looks at them and leaves them alone."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nvme_offload.offload.storage.run_directory import LOCK_NAME, PREFIX
+from nvme_offload.offload.units import format_bytes
+from nvme_offload.perf.doctor.findings import Finding, Level, ok, problem
+
+PATIENCE_S = 2.0
+"""A run that starts holds the lock on the path for a moment."""
+
+State = Literal["live", "dead", "unknown"]
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run directory. `unknown` is one that this user may not look into."""
+
+    name: str
+    state: State
+    size_bytes: int
+
+
+def find_runs(path: Path) -> list[FoundRun]:
+    """The run directories below `path`.
+
+    The path is locked while their locks are tried: otherwise a run that starts at this moment could find its own
+    new lock taken by us, and give up.
+    """
+    with _shared_lock(path):
+        return [FoundRun(run.name, _state(run), _size(run)) for run in sorted(path.glob(PREFIX + "*")) if run.is_dir()]
+
+
+@contextlib.contextmanager
+def _shared_lock(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _wait_for_lock(fd, time.monotonic() + PATIENCE_S)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _wait_for_lock(fd: int, deadline: float) -> None:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return
+
+
+def _state(run: Path) -> State:
+    try:
+        lock_fd = os.open(run / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return "dead"  # it died between making its directory and its lock
+    except OSError:
+        return "unknown"
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "live"
+    finally:
+        os.close(lock_fd)
+    return "dead"
+
+
+def _size(run: Path) -> int:
+    size = 0
+    with contextlib.suppress(OSError):
+        for entry in run.iterdir():
+            with contextlib.suppress(OSError):  # a run that ends takes its files along
+                size += entry.stat().st_blocks * 512
+    return size
+
+
+def check_runs(path: Path) -> Finding:
+    """What other runs have on this path."""
+    try:
+        runs = find_runs(path)
+    except BlockingIOError:
+        return ok("other runs", "one is starting or cleaning up at this moment", runs=None)
+    except OSError as error:
+        return problem(Level.NOTE, "other runs", f"cannot be looked for: {error.strerror}", "a run will fail here, too")
+    values = {"runs": [{"name": run.name, "state": run.state, "size_bytes": run.size_bytes} for run in runs]}
+    by_state = {state: [run for run in runs if run.state == state] for state in ("live", "dead", "unknown")}
+    found = "; ".join(f"{_words(state)}: {_list(found)}" for state, found in by_state.items() if found) or "none"
+    if dead := by_state["dead"]:
+        size = format_bytes(sum(run.size_bytes for run in dead))
+        meaning = f"{size} are taken by runs that were killed; the next run on this path removes them by itself"
+        remedy = f"to have the space now: rm -r {' '.join(shlex.quote(str(path / run.name)) for run in dead)}"
+        return problem(Level.NOTE, "other runs", found, meaning, remedy, **values)
+    return ok("other runs", found, **values)
+
+
+def _words(state: str) -> str:
+    return {"live": "alive", "dead": "left behind", "unknown": "of another user"}[state]
+
+
+def _list(runs: list[FoundRun]) -> str:
+    return ", ".join(f"{run.name} ({format_bytes(run.size_bytes)})" for run in runs)

@@ -1,0 +1,292 @@
+"""A folder for swap files: can it be used, does it keep its promises, and how much room is there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shlex
+import stat
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from nvme_offload.aio_native import EngineUnavailable, Op, Segment, open_engine
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.host.proc import Mount, mount_of
+from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT, NO_DIRECT_IO, reported_alignment
+from nvme_offload.offload.units import GiB, MiB, format_bytes
+from nvme_offload.perf.doctor.drive import Drive, check_drive, find_drive
+from nvme_offload.perf.doctor.engines import engine_options
+from nvme_offload.perf.doctor.findings import Finding, Level, ok, problem
+from nvme_offload.perf.doctor.leftovers import check_runs
+
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
+NETWORK = (
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "orangefs"),
+    *("9p", "virtiofs", "fuse", "vboxsf", "prl_fs"),
+)
+"""File systems whose bytes are somewhere else; `fuse.NAME` counts as `fuse`."""
+
+BYTES_PER_PARAMETER = 10
+"""Optimizer state of a bf16 parameter: the lower half of its master weight, and two fp32 moments."""
+SAMPLE_BYTES = MiB
+
+
+def check_path(path: Path, config: OffloadConfig, engine: str | None) -> tuple[list[Finding], Drive | None]:
+    """Everything about one path, and the drive behind it.
+
+    Writes one nameless file of 1 MiB there, which is gone when this returns, however it returns.
+    """
+    if (obstacle := check_usable(path)) is not None:
+        runs = [check_runs(path)] if os.access(path, os.R_OK | os.X_OK) and path.is_dir() else []
+        return [obstacle, *runs], None
+    try:
+        fd = _nameless_file(path)
+    except OSError as error:
+        return [_cannot_write(path, error)], None
+    findings, drive = [ok("folder", "exists and can be written")], None
+    try:
+        mount = mount_of(fd)
+        drive = find_drive(os.fstat(fd).st_dev, mount)
+        findings.append(check_file_system(fd, path, mount))
+        findings += _check_io(fd, config, engine)
+        findings += [check_space(fd), check_runs(path)]
+        if drive:
+            findings += check_drive(drive, config)
+        elif mount and not (mount.kind in (*IN_MEMORY, "overlay") or _is_remote(mount.kind)):
+            found, meaning = "no block device is known behind it", "its queue could not be looked at"
+            findings.append(problem(Level.NOTE, "drive", found, meaning))
+    except OSError as error:  # a drive or a server that fails while it is looked at
+        remedy = "look at: sudo dmesg | tail"
+        findings.append(problem(Level.ERROR, "folder", f"fails: {error}", "a run would fail, too", remedy))
+    finally:
+        os.close(fd)
+    return findings, drive
+
+
+def check_usable(path: Path) -> Finding | None:
+    """None if `path` is a directory that this process can write to."""
+    quoted = shlex.quote(str(path))
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return problem(Level.ERROR, "folder", "does not exist", "a run does not make it", f"mkdir -p {quoted}")
+    except OSError as error:
+        found = f"cannot be reached: {error.strerror}"
+        return problem(Level.ERROR, "folder", found, "a run stops when it starts", f"namei -l {quoted}")
+    if not stat.S_ISDIR(mode):
+        return problem(
+            Level.ERROR, "folder", "is not a directory", "swap files go into a directory", "name another one"
+        )
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        return _cannot_write(path, PermissionError(errno.EROFS if _is_read_only(path) else errno.EACCES, ""))
+    return None
+
+
+def _is_read_only(path: Path) -> bool:
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+
+
+def _cannot_write(path: Path, error: OSError) -> Finding:
+    quoted, meaning = shlex.quote(str(path)), "a run stops when it starts"
+    if error.errno == errno.EROFS:
+        remedy = f"sudo mount -o remount,rw $(findmnt -no TARGET -T {quoted}), or choose another path"
+        return problem(Level.ERROR, "folder", "is mounted read-only", meaning, remedy)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        found = f"cannot be written by user {os.geteuid()}"
+        remedy = f"sudo install -d -o {os.geteuid()} {shlex.quote(str(path / 'offload'))}, and name that folder"
+        return problem(Level.ERROR, "folder", found, meaning, remedy)
+    found = f"no file can be made: {os.strerror(error.errno or 0)}"
+    return problem(Level.ERROR, "folder", found, meaning, f"df -h {quoted}; df -i {quoted}")
+
+
+def _nameless_file(path: Path) -> int:
+    """A file that disappears with its descriptor."""
+    with contextlib.suppress(OSError):
+        return os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fd, name = tempfile.mkstemp(prefix=".offload-doctor-", dir=path)  # NFS and some others have no O_TMPFILE
+    os.unlink(name)
+    return fd
+
+
+def _is_remote(kind: str) -> bool:
+    return kind.partition(".")[0] in NETWORK
+
+
+def check_file_system(fd: int, path: Path, mount: Mount | None) -> Finding:
+    """What it is, and whether space that it promises is really there later."""
+    check = "file system"
+    if mount is None:
+        return problem(Level.NOTE, check, "unknown: it is not in /proc/self/mountinfo", "nothing is known about it")
+    refused = _refuses_fallocate(fd)
+    found = f"{mount.kind}, {mount.source} on {mount.point}"
+    values: dict[str, object] = {"kind": mount.kind, "source": mount.source, "mount_point": mount.point}
+    values |= {"options": list(mount.options), "fallocate": not refused}
+    elsewhere = "choose a path on ext4 or XFS on an NVMe drive"
+    if mount.kind in IN_MEMORY:
+        meaning = "host memory, not a drive: state that is moved here still takes memory, and is gone with a restart"
+        return problem(Level.WARNING, check, found, meaning, elsewhere, **values)
+    if _is_remote(mount.kind):
+        meaning = (
+            "the bytes are on another machine or go through another process: slow, and a failure there can stop or "
+            "spoil a run; file locks, which tell live runs from dead ones, may not be seen by other machines"
+        )
+        return problem(Level.WARNING, check, found, meaning, elsewhere, **values)
+    if mount.kind in COPY_ON_WRITE and not _is_nocow(fd):
+        meaning = (
+            "copy-on-write: it cannot promise space, so a full disk can stop a run in the middle; every overwrite goes "
+            "to a new place"
+        )
+        nocow = (
+            f", or, before a run makes its files, chattr +C {shlex.quote(str(path))}" if mount.kind == "btrfs" else ""
+        )
+        return problem(Level.WARNING, check, found, meaning, elsewhere + nocow, **values)
+    if mount.kind == "overlay":
+        return _overlay(found, mount, values)
+    if refused:
+        meaning = f"it cannot promise space ({refused}): a run writes every block once when it starts, which takes long"
+        return problem(Level.WARNING, check, found, meaning, elsewhere, **values)
+    return ok(check, f"{found}; it can promise space", **values)
+
+
+def _overlay(found: str, mount: Mount, values: dict[str, object]) -> Finding:
+    upper = next((option.partition("=")[2] for option in mount.options if option.startswith("upperdir=")), "")
+    below = None
+    with contextlib.suppress(OSError):  # inside a container the folders below it cannot be seen
+        upper_fd = os.open(upper, os.O_PATH | os.O_CLOEXEC)
+        try:
+            below = mount_of(upper_fd)
+        finally:
+            os.close(upper_fd)
+    remedy = "choose a path on a volume: docker run -v /mnt/nvme:/mnt/nvme ..."
+    if below and below.kind in (*COPY_ON_WRITE, *IN_MEMORY):
+        meaning = f"the writable layer of a container, on {below.kind}, which cannot promise space on a drive"
+        return problem(Level.WARNING, "file system", found, meaning, remedy, **values)
+    where = f"on {below.kind}" if below else "on a file system that cannot be seen from here"
+    meaning = f"the writable layer of a container, {where}: it promises space only if that one does"
+    return problem(Level.NOTE, "file system", found, meaning, remedy, **values)
+
+
+def _refuses_fallocate(fd: int) -> str:
+    """Why fallocate(2) does not work, "" if it does. posix_fallocate of the C library hides that by writing zeros."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fallocate = getattr(libc, "fallocate64", libc.fallocate)
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate(fd, 0, 0, SAMPLE_BYTES) == 0:
+        return ""
+    code = ctypes.get_errno()
+    return f"fallocate: {errno.errorcode.get(code, code)}, {os.strerror(code)}"
+
+
+def _is_nocow(fd: int) -> bool:
+    """Whether files here are overwritten in place on btrfs (chattr +C)."""
+    fs_ioc_getflags, fs_nocow_fl = 0x80086601, 0x00800000
+    try:
+        flags = struct.unpack("l", fcntl.ioctl(fd, fs_ioc_getflags, struct.pack("l", 0)))[0]
+    except OSError:
+        return False
+    return bool(flags & fs_nocow_fl)
+
+
+def _check_io(fd: int, config: OffloadConfig, engine: str | None) -> Iterator[Finding]:
+    """Direct I/O, then a sample through the engine."""
+    direct_fd, refusal = None, 0
+    try:
+        direct_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        refusal = error.errno or errno.EIO
+    try:
+        reported = None if direct_fd is None else reported_alignment(direct_fd)
+        direct = direct_fd is not None and reported != NO_DIRECT_IO
+        alignment = max(MIN_ALIGNMENT, *(reported or (0, 0)))
+        yield check_alignment(reported, config) if direct else no_direct_io(refusal, config)
+        use = fd if direct_fd is None or not direct or config.aio.direct == "disabled" else direct_fd
+        if engine is not None and (direct or config.aio.direct != "required"):
+            yield check_sample(use, config, engine, alignment, direct=use is direct_fd)
+    finally:
+        if direct_fd is not None:
+            os.close(direct_fd)
+
+
+def no_direct_io(code: int, config: OffloadConfig) -> Finding:
+    """What a refused O_DIRECT means under the configured policy; or one that is taken (0) and has no effect."""
+    refused = f"refused with {errno.errorcode.get(code, code)} (O_DIRECT)"
+    policy, found = config.aio.direct, refused if code else "there is none, statx says, although O_DIRECT is taken"
+    remedy = 'choose a path on ext4 or XFS, or write "optional" for aio.direct'
+    values = {"refused": errno.errorcode.get(code), "policy": policy}
+    if policy == "required":
+        return problem(Level.ERROR, "direct I/O", found, 'aio.direct = "required": a run stops', remedy, **values)
+    meaning = "bytes go through the page cache, which takes host memory and processor time"
+    level = Level.WARNING if policy == "optional" else Level.NOTE
+    return problem(level, "direct I/O", found, meaning, "choose a path on ext4 or XFS", **values)
+
+
+def check_alignment(reported: tuple[int, int] | None, config: OffloadConfig) -> Finding:
+    """What statx says about addresses and offsets."""
+    values = {"policy": config.aio.direct, "memory": reported and reported[0], "offset": reported and reported[1]}
+    if reported is None:
+        return ok("direct I/O", f"works; the alignment is not reported, {MIN_ALIGNMENT} B is used", **values)
+    memory, offset = reported
+    found = f"works, addresses aligned to {memory} B and offsets to {offset} B"
+    if config.aio.block_size % max(MIN_ALIGNMENT, memory, offset):
+        meaning = f"aio.block_size = {format_bytes(config.aio.block_size)} is no multiple of that"
+        remedy = f"write a multiple of {format_bytes(max(memory, offset))} for aio.block_size"
+        return problem(Level.ERROR, "direct I/O", found, meaning, remedy, **values)
+    if config.aio.direct == "disabled":
+        meaning = 'aio.direct = "disabled": the page cache is used nevertheless'
+        return problem(Level.NOTE, "direct I/O", found, meaning, 'write "required" for aio.direct', **values)
+    return ok("direct I/O", found, **values)
+
+
+def check_sample(fd: int, config: OffloadConfig, engine: str, alignment: int, *, direct: bool) -> Finding:
+    """Write 1 MiB through the engine, read it back, compare."""
+    size = -(-SAMPLE_BYTES // alignment) * alignment
+    source, target = HostRegion(size), HostRegion(size)
+    pattern = os.urandom(size)
+    ctypes.memmove(source.address, pattern, size)
+    through = f"{format_bytes(size)} through {engine}{' with direct I/O' if direct else ''}"
+    remedy = "look at: sudo dmesg | tail; choose another path, or another aio.engine"
+    try:
+        opened = open_engine(engine, engine_options(config, alignment)).engine
+    except (EngineUnavailable, OSError, ValueError) as error:
+        return problem(Level.ERROR, "sample", f"{engine} cannot be opened", str(error), remedy)
+    with contextlib.closing(opened):
+        for op, region in ((Op.WRITE, source), (Op.READ, target)):
+            operation = opened.submit(op, [Segment(fd, 0, region.address, size)])
+            if operation is None:
+                raise AssertionError("an engine without work is busy")
+            operation.wait()
+            if failure := operation.failure:
+                verb = "writing" if op is Op.WRITE else "reading"
+                name = errno.errorcode.get(failure.errno, str(failure.errno))
+                found = f"{verb} {through} failed: {name}, {os.strerror(failure.errno)}"
+                return problem(Level.ERROR, "sample", found, "a run would fail the same way", remedy)
+    if ctypes.string_at(target.address, size) != pattern:
+        meaning = "this drive, its file system or the engine changes data"
+        return problem(Level.ERROR, "sample", f"{through} came back different", meaning, "do not use this path")
+    return ok("sample", f"{through}, written and read back", size_bytes=size, engine=engine, direct=direct)
+
+
+def check_space(fd: int) -> Finding:
+    """Room for swap files."""
+    system = os.fstatvfs(fd)
+    free, total = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
+    values = {"free_bytes": free, "total_bytes": total, "free_inodes": system.f_favail, "inodes": system.f_files}
+    if not system.f_blocks:
+        return ok("space", "not counted by this file system", **values)
+    found = f"{format_bytes(free)} free of {format_bytes(total)}"
+    if system.f_files and system.f_favail < 3:
+        found += f", {system.f_favail} inodes"
+        meaning = "a run needs three inodes: its directory, a lock and a swap file"
+        return problem(Level.ERROR, "space", found, meaning, "remove files that nobody needs", **values)
+    if free < GiB:
+        meaning = f"optimizer state takes {BYTES_PER_PARAMETER} bytes per bf16 parameter"
+        return problem(Level.WARNING, "space", found, meaning, "free some, or choose another path", **values)
+    billions = free / BYTES_PER_PARAMETER / 1e9
+    return ok("space", f"{found}: state of {billions:.2g} billion bf16 parameters", **values)

@@ -1,0 +1,1 @@
+"""What is measured, on which machine: the ground under the commands."""

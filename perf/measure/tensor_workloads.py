@@ -1,0 +1,165 @@
+"""The same figures one and two floors up: through `TensorSwapper`, and through ``OffloadAdamW.step()``."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from nvme_offload.aio_native import OpenedEngine
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
+from nvme_offload.offload.units import MiB
+from nvme_offload.optim.adamw import OffloadAdamW
+from nvme_offload.perf.measure.workloads import BUFFERS_PER_RING, Gauge, Rw, Sample, Settings
+
+STEP_BUFFERS = 4
+STEPS_PER_PASS = 2
+"""A pass waits for its last writes. In training they go on behind the next forward, so that weighs less here, too."""
+MIN_STEP_STAGING_BYTES, MAX_STEP_STAGING_BYTES = 4 * MiB, 512 * MiB
+STATE_BYTES_PER_PARAMETER = 10
+"""bf16: 2 for the lower half of the master weight, 4 for each moment."""
+VERIFIED_NUMEL = 1 << 20
+MAX_SWAPPER_RINGS = 64 // BUFFERS_PER_RING
+"""A section takes at most 64 staging buffers (`buffer_count`)."""
+
+
+def section(settings: Settings, buffer_bytes: int, num_buffers: int) -> OffloadConfig:
+    """The configuration section that says what the knobs say."""
+    return OffloadConfig.from_dict(
+        {
+            "zero_optimization": {
+                "sub_group_size": 2**31,  # the staging buffers decide
+                "offload_optimizer": {
+                    "device": "nvme",
+                    "nvme_path": [str(path) for path in settings.paths],
+                    "buffer_count": num_buffers,
+                    "staging_budget": num_buffers * buffer_bytes,
+                },
+            },
+            "aio": {
+                "engine": settings.ioengine,
+                "block_size": settings.bs,
+                "queue_depth": settings.iodepth,
+                "rings": settings.numjobs,
+                "direct": settings.direct,
+            },
+        }
+    )
+
+
+def _opened(tier: NvmeTier) -> OpenedEngine:
+    return OpenedEngine(tier.engine, tier.engine_reason)
+
+
+class SwapperTarget(AbstractContextManager["SwapperTarget"]):
+    """Tensors of one transfer each, swapped out and in by name; copies between tensor and staging buffer included."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        step = settings.transfer_bytes
+        self._swapper = TensorSwapper(section(settings, step, settings.num_buffers))
+        self.engine = _opened(self._swapper.tier)
+        self.direct = self._swapper.tier.space.direct
+        numel, device = step // 4, settings.device
+        self._tensors = {
+            f"tensor {index}": torch.randint(-(2**31), 2**31 - 1, (numel,), dtype=torch.int32, device=device)
+            for index in range(settings.size // step)
+        }
+        self._order = list(self._tensors)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._swapper.close()
+
+    def prepare(self) -> None:
+        """Swap all tensors out, twice so that no extent is new, and compare what comes back bit by bit."""
+        for _ in range(2):
+            for transfer in [self._swapper.swap_out(name, tensor) for name, tensor in self._tensors.items()]:
+                transfer.wait()
+        for name, tensor in self._tensors.items():
+            if not torch.equal(self._swapper.swap_in(name).wait(), tensor):
+                raise RuntimeError(f"{name} came back with other bits")
+
+    def run(self, rw: Rw, size_bytes: int) -> Sample:
+        """Tensors in turn; ``mixed`` swaps each one in and out again."""
+        step = self._settings.transfer_bytes
+        num_names = -(-size_bytes // step // (2 if rw == "mixed" else 1)) or 1
+        transfers: list[Any] = []
+        with Gauge(lambda: self._swapper.stats().engine_stats) as gauge:
+            for _ in range(num_names):
+                name = self._order.pop(0)
+                self._order.append(name)
+                if rw != "write":
+                    transfers.append(self._swapper.swap_in(name, out=self._tensors[name]))
+                if rw != "read":
+                    transfers.append(self._swapper.swap_out(name, self._tensors[name]))
+            for transfer in transfers:
+                transfer.wait()
+        spans = [(transfer.operation.submitted_ns, transfer.operation.completed_ns) for transfer in transfers]
+        return gauge.sample(rw, spans, step * len(transfers))
+
+
+class StepTarget(AbstractContextManager["StepTarget"]):
+    """Optimizer steps over bf16 parameters whose state fills the region: bytes moved per second of a whole step."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        budget = max(MIN_STEP_STAGING_BYTES, min(MAX_STEP_STAGING_BYTES, settings.size // 8))
+        self._section = section(settings, budget // STEP_BUFFERS, STEP_BUFFERS)
+        self._param = self._parameter(settings.size // STATE_BYTES_PER_PARAMETER)
+        self.optimizer = OffloadAdamW([self._param], lr=1e-6, offload=self._section)
+        tier = self.optimizer._store.tier
+        assert tier is not None  # the section says nvme
+        self.engine, self.direct, self._tier = _opened(tier), tier.space.direct, tier
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.optimizer.close()
+
+    def prepare(self) -> None:
+        """Take the first step, which writes all state, and one more; compare a small model with the host tier."""
+        bits = []
+        for offload in (self._section, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}):
+            param = self._parameter(min(VERIFIED_NUMEL, self._param.numel()))
+            with OffloadAdamW([param], lr=1e-3, offload=offload) as optimizer:
+                for _ in range(3):
+                    optimizer.step()
+            bits.append(param.detach().view(torch.int16).cpu())
+        if not torch.equal(*bits):
+            raise RuntimeError("three steps on NVMe and in host memory gave different bits")
+        for _ in range(2):
+            self.optimizer.step()
+        self.optimizer.synchronize()
+
+    def run(self, rw: Rw, size_bytes: int) -> Sample:
+        """Whole steps, of which each moves at most twice the region; the last one's writes are waited for.
+
+        `rw` is ``mixed``: a step has no other. What the step before left in the staging buffers is not read again.
+        """
+        spans = []
+        start = time.monotonic_ns()
+        with Gauge(self._tier.stats) as gauge:
+            for _ in range(max(1, size_bytes // (2 * self._settings.size))):
+                self.optimizer.step()
+                spans += [span for span in self.optimizer.timeline() if span.kind in ("read", "write")]
+            self.optimizer.synchronize()
+            if self._param.is_cuda:
+                torch.cuda.synchronize()
+            seconds = (time.monotonic_ns() - start) / 1e9
+        moved = gauge.counted.bytes_read + gauge.counted.bytes_written
+        return gauge.sample(rw, [(span.start_ns, span.end_ns) for span in spans], moved, seconds)
+
+    def _parameter(self, numel: int) -> torch.nn.Parameter:
+        source = torch.Generator().manual_seed(0)
+        noise = torch.randn(1 << 20, generator=source).bfloat16()
+        values = noise.repeat(-(-numel // noise.numel()))[:numel].to(self._settings.device)
+        param = torch.nn.Parameter(values)
+        param.grad = values * 1e-2
+        return param

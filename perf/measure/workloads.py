@@ -1,0 +1,308 @@
+"""What is measured: passes over a swap file, through the engine alone or through what is built on it.
+
+Every target first writes its whole region (extents that were never written read at memory speed, without any I/O) and
+verifies what it reads back. A pass then moves a known number of bytes and gives one `Sample`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+import torch
+
+from nvme_offload.aio_native import (
+    EngineOptions,
+    EngineStats,
+    EngineUnavailable,
+    Failure,
+    Op,
+    OpenedEngine,
+    Operation,
+    open_engine,
+)
+from nvme_offload.offload.errors import SwapIOError
+from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
+from nvme_offload.offload.storage.swap_file import DirectPolicy
+from nvme_offload.offload.storage.swap_space import SwapSpace
+from nvme_offload.offload.units import GiB
+
+Rw = Literal["read", "write", "mixed"]
+
+MAX_STAGING_BYTES = GiB
+"""Host memory for the staging buffers of a benchmark, whatever depth was asked for."""
+BUFFERS_PER_RING = 8
+"""Transfers under way for each ring, of a quarter of its queue each: half of them fill it while the others come and go.
+More memory than two full queues makes a fast drive slower, because the buffers no longer stay in the caches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The knobs of one target, named as in fio."""
+
+    paths: tuple[Path, ...]
+    size: int
+    """Bytes of the region that is worked on."""
+    bs: int
+    iodepth: int
+    numjobs: int
+    """Rings: fio's jobs, without a process for each."""
+    ioengine: str
+    direct: DirectPolicy
+    device: str = "cpu"
+
+    @property
+    def num_buffers(self) -> int:
+        """Staging buffers of the raw target."""
+        return BUFFERS_PER_RING * self.numjobs
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Bytes of one transfer: a quarter of a full queue, but so little that every buffer is used at least twice."""
+        most = min(MAX_STAGING_BYTES // self.num_buffers, self.size // (2 * self.num_buffers))
+        return max(1, min(self.iodepth // 4, most // self.bs)) * self.bs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One pass: from the first submission to the last completion."""
+
+    rw: str
+    size_bytes: int
+    """Bytes moved, read and written together."""
+    seconds: float
+    cpu_seconds: float
+    """Processor time of the whole process, the engine's threads included."""
+    requests: int
+    achieved_depth: float
+    """Mean number of requests in flight on each ring that had any."""
+    request_clat_ns: float
+    """Mean completion latency of a request, by Little's law: requests in flight over time / requests."""
+    clat_ns: tuple[int, ...]
+    """Completion latency of every transfer, time in our own queue included."""
+
+    @property
+    def bw_bytes(self) -> float:
+        """Bytes per second."""
+        return self.size_bytes / self.seconds
+
+    @property
+    def iops(self) -> float:
+        """Requests per second."""
+        return self.requests / self.seconds
+
+
+class Target(Protocol):
+    """Something that moves bytes and can be measured."""
+
+    engine: OpenedEngine
+    direct: bool
+    """Whether direct I/O is in effect."""
+
+    def prepare(self) -> None:
+        """Write the whole region and verify it."""
+
+    def run(self, rw: Rw, size_bytes: int) -> Sample:
+        """Move about `size_bytes`."""
+
+
+class Gauge(AbstractContextManager["Gauge"]):
+    """Counts processor time and requests of what happens inside."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+
+    def __enter__(self) -> Self:
+        self._before = self._stats()
+        self._cpu_seconds = time.process_time()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cpu_seconds = time.process_time() - self._cpu_seconds
+        after = self._stats()
+        self.counted = EngineStats(
+            **{f.name: getattr(after, f.name) - getattr(self._before, f.name) for f in fields(after)}
+        )
+
+    def sample(self, rw: Rw, spans: Sequence[tuple[int, int]], size_bytes: int, seconds: float | None = None) -> Sample:
+        """The figures of a pass whose transfers had these (submitted_ns, completed_ns)."""
+        if seconds is None:
+            seconds = (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e9
+        return Sample(
+            rw=rw,
+            size_bytes=size_bytes,
+            seconds=seconds,
+            cpu_seconds=self._cpu_seconds,
+            requests=self.counted.requests,
+            achieved_depth=self.counted.achieved_depth,
+            request_clat_ns=self.counted.depth_ns / max(1, self.counted.requests),
+            clat_ns=tuple(end - start for start, end in spans),
+        )
+
+
+class Region(AbstractContextManager["Region"]):
+    """The swap files and one extent of them. Outlives the targets that measure it."""
+
+    def __init__(self, paths: Sequence[Path], size: int, direct: DirectPolicy) -> None:
+        self.space = SwapSpace(paths, direct=direct)
+        try:
+            self.extent = self.space.allocate(size)
+        except BaseException:
+            self.space.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.space.close()
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A staging buffer and what is under way in it."""
+
+    buffer: StagingBuffer
+    part: tuple[int, int] = (0, 0)
+    """(start, size in bytes) in the extent."""
+    operation: Operation | None = None
+    op: Op = Op.READ
+
+
+class RawTarget(AbstractContextManager["RawTarget"]):
+    """Parts of an extent through an engine, as the optimizer's pipeline hands them in: a few transfers under way.
+
+    ``mixed`` is the pattern of an optimizer step: a part is read into a buffer and written back from it, while reads
+    run ahead and writes run behind, one to one from the first to the last request.
+    """
+
+    def __init__(self, settings: Settings, region: Region) -> None:
+        self._region = region
+        size, step = region.extent.size_bytes, settings.transfer_bytes
+        self._parts = [(start, min(step, size - start)) for start in range(0, size, step)]
+        self._next_part = 0
+        self._moves_data = settings.ioengine != "null"
+        self.direct = region.space.direct
+        options = EngineOptions(
+            queue_depth=settings.iodepth,
+            block_size=settings.bs,
+            rings=settings.numjobs,
+            alignment=region.space.alignment,
+            max_operations=2 * settings.num_buffers,
+        )
+        with ExitStack() as undo:
+            self._pool = undo.enter_context(_closing(BufferPool(settings.num_buffers, step)))
+            self.engine = open_bench_engine(settings.ioengine, options)
+            undo.callback(self.engine.engine.close)
+            self._slots = [_Slot(self._pool.acquire()) for _ in range(settings.num_buffers)]
+            for slot in self._slots:
+                slot.buffer.view(torch.uint8, 0, step).zero_()  # makes the pages resident
+            self.registration = self.engine.engine.register(self._pool.regions, region.space.fds)
+            self._undo = undo.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()
+
+    def prepare(self) -> None:
+        """Write a different word at every place, and read all of it back."""
+        slot = self._slots[0]
+        for check in (False, True):
+            for start, size_bytes in self._parts:
+                words = slot.buffer.view(torch.int64, 0, size_bytes // 8)
+                expected = _pattern(start, size_bytes)
+                if not check:
+                    words.copy_(expected)
+                self._start(Op.READ if check else Op.WRITE, (start, size_bytes), slot)
+                self._finish(slot)
+                if check and self._moves_data and not torch.equal(words, expected):
+                    raise RuntimeError(f"bytes {start} to {start + size_bytes} read back differ from those written")
+
+    def run(self, rw: Rw, size_bytes: int) -> Sample:
+        """One pass; continues where the one before ended."""
+        directions = {"read": [Op.READ], "write": [Op.WRITE], "mixed": [Op.WRITE, Op.READ]}[rw]
+        free, filled = deque(self._slots), deque[_Slot]()
+        if rw == "mixed":  # half of the buffers hold what the step before left there: the first writes
+            filled.extend(free.popleft() for _ in range(len(self._slots) // 2))
+            for slot in filled:
+                self._start(Op.READ, self._take_part(), slot)
+            for slot in filled:
+                self._finish(slot)
+        operations = []
+        moved = turn = 0
+        with Gauge(self.engine.engine.stats) as gauge:
+            while moved < size_bytes or turn % len(directions):
+                op = directions[turn % len(directions)]
+                writes_back = rw == "mixed" and op is Op.WRITE
+                slot = (filled if writes_back else free).popleft()
+                self._finish(slot)
+                operations.append(self._start(op, slot.part if writes_back else self._take_part(), slot))
+                (filled if rw == "mixed" and op is Op.READ else free).append(slot)
+                moved += slot.part[1]
+                turn += 1
+            for slot in self._slots:
+                self._finish(slot)
+        spans = [(operation.submitted_ns, operation.completed_ns) for operation in operations]
+        return gauge.sample(rw, spans, moved)
+
+    def _take_part(self) -> tuple[int, int]:
+        part = self._parts[self._next_part]
+        self._next_part = (self._next_part + 1) % len(self._parts)
+        return part
+
+    def _start(self, op: Op, part: tuple[int, int], slot: _Slot) -> Operation:
+        segments = self._region.extent.segments(slot.buffer.address, *part)
+        operation = self.engine.engine.submit(op, segments)
+        assert operation is not None  # fewer slots than max_operations
+        slot.part, slot.operation, slot.op = part, operation, op
+        return operation
+
+    def _finish(self, slot: _Slot) -> None:
+        operation, slot.operation = slot.operation, None
+        if operation is None:
+            return
+        operation.wait()
+        if operation.failure:
+            raise self._error(slot.op, operation.failure)
+
+    def _error(self, op: Op, failure: Failure) -> SwapIOError:
+        return SwapIOError(
+            failure.errno,
+            path=self._region.space.path_of(failure.fd),
+            offset=failure.offset,
+            size_bytes=failure.size_bytes,
+            direction="read" if op is Op.READ else "write",
+        )
+
+
+def open_bench_engine(name: str, options: EngineOptions) -> OpenedEngine:
+    """As `aio_native.open_engine`; ``null`` is the C++ ring with no-ops for requests where that was built."""
+    if name != "null":
+        return open_engine(name, options)
+    from nvme_offload.aio_native.null import NullEngine
+    from nvme_offload.aio_native.uring import UringEngine
+
+    try:
+        return OpenedEngine(UringEngine(options, no_io=True), "no byte moves: no-ops through the C++ ring")
+    except EngineUnavailable as error:
+        return OpenedEngine(NullEngine(options), f"no byte moves: the Python engines' own code ({error})")
+
+
+def _pattern(start: int, size_bytes: int) -> torch.Tensor:
+    return torch.arange(start // 8, (start + size_bytes) // 8) * 0x9E3779B97F4A7C1
+
+
+@contextmanager
+def _closing(pool: BufferPool) -> Iterator[BufferPool]:
+    try:
+        yield pool
+    finally:
+        pool.close()

@@ -1,0 +1,1 @@
+"""`offload tune`: the best `aio` section for a drive."""

@@ -1,0 +1,67 @@
+"""Types of the public names; see `__init__.py`, which imports them when they are used."""
+
+from nvme_offload.offload.config import OffloadConfig
+from nvme_offload.offload.errors import (
+    CheckpointError,
+    CheckpointWriteError,
+    ClosedError,
+    ConfigError,
+    ConfigWarning,
+    CorruptionError,
+    ForkError,
+    OffloadError,
+    OutOfSpaceError,
+    StateError,
+    SwapIOError,
+    WeightsError,
+)
+from nvme_offload.offload.storage.transfer import Transfer
+from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
+from nvme_offload.optim.adamw import OffloadAdamW
+from nvme_offload.optim.full_values import (
+    get_full_grad,
+    get_full_optimizer_state,
+    get_full_param,
+    set_full_grad,
+    set_full_optimizer_state,
+    set_full_param,
+)
+from nvme_offload.optim.stats import (
+    OptimizerStats,
+    Span,
+)
+from nvme_offload.optim.tiers.halves import split_parameters
+from nvme_offload.optim.zero.engine import OffloadEngine
+from nvme_offload.optim.zero.initialize import initialize
+
+__version__: str
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointWriteError",
+    "ClosedError",
+    "ConfigError",
+    "ConfigWarning",
+    "CorruptionError",
+    "ForkError",
+    "OffloadAdamW",
+    "OffloadConfig",
+    "OffloadEngine",
+    "OffloadError",
+    "OptimizerStats",
+    "OutOfSpaceError",
+    "Span",
+    "StateError",
+    "SwapIOError",
+    "TensorSwapper",
+    "Transfer",
+    "WeightsError",
+    "get_full_grad",
+    "get_full_optimizer_state",
+    "get_full_param",
+    "initialize",
+    "set_full_grad",
+    "set_full_optimizer_state",
+    "set_full_param",
+    "split_parameters",
+]

@@ -1,0 +1,519 @@
+import errno
+import json
+import pickle
+import re
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from nvme_offload.offload.config import reference as config_reference
+from nvme_offload.offload.config.reader import sections
+from nvme_offload.offload.config.section import AioConfig, OffloadConfig
+from nvme_offload.offload.errors import (
+    CheckpointError,
+    CheckpointWriteError,
+    ClosedError,
+    ConfigError,
+    ConfigWarning,
+    CorruptionError,
+    ForkError,
+    OffloadError,
+    OutOfSpaceError,
+    StateError,
+    SwapIOError,
+)
+from nvme_offload.offload.units import GiB, MiB
+
+DOCS = Path(__file__).parents[3] / "docs"
+OPTIMIZER = "zero_optimization.offload_optimizer"
+
+
+def optimizer(**keys):
+    return {"zero_optimization": {"offload_optimizer": keys}}
+
+
+def nvme(**keys):
+    return optimizer(device="nvme", nvme_path="/nvme", **keys)
+
+
+# A bad section, the line that says so must start with the second, and holds the third.
+BAD = [
+    # unknown keys: misspelled, in the wrong section, of no use
+    ({"aoi": {}}, "aoi = {}", "nearest known key is aio"),
+    ({"zero_optimisation": {}}, "zero_optimisation = {}", "nearest known key is zero_optimization"),
+    ({"gradient_cliping": 1.0}, "gradient_cliping = 1.0", "nearest known key is gradient_clipping"),
+    ({"aio": {"queue_dept": 8}}, "aio.queue_dept = 8", "nearest known key is aio.queue_depth"),
+    ({"aio": {"blocksize": 8}}, "aio.blocksize = 8", "nearest known key is aio.block_size"),
+    ({"aio": {"intra_op_paralelism": 8}}, "aio.intra_op_paralelism = 8", "aio.intra_op_parallelism"),
+    ({"aio": {"Engine": "auto"}}, 'aio.Engine = "auto"', "nearest known key is aio.engine"),
+    ({"zero_optimization": {"overlap_com": True}}, "zero_optimization.overlap_com = true", "overlap_comm"),
+    (optimizer(nvme_paths="/nvme"), f'{OPTIMIZER}.nvme_paths = "/nvme"', f"key is {OPTIMIZER}.nvme_path"),
+    (optimizer(buffer_cnt=4), f"{OPTIMIZER}.buffer_cnt = 4", f"key is {OPTIMIZER}.buffer_count"),
+    ({"queue_depth": 8}, "queue_depth = 8", "queue_depth belongs in aio; write aio.queue_depth"),
+    ({"aio": {"stage": 3}}, "aio.stage = 3", "belongs in zero_optimization; write zero_optimization.stage"),
+    ({"aio": {"nvme_path": "/nvme"}}, 'aio.nvme_path = "/nvme"', f"belongs in {OPTIMIZER}"),
+    ({"aio": {"gradient_clipping": 1}}, "aio.gradient_clipping = 1", "belongs in the top level"),
+    ({"offload_optimizer": {}}, "offload_optimizer = {}", "write zero_optimization.offload_optimizer"),
+    (optimizer(queue_depth=8), f"{OPTIMIZER}.queue_depth = 8", "queue_depth belongs in aio"),
+    ({"thread_count": 8}, "thread_count = 8", "belongs in aio"),
+    ({"xyzzy": 1}, "xyzzy = 1", "known keys here are zero_optimization, aio, gradient_clipping"),
+    ({"aio": {"xyzzy": 1}}, "aio.xyzzy = 1", "known keys here are engine, block_size, queue_depth"),
+    ({7: 1}, "7 = 1", "unknown key"),
+    # sections that are none
+    ({"aio": []}, "aio = []", "is not a section"),
+    ({"aio": "auto"}, 'aio = "auto"', "is not a section"),
+    ({"zero_optimization": True}, "zero_optimization = true", "is not a section"),
+    ([], "the whole = []", "is not a section"),
+    # ranges and types
+    ({"gradient_clipping": -1}, "gradient_clipping = -1", "a number, 0 or more (default 0.0)"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping = NaN", "a number, 0 or more"),
+    ({"gradient_clipping": True}, "gradient_clipping = true", "a number, 0 or more"),
+    ({"aio": {"engine": "libaio"}}, 'aio.engine = "libaio"', "'auto', 'io_uring', 'pyuring' or 'aiofiles'"),
+    ({"aio": {"queue_depth": 0}}, "aio.queue_depth = 0", "a whole number, 1..4096 (default 32)"),
+    ({"aio": {"queue_depth": 4097}}, "aio.queue_depth = 4097", "a whole number, 1..4096"),
+    ({"aio": {"queue_depth": "32"}}, 'aio.queue_depth = "32"', "a whole number, 1..4096"),
+    ({"aio": {"queue_depth": 1.5}}, "aio.queue_depth = 1.5", "a whole number, 1..4096"),
+    ({"aio": {"queue_depth": True}}, "aio.queue_depth = true", "a whole number, 1..4096"),
+    ({"aio": {"queue_depth": None}}, "aio.queue_depth = null", "a whole number, 1..4096"),
+    ({"aio": {"rings": 65}}, "aio.rings = 65", "a whole number, 1..64 (default 1)"),
+    ({"aio": {"rings": float("nan")}}, "aio.rings = NaN", "a whole number, 1..64 (default 1)"),
+    ({"aio": {"intra_op_parallelism": 0}}, "aio.intra_op_parallelism = 0", "a whole number, 1..64"),
+    ({"aio": {"rings": 1, "intra_op_parallelism": 2}}, "aio.intra_op_parallelism = 2", "aio.rings = 1"),
+    ({"aio": {"block_size": 1000}}, "aio.block_size = 1000", "a multiple of 4 KiB"),
+    ({"aio": {"block_size": "1MB"}}, 'aio.block_size = "1MB"', "a multiple of 4 KiB"),
+    ({"aio": {"block_size": "2GiB"}}, 'aio.block_size = "2GiB"', "4 KiB..1 GiB"),
+    ({"aio": {"block_size": "1M"}}, 'aio.block_size = "1M"', '"512MiB", "8GiB", "1.5GB"'),
+    ({"aio": {"block_size": 0}}, "aio.block_size = 0", "4 KiB..1 GiB"),
+    ({"aio": {"direct": True}}, "aio.direct = true", "'required', 'optional' or 'disabled'"),
+    ({"aio": {"checksums": 1}}, "aio.checksums = 1", "true or false (default false)"),
+    ({"aio": {"path_weights": [1, 0]}}, "aio.path_weights[1] = 0", "a list of positive numbers"),
+    ({"aio": {"path_weights": 1}}, "aio.path_weights = 1", "a list of positive numbers"),
+    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4", "a whole number, 0..3 (default 0)"),
+    ({"zero_optimization": {"sub_group_size": 0}}, "zero_optimization.sub_group_size = 0", "1 or more"),
+    ({"zero_optimization": {"sub_group_size": 1.5}}, "zero_optimization.sub_group_size = 1.5", "1 or more"),
+    (optimizer(device="disk"), f'{OPTIMIZER}.device = "disk"', "'none', 'cpu' or 'nvme'"),
+    (nvme(buffer_count=1), f"{OPTIMIZER}.buffer_count = 1", "2..64 (default 4)"),
+    (nvme(staging_budget=100), f"{OPTIMIZER}.staging_budget = 100", "8 KiB or more"),
+    (nvme(pin_memory="yes"), f'{OPTIMIZER}.pin_memory = "yes"', "true or false"),
+    (optimizer(device="nvme", nvme_path=7), f"{OPTIMIZER}.nvme_path = 7", "a path or a list of"),
+    (optimizer(device="nvme", nvme_path=""), f'{OPTIMIZER}.nvme_path = ""', "a path or a list of"),
+    (optimizer(device="nvme", nvme_path=["/a", ""]), f"{OPTIMIZER}.nvme_path = ", "neither a path nor"),
+    (optimizer(device="nvme", nvme_path=["/a", "/a/"]), f"{OPTIMIZER}.nvme_path = ", "names one path twice"),
+    # contradictions name both keys
+    (optimizer(device="nvme"), f"{OPTIMIZER}.nvme_path = missing", 'device = "nvme" needs it'),
+    (optimizer(device="nvme", nvme_path=[]), f"{OPTIMIZER}.nvme_path = []", 'device = "nvme" needs it'),
+    (optimizer(nvme_path="/nvme"), f'{OPTIMIZER}.nvme_path = "/nvme"', 'beside device = "none"'),
+    (optimizer(device="cpu", nvme_path="/nvme"), f"{OPTIMIZER}.nvme_path", 'beside device = "cpu"'),
+    (nvme(buffer_count=64, staging_budget="64KiB"), f"{OPTIMIZER}.staging_budget", "buffer_count = 64"),
+    (nvme() | {"aio": {"path_weights": [1, 2]}}, "aio.path_weights = [1, 2]", f"{OPTIMIZER}.nvme_path has 1"),
+    ({"aio": {"path_weights": [1]}}, "aio.path_weights = [1]", f"{OPTIMIZER}.nvme_path has 0"),
+    # Hugging Face's "auto"
+    ({"gradient_clipping": "auto"}, 'gradient_clipping = "auto"', "write a number, 0 or more (default 0.0)"),
+    ({"zero_optimization": {"stage": "auto"}}, 'zero_optimization.stage = "auto"', "write a whole number"),
+    ({"aio": {"block_size": "auto"}}, 'aio.block_size = "auto"', "Hugging Face"),
+    (optimizer(device="auto"), f'{OPTIMIZER}.device = "auto"', "write one of these"),
+    (optimizer(device="nvme", nvme_path="auto"), f'{OPTIMIZER}.nvme_path = "auto"', "Hugging Face"),
+    # DeepSpeed's keys that ask for something else
+    (nvme(ratio=0.5), f"{OPTIMIZER}.ratio = 0.5", "write 1.0 or leave it out"),
+    (nvme(super_offload=True), f"{OPTIMIZER}.super_offload = true", "leave it out"),
+    ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow = {}", "leave it out"),
+    ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload", '{"device": "cpu"}'),
+    ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz", "write 1 or leave"),
+]
+
+
+@pytest.mark.parametrize(("data", "start", "text"), BAD, ids=[row[1] for row in BAD])
+def test_bad_section_is_named_with_its_remedy(data, start, text):
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_dict(data)
+    lines = [line for line in caught.value.problems if line.startswith(start)]
+    assert len(lines) == 1
+    assert text in lines[0]
+    assert len(caught.value.problems) == 1, "one mistake, one problem"
+
+
+def test_all_problems_are_told_at_once():
+    data = nvme(buffer_count=0) | {"aio": {"queue_dept": 1, "rings": 0}, "gradient_clipping": "auto"}
+    with pytest.raises(ConfigError, match="config: 4 problems\n  ") as caught:
+        OffloadConfig.from_dict(data)
+    keys = {line.split(" = ")[0] for line in caught.value.problems}
+    assert keys == {"aio.queue_dept", "aio.rings", "gradient_clipping", f"{OPTIMIZER}.buffer_count"}
+    assert isinstance(caught.value, ValueError)
+
+
+def test_auto_inside_a_list_is_refused():
+    with pytest.raises(ConfigError, match=r'aio\.path_weights\[0\] = "auto"'):
+        OffloadConfig.from_dict({"aio": {"path_weights": ["auto"]}})
+
+
+def test_a_long_value_is_shortened():
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_dict({"xyzzy": {"key": "x" * 1000}})
+    assert "x" * 60 not in str(caught.value)
+
+
+NAMES = sorted(
+    {name for _, model in sections(OffloadConfig) for name in (*model.model_fields, *model.IGNORED, *model.ONLY)}
+)
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.sampled_from(["auto", "1MiB"])
+)
+JUNK = st.recursive(
+    VALUES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*NAMES, "x", 1]), inner),
+    max_leaves=12,
+)
+
+
+@given(JUNK)
+def test_anything_else_is_a_config_error(data):
+    with warnings.catch_warnings(action="ignore"), suppress(ConfigError):
+        OffloadConfig.from_dict(data)
+
+
+# Good sections.
+
+ZERO_INFINITY = {  # the NVMe section of DeepSpeed's and Hugging Face's documentation, numbers resolved
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": "/local_nvme",
+            "pin_memory": True,
+            "buffer_count": 4,
+            "fast_init": False,
+            "pipeline_read": False,
+            "pipeline_write": False,
+            "ratio": 1.0,
+        },
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": 5e8,
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "round_robin_gradients": True,
+    },
+    "aio": {
+        "block_size": 262144,
+        "queue_depth": 32,
+        "intra_op_parallelism": 4,
+        "thread_count": 1,
+        "single_submit": False,
+        "overlap_events": True,
+        "use_gds": False,
+    },
+    "gradient_clipping": 1.0,
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+
+def test_defaults():
+    config = OffloadConfig.from_dict({})
+    assert config == OffloadConfig()
+    assert config.nvme_paths == ()
+    assert config.gradient_clipping == 0.0
+    zero, aio = config.zero_optimization, config.aio
+    assert (zero.stage, zero.sub_group_size) == (0, 8_388_608)
+    optimizer = zero.offload_optimizer
+    assert (optimizer.device, optimizer.buffer_count, optimizer.pin_memory) == ("none", 4, None)
+    assert optimizer.staging_budget == 512 * MiB
+    assert (aio.engine, aio.block_size, aio.queue_depth, aio.rings) == ("auto", MiB, 32, 1)
+    assert (aio.direct, aio.checksums, aio.path_weights) == ("required", False, None)
+
+
+def test_deepspeed_section_is_read_with_one_warning_that_says_why():
+    with pytest.warns(ConfigWarning) as caught:
+        config = OffloadConfig.from_dict(ZERO_INFINITY)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    lines = str(caught[0].message).splitlines()
+    assert lines[0] == "config: accepted, but without effect here:"
+    assert len(lines) == 1 + 4 + 4 + 4 + 9  # the top level, aio, offload_optimizer, zero_optimization
+    assert "  aio.single_submit = false: requests are always submitted in batches" in lines
+    assert all(re.fullmatch(r"  \S+ = \S+: .{10,}", line) for line in lines[1:])
+
+    assert config.zero_optimization.stage == 3
+    assert config.zero_optimization.sub_group_size == 10**9
+    assert type(config.zero_optimization.sub_group_size) is int
+    assert config.zero_optimization.offload_optimizer.pin_memory is True
+    assert config.nvme_paths == (Path("/local_nvme"),)
+    assert (config.aio.block_size, config.aio.queue_depth, config.aio.rings) == (262144, 32, 4)
+    assert config.gradient_clipping == 1.0
+
+
+def test_the_warning_is_said_once(recwarn):
+    warnings.simplefilter("default")  # pytest shows every occurrence; Python shows the first
+    for _ in range(3):
+        OffloadConfig.from_dict({"steps_per_print": 10})
+    assert len(recwarn) == 1
+
+
+def test_no_warning_without_a_reason(recwarn):
+    OffloadConfig.from_dict(nvme(staging_budget="1GiB"))
+    assert len(recwarn) == 0
+
+
+def test_input_is_left_alone():
+    before = json.dumps(ZERO_INFINITY)
+    with pytest.warns(ConfigWarning):
+        OffloadConfig.from_dict(ZERO_INFINITY)
+    assert json.dumps(ZERO_INFINITY) == before
+
+
+def test_null_is_an_absent_section():
+    data = {"aio": None, "zero_optimization": {"offload_optimizer": None}}
+    assert OffloadConfig.from_dict(data) == OffloadConfig()
+
+
+def test_rings_have_two_spellings():
+    for aio in ({"rings": 4}, {"intra_op_parallelism": 4}, {"rings": 4, "intra_op_parallelism": 4}):
+        assert OffloadConfig.from_dict({"aio": aio}).aio.rings == 4
+
+
+def test_paths_are_a_tuple_and_know_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    for paths in (["~/a", "/b"], ("~/a", "/b"), [Path("~/a"), Path("/b")]):
+        config = OffloadConfig.from_dict(optimizer(device="nvme", nvme_path=paths))
+        assert config.nvme_paths == (Path("/home/someone/a"), Path("/b"))
+    assert OffloadConfig.from_dict(optimizer(device="nvme", nvme_path=Path("/b"))).nvme_paths == (Path("/b"),)
+
+
+def test_weights_go_with_paths():
+    data = optimizer(device="nvme", nvme_path=["/a", "/b"]) | {"aio": {"path_weights": [3, 1.5]}}
+    assert OffloadConfig.from_dict(data).aio.path_weights == (3.0, 1.5)
+
+
+def test_models_are_frozen_hashable_and_strict():
+    config = OffloadConfig.from_dict(nvme())
+    with pytest.raises(ValidationError):
+        config.aio.queue_depth = 1
+    assert hash(config) == hash(OffloadConfig.from_dict(nvme()))
+    with pytest.raises(ValueError, match="queue_depth"):
+        AioConfig(queue_depth=0)
+    with pytest.raises(ValueError, match="nvme_path: device"):
+        OffloadConfig(zero_optimization={"offload_optimizer": {"device": "nvme"}})
+
+
+# Files.
+
+TOML = """
+gradient_clipping = 0.5
+[zero_optimization]
+sub_group_size = 1e6
+[zero_optimization.offload_optimizer]
+device = "nvme"
+nvme_path = ["/a", "/b"]
+staging_budget = "1.5GiB"
+[aio]
+block_size = "512KiB"
+direct = "optional"
+checksums = true
+path_weights = [2, 1]
+"""
+
+
+def test_toml_and_json_say_the_same(tmp_path):
+    toml, as_json = tmp_path / "offload.toml", tmp_path / "offload.json"
+    toml.write_text(TOML)
+    config = OffloadConfig.from_file(toml)
+    assert config.zero_optimization.offload_optimizer.staging_budget == 3 * GiB // 2
+    assert config.aio.path_weights == (2.0, 1.0)
+    as_json.write_text("\ufeff" + config.model_dump_json(), encoding="utf-8")  # with a byte order mark
+    assert OffloadConfig.from_file(str(as_json)) == config
+
+
+SECTIONS = st.fixed_dictionaries(
+    {"gradient_clipping": st.floats(0, 1e300)},
+    optional={
+        "aio": st.fixed_dictionaries(
+            {},
+            optional={
+                "engine": st.sampled_from(["auto", "io_uring", "pyuring", "aiofiles"]),
+                "block_size": st.integers(1, 2**18).map(lambda pages: pages * 4096),
+                "queue_depth": st.integers(1, 4096),
+                "direct": st.sampled_from(["required", "optional", "disabled"]),
+                "checksums": st.booleans(),
+                "path_weights": st.just([1, 2.5]),
+            },
+        )
+    },
+)
+
+
+@given(SECTIONS)
+def test_round_trip(section):
+    data = section | optimizer(device="nvme", nvme_path=["/a", "/b"])
+    config = OffloadConfig.from_dict(data)
+    assert OffloadConfig.from_dict(config.model_dump()) == config
+    assert OffloadConfig.from_dict(json.loads(config.model_dump_json())) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "pattern"),
+    [
+        ("a.json", '{"aio": {\n  "rings": 1,}}', r"a\.json: line 2, column 14: .*; write valid JSON"),
+        ("a.json", '{"aio": {"rings": 1, "rings": 2}}', r"a\.json: rings stands twice"),
+        ("a.json", "[1]", r"a\.json: the whole = \[1\]: is not a section"),
+        ("a.json", '{"aio": {"ring": 1}}', r"a\.json: aio\.ring = 1: .* aio\.rings"),
+        ("a.toml", "[aio]\nrings = = 1\n", r"a\.toml: .*line 2, column 9"),
+        ("a.toml", "[aio]\nrings = 1\nrings = 2\n", r"a\.toml: .*line 3"),
+        ("a.yaml", "", r'a\.yaml: the suffix is "\.yaml"; name the file \.json or \.toml'),
+    ],
+)
+def test_bad_file_names_file_and_place(tmp_path, name, text, pattern):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=pattern):
+        OffloadConfig.from_file(path)
+
+
+def test_file_that_is_not_text(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match=r"a\.json: .*utf-8"):
+        OffloadConfig.from_file(path)
+
+
+def test_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"absent\.json"):
+        OffloadConfig.from_file(tmp_path / "absent.json")
+
+
+# The models themselves, and what is generated from them.
+
+
+def test_committed_page_and_schema_are_the_generated_ones():
+    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    assert page == config_reference.page(), (
+        "run python -m nvme_offload.offload.config.reference > docs/configuration.md"
+    )
+    schema = json.loads((DOCS / "configuration.schema.json").read_text(encoding="utf-8"))
+    assert schema == json.loads(json.dumps(config_reference.json_schema())), (
+        "the same with --schema > docs/configuration.schema.json"
+    )
+
+
+def test_page_lists_every_key():
+    rows = [line.split(" | ")[0] for line in config_reference.page().splitlines() if line.startswith("| `")]
+    listed = [name.strip("`").split(": ")[0] for row in rows for name in re.findall(r"`[^`]+`", row)]
+    tables = [(*m.model_fields, *m.IGNORED, *m.ONLY, *m.REFUSED) for _, m in sections(OffloadConfig)]
+    keys = [prefix + name for (prefix, _), names in zip(sections(OffloadConfig), tables, strict=True) for name in names]
+    assert set(keys) <= set(listed)
+
+
+def test_examples_on_the_page_are_accepted_and_equal(tmp_path):
+    json_text = re.search("```json\n(.*?)```", config_reference.page(), re.DOTALL)[1]
+    toml_text = re.search("```toml\n(.*?)```", config_reference.page(), re.DOTALL)[1]
+    (tmp_path / "a.json").write_text(json_text)
+    (tmp_path / "a.toml").write_text(toml_text)
+    config = OffloadConfig.from_file(tmp_path / "a.json")
+    assert config == OffloadConfig.from_file(tmp_path / "a.toml") != OffloadConfig()
+
+
+def test_command_prints_page_or_schema(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["config_reference"])
+    config_reference.main()
+    assert capsys.readouterr().out == config_reference.page()
+    monkeypatch.setattr("sys.argv", ["config_reference", "--schema"])
+    config_reference.main()
+    schema = json.loads(capsys.readouterr().out)
+    aio = schema["$defs"]["AioConfig"]
+    assert aio["additionalProperties"] is False
+    assert aio["properties"]["block_size"]["type"] == ["integer", "string"]
+    assert {"intra_op_parallelism", "thread_count"} <= set(aio["properties"])
+
+
+FIELDS = [(prefix, model, name) for prefix, model in sections(OffloadConfig) for name in model.model_fields]
+
+
+@pytest.mark.parametrize(("prefix", "model", "name"), FIELDS, ids=[row[0] + row[2] for row in FIELDS])
+def test_every_key_is_described_and_its_range_is_told_the_same_way(prefix, model, name):
+    field = model.model_fields[name]
+    assert field.description
+    entry = config_reference.plain(model.model_json_schema()["properties"][name])
+    if "$ref" in entry or "enum" in entry:
+        return
+    bounds = config_reference.bounds(entry)
+    assert bounds or entry["type"] not in ("integer", "number"), "a number has a range"
+    assert bounds in entry["x-write"]
+    assert bounds in " ".join(field.description.split())
+
+
+def test_no_key_stands_in_two_tables():
+    for _, model in sections(OffloadConfig):
+        tables = (model.model_fields, model.SPELLINGS, model.IGNORED, model.ONLY, model.REFUSED)
+        keys = [key for table in tables for key in table]
+        assert len(keys) == len(set(keys))
+        assert set(model.SPELLINGS.values()) <= set(model.model_fields)
+
+
+# The exception tree.
+
+WHERE = {"path": "/nvme/swap", "offset": 4096, "size_bytes": 8192, "direction": "write", "extent": "layer.0"}
+ERRORS = [
+    ConfigError(["aio.rings = 0: wrong"], "a.json"),
+    SwapIOError(errno.EIO, **WHERE),
+    OutOfSpaceError(path="/nvme/swap", needed_bytes=4 * GiB, free_bytes=3 * GiB),
+    ClosedError("TensorSwapper"),
+    ForkError("TensorSwapper", 1, 2),
+    StateError("layer.0", expected="on_nvme", actual="in_flight"),
+    CorruptionError("/nvme/swap", "layer.0", 1, 2),
+    CheckpointWriteError(errno.ENOSPC, "/checkpoints/a.partial", "needed 2 GiB, free 1 GiB"),
+    CheckpointError("/checkpoints/a/state.json", "is missing"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_errors_survive_pickling(error):
+    error.add_note("seen by rank 3")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert copy.__dict__ == error.__dict__
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        (errno.ENOSPC, "free space"),
+        (errno.EIO, "dmesg"),
+        (errno.EINVAL, 'aio.direct to "optional"'),
+        (errno.ENODATA, "truncated it"),
+        (errno.EROFS, "remount"),
+        (errno.EACCES, "permission"),
+        (errno.ENODEV, "man errno"),
+    ],
+)
+def test_io_error_names_everything(code, remedy):
+    error = SwapIOError(code, **WHERE)
+    assert isinstance(error, OSError)
+    assert (error.errno, error.filename, error.path) == (code, "/nvme/swap", Path("/nvme/swap"))
+    expected = f"write of 8192 bytes at offset 4096 of /nvme/swap (layer.0) failed: {errno.errorcode[code]}, "
+    assert str(error).startswith(expected)
+    assert remedy in str(error)
+
+
+def test_out_of_space_says_needed_and_free():
+    error = OutOfSpaceError(path="/nvme/swap", needed_bytes=4 * GiB, free_bytes=3 * GiB)
+    assert isinstance(error, SwapIOError)
+    assert error.errno == errno.ENOSPC
+    assert "needed 4 GiB, free 3 GiB (4294967296 and 3221225472 bytes)" in str(error)
+
+
+def test_misuse_errors_are_runtime_errors_with_words():
+    assert issubclass(OffloadError, RuntimeError)
+    assert str(ForkError("pool", 1, 2)).startswith("pool was made in process 1 and is used in process 2; ")
+    assert str(StateError("layer.0", "on_nvme", "in_flight")) == "layer.0: expected on_nvme, actual in_flight"
+    assert "0x00000001 was written, 0x00000002 was read" in str(CorruptionError("/nvme/swap", "layer.0", 1, 2))

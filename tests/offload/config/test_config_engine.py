@@ -1,0 +1,536 @@
+"""The sections of the engine: precision, batch sizes, optimizer, scheduler; and whole files of DeepSpeed's users."""
+
+import json
+import re
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import ConfigError, ConfigWarning
+
+DTYPES = {
+    "fp32": ("fp32", "float32", "float", "torch.float32", "FP32", torch.float32),
+    "bf16": ("bf16", "bfloat16", "bfp16", "torch.bfloat16", "BF16", torch.bfloat16),
+    "fp16": ("fp16", "float16", "half", "torch.float16", "FP16", torch.float16),
+}
+SPELLINGS = [(spelling, name) for name, spellings in DTYPES.items() for spelling in spellings]
+SIXTEEN_BITS = [(spelling, name) for spelling, name in SPELLINGS if name != "fp32"]
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+MODES = {"fp32": {}, "bf16": BF16, "fp16": FP16, "torch_autocast": AUTOCAST}
+ZERO = "zero_optimization"
+
+
+def adam(**params):
+    return {"optimizer": {"type": "Adam", "params": params}}
+
+
+def schedule(kind, **params):
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+def data_types(**keys):
+    return {"data_types": keys}
+
+
+# A bad section, the line that says so must start with the second, and holds the third.
+BAD = [
+    # precision
+    ({"bf16": {"enabled": "auto"}}, 'bf16.enabled = "auto"', "write true or false (default false)"),
+    ({"bf16": {"enabled": 1}}, "bf16.enabled = 1", "write true or false"),
+    ({"bfloat16": {"enabled": 1}}, "bfloat16.enabled = 1", "write true or false"),
+    ({"bfloat16": {"enable": True}}, "bfloat16.enable = true", "the nearest known key is bf16.enabled"),
+    ({**BF16, "bfloat16": {"enabled": False}}, 'bfloat16 = {"enabled": false}', "another spelling of it; keep bf16"),
+    ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states = true", "write false or leave it out"),
+    ({**BF16, **FP16}, "fp16.enabled = true", "bf16.enabled = true beside it; write true in one of them only"),
+    ({**BF16, **AUTOCAST}, "torch_autocast.enabled = true", "bf16.enabled = true beside it"),
+    ({**FP16, **AUTOCAST}, "torch_autocast.enabled = true", "fp16.enabled = true beside it"),
+    ({**BF16, **FP16, **AUTOCAST}, "torch_autocast.enabled = true", "bf16.enabled and fp16.enabled = true"),
+    ({"fp16": {"auto_cast": True}}, "fp16.auto_cast = true", "cast the inputs in the training loop; write false"),
+    ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale = -1", "a number, 0 or more (default 0.0)"),
+    ({"fp16": {"loss_scale": True}}, "fp16.loss_scale = true", "a number, 0 or more"),
+    ({"fp16": {"initial_scale_power": 127}}, "fp16.initial_scale_power = 127", "a whole number, 0..126 (default 16)"),
+    ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window = 0", "a whole number, 1 or more (default 1000)"),
+    ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis = 0", "a whole number, 1 or more (default 2)"),
+    ({"fp16": {"consecutive_hysteresis": 2}}, "fp16.consecutive_hysteresis = 2", "true or false (default false)"),
+    ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale = 0", "a number, more than 0 (default 1.0)"),
+    ({"fp16": {"min_loss_scale": 8, "initial_scale_power": 2}}, "fp16.min_loss_scale = 8", "initial_scale_power = 2"),
+    ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype = missing", 'write "bfloat16" or "float16"'),
+    ({"torch_autocast": {"dtype": "float32"}}, 'torch_autocast.dtype = "float32"', "'bf16' or 'fp16'"),
+    (
+        {"torch_autocast": {"lower_precision_safe_modules": ["torch.nn.Linear", "Linear"]}},
+        'torch_autocast.lower_precision_safe_modules = ["torch.nn.Linear", "Linear"]',
+        '"Linear" is no class name with its package; write a list of class names',
+    ),
+    (
+        {"torch_autocast": {"lower_precision_safe_modules": [7]}},
+        "torch_autocast.lower_precision_safe_modules[0] = 7",
+        '["torch.nn.Linear"]',
+    ),
+    ({"communication_data_type": "int8"}, 'communication_data_type = "int8"', "'fp32', 'bf16' or 'fp16'"),
+    ({"communication_data_type": "auto"}, 'communication_data_type = "auto"', "Hugging Face"),
+    (
+        {"gradient_accumulation_dtype": "fp32", **data_types(grad_accum_dtype="bf16"), **BF16},
+        'data_types.grad_accum_dtype = "bf16"',
+        'gradient_accumulation_dtype = "fp32" is another spelling of it; keep gradient_accumulation_dtype',
+    ),
+    (data_types(grad_accum_dtype="bf16"), 'data_types.grad_accum_dtype = "bf16"', "neither bf16.enabled nor fp16."),
+    (data_types(grad_accum_dtype="int8"), 'data_types.grad_accum_dtype = "int8"', "'fp32', 'bf16' or 'fp16'"),
+    (data_types(param_dtype="bf16"), 'data_types.param_dtype = "bf16"', "bf16 and fp16 decide this"),
+    (data_types(grad_acum_dtype="bf16"), 'data_types.grad_acum_dtype = "bf16"', "key is data_types.grad_accum_dtype"),
+    ({"data_types": "auto"}, 'data_types = "auto"', "is not a section"),
+    # batch sizes
+    ({"train_batch_size": 0}, "train_batch_size = 0", "a whole number, 1 or more (default none)"),
+    ({"train_batch_size": "auto"}, 'train_batch_size = "auto"', "a whole number, 1 or more"),
+    ({"train_micro_batch_size_per_gpu": 1.5}, "train_micro_batch_size_per_gpu = 1.5", "a whole number, 1 or more"),
+    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0", "a whole number, 1 or more"),
+    # optimizer and scheduler
+    ({"optimizer": {"type": "Lamb"}}, 'optimizer.type = "Lamb"', "'AdamW' or 'Adam'"),
+    ({"optimizer": {"type": None}}, "optimizer.type = null", "'AdamW' or 'Adam'"),
+    ({"optimizer": {"lr": 1e-3}}, "optimizer.lr = 0.001", "lr belongs in optimizer.params; write optimizer.params.lr"),
+    (adam(lr="auto"), 'optimizer.params.lr = "auto"', "write a number, 0 or more (default 0.001)"),
+    (adam(lr=-1), "optimizer.params.lr = -1", "a number, 0 or more"),
+    (adam(eps=float("inf")), "optimizer.params.eps = Infinity", "a number, 0 or more"),
+    (adam(betas=[0.9]), "optimizer.params.betas[1] = null", "two numbers, each 0 or more and below 1"),
+    (adam(betas=[0.9, 0.99, 0.999]), "optimizer.params.betas = [0.9, 0.99, 0.999]", "two numbers"),
+    (adam(betas=[0.9, 1.0]), "optimizer.params.betas[1] = 1.0", "two numbers, each 0 or more and below 1"),
+    (adam(adam_w_mode=False, weight_decay=0.1), "optimizer.params.adam_w_mode = false", "params.weight_decay = 0.1"),
+    (adam(amsgrad=True), "optimizer.params.amsgrad = true", "there is no AMSGrad; write false"),
+    (adam(max_grad_norm=1.0), "optimizer.params.max_grad_norm = 1.0", "write gradient_clipping"),
+    ({"scheduler": {"type": "OneCycle"}}, 'scheduler.type = "OneCycle"', "'WarmupLR', 'WarmupDecayLR' or"),
+    (schedule("WarmupLR", warmup_type="cos"), 'scheduler.params.warmup_type = "cos"', "'log' or 'linear'"),
+    (schedule("WarmupLR", warmup_max_lr=0), "scheduler.params.warmup_max_lr = 0", "a number, more than 0"),
+    (schedule("WarmupLR", total_num_steps=9), "scheduler.params.total_num_steps = 9", 'type = "WarmupLR" has no such'),
+    (schedule("WarmupLR", last_batch_iteration=7), "scheduler.params.last_batch_iteration = 7", "load_checkpoint"),
+    (schedule("WarmupDecayLR"), "scheduler.params.total_num_steps = missing", 'type = "WarmupDecayLR" needs it'),
+    (schedule("WarmupDecayLR", total_num_steps=9), "scheduler.params.warmup_max_lr = missing", "or 0.001"),
+    (schedule("WarmupCosineLR"), "scheduler.params.total_num_steps = missing", 'type = "WarmupCosineLR" needs it'),
+    (
+        schedule("WarmupCosineLR", total_num_steps=9, warmup_max_lr=1.0),
+        "scheduler.params.warmup_max_lr = 1.0",
+        'type = "WarmupCosineLR" has no such parameter; write warmup_min_ratio, warmup_num_steps',
+    ),
+    # what would change what is computed, or where it lives
+    ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp = ", "enable bf16, fp16 or torch_autocast"),
+    ({"amp": True}, "amp = true", 'write {"enabled": false} or leave it out'),
+    ({"elasticity": {"enabled": True}}, "elasticity = ", "write the three batch keys"),
+    (
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        "activation_checkpointing = ",
+        "torch.utils.checkpoint",
+    ),
+    ({"checkpoint": {"load_universal": True}}, "checkpoint = ", "torch.distributed.checkpoint"),
+    ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op = "sum"', 'write "mean" or leave it out'),
+    (
+        {ZERO: {"offload_param": {"device": "nvme"}}},
+        f"{ZERO}.offload_param.nvme_path = ",
+        "write a folder on the drive",
+    ),
+    ({ZERO: {"offload_param": {"nvme_path": "/d"}}}, f"{ZERO}.offload_param.nvme_path = ", 'write device = "nvme"'),
+    ({ZERO: {"offload_param": {"buffer_count": 1}}}, f"{ZERO}.offload_param.buffer_count = 1", "2"),
+    ({"offload_gradients": {"device": "ssd"}}, 'offload_gradients.device = "ssd"', "nvme"),
+    ({"offload_gradients": {"device": "nvme"}}, "offload_gradients.nvme_path = ", "write a folder on the drive"),
+    ({"fp32_modules": ["router"]}, 'fp32_modules = ["router"]', "bf16.enabled or fp16.enabled = true"),
+    (
+        {"fp32_modules": ["router"], "torch_autocast": {"enabled": True, "dtype": "bf16"}},
+        'fp32_modules = ["router"]',
+        "all but lower_precision_safe_modules",
+    ),
+    ({**BF16, "fp32_modules": [""]}, 'fp32_modules[0] = ""', "a list of patterns"),
+    ({**BF16, "fp32_modules": "router"}, 'fp32_modules = "router"', "a list of patterns"),
+    ({"device_budget": "8GiB"}, 'device_budget = "8GiB"', "write host_budget, or leave it out"),
+    ({"host_budget": "8G"}, 'host_budget = "8G"', 'write "auto", or 4 KiB or more, as "8GiB"'),
+    ({"host_budget": -1}, "host_budget = -1", 'write "auto", or 4 KiB or more, as "8GiB"'),
+    ({"host_budget": 0}, "host_budget = 0", 'is less than 4 KiB; write "auto", or 4 KiB'),
+    ({"host_budget": ["auto"]}, 'host_budget = ["auto"]', 'write "auto", or 4 KiB or more, as "8GiB"'),
+    ({"zero_optimization": {"host_budget": "8GiB"}}, "zero_optimization.host_budget", "write host_budget"),
+    # the wrapper
+    ({"deepspeed": BF16, "aio": {}}, "deepspeed = ", "move the keys beside it into it"),
+    ({"deepspeed": 7}, "the whole = 7", "is not a section"),
+]
+
+
+@pytest.mark.parametrize(("data", "start", "text"), BAD, ids=[row[1] for row in BAD])
+def test_bad_section_is_named_with_its_remedy(data, start, text):
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_dict(data)
+    lines = [line for line in caught.value.problems if line.startswith(start)]
+    assert len(lines) == 1
+    assert text in lines[0]
+    assert len(caught.value.problems) == 1, "one mistake, one problem"
+
+
+# Precision.
+
+
+@pytest.mark.parametrize(("spelling", "name"), SPELLINGS, ids=str)
+def test_dtypes_have_many_spellings(spelling, name):
+    mode = MODES[name]
+    for keys in ({"gradient_accumulation_dtype": spelling}, data_types(grad_accum_dtype=spelling)):
+        config = OffloadConfig.from_dict({**mode, **keys, "communication_data_type": spelling})
+        assert (config.gradient_accumulation_dtype, config.communication_data_type) == (name, name)
+        assert config.compute_dtype == name
+
+
+@pytest.mark.parametrize(("spelling", "name"), SIXTEEN_BITS, ids=str)
+def test_autocast_dtypes_too(spelling, name):
+    config = OffloadConfig.from_dict({"torch_autocast": {"enabled": True, "dtype": spelling}})
+    assert config.autocast_dtype == name
+    assert config.compute_dtype == "fp32"
+
+
+GOES = {  # mode -> the accumulation dtypes and the communication dtypes that go with it
+    "fp32": ({"fp32"}, {"fp32", "bf16", "fp16"}),
+    "bf16": ({"fp32", "bf16"}, {"fp32", "bf16"}),
+    "fp16": ({"fp32", "fp16"}, {"fp32", "fp16"}),
+    "torch_autocast": ({"fp32"}, {"fp32", "bf16"}),
+}
+
+
+@pytest.mark.parametrize("mode", GOES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_goes_together_and_what_does_not(mode, dtype, place):
+    name = ("gradient_accumulation_dtype", "communication_data_type")[place]
+    data = {**MODES[mode], name: dtype}
+    if dtype in GOES[mode][place]:
+        assert getattr(OffloadConfig.from_dict(data), name) == dtype
+        return
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_dict(data)
+    [problem] = caught.value.problems
+    assert problem.startswith(f'{name} = "{dtype}": ')
+    assert {"fp32": "neither bf16.enabled nor fp16.enabled"}.get(mode, f"{mode}.enabled = true") in problem
+    choices = re.findall(r'"(\w+)"', problem.split("; write ")[1])
+    assert set(choices) == GOES[mode][place]
+    for choice in choices:  # what the message says is true
+        assert getattr(OffloadConfig.from_dict({**data, name: choice}), name) == choice
+
+
+def test_one_accumulation_dtype_in_two_places():
+    data = {"gradient_accumulation_dtype": "fp32", **data_types(grad_accum_dtype="fp32")}
+    assert OffloadConfig.from_dict(data).gradient_accumulation_dtype == "fp32"
+    assert OffloadConfig.from_dict({"data_types": None}) == OffloadConfig.from_dict(data_types()) == OffloadConfig()
+
+
+def test_bfloat16_is_the_old_spelling_of_bf16():
+    for data in ({"bfloat16": {"enabled": True}}, {**BF16, "bfloat16": {"enabled": True}}):
+        assert OffloadConfig.from_dict(data).compute_dtype == "bf16"
+
+
+def test_defaults():
+    config = OffloadConfig()
+    assert (config.compute_dtype, config.autocast_dtype) == ("fp32", None)
+    assert (config.communication_data_type, config.gradient_accumulation_dtype) == (None, None)
+    fp16 = config.fp16
+    assert (fp16.enabled, fp16.loss_scale, fp16.initial_scale_power, fp16.loss_scale_window) == (False, 0, 16, 1000)
+    assert (fp16.hysteresis, fp16.consecutive_hysteresis, fp16.min_loss_scale) == (2, False, 1)
+    for name in config.torch_autocast.lower_precision_safe_modules:
+        assert issubclass(getattr(torch.nn, name.removeprefix("torch.nn.")), torch.nn.Module)
+    assert config.scheduler is None
+    expected = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert config.optimizer.hyperparameters == expected
+
+
+# Batch sizes.
+
+TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (None, None, 1)),
+        ({STEPS: 4}, (None, None, 4)),
+        ({MICRO: 2}, (6, 2, 1)),
+        ({MICRO: 2, STEPS: 4}, (24, 2, 4)),
+        ({TRAIN: 24}, (24, 8, 1)),
+        ({TRAIN: 24, STEPS: 4}, (24, 2, 4)),
+        ({TRAIN: 24, MICRO: 2}, (24, 2, 4)),
+        ({TRAIN: 24, MICRO: 2, STEPS: 4}, (24, 2, 4)),
+    ],
+)
+def test_what_is_left_out_is_derived(given, expected):
+    config = OffloadConfig.from_dict(given)
+    assert config.batch_sizes(3) == expected
+    again = OffloadConfig.from_dict(json.loads(config.model_dump_json()))
+    assert again.batch_sizes(3) == expected, "also after a round trip"
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ({TRAIN: 25, MICRO: 2, STEPS: 4}, 24),
+        ({TRAIN: 12, MICRO: 2, STEPS: 4}, 24),
+        ({TRAIN: 25, MICRO: 2}, 30),
+        ({TRAIN: 1, MICRO: 2}, 6),
+        ({TRAIN: 25, STEPS: 4}, 36),
+        ({TRAIN: 25}, 27),
+    ],
+)
+def test_batch_sizes_that_do_not_fit(given, right):
+    config = OffloadConfig.from_dict(given)
+    with pytest.raises(ConfigError) as caught:
+        config.batch_sizes(3)
+    [problem] = caught.value.problems
+    assert all(name in problem for name in (TRAIN, MICRO, STEPS))
+    assert problem.endswith(f"; write {right}")
+    OffloadConfig.from_dict({**given, TRAIN: right}).batch_sizes(3)
+
+
+SIZES = st.none() | st.integers(1, 64)
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 8))
+def test_batch_sizes_are_a_product_or_an_error(train, micro, steps, world_size):
+    config = OffloadConfig.from_dict({TRAIN: train, MICRO: micro, STEPS: steps})
+    try:
+        sizes = config.batch_sizes(world_size)
+    except ConfigError:
+        assert train is not None
+        return
+    for was, now in zip((train, micro, steps), sizes, strict=True):
+        assert was in (None, now)
+    if sizes.train_batch_size:
+        micro_batch, num_steps = sizes.train_micro_batch_size_per_gpu, sizes.gradient_accumulation_steps
+        assert sizes.train_batch_size == micro_batch * num_steps * world_size
+    else:
+        assert train is micro is None
+
+
+# Optimizer and scheduler.
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "adamw", "Adam", "ADAM"])
+def test_optimizer_reaches_offload_adamw(kind):
+    params = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1, "adam_w_mode": True}
+    with pytest.warns(ConfigWarning, match="optimizer.params.torch_adam = true: "):
+        config = OffloadConfig.from_dict({"optimizer": {"type": kind, "params": {**params, "torch_adam": True}}})
+    assert config.optimizer.type.lower() == kind.lower()
+    expected = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    assert config.optimizer.hyperparameters == expected
+
+
+def test_l2_of_nothing_is_no_weight_decay():
+    assert OffloadConfig.from_dict(adam(adam_w_mode=False)).optimizer.hyperparameters["weight_decay"] == 0
+
+
+SCHEDULES = [
+    ("WarmupLR", {}),
+    ("WarmupLR", {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 10, "warmup_type": "linear"}),
+    ("WarmupDecayLR", {"total_num_steps": 100, "warmup_max_lr": 1e-3, "warmup_num_steps": 1e1}),
+    ("WarmupCosineLR", {"total_num_steps": 100, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.01}),
+]
+
+
+@pytest.mark.parametrize(("kind", "params"), SCHEDULES)
+def test_schedules_and_their_round_trip(kind, params):
+    config = OffloadConfig.from_dict(schedule(kind, **params))
+    assert config.scheduler.type == kind
+    assert {name: getattr(config.scheduler.params, name) for name in params} == params
+    assert OffloadConfig.from_dict(json.loads(config.model_dump_json())) == config
+    assert OffloadConfig.from_dict(config.model_dump()) == config
+    assert hash(config) == hash(OffloadConfig.from_dict(config.model_dump()))
+
+
+# Files as users have them.
+
+
+def test_harmless_sections_are_accepted_with_their_reasons():
+    harmless = {
+        "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
+        "amp": {"enabled": False, "opt_level": "O1"},
+        "checkpoint": {"tag_validation": "Warn"},
+        "comms_logger": {"enabled": True},
+        "csv_monitor": {"enabled": True, "output_path": "logs"},
+        "elasticity": {},
+        "flops_profiler": {"enabled": True},
+        "tensorboard": {"enabled": True},
+        "wandb": {"enabled": True},
+        "zero_optimization": {"offload_param": {"device": "none"}, "cpu_offload": False},
+    }
+    with pytest.warns(ConfigWarning) as caught:
+        assert OffloadConfig.from_dict(harmless) == OffloadConfig()
+    assert len(caught) == 1
+    assert len(str(caught[0].message).splitlines()) == 1 + 9 + 1
+
+
+# The NVMe section of Hugging Face's documentation, "auto" as it stands there.
+HUGGING_FACE = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": "/local_nvme",
+            "pin_memory": True,
+            "buffer_count": 4,
+            "fast_init": False,
+        },
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "aio": {
+        "block_size": 262144,
+        "queue_depth": 32,
+        "thread_count": 1,
+        "single_submit": False,
+        "overlap_events": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+RESOLVED = {
+    "fp16.enabled": False,
+    "bf16.enabled": True,
+    "optimizer.params.lr": 3e-5,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_min_lr": 0,
+    "scheduler.params.warmup_max_lr": 3e-5,
+    "scheduler.params.warmup_num_steps": 500,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 4,
+}
+
+
+def test_auto_is_refused_by_name_with_what_to_write():
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_dict(HUGGING_FACE)
+    pattern = re.compile(r'(\S+) = "auto": Hugging Face\'s "auto" is not resolved here; write .+ \(default .+\)')
+    matches = [pattern.fullmatch(problem) for problem in caught.value.problems]
+    assert {match[1] for match in matches} == set(RESOLVED)
+
+    data = json.loads(json.dumps(HUGGING_FACE))
+    for full_key, value in RESOLVED.items():
+        *path, name = full_key.split(".")
+        section = data
+        for part in path:
+            section = section[part]
+        section[name] = value
+    with pytest.warns(ConfigWarning, match="without effect"):
+        config = OffloadConfig.from_dict(data)
+    assert config.batch_sizes(4) == (16, 4, 1)
+    assert config.compute_dtype == "bf16"
+
+
+# The threads this project answers, word by word: the request for gradient_accumulation_dtype, and autocast with ZeRO.
+FRAGMENTS = {
+    """\
+# pipeline-parallelism: enabled
+"bf16": {
+"enabled": true
+},
+"zero_optimization": {
+"stage": 0
+}
+""": {"compute_dtype": "bf16"},
+    """\
+# pipeline-parallelism: enabled
+"bf16": {
+"enabled": true
+},
+"zero_optimization": {
+"stage": 1
+}
+""": {"compute_dtype": "bf16", "gradient_accumulation_dtype": None},
+    """\
+"bf16": {
+"enabled": true
+},
+"gradient_accumulation_dtype": "fp32",
+"zero_optimization": {
+"stage": 1
+}
+""": {"compute_dtype": "bf16", "gradient_accumulation_dtype": "fp32"},
+    """\
+"torch_autocast": {
+"enabled": true,
+"dtype": "bfloat16",
+"lower_precision_safe_modules": ["torch.nn.Linear", "torch.nn.Conv2d"]
+}
+""": {"compute_dtype": "fp32", "autocast_dtype": "bf16"},
+}
+
+
+@pytest.mark.parametrize("fragment", FRAGMENTS)
+def test_fragments_of_the_threads_load_without_a_warning(tmp_path, fragment):
+    path = tmp_path / "ds_config.json"
+    path.write_text("{" + re.sub("(?m)^#.*\n", "", fragment) + "}")
+    with warnings.catch_warnings(action="error"):
+        config = OffloadConfig.from_file(path)
+    expected = FRAGMENTS[fragment]
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+THREAD_TOML = """\
+[deepspeed.torch_autocast]
+enabled = true # NOTE: turning this on makes grad norms explode in stage 2 (but not stage 3)
+dtype = "bfloat16"
+# [deepspeed.bf16]
+# enabled = true # this works properly
+[deepspeed.zero_optimization]
+stage = 2
+allgather_partitions = true
+overlap_comm = false
+reduce_scatter = true
+contiguous_gradients = true
+stage3_prefetch_bucket_size = 0
+stage3_max_live_parameters = 0
+stage3_max_reuse_distance = 0
+stage3_gather_16bit_weights_on_model_save = true
+"""
+
+
+def test_toml_of_the_thread_loads_with_one_warning(tmp_path):
+    path = tmp_path / "train.toml"
+    path.write_text(THREAD_TOML)
+    with pytest.warns(ConfigWarning) as caught:
+        config = OffloadConfig.from_file(path)
+    assert (config.autocast_dtype, config.zero_optimization.stage) == ("bf16", 2)
+    assert len(caught) == 1
+    lines = str(caught[0].message).splitlines()
+    assert lines[0] == f"{path}, in deepspeed: accepted, but without effect here:"
+    assert len(lines) == 1 + 8
+
+    path.write_text(THREAD_TOML.replace("# [", "[").replace("# enabled", "enabled"))
+    with pytest.raises(ConfigError, match=r"train\.toml, in deepspeed: torch_autocast\.enabled = true: bf16\.enabled"):
+        OffloadConfig.from_file(path)
+
+
+def test_wrapped_and_bare_sections_are_the_same():
+    assert OffloadConfig.from_dict({"deepspeed": BF16}) == OffloadConfig.from_dict(BF16)

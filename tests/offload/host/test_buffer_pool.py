@@ -1,0 +1,186 @@
+"""The pool never grows, never hands a buffer to two holders, and knows how many are free."""
+
+import itertools
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nvme_offload.offload.errors import ClosedError
+from nvme_offload.offload.host.buffer_pool import BufferPool
+
+PATIENCE = 30.0
+
+
+def test_buffers_are_aligned_distinct_and_whole_pages():
+    pool = BufferPool(5, 5000)
+    buffers = [pool.acquire() for _ in range(5)]
+    assert pool.buffer_bytes == 8192
+    assert pool.size_bytes == 5 * 8192
+    addresses = sorted(buffer.address for buffer in buffers)
+    assert all(address % 4096 == 0 for address in addresses)
+    assert all(high - low >= 8192 for low, high in itertools.pairwise(addresses))
+    assert all(buffer.size_bytes == 8192 for buffer in buffers)
+
+
+def test_num_free_counts_leases():
+    pool = BufferPool(3, 4096)
+    first = pool.acquire()
+    with pool.acquire():
+        assert pool.num_free == 1
+    assert pool.num_free == 2
+    first.release()
+    assert pool.num_free == 3
+
+
+def test_try_acquire_answers_none_when_all_are_held():
+    pool = BufferPool(1, 4096)
+    buffer = pool.try_acquire()
+    assert buffer is not None
+    assert pool.try_acquire() is None
+    buffer.release()
+    assert pool.try_acquire() is buffer
+
+
+def test_acquire_times_out_and_says_how_many_are_held():
+    pool = BufferPool(2, 4096)
+    held = [pool.acquire(), pool.acquire()]
+    with pytest.raises(TimeoutError, match="all 2 staging buffers"):
+        pool.acquire(timeout=0.01)
+    for buffer in held:
+        buffer.release()
+    assert pool.num_free == 2
+
+
+def test_a_waiting_acquire_gets_what_is_released():
+    pool = BufferPool(1, 4096)
+    held = pool.acquire()
+    got = []
+    waiter = threading.Thread(target=lambda: got.append(pool.acquire(PATIENCE)))
+    waiter.start()
+    time.sleep(0.05)
+    assert not got
+    held.release()
+    waiter.join(PATIENCE)
+    assert got == [held]
+
+
+def test_a_buffer_released_twice_is_our_bug():
+    pool = BufferPool(2, 4096)
+    buffer = pool.acquire()
+    buffer.release()
+    with pytest.raises(AssertionError, match="twice"):
+        buffer.release()
+    assert pool.num_free == 2
+
+
+def test_close_wakes_waiters_and_refuses_new_ones():
+    pool = BufferPool(1, 4096)
+    held = pool.acquire()
+    errors = []
+
+    def wait():
+        try:
+            pool.acquire()
+        except ClosedError as error:
+            errors.append(error)
+
+    waiters = [threading.Thread(target=wait) for _ in range(3)]
+    for waiter in waiters:
+        waiter.start()
+    pool.close()
+    pool.close()
+    for waiter in waiters:
+        waiter.join(PATIENCE)
+    assert len(errors) == 3
+    held.release()
+    for acquire in (pool.acquire, pool.try_acquire):
+        with pytest.raises(ClosedError, match="buffer pool"):
+            acquire()
+
+
+def test_views_have_the_dtype_and_the_place_asked_for():
+    pool = BufferPool(2, 4096)
+    first, second = pool.acquire(), pool.acquire()
+    first.view(torch.uint8, 0, 4096).fill_(1)
+    second.view(torch.uint8, 0, 4096).fill_(2)
+    view = first.view(torch.bfloat16, 16, 8)
+    assert view.dtype is torch.bfloat16
+    assert view.shape == (8,)
+    assert view.data_ptr() == first.address + 16
+    assert (first.view(torch.uint8, 0, 4096) == 1).all()
+
+
+@pytest.mark.parametrize(("num_buffers", "buffer_bytes"), [(3, 600 << 20), (2, 3 << 30), (5, 300 << 20)])
+def test_regions_can_be_registered_and_no_buffer_crosses_one(num_buffers, buffer_bytes):
+    pool = BufferPool(num_buffers, buffer_bytes)  # pages that nobody touches cost nothing
+    assert all(0 < size <= 1 << 30 for _, size in pool.regions)
+    assert sum(size for _, size in pool.regions) == pool.size_bytes
+    if buffer_bytes <= 1 << 30:
+        for _ in range(num_buffers):
+            buffer = pool.acquire()
+            assert any(
+                start <= buffer.address and buffer.address + buffer.size_bytes <= start + size
+                for start, size in pool.regions
+            )
+
+
+def test_no_buffer_is_ever_held_twice():
+    pool = BufferPool(3, 4096)
+    failures = []
+
+    def work(seed):
+        rng = random.Random(seed)
+        for _ in range(200):
+            with pool.acquire(PATIENCE) as buffer:
+                view = buffer.view(torch.int64, 0, 1)
+                mark = rng.randrange(1 << 60)
+                view.fill_(mark)
+                time.sleep(rng.random() * 1e-4)
+                if view.item() != mark:
+                    failures.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not failures
+    assert pool.num_free == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_buffers():
+    pool = BufferPool(2, 1 << 20, pinned=True)
+    assert pool.pinned
+    assert pool.acquire().view(torch.uint8, 0, 16).is_pinned()
+    pool.close()
+    assert not pool.pinned
+
+
+def test_all_buffers_are_pinned_or_none(monkeypatch):
+    registered = []
+
+    def register(address, size_bytes, flags):
+        if registered:
+            return 2  # cudaErrorMemoryAllocation
+        registered.append(address)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.remove)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    pool = BufferPool(2, 1 << 30)  # a region each; pages that nobody touches cost nothing
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        pool.pin()
+    assert registered == []
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        BufferPool(2, 1 << 30, pinned=True)
+    assert registered == []
+
+
+def test_not_pinned_unless_asked():
+    assert not BufferPool(2, 4096).pinned

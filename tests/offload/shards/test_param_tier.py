@@ -1,0 +1,148 @@
+"""Upper halves in blocks: what FSDP2 may copy is valid while it may copy it, in whatever order it asks."""
+
+import pytest
+import torch
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import ClosedError, ConfigError, StateError
+from nvme_offload.offload.shards.param_tier import ParamTier, ResidentUpper, UnbornUpper
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+
+SHAPES = [torch.Size([3, 5]), torch.Size([7])]
+
+
+def numbers(block, place):
+    return torch.full(SHAPES[place], 10.0 * block + place, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def make_tier(tmp_path):
+    """``make_tier(num_blocks, **offload_param)``: the tier and the places of its parameters, by block."""
+    tiers = []
+
+    def make(num_blocks=5, **section):
+        section = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2, **section}
+        config = OffloadConfig.from_dict({"zero_optimization": {"offload_param": section}})
+        section = config.zero_optimization.offload_param
+        tier = ParamTier(section, NvmeTier(config, paths=section.nvme_path))
+        tiers.append(tier)
+        places = tier.reserve([(f"layer {number}", SHAPES) for number in range(num_blocks)])
+        for number, uppers in enumerate(places):
+            tier.put(uppers, [ResidentUpper(numbers(number, place)) for place in range(2)])
+        return tier, places
+
+    yield make
+    for tier in tiers:
+        tier.close()
+    assert not list(tmp_path.iterdir())
+
+
+def all_then_all(uppers):
+    """How several ranks gather: asked for together, answered together."""
+    seen = [upper.gather().clone() for upper in uppers]
+    for upper in uppers:
+        upper.end_gather()
+    return seen
+
+
+def one_by_one(uppers):
+    seen = []
+    for upper in uppers:
+        seen.append(upper.gather().clone())
+        upper.end_gather()
+    return seen
+
+
+def never_answered(uppers):
+    return [upper.gather().clone() for upper in uppers]
+
+
+def asked_again_before_the_answer(uppers):
+    never_answered(uppers)
+    return all_then_all(uppers)
+
+
+@pytest.mark.parametrize("gather", [all_then_all, one_by_one, never_answered, asked_again_before_the_answer])
+def test_every_order_of_asking_gives_the_values(make_tier, gather):
+    tier, places = make_tier()
+    for number in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 2, 2):
+        seen = gather(places[number])
+        assert all(torch.equal(value, numbers(number, place)) for place, value in enumerate(seen))
+    for uppers in places:
+        all_then_all(uppers)
+    assert sum(block.holds for block in tier.cache.blocks) <= 1, "only a gather that was never answered still holds"
+
+
+def test_a_use_is_counted_once_however_many_parameters_it_has(make_tier):
+    for gather in (all_then_all, one_by_one):
+        tier, places = make_tier()
+        before = tier.cache.stats.uses
+        for number in (0, 1, 1, 2):
+            gather(places[number])
+        assert tier.cache.stats.uses - before == 4
+
+
+def test_a_gather_ahead_that_is_answered_late_keeps_its_block(make_tier):
+    """FSDP2 asks for the next group before the one at work is done with."""
+    _, places = make_tier(buffer_count=3)
+    first = [upper.gather() for upper in places[0]]
+    second = [upper.gather() for upper in places[1]]
+    for upper in places[0]:
+        upper.end_gather()
+    for number in (2, 3, 4):
+        all_then_all(places[number])
+    assert [value.unique().tolist() for value in second] == [[10], [11]]
+    assert len(first) == 2
+
+
+def test_changes_are_kept_and_padding_is_zero(make_tier):
+    tier, places = make_tier()
+    tier.cache.synchronize()
+    before = tier.cache.tier.stats().bytes_written
+    for uppers in places:
+        with uppers[1].held(change=True) as flat:
+            flat.mul_(2)
+        with uppers[0].held(change=True) as flat:
+            flat[:3] = 1
+    tier.cache.synchronize()
+    written = tier.cache.tier.stats().bytes_written - before
+    assert written == len(places) * 4096, "changes in a row are written once"
+    for number, uppers in enumerate(places):
+        assert torch.equal(all_then_all(uppers)[1], numbers(number, 1) * 2)
+
+
+def test_what_has_no_value_yet_is_zero_and_is_not_written(make_tier):
+    tier, _ = make_tier(1)
+    tier.cache.synchronize()
+    before = tier.cache.tier.stats().bytes_written
+    new, half_new = tier.reserve([("new", SHAPES), ("half new", SHAPES)])
+    unborn = UnbornUpper(SHAPES[0])
+    with pytest.raises(StateError, match="gives it a place"):
+        unborn.gather()
+    with pytest.raises(StateError, match="give it one first"):
+        unborn.declared(SHAPES[0]).sum()
+    tier.put(new, [unborn, UnbornUpper(SHAPES[1])])
+    assert tier.cache.tier.stats().bytes_written == before
+    tier.put(half_new, [unborn, ResidentUpper(numbers(3, 1))])
+    with new[1].held(change=True) as flat:
+        flat[:2] = 7
+    assert all_then_all(new)[1].tolist() == [7, 7, 0, 0, 0, 0, 0]
+    assert not all_then_all(new)[0].any()
+    assert torch.equal(all_then_all(half_new)[1], numbers(3, 1))
+    assert not all_then_all(half_new)[0].any()
+
+
+def test_a_block_that_is_too_large_is_refused_by_name(make_tier):
+    with pytest.raises(
+        ConfigError, match=r"buffer_size = 20: parameters of layer 0 take 128 bytes .* write at least 64"
+    ):
+        make_tier(buffer_size=20)
+
+
+def test_it_is_closed_once_and_says_so(make_tier):
+    tier, places = make_tier()
+    tier.close()
+    with pytest.raises(ClosedError, match="the parameter tier"):
+        places[0][0].gather()
+    with pytest.raises(ClosedError, match="the parameter tier"), places[0][0].held(change=False):
+        pass

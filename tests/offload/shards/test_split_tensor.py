@@ -1,0 +1,136 @@
+"""A read-through, write-through fp32 tensor, over halves kept by the test."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from nvme_offload.offload.shards.split_tensor import SplitTensor
+
+
+class PlainHalves:
+    """Halves that are simply kept joined, and count how often they are read and written."""
+
+    def __init__(self, values):
+        self.values = values.clone()
+        self.gathered = values.bfloat16()
+        self.device = values.device
+        self.num_reads = self.num_writes = 0
+
+    def end_gather(self):
+        pass
+
+    def declared(self, shape):
+        return self.gathered.view(shape)
+
+    def read(self):
+        self.num_reads += 1
+        return self.values.clone()
+
+    def write(self, values):
+        assert values.shape == self.values.shape
+        self.num_writes += 1
+        self.values = values.clone()
+
+
+@pytest.fixture
+def values():
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def halves(values):
+    return PlainHalves(values)
+
+
+@pytest.fixture
+def split(halves, values):
+    return SplitTensor(halves, values)
+
+
+def test_reads_are_of_the_joined_value(split, values):
+    assert torch.equal(split + 1, values + 1)
+    assert torch.equal(torch.stack([split, split * 2]), torch.stack([values, values * 2]))
+    assert split.sum().item() == values.sum().item()
+    assert type(split + 1) is torch.Tensor
+    assert split.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.add_(1),
+        lambda t: t.copy_(torch.arange(24.0).view(6, 4)),
+        lambda t: t.view(-1)[3:7].mul_(5),
+        lambda t: t[2].zero_(),
+        lambda t: t.t()[1, 2].fill_(9),
+        lambda t: t.narrow(0, 1, 2).narrow(1, 1, 2).neg_(),
+        lambda t: t.chunk(2)[1].add_(3),
+        lambda t: t.unbind(0)[4].mul_(2),
+        lambda t: t.detach().sub_(1),
+        lambda t: t.masked_fill_(torch.eye(6, 4, dtype=torch.bool), 7.0),
+        lambda t: torch._foreach_mul_([t], 3.0),
+        lambda t: torch.add(t.clone(), 1, out=t),
+        lambda t: t.__setitem__((slice(None), 0), 4.0),
+        lambda t: t.clamp_(min=0).view(4, 6)[1].add_(1),
+    ],
+)
+def test_a_change_in_place_reaches_the_halves(change, split, halves, values):
+    change(split)
+    expected = values.clone()
+    change(expected)
+    assert torch.equal(halves.values, expected)
+    assert torch.equal(split.plain(), expected)
+    assert not torch.equal(expected, values), "the change was none"
+
+
+def test_in_place_operators_return_the_tensor_itself(split):
+    assert split.add_(1) is split
+    assert isinstance(split.view(-1).mul_(2), SplitTensor)
+
+
+def test_views_are_lazy_and_copies_are_plain(split, halves, values):
+    view = split.view(-1)[2:5]
+    assert isinstance(view, SplitTensor)
+    assert halves.num_reads == 0
+    assert view.shape == (3,)
+    assert torch.equal(view.plain(), values.view(-1)[2:5])
+    for copied in (split.clone(), copy.deepcopy(split), split.to(torch.float64), split.plain()):
+        assert not isinstance(copied, SplitTensor)
+    split.clone().zero_()
+    assert torch.equal(split.plain(), values)
+
+
+def test_factories_read_nothing(split, halves):
+    assert torch.equal(torch.zeros_like(split), torch.zeros(6, 4))
+    assert split.new_ones(2).tolist() == [1, 1]
+    assert torch.empty_like(split, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert halves.num_reads == 0
+
+
+def test_it_is_saved_as_a_plain_tensor(split, values):
+    file = io.BytesIO()
+    torch.save({"weight": split}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["weight"]
+    assert type(loaded) is torch.Tensor
+    assert torch.equal(loaded, values)
+
+
+def test_stock_adamw_trains_it(split, values):
+    plain = torch.nn.Parameter(values.clone())
+    ours = torch.nn.Parameter(split)
+    optimizers = [torch.optim.AdamW([parameter], lr=0.1, foreach=False) for parameter in (plain, ours)]
+    for step in range(5):
+        for parameter, optimizer in zip((plain, ours), optimizers, strict=True):
+            parameter.grad = torch.full((6, 4), 0.1 * step)
+            optimizer.step()
+    assert torch.equal(ours.data.plain() if isinstance(ours.data, SplitTensor) else ours.detach(), plain.detach())
+
+
+def test_one_operator_reads_the_halves_once(split, halves):
+    torch.add(split, split)
+    assert halves.num_reads == 1
+    torch.dot(split.view(-1), split.view(-1))
+    assert halves.num_reads == 2

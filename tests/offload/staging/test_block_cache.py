@@ -1,0 +1,299 @@
+"""Blocks that visit staging buffers: real files, real failures, nothing lost."""
+
+import errno
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nvme_offload import OffloadConfig
+from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, StateError, SwapIOError
+from nvme_offload.offload.shards.stand_in import StandIn
+from nvme_offload.offload.staging.block_cache import BlockCache, Residency
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+
+SIZE = 8192
+
+
+@pytest.fixture
+def make_cache(tmp_path):
+    """``make_cache(num_blocks, num_buffers, **arguments of BlockCache)``; block i is filled with i."""
+    caches = []
+
+    def make(num_blocks=4, num_buffers=2, **arguments):
+        section = {"device": "nvme", "nvme_path": str(tmp_path)}
+        config = OffloadConfig.from_dict(
+            {"zero_optimization": {"offload_optimizer": section}, "aio": {"engine": "aiofiles"}}
+        )
+        cache = BlockCache(NvmeTier(config), "numbers", num_buffers, **arguments)
+        caches.append(cache)
+        for block in cache.add([(f"numbers of block {number}", SIZE) for number in range(num_blocks)]):
+            fill(cache, block, block.index)
+        return cache
+
+    yield make
+    for cache in caches:
+        cache.close()
+        cache.close()
+    assert not list(tmp_path.iterdir())
+
+
+def fill(cache, block, value):
+    with cache.holding(block, change=True, load=False) as buffer:
+        buffer.view(torch.uint8, 0, SIZE).fill_(value)
+
+
+def content(cache, block):
+    with cache.holding(block) as buffer:
+        values = buffer.view(torch.uint8, 0, SIZE).unique().tolist()
+    assert len(values) == 1
+    return values[0]
+
+
+def one_away(cache):
+    """A block that is on the tier alone, once all is quiet."""
+    cache.synchronize()
+    return next(block for block in cache.blocks if block.buffer is None)
+
+
+def learn(cache, *numbers):
+    """Use these blocks in this order twice, as two steps do; then all is quiet."""
+    for _ in range(2):
+        for number in numbers:
+            cache.order.note(number)
+            content(cache, cache.blocks[number])
+        cache.order.begin_step([])
+        cache.order.end_step([])
+    cache.synchronize()
+
+
+def empty_buffers(cache):
+    """Everything is on the tier alone."""
+    for block in list(cache._resident):
+        cache._give_up_buffer(block)
+
+
+class Late:
+    """A transfer that is seen to be done `seconds` after it began, or later."""
+
+    def __init__(self, transfer, seconds):
+        self.operation, self.wait = transfer.operation, transfer.wait
+        self._transfer, self._end = transfer, time.monotonic() + seconds
+
+    def done(self):
+        return self._transfer.done() and time.monotonic() >= self._end
+
+
+def slow_down(cache, block, seconds):
+    """Reads of one block take so long. Returns a list that will have the name of every block that is read."""
+    read, names = cache.tier.read, []
+
+    def read_slowly(extent, buffer, *, what, kind):
+        names.append(what)
+        transfer = read(extent, buffer, what=what, kind=kind)
+        return Late(transfer, seconds) if what == block.name else transfer
+
+    cache.tier.read = read_slowly
+    return names
+
+
+def test_blocks_keep_their_bytes_in_fewer_buffers_than_blocks(make_cache):
+    cache = make_cache(9, 2)
+    assert [content(cache, block) for block in cache.blocks] == list(range(9))
+    for block in cache.blocks:
+        fill(cache, block, 100 + block.index)
+    assert [content(cache, block) for block in reversed(cache.blocks)] == list(range(108, 99, -1))
+    assert cache.staging_bytes == 2 * SIZE
+    cache.synchronize()
+    assert {block.residency for block in cache.blocks} <= {Residency.STAGED, Residency.ON_TIER}
+
+
+def test_what_is_needed_soonest_is_kept_and_read_ahead(make_cache):
+    cache = make_cache(5, 3)
+    for _ in range(3):
+        for number in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0):
+            cache.order.note(number)
+            content(cache, cache.blocks[number])
+        cache.order.begin_step([])
+        cache.order.end_step([])
+        cache.synchronize()
+        assert {block.index for block in cache.blocks if block.buffer is not None} == {0, 1, 2}
+    before = replace(cache.stats)
+    for number in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0):
+        cache.order.note(number)
+        content(cache, cache.blocks[number])
+    assert cache.stats.reads - before.reads == 4, "3 and 4 on the way up, 1 and 0 on the way down"
+    assert cache.stats.reads_ahead - before.reads_ahead == 4
+    assert cache.stats.reads_unused == 0
+
+
+def test_a_write_that_is_done_makes_room_for_what_is_next(make_cache):
+    cache = make_cache(4, 2)
+    learn(cache, 0, 1, 2, 3)
+    for number in (0, 1):
+        cache.order.note(number)
+        fill(cache, cache.blocks[number], 100 + number)
+    for block in cache.blocks[:2]:
+        if block.transfer is not None:
+            block.transfer.operation.wait(None)
+    cache.advance()
+    assert {block.index for block in cache.blocks if block.buffer is not None} == {2, 3}
+    assert [content(cache, block) for block in cache.blocks] == [100, 101, 2, 3]
+
+
+def test_a_held_block_stays_and_too_many_are_refused_in_words(make_cache):
+    cache = make_cache(3, 2)
+    first, second, third = cache.blocks
+    cache.hold(first)
+    cache.hold(second)
+    with pytest.raises(
+        StateError, match=r"numbers of block 2: .*all 2 are held: raise buffer_count of the tier of numb"
+    ):
+        cache.hold(third)
+    cache.on_pressure = lambda: cache.release(first)
+    cache.hold(third)
+    assert first.buffer is None
+    cache.release(second)
+    cache.release(third)
+
+
+def test_a_failed_read_names_the_block_and_is_tried_again(make_cache):
+    cache = make_cache(3, 2)
+    block = one_away(cache)
+    other = cache.blocks[block.index - 1]
+    good = block.extent
+    with open("/proc/self/mem", "rb") as broken:  # its first page cannot be read
+        block.extent = replace(good, stripes=(good.stripes[0]._replace(fd=broken.fileno(), offset=0),))
+        for _ in range(2):
+            with pytest.raises(SwapIOError, match=rf"{block.name}\) failed: EIO"):
+                cache.hold(block)
+        assert content(cache, other) == other.index
+        block.extent = good
+    assert content(cache, block) == block.index
+
+
+def test_a_block_that_cannot_be_read_is_not_read_ahead_time_and_again(make_cache):
+    cache = make_cache(4, 3)
+    learn(cache, 0, 1, 2, 3)
+    empty_buffers(cache)
+    read = slow_down(cache, cache.blocks[1], 0.3)
+    bad, good = cache.blocks[2], cache.blocks[2].extent
+    with open("/proc/self/mem", "rb") as broken:
+        bad.extent = replace(good, stripes=(good.stripes[0]._replace(fd=broken.fileno(), offset=0),))
+        for number in (0, 1):
+            cache.order.note(number)
+            assert content(cache, cache.blocks[number]) == number
+        assert read.count(bad.name) == 1
+        with pytest.raises(SwapIOError, match="EIO"):
+            cache.hold(bad)
+        bad.extent = good
+    assert content(cache, bad) == 2
+    assert not bad.unreadable
+
+
+def test_pressure_gives_the_wanted_block_one_buffer(make_cache):
+    cache = make_cache(6, 3)
+    blocks = cache.blocks
+    learn(cache, 0, 1, 2, 5, 5, 0)
+    for number in (0, 1, 2):
+        cache.order.note(number)
+        cache.hold(blocks[number])
+
+    def give_back():
+        for number in (0, 1):
+            cache.release(blocks[number])
+
+    cache.on_pressure = give_back
+    slow_down(cache, blocks[5], 0.05)
+    cache.order.note(5)
+    cache.hold(blocks[5])
+    cache.release(blocks[5])
+    cache.release(blocks[2])
+    cache.synchronize()
+    with_buffer = [block for block in blocks if block.buffer is not None]
+    assert sorted(block.index for block in cache._resident) == [block.index for block in with_buffer]
+    assert cache._pool.num_free + len(with_buffer) == 3
+
+
+def test_added_blocks_do_not_take_the_buffers_of_reads_that_run_ahead(make_cache):
+    cache = make_cache(5, 3)
+    learn(cache, 0, 1, 2, 3, 4)
+    empty_buffers(cache)
+    cache.add([("numbers of a large block", 4 * SIZE)])
+    assert not any(block.transfer for block in cache.blocks)
+    assert [content(cache, block) for block in cache.blocks[:5]] == list(range(5))
+
+
+def test_a_failed_write_keeps_its_bytes_until_the_drive_is_well(make_cache):
+    cache = make_cache(4, 2)
+    cache.synchronize()
+    block, good = cache.blocks[0], cache.blocks[0].extent
+    read_only = os.open(cache.tier.space.path_of(good.stripes[0].fd), os.O_RDONLY)
+    block.extent = replace(good, stripes=(good.stripes[0]._replace(fd=read_only),))
+    fill(cache, block, 77)
+    for other in cache.blocks[1:]:
+        assert content(cache, other) == other.index, "there is still a buffer for the others"
+    with pytest.raises(SwapIOError, match=r"write of 8192 bytes .* failed: EBADF"):
+        cache.synchronize()
+    assert content(cache, block) == 77
+    block.extent = good
+    os.close(read_only)
+    cache.synchronize()
+    for other in cache.blocks[1:]:
+        content(cache, other)
+    assert block.buffer is None
+    assert content(cache, block) == 77
+
+
+def test_a_changed_byte_on_the_drive_is_found_where_checksums_are_on(make_cache):
+    cache = make_cache(3, 2, checksum=lambda values: values.long().sum().view(1))
+    block = one_away(cache)
+    stripe = block.extent.stripes[0]
+    path = f"/proc/self/fd/{stripe.fd}"
+    with open(path, "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), b"\7", stripe.offset + 5)
+    with pytest.raises(CorruptionError, match=block.name):
+        cache.hold(block)
+    fill(cache, block, 5)
+    for other in cache.blocks:
+        assert content(cache, other) == (5 if other is block else other.index)
+    assert content(cache, block) == 5
+
+
+def test_added_blocks_may_be_larger_and_a_full_disk_adds_nothing(make_cache, monkeypatch):
+    cache = make_cache(2, 2)
+    cache.add([("a larger one", 3 * SIZE)])
+    assert [content(cache, block) for block in cache.blocks[:2]] == [0, 1]
+
+    def full(fd):
+        return os.statvfs_result((4096, 4096, 1000, 3, 3, 0, 0, 0, 0, 255))
+
+    monkeypatch.setattr(os, "fstatvfs", full)
+    with pytest.raises(OutOfSpaceError) as caught:
+        cache.add([("one too many", 100 * SIZE)])
+    assert caught.value.errno == errno.ENOSPC
+    assert len(cache.blocks) == 3
+
+
+def test_a_stand_in_raises_or_asks_its_handler():
+    seen = []
+    handlers = {torch.ops.aten.mul_: lambda factor: seen.append(factor), torch.ops.aten.zero_: lambda: seen.append(0)}
+    like = torch.empty(3, 5, device="meta")
+    tensor = StandIn(like, torch.bfloat16, name="gradients of x", remedy="use y", handlers=handlers)
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == ((3, 5), (5, 1), torch.bfloat16)
+    assert tensor.device.type == "cpu"
+    assert tensor.mul_(3) is tensor
+    torch._foreach_zero_([tensor, tensor])
+    assert seen == [3, 0, 0]
+    assert "gradients of x is on a tier" in repr(tensor)
+    for touch in (
+        lambda: tensor + 1,
+        tensor.sum,
+        lambda: tensor[0],
+        lambda: torch.ones(3, 5).copy_(tensor),
+        tensor.clone,
+    ):
+        with pytest.raises(StateError, match=r"gradients of x: expected .*use y"):
+            touch()

@@ -1,0 +1,151 @@
+"""io_uring forbidden or limited for real: by a seccomp filter, by RLIMIT_MEMLOCK. The numbers stay the same."""
+
+import json
+import os
+
+import pytest
+
+from nvme_offload.aio_native import _native
+from nvme_offload.perf.doctor.engines import kernel_version
+from tests.support.sandbox import IO_URING_CALLS, can_filter, can_mount, run_python
+from tests.support.small_training import train
+
+needs_filter = pytest.mark.skipif(not can_filter(), reason="no seccomp filter is written for this architecture")
+
+CHILD = """
+import json, logging, sys
+from nvme_offload.aio_native import EngineUnavailable
+from tests.support.small_training import train
+
+records = []
+handler = logging.Handler(logging.WARNING)
+handler.emit = lambda record: records.append([record.name, record.getMessage()])
+logging.getLogger().addHandler(handler)
+
+runs = []
+for engine in sys.argv[2:]:
+    try:
+        runs.append(train(sys.argv[1], engine))
+    except EngineUnavailable as error:
+        runs.append({"refusal": str(error)})
+json.dump({"runs": runs, "records": records}, sys.stdout)
+"""
+
+
+def run_confined(path, *engines, **confinement):
+    """Train with each engine in one child; returns the runs and the warnings that were logged."""
+    path.chmod(0o777)
+    done = run_python(CHILD, path, *engines, **confinement)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not os.listdir(path), "something was left behind"
+    outcome = json.loads(done.stdout)
+    return outcome["runs"], outcome["records"]
+
+
+@pytest.fixture(scope="module")
+def unconfined(tmp_path_factory):
+    """What comes out where nothing is forbidden: with io_uring, unless this very machine forbids it."""
+    return train(tmp_path_factory.mktemp("unconfined"), "auto")
+
+
+@pytest.fixture(scope="module")
+def _needs_io_uring(unconfined):
+    if unconfined["engine"] != "io_uring":
+        pytest.skip(f"io_uring is not available here, {unconfined['engine']} is")
+
+
+@pytest.fixture(scope="module")
+def blocked(tmp_path_factory):
+    path = tmp_path_factory.mktemp("blocked")
+    return run_confined(path, "auto", "auto", "io_uring", "pyuring", forbid=list(IO_URING_CALLS))
+
+
+@needs_filter
+@pytest.mark.skipif(not hasattr(_native, "UringEngine"), reason="built without liburing: that is the reason given")
+class TestBlockedBySeccomp:
+    def test_auto_works_with_another_engine_and_gives_the_same_bits(self, blocked, unconfined):
+        (first, second, *_), _ = blocked
+        assert first["engine"] == "aiofiles"
+        assert first["digest"] == second["digest"] == unconfined["digest"]
+
+    def test_the_choice_is_said_once_with_its_reason(self, blocked):
+        _, records = blocked
+        said = [message for name, message in records if name == "nvme_offload.aio_native.registry"]
+        assert len(said) == 1, said
+        assert "engine aiofiles does the I/O (io_uring and pyuring are not available: " in said[0]
+        assert said[0].count("seccomp=unconfined") == 1
+
+    @pytest.mark.parametrize("place", [2, 3])
+    def test_an_engine_asked_for_by_name_is_an_error_that_names_seccomp(self, blocked, place):
+        runs, _ = blocked
+        refusal = runs[place]["refusal"]
+        for words in (
+            f"aio.engine = '{('io_uring', 'pyuring')[place - 2]}'",
+            "EPERM",
+            "seccomp",
+            "set aio.engine to auto",
+        ):
+            assert words in refusal
+        assert ".." not in refusal
+
+
+@needs_filter
+@pytest.mark.usefixtures("_needs_io_uring")
+def test_a_filter_that_refuses_only_registering_is_no_error(tmp_path, unconfined):
+    (run,), records = run_confined(tmp_path, "io_uring", forbid=["register"])
+    assert (run["engine"], run["registered"], run["digest"]) == ("io_uring", False, unconfined["digest"])
+    messages = " ".join(message for _, message in records)
+    assert "registered buffers refused (Operation not permitted)" in messages
+    assert "seccomp filter that allows io_uring_register" in messages
+    assert "RLIMIT_MEMLOCK" not in messages, "raising it would not help"
+
+
+@needs_filter
+@pytest.mark.usefixtures("_needs_io_uring")
+def test_a_filter_that_refuses_only_entering_is_found_before_the_first_transfer(tmp_path, unconfined):
+    (chosen, named), _ = run_confined(tmp_path, "auto", "io_uring", forbid=["enter"])
+    assert chosen["digest"] == unconfined["digest"]
+    assert chosen["engine"] != "io_uring"
+    assert "seccomp" in named["refusal"]
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory):
+    path = tmp_path_factory.mktemp("limited")
+    return run_confined(path, "auto", "io_uring", ordinary_user=True, memlock_bytes=64 * 1024)
+
+
+@pytest.mark.usefixtures("_needs_io_uring")
+@pytest.mark.skipif(kernel_version() < (5, 12), reason="this kernel charges rings to RLIMIT_MEMLOCK, too")
+class TestLittleLockedMemory:
+    """64 KiB for an ordinary user. Since Linux 5.12 the ring itself does not count, registered buffers do."""
+
+    def test_plain_requests_serve_whichever_way_the_engine_was_chosen(self, limited, unconfined):
+        runs, _ = limited
+        assert [run["engine"] for run in runs] == ["io_uring", "io_uring"]
+        assert [run["registered"] for run in runs] == [False, False]
+        assert {run["digest"] for run in runs} == {unconfined["digest"]}
+
+    def test_the_refusal_is_said_once_with_its_remedy(self, limited):
+        _, records = limited
+        said = [
+            message
+            for name, message in records
+            if name == "nvme_offload.offload.storage.nvme_tier" and "registered buffers" in message
+        ]
+        assert len(said) == 1, records
+        assert "RLIMIT_MEMLOCK (ulimit -l)" in said[0]
+
+    def test_without_the_limit_they_are_registered(self, tmp_path):
+        (run,), records = run_confined(tmp_path, "io_uring", memlock_bytes=None)
+        if os.geteuid() != 0 and not run["registered"]:
+            pytest.skip("this user's own RLIMIT_MEMLOCK is too small")
+        assert run["registered"], records
+
+
+@pytest.mark.skipif(not can_mount(), reason="no mount namespaces here")
+def test_a_file_system_that_counts_no_blocks_is_not_taken_for_full(tmp_path, unconfined):
+    (run,), records = run_confined(tmp_path, "auto", mounts={tmp_path: "ramfs"})
+    assert run["digest"] == unconfined["digest"]
+    said = [message for _, message in records if "no direct I/O" in message]
+    assert len(said) == 1, records

@@ -1,0 +1,172 @@
+"""Runs that share a path: the living are left alone, the dead are cleared away, however they died."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from nvme_offload.offload.errors import SwapIOError
+from nvme_offload.offload.storage.run_directory import PREFIX, RunDirectory, remove_leftovers
+from tests.support.sandbox import ROOT, can_mount, run_python
+
+HOLD = """
+import sys
+from pathlib import Path
+from nvme_offload.offload.storage.run_directory import RunDirectory
+directory = RunDirectory(Path(sys.argv[1]))
+(directory.path / "swap").write_bytes(bytes(1 << 20))
+print(directory.path, flush=True)
+sys.stdin.read()
+"""
+
+
+class Run:
+    """A process that holds a run directory until it is told to end, or killed."""
+
+    def __init__(self, path, code=HOLD):
+        command = [sys.executable, "-c", code, str(path)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+        self.path = Path(self.process.stdout.readline().strip())
+
+    def end(self):
+        self.process.communicate(timeout=60)
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.end()
+
+
+def test_a_directory_of_its_own_for_each(tmp_path):
+    first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    assert first.path != second.path
+    for directory in (first, second):
+        assert directory.path.parent == tmp_path
+        assert directory.path.stat().st_mode & 0o777 == 0o700
+        assert (directory.path / "lock").stat().st_mode & 0o777 == 0o600
+    first.remove()
+    first.remove()
+    assert not first.path.exists()
+    assert second.path.exists()
+    second.remove()
+
+
+def test_threads_that_begin_at_once_do_not_take_each_other_for_dead(tmp_path):
+    directories = []
+    threads = [threading.Thread(target=lambda: directories.append(RunDirectory(tmp_path))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len({directory.path for directory in directories}) == 16
+    assert all(directory.path.exists() for directory in directories)
+    for directory in directories:
+        directory.remove()
+
+
+def test_the_killed_is_removed_and_the_living_stays(tmp_path):
+    killed, living = Run(tmp_path), Run(tmp_path)
+    killed.kill()
+    assert killed.path.exists()
+    mine = RunDirectory(tmp_path)
+    assert not killed.path.exists()
+    assert living.path.exists()
+    living.end()
+    assert not living.path.exists()  # a run that ends cleans up after itself
+    mine.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_remove_leftovers_says_how_much_it_freed(tmp_path):
+    killed = Run(tmp_path)
+    killed.kill()
+    assert remove_leftovers(tmp_path) >= 1 << 20
+    assert remove_leftovers(tmp_path) == 0
+
+
+def test_a_run_that_died_before_its_lock_existed_is_removed(tmp_path):
+    (tmp_path / f"{PREFIX}1-0").mkdir()
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_peoples_files_are_left_alone(tmp_path):
+    (tmp_path / "nvme-of-mine").mkdir()
+    (tmp_path / "data").write_text("precious")
+    directory = RunDirectory(tmp_path)
+    directory.remove()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "nvme-of-mine"]
+
+
+def test_a_forked_child_neither_removes_the_directory_nor_keeps_it_alive(tmp_path):
+    code = HOLD.replace(
+        "sys.stdin.read()",
+        """
+import os, signal
+child = os.fork()
+if child == 0:
+    directory.remove()
+    print("child", directory.path.exists(), flush=True)
+    sys.stdin.read()
+    sys.exit(0)
+os.kill(os.getpid(), signal.SIGSTOP)
+""",
+    )
+    run = Run(tmp_path, code)
+    assert run.process.stdout.readline() == "child True\n"
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait(60)
+    remove_leftovers(tmp_path)  # the forked child is alive, its parent is not
+    assert not run.path.exists()
+    run.end()
+
+
+@pytest.mark.parametrize(("name", "code"), [("missing", errno.ENOENT), ("file", errno.ENOTDIR)])
+def test_a_path_that_is_no_directory(tmp_path, name, code):
+    (tmp_path / "file").touch()
+    with pytest.raises(SwapIOError) as caught:
+        RunDirectory(tmp_path / name)
+    assert (caught.value.errno, caught.value.path) == (code, tmp_path / name)
+    said = f"{tmp_path / name} (nvme_path) cannot be used: {errno.errorcode[code]}, "
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
+def test_a_read_only_file_system(tmp_path):
+    code = """
+import subprocess, sys
+from pathlib import Path
+from nvme_offload.offload.errors import SwapIOError
+from nvme_offload.offload.storage.run_directory import RunDirectory
+subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
+try:
+    RunDirectory(Path(sys.argv[1]))
+except SwapIOError as error:
+    print(error)
+"""
+    child = run_python(code, tmp_path, mounts={tmp_path: "tmpfs"})
+    assert "EROFS" in child.stdout, child.stderr
+    assert str(tmp_path) in child.stdout
+    assert "remount it" in child.stdout
+
+
+def test_what_only_looks_like_a_run_is_left_alone(tmp_path):
+    """A folder of the user's that begins like ours, and a run directory into which somebody put something."""
+    clone = tmp_path / f"{PREFIX}main" / "checkpoints"
+    clone.mkdir(parents=True)
+    (clone / "model.pt").write_bytes(b"weights")
+    dead = tmp_path / f"{PREFIX}1-0"
+    dead.mkdir()
+    (dead / "lock").touch()
+    (dead / "notes.txt").write_text("mine")
+    linked = tmp_path / f"{PREFIX}2-0"
+    linked.symlink_to(clone)
+    RunDirectory(tmp_path).remove()
+    assert (clone / "model.pt").read_bytes() == b"weights"
+    assert (dead / "notes.txt").read_text() == "mine"
+    assert linked.is_symlink()

@@ -1,0 +1,361 @@
+"""Space is promised before it is used, striped by weight, given back, and a full disk is said in bytes."""
+
+import errno
+import fcntl
+import itertools
+import os
+import random
+import subprocess
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
+from nvme_offload.offload.storage import swap_file
+from nvme_offload.offload.storage.extent import FreeList
+from nvme_offload.offload.storage.swap_space import SwapSpace
+from tests.support.sandbox import can_mount, run_python
+
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
+
+
+@pytest.fixture
+def open_space(tmp_path):
+    spaces = []
+
+    def open_one(num_paths=1, weights=None, direct="required"):
+        paths = [tmp_path / str(number) for number in range(num_paths)]
+        for path in paths:
+            path.mkdir(exist_ok=True)
+        spaces.append(SwapSpace(paths, weights=weights, direct=direct))
+        return spaces[-1]
+
+    yield open_one
+    for space in spaces:
+        space.close()
+
+
+def ranges_of(extents):
+    return sorted(
+        (stripe.fd, stripe.offset, stripe.offset + stripe.size_bytes) for extent in extents for stripe in extent.stripes
+    )
+
+
+def overlap(ranges):
+    pairs = itertools.pairwise(ranges)
+    return any(fd == next_fd and end > start for (fd, _, end), (next_fd, start, _) in pairs)
+
+
+def test_files_are_private_direct_and_deleted_at_the_end(open_space, tmp_path):
+    space = open_space(2)
+    for fd in space.fds:
+        path = space.path_of(fd)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.is_relative_to(tmp_path)
+    assert space.direct
+    assert space.alignment >= 4096
+    space.close()
+    space.close()
+    assert [list(path.iterdir()) for path in space.paths] == [[], []]
+
+
+def test_space_is_promised_when_it_is_handed_out(open_space):
+    space = open_space()
+    extent = space.allocate(10 << 20)
+    status = os.fstat(space.fds[0])
+    assert extent.size_bytes == 10 << 20
+    assert status.st_size >= 10 << 20
+    assert status.st_blocks * 512 >= 10 << 20
+
+
+@pytest.mark.parametrize("size_bytes", [1, 4095, 4096, 4097, 123_457])
+def test_extents_are_aligned_and_large_enough(open_space, size_bytes):
+    space = open_space(3, weights=[3, 1, 2])
+    extent = space.allocate(size_bytes)
+    assert size_bytes <= extent.size_bytes < size_bytes + space.alignment
+    for stripe in extent.stripes:
+        assert stripe.size_bytes > 0
+        assert stripe.offset % space.alignment == 0
+        assert stripe.size_bytes % space.alignment == 0
+
+
+def test_extents_never_overlap_and_freed_ranges_are_used_again(open_space):
+    seed = 20
+    rng = random.Random(seed)
+    space = open_space(2, weights=[1, 2])
+    held = []
+    for _ in range(400):
+        if held and rng.random() < 0.48:
+            space.free(held.pop(rng.randrange(len(held))))
+        else:
+            held.append(space.allocate(rng.randrange(1, 200_000)))
+        assert not overlap(ranges_of(held)), f"seed {seed}"
+    for extent in held:
+        space.free(extent)
+    sizes = [os.fstat(fd).st_size for fd in space.fds]
+    whole = space.allocate(sum(sizes) // 2)  # all holes are one again: nothing has to grow
+    assert whole.size_bytes >= sum(sizes) // 2
+    assert [os.fstat(fd).st_size for fd in space.fds][1] <= max(sizes[1], sum(sizes) // 3 + 4096)
+
+
+def test_threads_get_extents_of_their_own(open_space):
+    space = open_space(2)
+    extents = []
+
+    def work():
+        for _ in range(50):
+            extents.append(space.allocate(30_000))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(extents) == 200
+    assert not overlap(ranges_of(extents))
+
+
+@pytest.mark.parametrize("weights", [None, [3, 1], [1, 1, 1], [3, 1, 1]], ids=str)
+def test_bytes_follow_the_weights(open_space, weights):
+    shares = weights or [1, 1]
+    space = open_space(len(shares), weights=weights)
+    extents = [space.allocate(size) for size in (8 << 20, 1 << 20, 333_333, 5 << 20)]
+    total = sum(extent.size_bytes for extent in extents)
+    for fd, share in zip(space.fds, shares, strict=True):
+        on_path = sum(stripe.size_bytes for extent in extents for stripe in extent.stripes if stripe.fd == fd)
+        assert on_path / total == pytest.approx(share / sum(shares), rel=0.02)
+
+
+def test_segments_cover_an_extent_in_order(open_space):
+    extent = open_space(3, weights=[2, 1, 1]).allocate(100 * 4096)
+    for start, size_bytes in [(0, None), (0, 4096), (30 * 4096, 40 * 4096), (99 * 4096, 4096)]:
+        segments = extent.segments(1 << 20, start, size_bytes)
+        address = 1 << 20
+        for segment in segments:
+            assert segment.address == address
+            address += segment.size_bytes
+        assert address - (1 << 20) == (extent.size_bytes if size_bytes is None else size_bytes)
+    for start, size_bytes in [(0, 0), (0, 101 * 4096), (-4096, 4096)]:
+        with pytest.raises(ValueError, match="do not lie in an extent"):
+            extent.segments(0, start, size_bytes)
+
+
+def test_allocate_all_promises_everything_first(open_space):
+    space = open_space(2)
+    extents = space.allocate_all([1 << 20, 4096, 3 << 20])
+    assert [extent.size_bytes for extent in extents] == [1 << 20, 4096, 3 << 20]
+    assert not overlap(ranges_of(extents))
+    assert space.allocate_all([]) == []
+
+
+def test_a_range_given_back_twice_is_our_bug():
+    free = FreeList()
+    offset = free.take(8192)
+    free.take(4096)
+    free.give_back(offset, 8192)
+    with pytest.raises(AssertionError, match="twice"):
+        free.give_back(offset, 4096)
+
+
+def test_two_spaces_on_one_path_never_meet(open_space):
+    first, second = open_space(), open_space()
+    assert first.path_of(first.fds[0]) != second.path_of(second.fds[0])
+    first.close()
+    assert second.path_of(second.fds[0]).exists()
+
+
+def test_a_missing_path_leaves_nothing_on_the_others(tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(SwapIOError, match="missing") as caught:
+        SwapSpace([tmp_path / "there", tmp_path / "missing"], direct="required")
+    assert caught.value.errno == errno.ENOENT
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+PRELUDE = """
+import logging, os, subprocess, sys
+from pathlib import Path
+from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
+from nvme_offload.offload.storage.swap_space import SwapSpace
+path = Path(sys.argv[1])
+"""
+
+
+def confined(code, tmp_path, kind):
+    child = run_python(PRELUDE + code, tmp_path, mounts={tmp_path: kind})
+    assert child.returncode == 0, child.stderr
+    return child
+
+
+@needs_mounts
+def test_a_full_disk_names_the_bytes_and_keeps_nothing(tmp_path):
+    code = """
+subprocess.run(["mount", "-o", "remount,size=64m", path], check=True)
+space = SwapSpace([path], direct="disabled")
+for allocate in (lambda: space.allocate(100 << 20), lambda: space.allocate_all([40 << 20, 40 << 20])):
+    try:
+        allocate()
+    except OutOfSpaceError as error:
+        assert error.needed_bytes >= 80 << 20 and error.free_bytes <= 64 << 20, error
+        assert "needed" in str(error) and "free" in str(error) and str(path) in str(error), error
+    else:
+        raise SystemExit("a full disk went unnoticed")
+    assert os.fstat(space.fds[0]).st_blocks == 0
+space.allocate(32 << 20)
+space.close()
+assert list(path.iterdir()) == []
+"""
+    confined(code, tmp_path, "tmpfs")
+
+
+@needs_mounts
+def test_one_full_path_of_two_takes_nothing_from_the_other(tmp_path):
+    code = """
+subprocess.run(["mount", "-o", "remount,size=64m", path], check=True)
+roomy = Path(sys.argv[2])
+space = SwapSpace([roomy, path], direct="disabled")
+space.allocate(16 << 20)
+for allocate in (lambda: space.allocate(160 << 20), lambda: space.allocate_all([80 << 20, 80 << 20])):
+    try:
+        allocate()
+    except OutOfSpaceError as error:
+        assert error.path.is_relative_to(path), error
+    assert [os.fstat(fd).st_size for fd in space.fds] == [8 << 20, 8 << 20], "space was kept"
+again = space.allocate(16 << 20)
+assert [stripe.offset for stripe in again.stripes] == [8 << 20, 8 << 20], again
+"""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "roomy").mkdir()
+    full = tmp_path / "full"
+    child = run_python(PRELUDE + code, full, tmp_path / "roomy", mounts={full: "tmpfs"})
+    assert child.returncode == 0, child.stderr
+
+
+@needs_mounts
+def test_a_file_system_without_direct_io(tmp_path):
+    code = """
+try:
+    SwapSpace([path], direct="required")
+except SwapIOError as error:
+    assert "no direct I/O (O_DIRECT)" in str(error) and str(path) in str(error), error
+    assert 'aio.direct to "optional"' in str(error), error
+else:
+    raise SystemExit("direct I/O was required and there is none")
+assert list(path.iterdir()) == []
+logging.basicConfig(level=logging.WARNING)
+for _ in range(2):
+    space = SwapSpace([path], direct="optional")
+    assert not space.direct
+    space.close()
+"""
+    child = confined(code, tmp_path, "ramfs")
+    assert child.stderr.count("has no direct I/O") == 1, child.stderr
+
+
+@pytest.fixture
+def statx(monkeypatch):
+    """Has statx answer this for direct I/O, on file systems of which nothing has been said yet."""
+    monkeypatch.setattr(swap_file, "_said_buffered", set())
+
+    def answer(direct_io_alignment):
+        monkeypatch.setattr(swap_file, "_native", SimpleNamespace(direct_io_alignment=direct_io_alignment))
+
+    return answer
+
+
+def test_a_file_that_opens_and_has_no_direct_io_all_the_same(open_space, statx, tmp_path, caplog):
+    """ext4 with data=journal takes O_DIRECT and goes through the page cache; only statx says so."""
+    statx(lambda fd: (0, 0))
+    with pytest.raises(SwapIOError, match=r"no direct I/O \(O_DIRECT\)"):
+        open_space()
+    assert list((tmp_path / "0").iterdir()) == []
+    for _ in range(2):
+        space = open_space(direct="optional")
+        assert not space.direct
+        assert space.alignment == 4096
+        assert not fcntl.fcntl(space.fds[0], fcntl.F_GETFL) & os.O_DIRECT
+    assert caplog.text.count("has no direct I/O") == 1
+
+
+def test_the_alignment_is_what_statx_reports_where_it_does(open_space, statx):
+    def refuse(fd):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    for answer, alignment in [(lambda fd: None, 4096), (lambda fd: (4, 16384), 16384), (refuse, 4096)]:
+        statx(answer)
+        space = open_space()
+        assert space.direct
+        assert space.alignment == alignment
+
+
+def test_direct_io_can_be_switched_off(open_space):
+    assert not open_space(direct="disabled").direct
+
+
+def test_a_shortened_file_is_found_also_after_it_grew_again(open_space):
+    space = open_space()
+    space.allocate(8 << 20)
+    space.check_whole()
+    os.truncate(space.path_of(space.fds[0]), 4 << 20)
+    with pytest.raises(SwapIOError, match="should hold 8388608 bytes and has 4194304"):
+        space.check_whole()
+    os.truncate(space.path_of(space.fds[0]), 8 << 20)  # as a write at the end would
+    with pytest.raises(SwapIOError, match="truncated"):
+        space.check_whole()
+
+
+def punch(path):
+    subprocess.run(["fallocate", "--punch-hole", "--length", "1MiB", path], check=True)
+
+
+@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 0), punch], ids=["truncated", "hole"])
+def test_damage_is_not_hidden_by_an_allocation_that_grows_the_file(open_space, damage):
+    space = open_space()
+    space.allocate(4 << 20)
+    damage(space.path_of(space.fds[0]))
+    for _ in range(2):
+        with pytest.raises(SwapIOError, match="ENODATA"):
+            space.allocate(4 << 20)
+        with pytest.raises(SwapIOError, match="ENODATA"):
+            space.check_whole()
+
+
+def fail_on_the_second_path(space, error):
+    """An ``os.posix_fallocate`` that works on the first path; `error` is called, and raises, for the second."""
+    fallocate = os.posix_fallocate
+    return lambda fd, *where: fallocate(fd, *where) if fd == space.fds[0] else error()
+
+
+def test_clean_up_hides_neither_damage_nor_the_first_error(open_space, monkeypatch):
+    space = open_space(2)
+    space.allocate(4 << 20)
+
+    def damage_the_first():
+        os.truncate(space.path_of(space.fds[0]), 0)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail_on_the_second_path(space, damage_the_first))
+    with pytest.raises(OutOfSpaceError):
+        space.allocate(8 << 20)
+    with pytest.raises(SwapIOError, match="ENODATA"):
+        space.check_whole()
+
+
+def test_a_clean_up_that_fails_does_not_hide_the_first_error(open_space, monkeypatch):
+    space = open_space(2)
+    space.allocate(4 << 20)
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail_on_the_second_path(space, read_only))
+        patch.setattr(os, "ftruncate", read_only)
+        for allocate in (lambda: space.allocate(8 << 20), lambda: space.allocate_all([8 << 20])):
+            with pytest.raises(SwapIOError, match=r"allocate of .*EROFS.* remount") as caught:
+                allocate()
+            assert caught.value.path == space.path_of(space.fds[1])
+    space.check_whole()
+    again = space.allocate(8 << 20)
+    assert [stripe.offset for stripe in again.stripes] == [2 << 20, 2 << 20]

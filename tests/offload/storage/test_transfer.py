@@ -1,0 +1,197 @@
+"""A transfer can be waited for and awaited, by any number of threads and tasks, and outlives those who gave up."""
+
+import asyncio
+import errno
+import os
+import threading
+import time
+
+import pytest
+
+from nvme_offload.aio_native import Failure, Op, Segment
+from nvme_offload.aio_native.operation import PythonOperation
+from nvme_offload.offload.errors import SwapIOError
+from nvme_offload.offload.storage.transfer import Transfer
+from tests.support.own_resources import Resources
+
+PATIENCE = 30.0
+
+
+def make():
+    operation = PythonOperation(Op.READ, [Segment(-1, 0, 0, 4096)])
+    return operation, Transfer(operation, to_error, "result")
+
+
+def to_error(failure):
+    return SwapIOError(
+        failure.errno, path="/swap", offset=failure.offset, size_bytes=failure.size_bytes, direction="read"
+    )
+
+
+def later(action, *arguments, seconds=0.03):
+    timer = threading.Timer(seconds, action, arguments)
+    timer.start()
+    return timer
+
+
+def test_wait_gives_the_result_every_time():
+    operation, transfer = make()
+    assert not transfer.done()
+    later(operation.complete, None)
+    assert transfer.wait() == "result"
+    assert transfer.wait(0) == "result"
+    assert transfer.done()
+
+
+def test_wait_times_out_and_the_transfer_goes_on():
+    operation, transfer = make()
+    with pytest.raises(TimeoutError, match="4096 bytes"):
+        transfer.wait(0.01)
+    operation.complete(None)
+    assert transfer.wait() == "result"
+
+
+def test_a_failure_is_raised_every_time():
+    operation, transfer = make()
+    operation.complete(Failure(errno.EIO, 3, 8192, 4096))
+    for _ in range(2):
+        with pytest.raises(SwapIOError, match="read of 4096 bytes at offset 8192 of /swap") as caught:
+            transfer.wait()
+        assert caught.value.errno == errno.EIO
+
+    async def main():
+        await transfer
+
+    with pytest.raises(SwapIOError, match="/swap"):
+        asyncio.run(main())
+
+
+def test_await_before_and_after_completion():
+    operation, transfer = make()
+
+    async def main():
+        later(operation.complete, None)
+        return await transfer, await transfer
+
+    assert asyncio.run(main()) == ("result", "result")
+
+
+def test_many_tasks_await_one_transfer_and_many_transfers():
+    pairs = [make() for _ in range(50)]
+
+    def complete_all():
+        for operation, _ in reversed(pairs):
+            operation.complete(None)
+
+    async def watch(transfer):
+        return await transfer
+
+    async def main():
+        later(complete_all)
+        return await asyncio.gather(*(watch(transfer) for _, transfer in pairs for _ in range(3)))
+
+    assert asyncio.run(main()) == ["result"] * 150
+
+
+def test_cancelling_a_task_does_not_cancel_the_transfer():
+    operation, transfer = make()
+
+    async def main():
+        task = asyncio.ensure_future(transfer)
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not transfer.done()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(transfer, 0.01)
+        later(operation.complete, None)
+        return await transfer
+
+    assert asyncio.run(main()) == "result"
+
+
+def test_a_loop_that_is_gone_is_not_written_to():
+    """Its eventfd is closed, and the number may be that of a swap file by then."""
+    operation, transfer = make()
+
+    async def give_up():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(transfer, 0.01)
+
+    for _ in range(3):
+        asyncio.run(give_up())
+    readers, writers = zip(*(os.pipe2(os.O_NONBLOCK) for _ in range(20)), strict=True)  # take the freed numbers
+    try:
+        operation.complete(None)
+        for reader in readers:
+            with pytest.raises(BlockingIOError):
+                os.read(reader, 8)
+    finally:
+        for fd in (*readers, *writers):
+            os.close(fd)
+    assert transfer.wait() == "result"
+
+
+def test_a_loop_that_refused_to_watch_is_asked_again(monkeypatch):
+    operation, transfer = make()
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")  # fs.epoll.max_user_watches
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "add_reader", refuse)
+            with pytest.raises(OSError, match="No space left"):
+                await transfer
+        later(operation.complete, None)
+        return await asyncio.wait_for(transfer, 5)
+
+    assert asyncio.run(main()) == "result"
+
+
+def test_loops_in_several_threads():
+    pairs = [make() for _ in range(4)]
+    results = []
+
+    async def watch(transfer):
+        return await transfer
+
+    threads = [
+        threading.Thread(target=lambda transfer=transfer: results.append(asyncio.run(watch(transfer))))
+        for _, transfer in pairs
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    for operation, _ in pairs:
+        operation.complete(None)
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert results == ["result"] * 4
+
+
+def test_many_threads_wait():
+    operation, transfer = make()
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(transfer.wait(PATIENCE))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    operation.complete(None)
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert results == ["result"] * 8
+
+
+def test_awaiting_leaks_no_descriptor():
+    async def main():
+        for _ in range(20):
+            operation, transfer = make()
+            later(operation.complete, None, seconds=0.001)
+            await transfer
+
+    asyncio.run(main())
+    before = Resources.steady()
+    asyncio.run(main())
+    assert not Resources.settled(before).beyond(before)

@@ -1,0 +1,133 @@
+"""Many tasks of an event loop on one swapper: nothing blocks the loop, and nobody who gives up costs a buffer."""
+
+import asyncio
+import random
+import time
+
+import pytest
+import torch
+
+from nvme_offload.aio_native import FaultSpec
+from nvme_offload.offload.errors import SwapIOError
+from tests.support.swapper_tools import KiB, MiB, random_bits, same_bits
+
+
+def test_await_gives_the_tensor(swapper):
+    async def main():
+        tensor = random_bits((1000, 300)).t()
+        await swapper.swap_out("x", tensor)
+        assert same_bits(await swapper.swap_in("x"), tensor)
+        out = torch.empty_like(tensor)
+        assert await swapper.swap_in("x", out=out) is out
+        assert same_bits(out, tensor)
+
+    asyncio.run(main())
+
+
+def test_one_transfer_many_tasks_and_a_thread(swapper):
+    async def watch(transfer):
+        return await transfer
+
+    async def main():
+        swapper.swap_out("x", random_bits((500_000,)))
+        transfer = swapper.swap_in("x")
+        waited = asyncio.to_thread(transfer.wait)
+        return await asyncio.gather(*(watch(transfer) for _ in range(20)), waited)
+
+    results = asyncio.run(main())
+    assert all(result is results[0] for result in results)
+
+
+def test_a_failure_is_raised_where_it_is_awaited(open_swapper):
+    swapper = open_swapper(faults=FaultSpec(seed=1, eio=1.0))
+
+    async def main():
+        transfer = swapper.swap_out("x", torch.ones(1000))
+        for _ in range(2):
+            with pytest.raises(SwapIOError, match="tensor 'x'"):
+                await transfer
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_200_tasks_with_random_cancellation_lose_no_buffer_and_no_bytes(open_swapper, seed):
+    delays = FaultSpec(seed=seed, delay=0.3, reorder=0.1, short=0.1, max_delay_us=500)
+    swapper = open_swapper(faults=delays, staging_budget=64 * KiB, buffer_count=3)
+    rng = random.Random(seed)
+    tensors = {str(number): random_bits((rng.randrange(40_000),), seed=number) for number in range(200)}
+
+    async def work(name):
+        await swapper.swap_out(name, tensors[name])
+        if rng.random() < 0.3:
+            swapper.prefetch(name)
+        assert same_bits(await swapper.swap_in(name), tensors[name]), f"seed {seed}"
+
+    async def cancel_some(tasks):
+        cancelled = set()
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0.002)
+            if len(cancelled) < 100:
+                cancelled.update(task for task in rng.sample(tasks, 3) if task.cancel())
+        return cancelled
+
+    async def main():
+        tasks = [asyncio.create_task(work(name)) for name in tensors]
+        cancelled = await cancel_some(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
+        return len(cancelled)
+
+    assert asyncio.run(main()) > 20, f"seed {seed}"
+    swapper.synchronize()
+    assert swapper.pool.num_free == swapper.pool.num_buffers, f"seed {seed}"
+    for name in swapper.names():  # a swap_out that nobody waited for has stored its bytes all the same
+        assert same_bits(swapper.swap_in(name).wait(), tensors[name]), f"seed {seed}, tensor {name}"
+
+
+def test_cancelling_what_awaits_a_swap_in_leaves_the_target_to_the_transfer(open_swapper):
+    swapper = open_swapper(faults=FaultSpec(seed=1, delay=1.0, max_delay_us=20_000))
+    tensor = random_bits((300_000,))
+
+    async def main():
+        await swapper.swap_out("x", tensor)
+        out = torch.empty_like(tensor)
+        transfer = swapper.swap_in("x", out=out)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(transfer, 0.001)
+        assert await transfer is out
+        assert same_bits(out, tensor)
+
+    asyncio.run(main())
+
+
+def test_the_loop_keeps_turning_while_a_large_tensor_moves(open_swapper):
+    swapper = open_swapper(staging_budget=4 * MiB)
+    tensor = random_bits((64 * MiB,), torch.uint8)
+
+    async def main():
+        longest = turns = 0.0
+        swapper.swap_out("x", tensor)
+        transfer = swapper.swap_in("x")
+        while not transfer.done():
+            began = time.monotonic()
+            await asyncio.sleep(0)
+            longest = max(longest, time.monotonic() - began)
+            turns += 1
+        assert same_bits(await transfer, tensor)
+        return longest, turns, (transfer.operation.completed_ns - transfer.operation.submitted_ns) / 1e9
+
+    longest, turns, whole = asyncio.run(main())
+    assert turns > 20
+    assert longest < whole / 2
+
+
+def test_a_loop_per_run(swapper):
+    swapper.swap_out("x", torch.arange(1000)).wait()
+
+    async def main():
+        return await swapper.swap_in("x")
+
+    for _ in range(5):
+        assert asyncio.run(main()).sum() == 499_500

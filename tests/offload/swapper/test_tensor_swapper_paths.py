@@ -1,0 +1,202 @@
+"""Paths that fill up, refuse or are shared; processes that fork, are killed or forget to close."""
+
+import errno
+
+import pytest
+import torch
+
+from nvme_offload.offload.errors import SwapIOError
+from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
+from tests.support.sandbox import run_python
+from tests.support.swapper_tools import (
+    PATIENCE,
+    PRELUDE,
+    MiB,
+    config_for,
+    needs_mounts,
+    random_bits,
+    run_with_swapper,
+    same_bits,
+    swap_file,
+)
+
+
+@pytest.mark.parametrize("weights", [[1, 1], [3, 1], [1, 1, 1], [3, 1, 1]], ids=str)
+def test_every_piece_is_striped_by_weight(open_swapper, tmp_path, weights):
+    paths = [tmp_path / str(number) for number in range(len(weights))]
+    for path in paths:
+        path.mkdir()
+    swapper = open_swapper(*paths, path_weights=weights, staging_budget=4 * MiB)
+    tensors = {str(number): random_bits((number * MiB + 12_345,), torch.uint8, number) for number in range(1, 8)}
+    for name, tensor in tensors.items():
+        swapper.swap_out(name, tensor)
+    for name, tensor in tensors.items():
+        assert same_bits(swapper.swap_in(name).wait(PATIENCE), tensor)
+    sizes = [swap_file(swapper, index).stat().st_size for index in range(len(paths))]
+    for size, weight in zip(sizes, weights, strict=True):
+        assert size / sum(sizes) == pytest.approx(weight / sum(weights), rel=0.02)
+
+
+def test_two_swappers_on_one_path_never_meet(open_swapper):
+    first, second = open_swapper(), open_swapper()
+    for value, swapper in enumerate((first, second)):
+        swapper.swap_out("x", torch.full((50_000,), value))
+    first.synchronize()
+    assert (second.swap_in("x").wait(PATIENCE) == 1).all()
+    assert (first.swap_in("x").wait(PATIENCE) == 0).all()
+    first.close()
+    assert (second.swap_in("x").wait(PATIENCE) == 1).all()
+
+
+@needs_mounts
+def test_a_disk_that_fills_up_keeps_what_was_stored(tmp_path):
+    code = """
+subprocess.run(["mount", "-o", "remount,size=64m", path], check=True)
+with open_swapper(direct="disabled") as swapper:
+    values = {}
+    for number in range(10):
+        try:
+            swapper.swap_out("x", torch.full((3 << 20,), number)).wait(PATIENCE)  # 24 MiB, 48 while overwriting
+            swapper.swap_out(str(number), torch.full((1 << 20,), number)).wait(PATIENCE)
+            values[str(number)] = number
+        except OutOfSpaceError as error:
+            assert error.free_bytes < error.needed_bytes and str(path) in str(error), error
+            break
+    else:
+        raise SystemExit("a full disk went unnoticed")
+    assert values
+    for name, number in values.items():
+        assert (swapper.swap_in(name).wait(PATIENCE) == number).all()
+    x = swapper.swap_in("x").wait(PATIENCE)
+    assert (x == x[0]).all() and len(x) == 3 << 20
+    for name in values:
+        swapper.delete(name)
+    swapper.swap_out("fits again", torch.ones(1 << 20)).wait(PATIENCE)
+    assert swapper.pool.num_free == swapper.pool.num_buffers
+assert list(path.iterdir()) == []
+"""
+    run_with_swapper(code, tmp_path, mounts={tmp_path: "tmpfs"})
+
+
+@needs_mounts
+def test_a_disk_that_was_full_before(tmp_path):
+    code = """
+subprocess.run(["mount", "-o", "remount,size=64m", path], check=True)
+(path / "other").write_bytes(bytes((64 << 20) - 8192))
+with open_swapper(direct="disabled") as swapper:
+    transfer = swapper.swap_out("x", torch.ones(1 << 20))
+    try:
+        transfer.wait(PATIENCE)
+    except OutOfSpaceError as error:
+        print(error)
+    assert swapper.names() == []
+"""
+    assert "ENOSPC" in run_with_swapper(code, tmp_path, mounts={tmp_path: "tmpfs"})
+
+
+@needs_mounts
+@pytest.mark.parametrize("direct", ["required", "optional"])
+def test_a_file_system_without_direct_io(tmp_path, direct):
+    code = """
+try:
+    with open_swapper(direct=sys.argv[2]) as swapper:
+        swapper.swap_out("x", torch.arange(100_000))
+        assert torch.equal(swapper.swap_in("x").wait(PATIENCE), torch.arange(100_000))
+        print("works")
+except SwapIOError as error:
+    print(error)
+"""
+    child = run_python(PRELUDE + code, tmp_path, direct, mounts={tmp_path: "ramfs"})
+    expected = "no direct I/O (O_DIRECT)" if direct == "required" else "works"
+    assert expected in child.stdout, child.stderr
+
+
+@needs_mounts
+def test_a_read_only_path(tmp_path):
+    code = """
+subprocess.run(["mount", "-o", "remount,ro", path], check=True)
+try:
+    open_swapper()
+except SwapIOError as error:
+    print(error)
+"""
+    words = run_with_swapper(code, tmp_path, mounts={tmp_path: "tmpfs"})
+    assert "EROFS" in words
+    assert str(tmp_path) in words
+
+
+def test_a_missing_path(tmp_path):
+    with pytest.raises(SwapIOError, match=r"missing.*ENOENT") as caught:
+        TensorSwapper(config_for(tmp_path / "missing"))
+    assert caught.value.errno == errno.ENOENT
+
+
+def test_what_a_killed_run_leaves_is_removed_and_a_living_one_is_not(open_swapper, tmp_path):
+    living = open_swapper()
+    living.swap_out("x", torch.ones(50_000)).wait(PATIENCE)
+    code = """
+swapper = open_swapper()
+swapper.swap_out("x", torch.ones(1 << 20)).wait(PATIENCE)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert run_python(PRELUDE + code, tmp_path).returncode < 0
+    assert len(list(tmp_path.iterdir())) == 2
+    another = open_swapper()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {swap_file(swapper).parent.name for swapper in (living, another)}
+    assert living.swap_in("x").wait(PATIENCE).sum() == 50_000
+
+
+def test_a_forked_child_is_told_so_and_disturbs_nothing(tmp_path):
+    code = """
+swapper = open_swapper()
+swapper.swap_out("x", torch.arange(500_000))
+if os.fork() == 0:
+    swap_in, swap_out = lambda: swapper.swap_in("x"), lambda: swapper.swap_out("y", torch.ones(1))
+    for call in (swap_in, swap_out, swapper.names, swapper.synchronize):
+        try:
+            call()
+        except ForkError as error:
+            assert "make one in each process, after the fork" in str(error)
+        else:
+            sys.exit("no ForkError")
+    swapper.close()
+    sys.exit(0)  # through the exit handlers, as a DataLoader worker might
+status = os.waitstatus_to_exitcode(os.wait()[1])
+assert status == 0, status
+assert torch.equal(swapper.swap_in("x").wait(PATIENCE), torch.arange(500_000))
+assert len(list(path.iterdir())) == 1
+swapper.close()
+assert list(path.iterdir()) == []
+"""
+    run_with_swapper(code, tmp_path)
+
+
+def test_a_forked_child_makes_its_own_in_place_of_the_inherited_one(tmp_path):
+    """A new thread may have the handle of one that stayed in the parent: dropping the old engine must not touch it."""
+    code = """
+swapper = open_swapper()
+if os.fork() == 0:
+    swapper = open_swapper()
+    gc.collect()
+    swapper.swap_out("x", torch.arange(1000))
+    assert torch.equal(swapper.swap_in("x").wait(30), torch.arange(1000))
+    swapper.close()
+    del swapper
+    gc.collect()
+    sys.exit(0)
+status = os.waitstatus_to_exitcode(os.wait()[1])
+assert status == 0, status
+assert len(list(path.iterdir())) == 1
+swapper.close()
+"""
+    run_with_swapper("import gc\n" + code, tmp_path)
+
+
+def test_a_program_that_forgets_to_close_ends_and_cleans_up(tmp_path):
+    code = """
+swapper = open_swapper()
+transfer = swapper.swap_out("x", torch.ones(1 << 20))
+"""
+    run_with_swapper(code, tmp_path)
+    assert list(tmp_path.iterdir()) == []

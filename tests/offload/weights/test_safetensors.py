@@ -1,0 +1,262 @@
+"""Safetensors files, read and written, beside the package of that name."""
+
+import errno
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from nvme_offload.offload.errors import WeightsError
+from nvme_offload.offload.weights.reader import INDEX_FILE, SINGLE_FILE, SafetensorsReader
+from nvme_offload.offload.weights.writer import weight_items, write_sharded
+from tests.support.sandbox import can_mount, run_python
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+
+
+def tensors_of_every_dtype():
+    numbers = torch.Generator().manual_seed(0)
+    shapes = [(5, 3), (), (0,), (2, 0, 3), (7,), (2, 3, 4)]
+    return {
+        f"{str(dtype).removeprefix('torch.')}.{place}": (torch.randn(shape, generator=numbers) * 20).to(dtype)
+        for dtype in DTYPES
+        for place, shape in enumerate(shapes)
+    }
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert found[name].flatten().view(torch.uint8).equal(value.flatten().view(torch.uint8)), name
+
+
+def read_all(path):
+    with SafetensorsReader(path) as reader:
+        return {name: reader.read(name).view(stored.shape) for name, stored in reader.tensors.items()}
+
+
+def test_it_reads_what_safetensors_writes_and_the_other_way_round(tmp_path):
+    tensors = tensors_of_every_dtype()
+    save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    assert_equal(read_all(tmp_path / "theirs.safetensors"), tensors)
+    assert_equal(read_all(tmp_path), tensors)
+    (file,) = write_sharded(tmp_path / "ours", tensors.items(), dtype=None)
+    assert file.name == SINGLE_FILE
+    assert_equal(load_file(file), tensors)
+    halves = load_file(write_sharded(tmp_path / "ours", tensors.items())[0])
+    assert_equal(halves, {n: v.to(torch.bfloat16) if v.is_floating_point() else v for n, v in tensors.items()})
+
+
+def test_any_range_of_a_tensor_is_read_alone(tmp_path):
+    tensor = torch.arange(60.0).view(5, 12)
+    save_file({"before": torch.zeros(3), "tensor": tensor}, tmp_path / "file.safetensors")
+    with SafetensorsReader(tmp_path / "file.safetensors") as reader:
+        for start, stop in ((0, 60), (12, 24), (7, 8), (60, 60)):
+            assert reader.read("tensor", start, stop).equal(tensor.flatten()[start:stop])
+
+
+def sharded(folder, max_shard_bytes=200):
+    tensors = {f"layer.{number}": torch.full((10,), float(number)) for number in range(7)}
+    return tensors, write_sharded(folder, tensors.items(), dtype=None, max_shard_bytes=max_shard_bytes)
+
+
+def test_shards_have_the_hugging_face_layout(tmp_path):
+    tensors, files = sharded(tmp_path, max_shard_bytes=100)
+    assert [file.name for file in files] == [f"model-{number:05d}-of-00004.safetensors" for number in (1, 2, 3, 4)]
+    index = json.loads((tmp_path / INDEX_FILE).read_text())
+    assert index["metadata"] == {"total_size": 280}
+    assert {
+        name: load_file(tmp_path / place)[name] for name, place in index["weight_map"].items()
+    }.keys() == tensors.keys()
+    for path in (tmp_path, tmp_path / INDEX_FILE):
+        assert_equal(read_all(path), tensors)
+    large = write_sharded(tmp_path / "large", [("a", torch.zeros(9)), ("b", torch.zeros(1))], max_shard_bytes=4)
+    assert [list(load_file(file)) for file in large] == [["a"], ["b"]]
+
+
+def test_an_export_replaces_the_one_before_it(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "other.safetensors").touch()
+    for max_shard_bytes, num_files in ((100, 4), (1000, 1), (200, 2), (100, 4), (1000, 1)):
+        tensors, files = sharded(tmp_path, max_shard_bytes)
+        expected = {file.name for file in files} | {"config.json", "other.safetensors"}
+        assert len(files) == num_files
+        assert {entry.name for entry in tmp_path.iterdir()} == expected | ({INDEX_FILE} if num_files > 1 else set())
+        assert_equal(read_all(tmp_path), tensors)
+
+
+def test_tied_weights_are_written_once(tmp_path):
+    model = nn.ModuleDict({"embedding": nn.Embedding(3, 4), "head": nn.Linear(4, 3), "norm": nn.BatchNorm1d(4)})
+    model["head"].weight = model["embedding"].weight
+    (file,) = write_sharded(tmp_path, weight_items(model), dtype=None)
+    names = model.state_dict().keys() - {"head.weight"}
+    assert_equal(load_file(file), {name: value for name, value in model.state_dict().items() if name in names})
+
+
+def file_of(header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(**changes):
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+DAMAGED = {
+    "empty": (b"", "is no safetensors file: of 0 bytes"),
+    "header longer than the file": (struct.pack("<Q", 1 << 40) + b"{}", "its header would be 1099511627776"),
+    "no JSON": (file_of(b"{broken"), "header that is no JSON"),
+    "no UTF-8": (file_of(b'{"\xff": 1}'), "header that is no JSON"),
+    "no object": (file_of([1]), "no JSON object"),
+    "no entry": (file_of({"a": 3}), "a: its entry in the header is 3"),
+    "no offsets": (file_of({"a": {"dtype": "F32", "shape": [2]}}), "a: its entry in the header"),
+    "negative shape": (file_of(entry(shape=[-2]), bytes(8)), "a: its entry in the header"),
+    "unknown dtype": (file_of(entry(dtype="F4"), bytes(8)), "a is F4: this cannot be read; known are F64"),
+    "offsets too small": (file_of(entry(data_offsets=[0, 4]), bytes(4)), r"4 bytes for F32 of shape \(2,\)"),
+    "too short": (file_of(entry(), bytes(7)), "has .* bytes, and its header describes"),
+    "too long": (file_of(entry(), bytes(9)), "has .* bytes, and its header describes"),
+    "a gap": (file_of(entry(data_offsets=[4, 12]), bytes(12)), "a begins at byte"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damaged_files_are_refused_in_words(tmp_path, kind):
+    content, message = DAMAGED[kind]
+    file = tmp_path / "file.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(WeightsError, match=message) as caught:
+        SafetensorsReader(file)
+    assert str(file) in str(caught.value)
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(WeightsError, match="there is no such file or folder"):
+        SafetensorsReader(tmp_path / "nowhere")
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(WeightsError, match=r"neither model\.safetensors nor .* but pytorch_model\.bin"):
+        SafetensorsReader(tmp_path)
+    _, files = sharded(tmp_path)
+    index = tmp_path / INDEX_FILE
+    places = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": {**places["weight_map"], "more": files[0].name}}))
+    with pytest.raises(WeightsError, match=r"names more in model-00001.*has no such tensor"):
+        SafetensorsReader(tmp_path)
+    index.write_text(json.dumps(places))
+    files[1].unlink()
+    with pytest.raises(WeightsError, match=r"names model-00002-of-00002\.safetensors for 2 tensors.*no such file"):
+        SafetensorsReader(index)
+    for broken in ("", "[]", '{"weight_map": 1}', '{"weight_map": {"a": 1}}'):
+        index.write_text(broken)
+        with pytest.raises(WeightsError, match="is no index"):
+            SafetensorsReader(index)
+    index.unlink()
+    with pytest.raises(
+        WeightsError, match=r"has model-00001-of-00002.* and no model.*index\.json.*export again, or fetch"
+    ):
+        SafetensorsReader(tmp_path)
+    files[0].rename(tmp_path / "first.safetensors")
+    save_file({"layer.0": torch.zeros(1)}, tmp_path / "second.safetensors")
+    with pytest.raises(WeightsError, match=r"layer\.0 is in first\.safetensors and second\.safetensors"):
+        SafetensorsReader(tmp_path)
+
+
+def test_an_export_over_another_that_ends_between_two_renames_is_not_taken_for_whole(tmp_path, monkeypatch):
+    names = [f"layer.{number}" for number in range(4)]
+    write_sharded(tmp_path, [(name, torch.zeros(10)) for name in names], max_shard_bytes=20)
+    replace = Path.replace
+    for refused in ("model-00003-of-00004.safetensors", INDEX_FILE):
+
+        def replace_until(source, target, refused=refused):
+            if target.name == refused:
+                raise OSError(errno.EIO, "Input/output error")
+            return replace(source, target)
+
+        monkeypatch.setattr(Path, "replace", replace_until)
+        with pytest.raises(OSError, match="the weights were not written: Input/output error"):
+            write_sharded(tmp_path, [(name, torch.ones(10)) for name in names], max_shard_bytes=20)
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+            f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)
+        ]
+        with pytest.raises(WeightsError, match="an export was interrupted"):
+            SafetensorsReader(tmp_path)
+    monkeypatch.undo()
+    write_sharded(tmp_path, [(name, torch.ones(10)) for name in names], max_shard_bytes=20)
+    assert_equal(read_all(tmp_path), {name: torch.ones(10, dtype=torch.bfloat16) for name in names})
+
+
+def test_files_are_on_the_drive_before_they_get_their_names(tmp_path, monkeypatch):
+    synced, fsync, replace = set(), os.fsync, Path.replace
+
+    def note(fd):
+        synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def replace_synced(source, target):
+        assert source in synced, f"{target.name} was renamed first"
+        return replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "replace", replace_synced)
+    _, files = sharded(tmp_path.resolve())
+    assert len(synced) == len(files) + 2  # the index, and at the end the folder
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path):
+    file = tmp_path / "file.safetensors"
+    save_file({"a": torch.zeros(1000)}, file)
+    with SafetensorsReader(file) as reader:
+        with file.open("r+b") as shortened:
+            shortened.truncate(2000)
+        with pytest.raises(WeightsError, match="it ends at byte 2000"):
+            reader.read("a")
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="a comes twice"):
+        write_sharded(tmp_path, [("a", torch.zeros(1)), ("a", torch.zeros(1))])
+    with pytest.raises(ValueError, match=r"a would be stored as torch\.complex64"):
+        write_sharded(tmp_path, [("a", torch.zeros(1, dtype=torch.complex64))])
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="the weights were not written: Not a directory"):
+        write_sharded(tmp_path / "file" / "folder", [("a", torch.zeros(1))])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+FULL = """
+import errno, subprocess, sys
+from pathlib import Path
+from unittest.mock import patch
+import torch
+from nvme_offload.offload.weights.writer import write_sharded
+folder = Path(sys.argv[1])
+subprocess.run(["mount", "-o", "remount,size=64m", folder], check=True)
+write_sharded(folder, [("a", torch.ones(1000))])
+before = {file: file.read_bytes() for file in folder.iterdir()}
+
+def refused(said):
+    try:
+        items = [(str(number), torch.zeros(1 << 20)) for number in range(40)]
+        write_sharded(folder, items, dtype=None, max_shard_bytes=30 << 20)
+        sys.exit("it was written")
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
+        assert said in str(error) and str(folder) in str(error), error
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+
+refused("needed 160 MiB, free 6")
+with patch("shutil.disk_usage", return_value=type("Usage", (), {"free": 1 << 40})):  # somebody else fills it meanwhile
+    refused("too little space after")
+"""
+
+
+@pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
+def test_a_full_disk_leaves_nothing_behind_and_the_earlier_export(tmp_path):
+    done = run_python(FULL, tmp_path, mounts={tmp_path: "tmpfs"})
+    assert done.returncode == 0, done.stderr

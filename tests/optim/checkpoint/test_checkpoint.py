@@ -1,0 +1,184 @@
+"""Checkpoints of the engine: the same bits go on, on other tiers and on other numbers of ranks."""
+
+import contextlib
+import errno
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from nvme_offload.offload.errors import CheckpointWriteError
+from nvme_offload.optim.checkpoint import contents as checkpoint_plan
+from nvme_offload.optim.checkpoint import places as checkpoint_places
+from nvme_offload.optim.checkpoint import storage as checkpoint_storage
+from tests.optim.zero.test_sharded import assert_same, full_state
+from tests.support.ranks import run_ranks
+from tests.support.resuming import MODES, fresh_engine, next_loss, scalars_of, steps_of
+
+ONE_SUBGROUP = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+
+def state_of(engine):
+    return full_state(engine.module, engine.optimizer)
+
+
+def save_and_resume(rank, world_size, root, drive):
+    """Train on one tier and save; resume on both tiers, and go on as the first one does."""
+    saved = {}
+    for number, mode in enumerate(MODES):
+        tiers = (drive, None) if number % 2 else (None, drive)
+        with contextlib.ExitStack() as on_exit:
+            first, same, other = (on_exit.enter_context(fresh_engine(mode, path)) for path in (tiers[0], *tiers))
+            steps_of(first, rank, range(3))
+            next_loss(first)  # an evaluation right before
+            assert first.save_checkpoint(root / mode, client_state={"mode": mode, "rank": torch.tensor(rank)})
+            saved[mode] = state_of(first), scalars_of(first), next_loss(first)
+            first.module.num_batches -= 2
+            steps_of(other, rank, range(1))  # what was there before leaves no trace
+            next_loss(other)
+            for engine in (same, other):
+                path, client_state = engine.load_checkpoint(root / mode)
+                assert (path, client_state) == (str(root / mode / "global_step3"), {"mode": mode, "rank": 0})
+                assert_same(state_of(engine), saved[mode][0])
+                assert scalars_of(engine) == scalars_of(first)
+                assert next_loss(engine) == saved[mode][2], "a gathered copy is old"
+                engine.module.num_batches -= 2
+            losses = [steps_of(engine, rank, range(3, 7)) for engine in (first, same, other)]
+            assert losses[0] == losses[1] == losses[2]
+            for engine in (same, other):
+                assert_same(state_of(engine), state_of(first))
+                assert scalars_of(engine) == scalars_of(first)
+            assert not list(root.rglob("*.partial"))
+    fail_on_one_rank(rank, root / "failed")
+    return saved
+
+
+def fail_for_want_of_space(tensor):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fail_on_one_rank(rank, root):
+    """Every rank says so, and nothing of it is left."""
+    with fresh_engine("bf16") as engine, pytest.MonkeyPatch.context() as patch:
+        with pytest.raises(ValueError, match="every rank must give the same"):
+            engine.save_checkpoint(root, "ab"[rank])
+        assert not root.exists()
+        engine.save_checkpoint(root, "good")
+        if rank == 1:
+            patch.setattr(checkpoint_storage, "_compact", fail_for_want_of_space)
+        with pytest.raises(CheckpointWriteError, match=r"next\.partial failed: ENOSPC") as caught:
+            engine.save_checkpoint(root, "next")
+        assert getattr(caught.value, "__notes__", []) == (["on rank 1"] if rank == 0 else [])
+        dist.barrier()
+        assert sorted(path.name for path in root.iterdir()) == ["good", "latest"]
+
+
+def data_bytes(folder):
+    return sum(path.stat().st_size for path in folder.glob("*.distcp"))
+
+
+def other_meshes(rank, root):
+    """Hybrid sharding saves each copy once; two pairs of ranks, as in a pipeline, save for themselves."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with fresh_engine("bf16", mesh=mesh, seed=1) as hybrid, fresh_engine("bf16", mesh=mesh["shard"], seed=2) as pair:
+        hybrid.load_checkpoint(root / "bf16")
+        hybrid.save_checkpoint(root / "hybrid")
+        pair.load_checkpoint(root / "hybrid")
+        pair.save_checkpoint(root / f"pair{rank // 2}")
+        assert_same(state_of(pair), state_of(hybrid))
+        expected = state_of(hybrid)
+    with fresh_engine("bf16", seed=3) as engine:
+        for name in ("hybrid", "pair0", "pair1"):
+            engine.load_checkpoint(root / name)
+            assert_same(state_of(engine), expected)
+    saved, again = data_bytes(root / "bf16" / "global_step3"), data_bytes(root / "hybrid" / "global_step3")
+    assert again < 1.01 * saved
+    return expected
+
+
+def load_and_look(rank, world_size, root, drive):
+    seen = {}
+    for mode, path in zip(MODES, (drive, drive, None), strict=True):
+        with fresh_engine(mode, path, seed=1) as engine:
+            assert engine.load_checkpoint(root / mode)[1]["mode"] == mode
+            seen[mode] = state_of(engine), scalars_of(engine), next_loss(engine)
+    if world_size == 4:
+        assert_same(other_meshes(rank, root), seen["bf16"][0])
+    return seen
+
+
+@pytest.fixture(scope="module")
+def saved_at_2(tmp_path_factory):
+    """A folder of checkpoints saved by two ranks, a folder for tiers, and what was saved."""
+    root, drive = tmp_path_factory.mktemp("checkpoints"), tmp_path_factory.mktemp("drive")
+    saved, _ = run_ranks(save_and_resume, 2, root, drive)
+    assert not list(drive.iterdir())
+    return root, drive, saved
+
+
+def compare(seen, saved):
+    for mode in MODES:
+        assert_same(seen[mode][0], saved[mode][0])
+        assert seen[mode][1] == saved[mode][1]
+        assert seen[mode][2] == pytest.approx(saved[mode][2], rel=1e-3)
+
+
+def test_what_two_ranks_save_two_ranks_resume_bit_for_bit_on_any_tier(saved_at_2):
+    _, _, saved = saved_at_2
+    assert saved["fp16"][1]["loss_scale"]["loss_scale"] == 2**9
+    assert saved["bf16"][1]["global_steps"] == 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_process_resumes_it(saved_at_2):
+    root, drive, saved = saved_at_2
+    compare(load_and_look(0, 1, root, drive), saved)
+
+
+def test_four_ranks_resume_it(saved_at_2):
+    root, drive, saved = saved_at_2
+    for seen in run_ranks(load_and_look, 4, root, drive):
+        compare(seen, saved)
+    assert not list(drive.iterdir())
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_load_in_the_middle_of_an_accumulation_drops_its_gradients(tmp_path):
+    """In stage 1 FSDP2 has not reduced them yet."""
+    zero = {**ONE_SUBGROUP["zero_optimization"], "stage": 1}
+    norms = []
+    with fresh_engine("bf16", zero_optimization=zero, gradient_accumulation_steps=2) as engine:
+        engine.save_checkpoint(tmp_path)
+        for num_before in (0, 1):
+            steps_of(engine, 0, range(7, 7 + num_before))
+            engine.load_checkpoint(tmp_path)
+            steps_of(engine, 0, range(2))
+            norms.append(engine.get_global_grad_norm())
+    assert norms[0] == norms[1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_large_parameters_are_cut_into_items(tmp_path, monkeypatch):
+    """In one subgroup of several items; how a checkpoint was cut does not matter to who loads it."""
+    num_items = []
+    for limit in (2**24, 2**16):
+        with (
+            fresh_engine("bf16", **ONE_SUBGROUP) as engine,
+            fresh_engine("bf16", seed=1, **ONE_SUBGROUP) as other,
+            monkeypatch.context() as patch,
+        ):
+            steps_of(engine, 0, range(2))
+            for module in (checkpoint_places, checkpoint_plan):
+                patch.setattr(module, "MAX_CHUNK_NUMEL", limit)
+            engine.save_checkpoint(tmp_path, str(limit))
+            num_items.append(len(pickle.loads((tmp_path / str(limit) / ".metadata").read_bytes()).storage_data))
+            other.load_checkpoint(tmp_path)
+            assert_same(state_of(other), state_of(engine))
+            patch.undo()
+            steps_of(other, 0, range(2, 3))
+            other.load_checkpoint(tmp_path)
+            assert_same(state_of(other), state_of(engine))
+    assert num_items[1] > num_items[0] + 6

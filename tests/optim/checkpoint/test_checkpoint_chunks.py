@@ -1,0 +1,55 @@
+"""Boxes that tile a run of memory, in any order of dimensions; pieces that tile a run of a subgroup."""
+
+import itertools
+
+import pytest
+import torch
+
+from nvme_offload.optim.checkpoint import places as checkpoint_places
+from nvme_offload.optim.checkpoint.geometry import Part, boxes
+from nvme_offload.optim.checkpoint.places import pieces
+from nvme_offload.optim.kernels import BLOCK_NUMEL
+from nvme_offload.optim.layout.subgroup import Run
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (5, 1), (1, 6), (3, 1, 4), (2, 3, 4)], ids=str)
+def test_boxes_are_the_run_and_few(shape):
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start, stop in itertools.combinations_with_replacement(range(whole.numel() + 1), 2):
+        found = list(boxes(shape, start, stop))
+        assert len(found) <= max(1, 2 * len(shape) - 1)
+        values = []
+        for box in found:
+            part = whole
+            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                part = part.narrow(dim, offset, size)
+            assert int(part.flatten()[0]) == box.start
+            values += part.flatten().tolist()
+        assert values == list(range(start, stop))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_chunks_of_a_parameter_whose_dimensions_lie_in_another_order(order):
+    memory = torch.arange(60)
+    sizes = [3, 4, 5]
+    tensor = memory.view([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(3)])
+    assert tuple(tensor.shape) == (3, 4, 5)
+    part, seen = Part.of(tensor), torch.zeros(3, 4, 5, dtype=torch.int64)
+    first = 7
+    for chunk in part.chunks(first, 53):
+        values = chunk.view(memory[first:53], first)
+        target = seen
+        for dim, (offset, size) in enumerate(zip(chunk.saved.offsets, chunk.saved.sizes, strict=True)):
+            target = target.narrow(dim, offset, size)
+        target.copy_(values)
+    assert torch.equal(seen, torch.where((tensor >= first) & (tensor < 53), tensor, 0))
+
+
+def test_pieces_are_whole_blocks_of_at_most_an_item(monkeypatch):
+    monkeypatch.setattr(checkpoint_places, "MAX_CHUNK_NUMEL", 2 * BLOCK_NUMEL + 5)
+    start, stop = 3 * BLOCK_NUMEL, 8 * BLOCK_NUMEL + 17
+    found = pieces(Run(4, start, stop, at=64))
+    assert [piece.start for piece in found] == [start, start + 2 * BLOCK_NUMEL, start + 4 * BLOCK_NUMEL]
+    assert [piece.stop for piece in found] == [*(piece.start for piece in found[1:]), stop]
+    assert [piece.at for piece in found] == [64, 64 + 2 * BLOCK_NUMEL, 64 + 4 * BLOCK_NUMEL]
+    assert {piece.param for piece in found} == {4}

@@ -1,0 +1,162 @@
+"""Weights exported as safetensors: what the library and Hugging Face read is what was trained."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from nvme_offload import initialize
+from nvme_offload.offload.errors import CheckpointWriteError, WeightsError
+from nvme_offload.offload.weights import writer as safetensors_writer
+from nvme_offload.offload.weights.reader import SafetensorsReader
+from tests.optim.zero.test_sharded import full_state
+from tests.support.ranks import run_ranks
+from tests.support.resuming import MODES, fresh_engine, next_loss, steps_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def read(folder):
+    """As Hugging Face does: through the index if there is one."""
+    if "model.safetensors" in names_in(folder):
+        return load_file(folder / "model.safetensors")
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    tensors = {}
+    for name in sorted(set(weight_map.values())):
+        tensors |= load_file(folder / name)
+    assert {name: weight_map[name] for name in tensors} == weight_map
+    return tensors
+
+
+def export_on_two_ranks(rank, world_size, root):
+    for mode in MODES:
+        with fresh_engine(mode) as engine:
+            steps_of(engine, rank, range(2))
+            next_loss(engine)
+            engine._drop_gathered()
+            wanted = full_state(engine.module, engine.optimizer)
+            for dtype, torch_dtype in DTYPES.items():
+                folder = root / mode / dtype
+                paths = engine.export_safetensors(folder, dtype, max_shard_bytes="300KB")
+                tensors = read(folder)
+                assert len(paths) > 1
+                assert set(names_in(folder)) == {*(path.name for path in paths), safetensors_writer.INDEX_FILE}
+                assert "head.weight" not in tensors, "tied weights are stored once"
+                assert tensors.keys() == engine.module.state_dict().keys() - {"head.weight"}
+                for name, value in tensors.items():
+                    if name == "num_batches":
+                        assert value.dtype is torch.int64
+                        continue
+                    if (mode, dtype) == ("bf16", "bf16"):  # the upper halves: exact ties go away from zero
+                        torch.testing.assert_close(value, wanted[name].to(torch_dtype), rtol=2**-7, atol=0)
+                    else:
+                        assert torch.equal(value, wanted[name].to(torch_dtype)), name
+                    assert value.dtype is torch_dtype
+            assert engine.save_16bit_model(root / mode / "16bit")
+            assert names_in(root / mode / "16bit") == ["model.safetensors"]
+            expected = read(root / mode / ("fp16" if mode == "fp16" else "bf16"))
+            for name, value in read(root / mode / "16bit").items():
+                assert torch.equal(value, expected[name]), name
+            with safe_open(root / mode / "16bit" / "model.safetensors", "pt") as file:
+                assert file.metadata() == {"format": "pt"}
+    with fresh_engine("fp32") as engine:
+        if rank == 1:
+            engine.module.wide[0].weight.detach().to_local().fill_(1e6)
+        with pytest.raises(ValueError, match=r"wide\.0\.weight has weights beyond 65504, which fp16 cannot hold"):
+            engine.export_safetensors(root / "beyond", "fp16")
+        if rank == 0:  # which wrote, and has cleaned up
+            assert names_in(root / "beyond") == []
+
+
+def test_two_ranks(tmp_path):
+    run_ranks(export_on_two_ranks, 2, tmp_path)
+
+
+@pytest.mark.usefixtures("alone")
+def test_hugging_face_reads_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    config.save_pretrained(tmp_path)
+    section = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}
+    with initialize(model, section) as engine:
+        tokens = torch.arange(12).view(2, 6)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        engine.export_safetensors(tmp_path, max_shard_bytes="10KiB")
+        assert len(names_in(tmp_path)) > 4
+        for expected in (torch.float32, torch.bfloat16):
+            read_back = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=expected)
+            assert read_back.lm_head.weight is read_back.model.embed_tokens.weight
+            for name, value in engine.module.state_dict().items():
+                torch.testing.assert_close(
+                    read_back.state_dict()[name].float(),
+                    value.full_tensor(),
+                    rtol=0 if expected.itemsize == 4 else 2**-7,
+                    atol=0,
+                )
+            engine.save_16bit_model(tmp_path)
+            assert names_in(tmp_path) == ["config.json", "model.safetensors"], "the old files are gone"
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_fails_leaves_nothing_of_it(tmp_path, monkeypatch):
+    with fresh_engine("bf16") as engine:
+        with pytest.raises(ValueError, match="dtype 'int8': must be one of fp32, bf16, fp16"):
+            engine.export_safetensors(tmp_path, "int8")
+        with pytest.raises(ValueError, match="max_shard_bytes 0: must be positive"):
+            engine.export_safetensors(tmp_path, max_shard_bytes=0)
+        engine.save_16bit_model(tmp_path)
+        (tmp_path / "tokenizer.json").write_text("{}")
+        before = (tmp_path / "model.safetensors").read_bytes()
+        steps_of(engine, 0, range(1))
+        opened, calls = safetensors_writer._Export._open, []
+
+        def fail_later(export, path, header):
+            calls.append(path)
+            if len(calls) == 3:
+                raise OSError(28, "No space left on device")
+            opened(export, path, header)
+
+        monkeypatch.setattr(safetensors_writer._Export, "_open", fail_later)
+        with pytest.raises(CheckpointWriteError, match=r"failed: ENOSPC.*free space"):
+            engine.export_safetensors(tmp_path, max_shard_bytes="300KB")
+        assert names_in(tmp_path) == ["model.safetensors", "tokenizer.json"]
+        assert (tmp_path / "model.safetensors").read_bytes() == before
+        monkeypatch.undo()
+        engine.export_safetensors(tmp_path, max_shard_bytes="300KB")
+        replace = Path.replace
+
+        def replace_until(source, target):
+            if target.name.startswith("model-00002"):
+                raise OSError(errno.EIO, "Input/output error")
+            return replace(source, target)
+
+        monkeypatch.setattr(Path, "replace", replace_until)
+        with pytest.raises(CheckpointWriteError, match=r"EIO.*perhaps over earlier ones, without the index"):
+            engine.export_safetensors(tmp_path, max_shard_bytes="300KB")
+        with pytest.raises(WeightsError, match="an export was interrupted"):
+            SafetensorsReader(tmp_path)
+        monkeypatch.undo()
+        engine.save_16bit_model(tmp_path)
+        assert names_in(tmp_path) == ["model.safetensors", "tokenizer.json"]
+        (tmp_path / "file").write_text("")
+        with pytest.raises(CheckpointWriteError, match="EEXIST"):
+            engine.save_16bit_model(tmp_path / "file")

@@ -1,0 +1,68 @@
+import pytest
+import torch
+
+from nvme_offload.optim.precision.loss_scale import LossScaler
+
+
+def scaler(**changes):
+    settings = {
+        "loss_scale": 1024.0,
+        "dynamic": True,
+        "growth_interval": 3,
+        "hysteresis": 1,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": 1.0,
+    }
+    return LossScaler(**{**settings, **changes})
+
+
+def scales(subject, overflows):
+    seen = []
+    for found_inf in overflows:
+        subject.update(found_inf=found_inf)
+        seen.append(subject.loss_scale)
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_hysteresis_one_is_the_rule_of_torch_amp(seed):
+    overflows = (torch.rand(60, generator=torch.Generator().manual_seed(seed)) < 0.25).tolist()
+    theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    theirs.scale(torch.ones(1))  # makes its lazily made tensors
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    expected = []
+    for found_inf in overflows:
+        parameter.grad = torch.tensor([float("inf") if found_inf else 1.0])
+        theirs.step(optimizer)
+        theirs.update()
+        expected.append(theirs.get_scale())
+    assert scales(scaler(min_loss_scale=0.0), overflows) == expected
+
+
+def test_hysteresis_forgives_until_the_last():
+    subject = scaler(hysteresis=2)
+    assert scales(subject, [True, True, True]) == [1024, 512, 256]
+
+
+def test_growth_restores_the_hysteresis():
+    subject = scaler(hysteresis=2)
+    assert scales(subject, [True, False, False, False, True, True]) == [1024, 1024, 1024, 2048, 2048, 1024]
+
+
+def test_consecutive_hysteresis_forgives_after_one_good_step():
+    assert scales(scaler(hysteresis=2, consecutive_hysteresis=True), [True, False, True, True]) == [1024] * 3 + [512]
+    assert scales(scaler(hysteresis=2), [True, False, True, True]) == [1024, 1024, 512, 256]
+
+
+def test_it_never_goes_below_the_minimum_and_a_static_one_stays():
+    assert scales(scaler(min_loss_scale=600.0), [True] * 3) == [600.0] * 3
+    assert scales(scaler(dynamic=False), [True, False, False, False]) == [1024.0] * 4
+
+
+def test_its_state_goes_through_a_state_dict():
+    first, second = scaler(hysteresis=3), scaler(loss_scale=1.0)
+    scales(first, [True, False, False, True])
+    second.load_state_dict(first.state_dict())
+    overflows = [False, True, True, False, False, False, True]
+    assert scales(first, overflows) == scales(second, overflows)

@@ -1,0 +1,156 @@
+"""Every combination of the precision keys, at every stage, with and without a pipeline: it trains, or is refused."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from nvme_offload import OffloadConfig
+from nvme_offload.offload.errors import ConfigError
+from nvme_offload.optim.precision.table import PAGE, combinations, page_with_tables
+from nvme_offload.optim.zero.sharding import PIPELINES_REDUCE_ONCE
+from tests.support.precision import DTYPES, Reference, fresh_model, train_engine, train_pipeline
+from tests.support.ranks import run_ranks
+
+# What goes with what, written down once more: mode -> accumulation dtypes, communication dtypes.
+GOES = {
+    "none": ({"fp32"}, {"fp32", "bf16", "fp16"}),
+    "bf16": ({"fp32", "bf16"}, {"fp32", "bf16"}),
+    "fp16": ({"fp32", "fp16"}, {"fp32", "fp16"}),
+    "autocast-bf16": ({"fp32"}, {"fp32", "bf16"}),
+    "autocast-fp16": ({"fp32"}, {"fp32", "fp16"}),
+}
+ALL = list(combinations())
+
+
+def is_valid(combination):
+    accumulations, communications = GOES[combination.mode]
+    return (combination.accumulation in accumulations | {None}) and (
+        combination.communication in communications | {None}
+    )
+
+
+def reference_of(combination, *, waits, world_size):
+    """What a combination means, without asking the plan."""
+    autocast = DTYPES[combination.mode.split("-")[1]] if "-" in combination.mode else None
+    compute = torch.float32 if autocast else DTYPES.get(combination.mode, torch.float32)
+    low = autocast or compute
+    reduce = DTYPES[combination.communication] if combination.communication else low
+    rest = DTYPES[combination.communication] if combination.communication else compute
+    accumulate = DTYPES[combination.accumulation] if combination.accumulation else compute
+    return Reference(
+        compute=compute,
+        autocast=autocast,
+        reduce=reduce,
+        reduce_rest=rest,
+        accumulate=accumulate,
+        once=waits and reduce == accumulate,
+        once_rest=waits and rest == accumulate,
+        scaled="fp16" in combination.mode,
+        world_size=world_size,
+    )
+
+
+def train_all(rank, world_size, chosen, stages, pipelines):
+    results = {}
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
+    for combination in chosen:
+        for stage in stages:
+            for pipeline in pipelines:
+                keys = combination.section
+                trained = train_pipeline(mesh, keys, stage) if pipeline else train_engine(rank, keys, stage)
+                results[combination, stage, pipeline] = trained
+    return results
+
+
+@pytest.fixture
+def one_thread():
+    """Ranks have one thread each, and how many there are decides the order of some sums."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(results, combination, expected, dp_rank):
+    """Gradients of the first step bit for bit. After it torch's AdamW rounds in another order than ours.
+
+    Losses: fp32 to 1e-6, in 16 bits to two roundings. Parameters: what they moved, to 1e-4.
+    """
+    losses, grads, params = results
+    expected_losses, expected_grads, expected_params = expected
+    tolerance = 1e-6 if combination.mode == "none" else 2**-8 if "bf16" in combination.mode else 2**-10
+    assert losses in ([], pytest.approx(expected_losses[dp_rank], rel=tolerance)), combination
+    for name, grad in grads.items():
+        assert grad.dtype is expected_grads[name].dtype, (combination, name)
+        assert torch.equal(grad, expected_grads[name]), (combination, name)
+    start = dict(fresh_model().named_parameters())
+    for name, param in params.items():
+        moved, off = (expected_params[name] - start[name]).norm(), (expected_params[name] - param).norm()
+        assert off <= 1e-4 * moved, (combination, name)
+        assert moved > 0
+
+
+def check_all(of_ranks, chosen, stages, pipelines):
+    world_size = len(of_ranks)
+    checked = 0
+    for combination in chosen:
+        for pipeline in pipelines:
+            dp_size = world_size // 2 if pipeline else world_size
+            expected = {
+                waits: reference_of(combination, waits=waits, world_size=dp_size).train() for waits in (True, False)
+            }
+            for stage in stages:
+                for rank, results in enumerate(of_ranks):
+                    trained = results[combination, stage, pipeline]
+                    check(trained, combination, expected[pipeline or stage == 1], rank % dp_size)
+                    checked += 1
+    return checked
+
+
+def test_every_combination_trains_as_its_dtypes_say_or_is_refused(one_thread):
+    valid = [item for item in ALL if is_valid(item)]
+    assert (len(ALL), len(valid)) == (80, 38)
+    stages, pipelines = (1, 2, 3), (False,) if PIPELINES_REDUCE_ONCE else (False, True)
+    checked = check_all(run_ranks(train_all, 2, valid, stages, pipelines), valid, stages, pipelines)
+    assert checked == 2 * 38 * 3 * len(pipelines)
+    for combination in ALL:
+        if combination in valid:
+            assert not isinstance(combination.outcome(), str)
+            continue
+        with pytest.raises(ConfigError) as caught:
+            OffloadConfig.from_dict(combination.section)
+        assert "; ".join(caught.value.problems) == combination.outcome()
+
+
+def test_what_is_refused_names_two_keys_and_what_to_write():
+    refused = [item for item in ALL if not is_valid(item)]
+    assert len(refused) == 42
+    modes = {"none": "neither bf16.enabled nor fp16.enabled", "bf16": "bf16.enabled", "fp16": "fp16.enabled"}
+    for combination in refused:
+        accumulations, communications = GOES[combination.mode]
+        text = combination.outcome()
+        wrong = [
+            (key, value, choices)
+            for key, value, choices in (
+                ("gradient_accumulation_dtype", combination.accumulation, accumulations),
+                ("communication_data_type", combination.communication, communications),
+            )
+            if value not in choices | {None}
+        ]
+        assert any(f'{key} = "{value}": ' in text for key, value, _ in wrong)
+        assert modes.get(combination.mode, "torch_autocast.enabled") in text
+        assert '"fp32"' in text.split("; write ")[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PIPELINES_REDUCE_ONCE, reason="some combinations are refused by name with this torch")
+def test_pipelines_of_two_stages_with_two_ranks_each(one_thread):
+    valid = [item for item in ALL if is_valid(item)]
+    stages, pipelines = (1, 3), (True,)
+    checked = check_all(run_ranks(train_all, 4, valid, stages, pipelines), valid, stages, pipelines)
+    assert checked == 4 * 38 * 2
+
+
+def test_the_page_has_these_tables():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == page_with_tables(page), "run: python -m nvme_offload.optim.precision.table"

@@ -1,0 +1,277 @@
+"""Optimizer state split between host memory and NVMe by a budget: the same bits, within it, and fewer bytes moved."""
+
+import json
+
+import pytest
+import torch
+
+from nvme_offload import OffloadAdamW
+from nvme_offload.aio_native import FaultSpec
+from nvme_offload.offload.errors import ConfigError, SwapIOError
+from nvme_offload.offload.host import available_memory
+from nvme_offload.offload.host import proc as system_files
+from nvme_offload.offload.units import GiB, MiB, format_bytes
+from tests.support.training import (
+    BLOCK,
+    MILLION,
+    SETTINGS,
+    Twin,
+    assert_same_bits,
+    faulty_drive,
+    param,
+    params_of,
+    run_child,
+    section,
+    set_grads,
+    snapshot,
+    storage_io,
+)
+
+SHAPES = [(3 * BLOCK,), (5,), (2 * BLOCK + 1,), (70_001,), (2 * BLOCK,)]
+MIXED = (torch.bfloat16, torch.float32, torch.float16)
+STAGING = 2 * 12 * BLOCK
+"""Two staging buffers, each for the widest state of a block."""
+STATE = 5 * MiB // 2
+"""About half of the state of SHAPES."""
+
+
+def train(optimizer, params, first=0, steps=5):
+    for step in range(first, first + steps):
+        set_grads(params, step, without=[step % 5])
+        optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """All of it in host memory, after 5 steps, and after 3 more."""
+    params = params_of(SHAPES, *MIXED)
+    with OffloadAdamW(params, offload=section(clip=1.0), **SETTINGS) as optimizer:
+        train(optimizer, params)
+        first = snapshot(optimizer)
+        train(optimizer, params, 5, 3)
+        return first, snapshot(optimizer)
+
+
+def kinds_of_slots(optimizer):
+    return {"host" if slot.extent is None else "nvme" for slot in optimizer._store.slots}
+
+
+BUDGETS = {
+    "staging only": (STAGING, {"nvme"}),
+    "one subgroup": (STAGING + MiB, {"host", "nvme"}),
+    "half": (STAGING + STATE, {"host", "nvme"}),
+    "all": (GiB, {"host"}),
+    "auto": ("auto", {"host"}),
+}
+
+
+@pytest.mark.parametrize("buffers", [2, 3])
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_bits_do_not_depend_on_the_budget(make_adamw, expected, monkeypatch, name, buffers):
+    monkeypatch.setattr(available_memory, "available_bytes", lambda: 8 * GiB)
+    budget, kinds = BUDGETS[name]
+    budget = budget if budget == "auto" else budget + (buffers - 2) * STAGING // 2
+    params = params_of(SHAPES, *MIXED)
+    options = {"clip": 1.0, "buffers": buffers, "checksums": buffers == 3, "host_budget": budget}
+    optimizer = make_adamw(params, **options)
+    assert kinds_of_slots(optimizer) == kinds
+    train(optimizer, params)
+    assert_same_bits(snapshot(optimizer), expected[0])
+    train(optimizer, params, 5, 3)
+    assert_same_bits(snapshot(optimizer), expected[1])
+
+    stats = optimizer.stats()
+    on_nvme = sum(slot.subgroup.size_bytes for slot in optimizer._store.slots if slot.extent is not None)
+    assert stats.host_state_bytes + on_nvme == stats.state_bytes
+    assert (stats.bytes_written == 0) == (kinds == {"host"})
+    if budget != "auto":
+        assert stats.staging_bytes + stats.host_state_bytes <= budget
+    plan = optimizer.tier_plan
+    assert len(plan.units_on("nvme")) == sum(slot.extent is not None for slot in optimizer._store.slots)
+    assert "optimizer state" in str(plan)
+
+
+def test_subgroups_that_stay_are_spread_among_those_that_move(make_adamw):
+    optimizer = make_adamw([param((40 * BLOCK,))], buffers=2, host_budget=STAGING + 20 * 10 * BLOCK)
+    hosted = [slot.extent is None for slot in optimizer._store.slots]
+    assert len(hosted) == 40
+    assert sum(hosted) == 20 + (STAGING - 2 * 10 * BLOCK) // (10 * BLOCK), "bf16 buffers are smaller than they might be"
+    assert not any(all(hosted[i : i + 3]) or not any(hosted[i : i + 3]) for i in range(38))
+
+
+def test_no_staging_buffers_where_nothing_moves(make_adamw):
+    params = [param((8 * BLOCK,))]
+    optimizer = make_adamw(params, host_budget=GiB)
+    train(optimizer, params)
+    assert optimizer.stats().staging_bytes < 65536
+    assert optimizer.stats().bytes_read == optimizer.stats().bytes_written == 0
+
+
+def test_parameters_that_come_later_stay_within_the_budget(make_adamw):
+    params = params_of(SHAPES, *MIXED)
+    budget = STAGING + STATE
+    optimizer = make_adamw(params[:2], buffers=2, clip=1.0, host_budget=budget)
+    twin = Twin(params, clip=1.0)
+    for step in range(6):
+        if step == 2:
+            optimizer.add_param_group({"params": params[2:4]})
+        if step == 4:
+            before = [slot.extent is None for slot in optimizer._store.slots]
+            optimizer.add_param_group({"params": params[4:]})
+            assert [slot.extent is None for slot in optimizer._store.slots][: len(before)] == before
+        present = [p for group in optimizer.param_groups for p in group["params"]]
+        set_grads(params, step)
+        for p in params[len(present) :]:
+            p.grad = None
+        twin.step([p.grad for p in params])
+        optimizer.step()
+        stats = optimizer.stats()
+        assert stats.staging_bytes + stats.host_state_bytes <= budget
+    assert kinds_of_slots(optimizer) == {"host", "nvme"}
+    twin.assert_equals(optimizer)
+
+
+def test_state_dicts_go_from_any_split_to_any_other(make_adamw, expected):
+    params = params_of(SHAPES, *MIXED)
+    source = make_adamw(params, buffers=2, clip=1.0, host_budget=STAGING + 2 * MiB)
+    train(source, params)
+    for options in ({"host_budget": STAGING + STATE}, {}, {"host_budget": GiB}):
+        copies = params_of(SHAPES, *MIXED)
+        target = make_adamw(copies, buffers=2, clip=1.0, **options)
+        set_grads(copies, 99)
+        target.step()
+        with torch.no_grad():
+            for copy, p in zip(copies, params, strict=True):
+                copy.copy_(p)
+        target.load_state_dict(source.state_dict())
+        train(target, copies, 5, 3)
+        assert_same_bits(snapshot(target), expected[1])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_step_that_failed_is_finished(make_adamw, expected, seed):
+    """EIO on the subgroups that move; those that stay are updated once and no more."""
+    params = params_of(SHAPES, *MIXED)
+    with faulty_drive(FaultSpec(seed=seed, eio=0.08, short=0.2, reorder=0.2)):
+        optimizer = make_adamw(params, buffers=2, clip=1.0, host_budget=STAGING + 3 * MiB, block_size="128KiB")
+    failures = 0
+
+    def until_done(work):
+        nonlocal failures
+        for _ in range(1000):
+            try:
+                return work()
+            except SwapIOError:
+                failures += 1
+                work = optimizer.finish_step if optimizer.has_unfinished_step else work
+        raise AssertionError("it never got through")
+
+    for step in range(5):
+        set_grads(params, step, without=[step % 5])
+        until_done(optimizer.step)
+    assert kinds_of_slots(optimizer) == {"host", "nvme"}
+    assert_same_bits(until_done(lambda: snapshot(optimizer)), expected[0])
+    assert failures, "no fault was met: the test shows nothing"
+
+
+def test_half_of_the_state_in_memory_halves_the_traffic(make_adamw):
+    """By the kernel's counters. The state is large against the staging buffers, whose contents a step need not read."""
+    numel, written, read = 24 * MILLION, [], []
+    for share in (0, 0.5):
+        staging = 2 * 10 * 2 * BLOCK
+        budget = staging + int(share * 10 * numel)
+        p = torch.nn.Parameter(torch.full((numel,), 0.01, dtype=torch.bfloat16))
+        options = {"sub_group_size": 2 * BLOCK, "buffers": 2, "host_budget": budget}
+        optimizer = make_adamw([p], **options)
+        p.grad = torch.full_like(p, 0.02)
+        optimizer.step()
+        optimizer.synchronize()
+        before = storage_io()
+        for _ in range(2):
+            optimizer.step()
+            optimizer.synchronize()
+        after = storage_io()
+        plan = optimizer.tier_plan
+        assert 2 * (plan.bytes_read - staging) <= after[0] - before[0] <= 2 * plan.bytes_read
+        assert after[1] - before[1] == pytest.approx(2 * plan.bytes_written, rel=0.01)
+        read.append(after[0] - before[0])
+        written.append(after[1] - before[1])
+        optimizer.close()
+    assert read[1] / read[0] == pytest.approx(0.5, rel=0.03)
+    assert written[1] / written[0] == pytest.approx(0.5, rel=0.03)
+
+
+MEMORY = """
+import json, sys
+from pathlib import Path
+import torch
+from nvme_offload import OffloadAdamW
+from nvme_offload.perf.measure.machine import peak_resident_bytes
+from tests.support.training import section
+
+path, budget = sys.argv[1], int(sys.argv[2])
+p = torch.nn.Parameter(torch.full((16_000_000,), 0.01, dtype=torch.bfloat16))
+p.grad = torch.full_like(p, 0.02)
+with OffloadAdamW([torch.nn.Parameter(torch.ones(70_000))], offload=section(path)) as warm_up:
+    warm_up.param_groups[0]["params"][0].grad = torch.ones(70_000)
+    warm_up.step()
+Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+before = peak_resident_bytes()
+with OffloadAdamW([p], offload=section(path, sub_group_size=1_000_000, buffers=2, host_budget=budget)) as optimizer:
+    for _ in range(2):
+        optimizer.step()
+    stats = optimizer.stats()
+    print(json.dumps([peak_resident_bytes() - before, stats.staging_bytes + stats.host_state_bytes]))
+"""
+
+
+@pytest.mark.parametrize("budget", [40 * MiB, 110 * MiB])
+def test_the_process_stays_within_the_budget(drive, budget):
+    grown, counted = json.loads(run_child(MEMORY, drive, budget))
+    assert budget - 12 * MiB < counted <= budget, "no whole subgroup more would fit"
+    assert counted - 2 * MiB < grown <= budget + 12 * MiB, "what is not state: rings, the tables, torch"
+
+
+BAD = [
+    ({"host_budget": MiB}, r"host_budget = 1 MiB: the 4 staging buffers take 2.5 MiB; write at least 3 MiB"),
+    ({"host_budget": "auto"}, r'host_budget = 0 B \(what "auto" found\): the 4 staging buffers .* at least 3 MiB'),
+    ({"device": "cpu", "host_budget": MiB}, r'host_budget = 1 MiB: device = "cpu" keeps .* at least 5 MiB, or .*nvme'),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_a_budget_that_is_too_small_is_told_with_what_is_needed(make_adamw, monkeypatch, drive, options, message):
+    monkeypatch.setattr(available_memory, "available_bytes", lambda: GiB)
+    with pytest.raises(ConfigError, match=message):
+        make_adamw([param((8 * BLOCK,))], **options)
+    assert not list(drive.iterdir())
+
+
+def test_a_later_group_that_needs_larger_buffers_than_are_left_is_refused(make_adamw):
+    """One small parameter at first, so small buffers, and a budget filled by what stays."""
+    first = [param((64,), seed=i) for i in range(3)]
+    optimizer = make_adamw([{"params": [p]} for p in first], buffers=2, host_budget=MiB)
+    assert kinds_of_slots(optimizer) == {"host"}
+    with pytest.raises(ConfigError, match=r"the 2 staging buffers take 1.5 MiB beside 12 KiB .* at least 2 MiB"):
+        optimizer.add_param_group({"params": [param((BLOCK,), torch.float16)]})
+    assert len(optimizer.param_groups) == 3
+    set_grads(first, 0)
+    optimizer.step()
+
+
+def test_auto_is_this_ranks_share_of_what_is_left(tmp_path, monkeypatch):
+    proc = tmp_path / "proc"
+    proc.mkdir()
+    for module in (available_memory, system_files):
+        monkeypatch.setattr(module, "PROC", proc)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+    def budget_of(available):
+        (proc / "meminfo").write_text(f"MemTotal: {64 * MiB} kB\nMemAvailable: {available // 1024} kB\n")
+        return available_memory.auto_host_budget()
+
+    assert budget_of(40 * GiB) == 30 * GiB, "a quarter is left"
+    assert budget_of(4 * GiB) == 2 * GiB, "and never less than 2 GiB"
+    assert budget_of(GiB) == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert format_bytes(budget_of(40 * GiB)) == "7.5 GiB"

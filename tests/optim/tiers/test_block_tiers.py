@@ -1,0 +1,287 @@
+"""Parameters and gradients on NVMe: the same bits as in memory, in every mix, however the blocks are used."""
+
+import copy
+
+import pytest
+import torch
+
+from nvme_offload import get_full_grad, initialize, set_full_grad
+from nvme_offload.offload.errors import StateError
+from nvme_offload.optim.zero.sharding import default_mesh
+from tests.optim.zero.test_sharded import assert_same, backward, full_state, sharded_model
+from tests.optim.zero.test_sharded import make as make_groups
+from tests.support.ranks import run_ranks
+from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, section, train_step
+
+STEPS = 20
+MIXES = [  # parameters, gradients, optimizer state
+    ("none", "none", "cpu"),
+    ("cpu", "cpu", "cpu"),
+    ("nvme", "nvme", "nvme"),
+    ("nvme", "none", "cpu"),
+    ("none", "nvme", "cpu"),
+    ("nvme", "none", "nvme"),
+]
+BUDGETED = [0.2, 0.4, 0.7]  # of all that may be in memory; with everything else on NVMe
+
+
+def train_in_mixes(rank, world_size, path):
+    runs = []
+
+    def train(config):
+        norms = []
+        with make(config, num_layers=3, checkpointing=True) as engine:
+            for step in range(STEPS):
+                train_step(engine, step, rank)
+                norms.append(engine.get_global_grad_norm())
+            runs.append((full_state(engine.module, engine.optimizer), norms))
+            plan = engine.optimizer.tier_plan
+        assert_same(runs[-1][0], runs[0][0])
+        assert runs[-1][1] == runs[0][1], config
+        return plan
+
+    plans = {mix: train(section(path, *mix)) for mix in MIXES}
+    on_nvme = plans["nvme", "nvme", "nvme"]
+    for share in BUDGETED:
+        budget = on_nvme.bytes_on("host") + int(share * on_nvme.bytes_on("nvme"))
+        plan = train({**section(path, **EVERYTHING), "host_budget": budget})
+        assert 0 < plan.bytes_on("nvme") < on_nvme.bytes_on("nvme")
+    return runs[0][1]
+
+
+def test_every_mix_gives_the_same_bits_on_one_rank(alone, tmp_path):
+    assert max(train_in_mixes(0, 1, tmp_path)) > 0.5, "clipping acts"
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_mix_gives_the_same_bits_on_two_ranks(tmp_path):
+    first, second = run_ranks(train_in_mixes, 2, tmp_path)
+    assert first == second, "the norm is one number for all ranks"
+    assert not list(tmp_path.iterdir())
+
+
+def compare(path, drive, **model):
+    """Run `drive` on an engine in memory and on one with everything on NVMe; both must end with the same bits."""
+    ends = []
+    for tiers in ({}, EVERYTHING):
+        with make(section(path, **tiers), **model) as engine:
+            seen = drive(engine)
+            ends.append((full_state(engine.module, engine.optimizer), seen))
+    assert_same(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+
+
+def unused_and_used_twice(engine):
+    for step, uses in enumerate(([0, 1, 2, 3, 4, 5], [2, 2, 5, 0], [5, 4, 4, 1, 0], [0, 1, 2, 3, 4, 5], [3, 3, 3])):
+        engine.module.uses = uses
+        train_step(engine, step)
+
+
+def evaluation_and_generation(engine):
+    seen = []
+    for step in range(3):
+        train_step(engine, step)
+        engine.eval()
+        with torch.no_grad():
+            seen += [loss_of(engine, 50 + step, length=length).item() for length in (1, 2, 3, 9)]
+        with torch.inference_mode():
+            seen.append(loss_of(engine, 70 + step).item())
+        engine.train()
+    engine.eval()
+    seen.append(loss_of(engine, 60).item())  # with a graph that nobody goes back through
+    engine.train()
+    train_step(engine, 4)
+    return seen
+
+
+def changing_batches(engine):
+    for step, length in enumerate((7, 2, 11, 5)):
+        train_step(engine, step, length=length)
+
+
+def gradients_looked_at_and_set(engine):
+    """Between micro-batches, from the last parameter to the first and back."""
+    seen, params = [], engine.optimizer.param_groups[0]["params"]
+    for step in range(2):
+        for micro in range(ACCUMULATION):
+            engine.backward(loss_of(engine, step, micro))
+            for param in (params[-1], params[0], params[-1]):
+                grad = get_full_grad(param)
+                seen.append(grad.tolist())
+                set_full_grad(param, grad * 3 + 1)
+                assert torch.equal(get_full_grad(param), (grad * 3 + 1).to(param.grad.dtype).float())
+            engine.step()
+        assert get_full_grad(params[0]) is None
+    return seen
+
+
+def stopped_and_started_again(engine):
+    """Gradients dropped in the middle of a step, in both ways."""
+    engine.backward(loss_of(engine, 0))
+    engine.optimizer.zero_grad()
+    engine.micro_steps = 0
+    train_step(engine, 1)
+    engine.backward(loss_of(engine, 2))
+    engine.optimizer.zero_grad(set_to_none=False)
+    engine.micro_steps = 0
+    train_step(engine, 3)
+
+
+def clipped_by_hand(engine):
+    norms = []
+    for step in range(3):
+        engine.backward(loss_of(engine, step))
+        engine.step()
+        engine.backward(loss_of(engine, step, 1))
+        norms.append(engine.optimizer.clip_grad_norm_(0.1 + step).item())
+        engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx(min(norms[2], 2.1), rel=1e-5)
+    return norms
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize(
+    "drive",
+    [
+        unused_and_used_twice,
+        evaluation_and_generation,
+        changing_batches,
+        gradients_looked_at_and_set,
+        stopped_and_started_again,
+        clipped_by_hand,
+    ],
+)
+def test_it_is_right_when(alone, tmp_path, drive, checkpointing):
+    compare(tmp_path, drive, checkpointing=checkpointing)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plain_loop_with_parameter_groups_has_the_same_bits_and_writes_each_block_once(alone, tmp_path):
+    """Weights and biases of one block are in two parameter groups: the step still visits the block once."""
+    default_mesh("cpu")
+    ends = []
+    for tiers in ({}, EVERYTHING):
+        model = sharded_model(torch.bfloat16)
+        with make_groups(model, section(tmp_path, **tiers)) as optimizer:
+            for step in range(4):
+                backward(model, 0, step)
+                optimizer.synchronize()
+                before = optimizer.stats()
+                optimizer.step()
+                optimizer.synchronize()
+                written = optimizer.stats().param_bytes_written - before.param_bytes_written
+                optimizer.zero_grad()
+            if tiers:
+                assert written == sum(block.size_bytes for block in optimizer._store.blocks.params.cache.blocks)
+            ends.append(full_state(model, optimizer))
+    assert_same(*ends)
+
+
+def test_frozen_parameters_are_gathered_from_the_tier_and_stay(alone, tmp_path):
+    ends = []
+    for tiers in ({}, EVERYTHING):
+        torch.manual_seed(0)
+        model = Model()
+        for layer in (0, 3):
+            model.layers[layer].up.requires_grad_(False)
+        model.layers[5].requires_grad_(False)
+        wanted = model.layers[5].up.weight.detach().clone()
+        with initialize(model, section(tmp_path, **tiers)) as engine:
+            for step in range(4):
+                train_step(engine, step)
+            assert torch.equal(engine.module.layers[5].up.weight.detach().full_tensor(), wanted)
+            ends.append(full_state(engine.module, engine.optimizer))
+    assert_same(*ends)
+
+
+def test_state_dicts_go_out_of_the_tiers_and_back(alone, tmp_path):
+    with make(section(tmp_path, **EVERYTHING)) as engine, make(section(tmp_path)) as straight:
+        for step in range(4):
+            train_step(straight, step)
+            if step < 2:
+                train_step(engine, step)
+        weights, state = copy.deepcopy(engine.module.state_dict()), engine.optimizer.state_dict()
+        with make(section(tmp_path, **EVERYTHING)) as resumed:
+            train_step(resumed, 9)
+            resumed.module.load_state_dict(weights)
+            resumed.optimizer.load_state_dict(state)
+            assert_same(full_state(resumed.module, resumed.optimizer), full_state(engine.module, engine.optimizer))
+            for step in (2, 3):
+                train_step(resumed, step)
+            assert_same(full_state(resumed.module, resumed.optimizer), full_state(straight.module, straight.optimizer))
+
+
+def test_a_gradient_on_the_tier_says_what_to_use_instead(alone, tmp_path):
+    with make(section(tmp_path, grads="nvme")) as engine:
+        engine.backward(loss_of(engine, 0))
+        grad = next(engine.module.parameters()).grad
+        assert grad.dtype is torch.bfloat16
+        for touch in (lambda: grad + 1, grad.sum, lambda: grad.to_local().tolist()):
+            with pytest.raises(StateError, match=r"gradients of .*optimizer\.clip_grad_norm_"):
+                touch()
+        with pytest.raises(StateError, match=r"optimizer\.clip_grad_norm_"):
+            torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
+
+
+def test_blocks_are_read_before_they_are_needed(alone, tmp_path):
+    """In forward and backward, where nothing is written: every read but those of the first step is ahead, and used."""
+    with make(section(tmp_path, "nvme", accumulation=1), num_layers=9) as engine:
+        for step in range(5):
+            engine.optimizer.synchronize()
+            before = engine.optimizer.stats()
+            engine.backward(loss_of(engine, step))
+            after = engine.optimizer.stats()
+            engine.step()
+            if step == 0:
+                continue
+            reads = after.param_reads - before.param_reads
+            assert reads > 0
+            assert after.param_uses - before.param_uses == 20  # nine layers and what is around them, twice
+            assert after.param_reads_ahead - before.param_reads_ahead == reads
+            assert after.param_reads_unused == before.param_reads_unused
+            assert reads <= 20 + 2, "no block is read twice for one use; two may be read for the step that follows"
+
+
+def test_gradients_that_a_step_has_used_are_not_read_ahead_again(alone, tmp_path, monkeypatch):
+    with make(section(tmp_path, **EVERYTHING, accumulation=1), num_layers=8) as engine:
+        cache = engine.optimizer._store.blocks.grads.cache
+        zero_grad, read_for_nothing = engine.optimizer.zero_grad, []
+
+        def drop(*arguments):
+            read_for_nothing.append([block.name for block in cache.blocks if block.unused])
+            zero_grad(*arguments)
+
+        monkeypatch.setattr(engine.optimizer, "zero_grad", drop)
+        for step in range(5):
+            train_step(engine, step)
+        assert read_for_nothing == [[]] * 5
+        assert cache.stats.reads_ahead > 0
+        engine.backward(loss_of(engine, 5))
+        engine.optimizer.step()
+        engine.optimizer.step()  # with the same gradients
+        assert set(engine.optimizer._store.steps) == {7}
+
+
+def test_without_read_ahead_every_read_is_waited_for(alone, tmp_path):
+    with make(section(tmp_path, "nvme", read_ahead=False)) as engine:
+        for step in range(3):
+            train_step(engine, step)
+        stats = engine.optimizer.stats()
+        assert stats.param_reads > 0
+        assert stats.param_reads_ahead == 0
+
+
+def test_what_is_in_memory_is_the_staging_buffers(alone, tmp_path):
+    """Two bytes for each element of the largest block, as often as there are buffers, whatever the number of blocks."""
+    for num_layers in (4, 12):
+        with make(section(tmp_path, "nvme", "nvme", "cpu"), num_layers=num_layers) as engine:
+            train_step(engine, 0)
+            engine.optimizer.synchronize()
+            largest = sum(p.numel() for p in engine.module.layers[0].parameters())
+            stats = engine.optimizer.stats()
+            assert stats.staging_bytes <= (3 + 2) * (2 * largest + 4096 + 64 * 6)
+            moved = num_layers * largest * 2
+            assert stats.param_bytes_written >= 2 * moved  # at birth, and by the step
+            assert stats.grad_bytes_written >= 2 * moved  # in both micro-batches
+            for parameter in engine.module.parameters():
+                assert parameter.grad is None

@@ -1,0 +1,307 @@
+"""Parameters and gradients on NVMe when a drive, a disk or a user does what it should not: said, and nothing lost."""
+
+import contextlib
+import copy
+import errno
+import itertools
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from nvme_offload import OffloadAdamW, initialize
+from nvme_offload.aio_native import FaultSpec, Op
+from nvme_offload.offload.errors import ClosedError, ConfigError, OutOfSpaceError, StateError, SwapIOError
+from nvme_offload.offload.storage.extent import Stripe
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.optim.zero.sharding import default_mesh
+from tests.optim.test_adamw_faults import Failing
+from tests.optim.zero.test_sharded import assert_same, backward, full_state, sharded_model
+from tests.optim.zero.test_sharded import make as make_groups
+from tests.support.ranks import run_ranks
+from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, section, train_step
+
+CAN_GO_ON = hasattr(FSDPModule, "reset_iter_state")
+"""Whether FSDP2 of this torch (2.13 and newer) can leave a pass halfway."""
+
+
+def test_a_block_larger_than_a_buffer_is_refused_before_anything_is_changed(alone, tmp_path):
+    torch.manual_seed(0)
+    model = Model()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        ConfigError, match=r"buffer_size = 5000: parameters of layers\.0 take 13\d\d\d bytes .*at least 6"
+    ):
+        initialize(model, section(tmp_path, "nvme", buffer_size=5000))
+    assert not any(type(module).__name__.startswith("FSDP") for module in model.modules())
+    assert_same(model.state_dict(), before)
+    assert not list(tmp_path.iterdir())
+    with initialize(model, section(tmp_path, "nvme", buffer_size=7000)) as engine:
+        train_step(engine, 0)
+
+
+@pytest.mark.parametrize("key", ["offload_param", "offload_gradients"])
+def test_other_precisions_are_refused_by_key(alone, tmp_path, key):
+    config = section(tmp_path, **{"param" if key == "offload_param" else "grads": "nvme"})
+    config["bf16"] = {"enabled": False}
+    with pytest.raises(ConfigError, match=rf'{key}\.device = "nvme": .*write bf16\.enabled = true, or "none"'):
+        initialize(Model(), config)
+    with pytest.raises(ConfigError, match=rf'{key}\.device = "nvme": no parameter is an fp32 shard'):
+        OffloadAdamW(Model().parameters(), offload=config)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tiers", [{"param": "nvme"}, {"grads": "nvme"}, EVERYTHING], ids=["p", "g", "all"])
+def test_a_disk_that_is_too_small_is_said_and_nothing_stays(alone, tmp_path, monkeypatch, tiers):
+    class Full:
+        f_bavail, f_frsize, f_blocks = 8, 4096, 1000
+
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: Full())
+    model = Model()
+    with pytest.raises(OutOfSpaceError, match=r"needed .*free 32768|needed .* free 32 KiB"):
+        initialize(model, section(tmp_path, **tiers))
+    assert not list(tmp_path.iterdir())
+    loss_of(model, 0).backward()  # the weights are still in memory
+
+
+def test_what_a_drive_does_in_a_bad_hour_changes_nothing(alone, tmp_path, monkeypatch):
+    """Short transfers, interruptions, delays and completions out of order, on all tiers."""
+    ends = []
+    for seed in (None, 1, 2):
+        faults = FaultSpec(seed=seed or 0, short=0.3, eintr=0.2, eagain=0.2, delay=0.1, reorder=0.3, max_delay_us=2000)
+
+        class FaultyTier(NvmeTier):
+            def __init__(self, config, *, paths=None, faults=faults):
+                super().__init__(config, paths=paths, faults=faults)
+
+        with monkeypatch.context() as patch:
+            if seed is not None:
+                patch.setattr("nvme_offload.optim.tiers.block_tiers.NvmeTier", FaultyTier)
+            with make(section(tmp_path, **EVERYTHING)) as engine:
+                for step in range(3):
+                    train_step(engine, step)
+                ends.append(full_state(engine.module, engine.optimizer))
+    assert_same(ends[0], ends[1])
+    assert_same(ends[0], ends[2])
+
+
+def refuse_second_write(tier, monkeypatch):
+    start, writes, path = tier._start, itertools.count(1), tier.space.paths[0]
+
+    def submit(op, extent, buffer, what, kind, size_bytes):
+        if op is Op.WRITE and next(writes) == 2:
+            raise SwapIOError(errno.EIO, path=path, offset=0, size_bytes=1, direction="write", extent=what)
+        return start(op, extent, buffer, what, kind, size_bytes)
+
+    monkeypatch.setattr(tier, "_start", submit)
+
+
+@pytest.mark.parametrize("kind", ["state", "param"])
+def test_a_placement_that_fails_leaves_nothing_behind_and_can_be_repeated(alone, tmp_path, monkeypatch, kind):
+    """Layers are unfrozen in mid-training, and the second write of what moves to its tier then fails."""
+    default_mesh("cpu")
+    ends = []
+    for disturbed in (False, True):
+        model = sharded_model(torch.bfloat16)
+        model.blocks.requires_grad_(False)
+        with make_groups(model, section(tmp_path, param="nvme", state="nvme")) as optimizer:
+            backward(model, 0, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.blocks.requires_grad_(True)
+            backward(model, 0, 1)
+            store = optimizer._store
+            tier = store.tier if kind == "state" else store.blocks.params.cache.tier
+            if disturbed:
+                before, plan, bytes_taken = full_state(model, optimizer), store.plan, bytes_taken_on(tier)
+                with monkeypatch.context() as patch:
+                    Failing(tier, patch, Op.WRITE, 2) if kind == "state" else refuse_second_write(tier, patch)
+                    with pytest.raises(SwapIOError, match=r"subgroup|parameters of"):
+                        optimizer.step()
+                assert not optimizer.has_unfinished_step
+                assert store.plan is plan
+                assert bytes_taken_on(tier) == bytes_taken
+                assert_same(full_state(model, optimizer), before)
+            optimizer.step()
+            optimizer.zero_grad()
+            backward(model, 0, 2)
+            optimizer.step()
+            ends.append((full_state(model, optimizer), optimizer.stats().num_subgroups))
+    assert_same(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+
+
+def bytes_taken_on(tier):
+    """In each of its files."""
+    return [file._free.end - sum(size for _, size in file._free._free) for file in tier.space._files]
+
+
+@contextlib.contextmanager
+def unreadable(engine, kind):
+    """What is on a tier of layer 3 alone, in a file whose first page cannot be read: EIO, from the kernel."""
+    engine.optimizer.synchronize()
+    cache = getattr(engine.optimizer._store.blocks, kind).cache
+    drop_copies(cache)
+    block = next(block for block in cache.blocks if block.name.endswith("layers.3"))
+    good = block.extent
+    with open("/proc/self/mem", "rb") as broken:
+        block.extent = replace(good, stripes=(Stripe(broken.fileno(), 0, good.size_bytes),))
+        yield
+        for other in cache.blocks:
+            if other.transfer is not None:
+                other.transfer.operation.wait()
+        block.extent = good
+
+
+def fail_in_a_pass(engine, kind, moment):
+    if moment.startswith("second"):
+        engine.backward(loss_of(engine, 1))
+        engine.step()
+    loss = None if moment.endswith("forward") else loss_of(engine, 1, 1)
+    with unreadable(engine, kind), pytest.raises(SwapIOError, match=r"of layers\.3.* failed: EIO") as caught:
+        loss_of(engine, 1) if loss is None else engine.backward(loss)
+    if CAN_GO_ON:
+        assert "do it again from its first micro-batch" in caught.value.__notes__[-1]
+        assert engine.micro_steps == 0
+    else:
+        assert "make a new engine, load a checkpoint" in caught.value.__notes__[-1]
+
+
+def fail_in_the_step(engine, kind):
+    for micro in range(ACCUMULATION):
+        engine.step() if micro else None
+        engine.backward(loss_of(engine, 1, micro))
+    with unreadable(engine, kind), pytest.raises(SwapIOError, match=r"of layers\.3.* failed: EIO") as caught:
+        engine.step()
+    assert any("step 2 stopped after" in note for note in caught.value.__notes__)
+    engine.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment", "stage", "tied"),
+    [
+        ("params", "forward", 3, True),
+        ("params", "backward", 3, True),
+        ("params", "backward", 3, False),  # the head, which comes first in it, has its gradient by then
+        ("params", "second forward", 1, True),  # the first micro-batch's gradients are not reduced yet
+        ("params", "step", 3, True),
+        ("grads", "second micro-batch", 3, True),
+        ("grads", "step", 3, True),
+    ],
+)
+def test_an_unreadable_block_is_named_and_the_training_goes_on(alone, tmp_path, kind, moment, stage, tied):
+    ends = []
+    for broken in (False, True):
+        config = section(tmp_path, **EVERYTHING, stage=stage)
+        config["aio"]["engine"] = "aiofiles"
+        with make(config, tied=tied) as engine:
+            train_step(engine, 0)
+            if not broken:
+                train_step(engine, 1)
+            elif moment == "step":
+                fail_in_the_step(engine, kind)
+            else:
+                fail_in_a_pass(engine, kind, moment)
+                if not CAN_GO_ON:
+                    return
+                train_step(engine, 1)
+            train_step(engine, 2)
+            ends.append(full_state(engine.module, engine.optimizer))
+    assert_same(*ends)
+
+
+def cannot_read_its_shard(rank, world_size, path):
+    """On both ranks at once: one alone would leave the other in a collective."""
+    config = section(path, **EVERYTHING)
+    config["aio"]["engine"] = "aiofiles"
+    with make(config) as engine:
+        train_step(engine, 0, rank)
+        with unreadable(engine, "params"), pytest.raises(SwapIOError, match=r"of layers\.3.* failed: EIO") as caught:
+            loss_of(engine, 1)
+        assert "end them all" in caught.value.__notes__[-1]
+        with pytest.raises(StateError, match=r"cut off, actual one\..* end them all"):
+            loss_of(engine, 1)
+
+
+def test_an_unreadable_block_on_several_ranks_ends_the_training(tmp_path):
+    run_ranks(cannot_read_its_shard, 2, tmp_path)
+
+
+def test_a_step_is_finished_with_the_gradients_it_began_with(alone, tmp_path):
+    ends = []
+    for broken in (False, True):
+        config = section(tmp_path, **EVERYTHING, accumulation=1)
+        config["aio"]["engine"] = "aiofiles"
+        with make(config) as engine:
+            engine.backward(loss_of(engine, 0))
+            if broken:
+                with unreadable(engine, "params"), pytest.raises(SwapIOError):
+                    engine.optimizer.step()
+                engine.optimizer.zero_grad()
+                engine.optimizer.finish_step()
+            else:
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            ends.append(full_state(engine.module, engine.optimizer))
+            loss_of(engine, 1).backward()
+            with unreadable(engine, "params"), pytest.raises(SwapIOError):
+                engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            loss_of(engine, 2).backward()
+            with pytest.raises(StateError, match="gradients that have changed since"):
+                engine.optimizer.finish_step()
+    assert_same(*ends)
+
+
+def test_what_stops_a_step_behind_its_last_update_leaves_it_done(alone, tmp_path, monkeypatch):
+    with make(section(tmp_path, **EVERYTHING, accumulation=1)) as engine:
+        optimizer = engine.optimizer
+        engine.backward(loss_of(engine, 0))
+        cache = optimizer._store.blocks.params.cache
+        advance = cache.advance
+
+        def interrupted():
+            advance()
+            if optimizer.stats().steps:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "advance", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        assert not optimizer.has_unfinished_step
+        assert set(optimizer._store.steps) == {1}
+        optimizer.step()
+        assert set(optimizer._store.steps) == {2}
+
+
+def drop_copies(cache):
+    """Everything is on the tier alone."""
+    cache.on_pressure()
+    for block in list(cache._resident):
+        if not block.holds:
+            while block.transfer:
+                cache._await_completion()
+                cache._settle_finished()
+            if block.buffer is not None:
+                cache._give_up_buffer(block)
+
+
+def test_a_path_that_is_missing_leaves_the_others_empty(alone, tmp_path):
+    config = section(tmp_path, **EVERYTHING)
+    config["offload_gradients"]["nvme_path"] = str(tmp_path / "missing")
+    with pytest.raises(SwapIOError, match="missing"):
+        initialize(Model(), config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_use_after_close_is_said(alone, tmp_path):
+    engine = make(section(tmp_path, **EVERYTHING))
+    train_step(engine, 0)
+    engine.close()
+    engine.close()
+    with pytest.raises(ClosedError, match="the parameter tier, which holds the weights, is closed"):
+        loss_of(engine, 1)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,506 @@
+"""The engine around a model: real process groups, 1, 2 and 4 ranks, and one process without a launcher."""
+
+import contextlib
+import math
+import os
+import signal
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import nvme_offload.optim.adamw
+from nvme_offload import OffloadAdamW, OffloadConfig, OffloadEngine, initialize, split_parameters
+from nvme_offload.offload.errors import ConfigError
+from nvme_offload.optim.zero.schedulers import scheduler_of
+from nvme_offload.optim.zero.section_checks import check_supported
+from tests.optim.zero.test_sharded import VOCABULARY, Model, assert_same, full_state
+from tests.support import layered_model
+from tests.support.ranks import run_ranks
+
+ACCUMULATION = 2
+HYPERPARAMETERS = {"lr": 5e-4, "weight_decay": 0.1}
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 10}}
+FP32_REDUCTION = {**BF16, "communication_data_type": "fp32"}
+
+
+def section(stage=3, path=None, **more):
+    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
+    return {
+        "zero_optimization": {"stage": stage, "offload_optimizer": {**offload, "staging_budget": "4MiB"}},
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": HYPERPARAMETERS},
+        **more,
+    }
+
+
+def fresh_model():
+    torch.manual_seed(0)
+    model = Model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model
+
+
+def loss_of(model, rank, step, micro):
+    """Of a batch from the three numbers. Targets are not the inputs, so that gradients stay large."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    tokens = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), (tokens * 7 + 3).flatten() % VOCABULARY)
+
+
+def backward(engine, rank, step):
+    """All micro-batches but for the last `step`; returns their losses."""
+    losses = []
+    for micro in range(engine.gradient_accumulation_steps):
+        if micro:
+            engine.step()
+        loss = loss_of(engine, rank, step, micro)
+        engine.backward(loss)
+        losses.append(loss.item())
+    return losses
+
+
+def train(rank, sections, steps):
+    """Per section: losses, norms and the whole state at the end."""
+    results = []
+    for config in sections:
+        losses, norms = [], []
+        with initialize(fresh_model(), config) as engine:
+            for step in range(steps):
+                losses += backward(engine, rank, step)
+                engine.step()
+                norms.append(engine.get_global_grad_norm())
+            assert engine.global_steps == steps
+            results.append((losses, norms, full_state(engine.module, engine.optimizer)))
+    return results
+
+
+def train_stages(rank, world_size, modes):
+    """Per mode and stage: losses and norms."""
+    results = []
+    for mode in modes:
+        results.append([])
+        for stage in (1, 2, 3):
+            with initialize(layered_model.Part(), section(stage, **mode)) as engine:
+                results[-1].append(layered_model.train(engine, rank, 4))
+    return results
+
+
+def train_on_rank(rank, world_size, sections, steps):
+    return train(rank, sections, steps)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_stages_agree(world_size):
+    cases = [({}, 1e-6), (FP32_REDUCTION, 1e-6), (BF16, 1e-3)]
+    for results in run_ranks(train_stages, world_size, [mode for mode, _ in cases]):
+        for stages, (_, tolerance) in zip(results, cases, strict=True):
+            for losses, norms in stages[1:]:
+                assert losses == pytest.approx(stages[0][0], rel=tolerance)
+                assert norms == pytest.approx(stages[0][1], rel=tolerance)
+            assert stages[1] == stages[2], "stages 2 and 3 differ in what is gathered again, not in numbers"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nvme_and_memory_give_the_same_bits(world_size, tmp_path):
+    modes = [{}, BF16, FP16]
+    sections = [section(3, path, **mode) for mode in modes for path in (tmp_path, None)]
+    for results in run_ranks(train_on_rank, world_size, sections, 8):
+        for nvme, cpu in zip(results[::2], results[1::2], strict=True):
+            assert nvme[:2] == cpu[:2]
+            assert_same(nvme[2], cpu[2])
+    assert not list(tmp_path.iterdir())
+
+
+def train_plainly(rank, steps):
+    model = fresh_model()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in [*model.blocks, model]:
+        fully_shard(block, mp_policy=policy)
+    split_parameters(model)
+    losses, norms = [], []
+    with OffloadAdamW(model.parameters(), **HYPERPARAMETERS, offload=section()) as optimizer:
+        for step in range(steps):
+            for micro in range(ACCUMULATION):
+                loss = loss_of(model, rank, step, micro)
+                (loss / ACCUMULATION).backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append(optimizer.total_norm)
+        return losses, norms, full_state(model, optimizer)
+
+
+def beside_a_plain_loop(rank, world_size):
+    [ours], plain = train(rank, [section(3, **BF16)], 8), train_plainly(rank, 8)
+    assert ours[:2] == plain[:2]
+    assert_same(ours[2], plain[2])
+
+
+def test_the_engine_is_a_plain_loop_bit_for_bit():
+    run_ranks(beside_a_plain_loop, 2)
+
+
+def gradient_is_there(rank, world_size):
+    seen = {}
+    cases = {"fp32": {}, "bf16": BF16, "bf16, fp32 reduction": FP32_REDUCTION}
+    for name, mode in cases.items():
+        for stage in (1, 2):
+            with initialize(fresh_model(), section(stage, **mode)) as engine:
+                engine.backward(loss_of(engine, rank, 0, 0))
+                seen[name, stage] = all(p.grad is not None for p in engine.module.parameters())
+    return seen
+
+
+def test_stage_1_reduces_at_the_boundary_where_that_loses_nothing():
+    assert run_ranks(gradient_is_there, 2)[0] == {
+        ("fp32", 1): False,
+        ("fp32", 2): True,
+        ("bf16", 1): False,
+        ("bf16", 2): True,
+        ("bf16, fp32 reduction", 1): True,
+        ("bf16, fp32 reduction", 2): True,
+    }
+
+
+def overflow_on_one_rank(rank, world_size):
+    settings = {"initial_scale_power": 10, "hysteresis": 2, "loss_scale_window": 2}
+    config = section(fp16={"enabled": True, **settings}, scheduler={"type": "WarmupLR"})
+    seen = []
+    with warnings.catch_warnings(action="error", category=RuntimeWarning), initialize(fresh_model(), config) as engine:
+        for step, overflows in enumerate([False, True, True, False, False, False]):
+            before, step_before = full_state(engine.module, engine.optimizer), engine.lr_scheduler.last_epoch
+            backward(engine, rank, step)
+            if overflows and rank == 1:
+                next(p for p in engine.module.parameters() if p.grad.to_local().numel()).grad.to_local()[0] = math.inf
+            engine.step()
+            assert math.isfinite(engine.get_global_grad_norm()) is not overflows
+            assert (engine.lr_scheduler.last_epoch == step_before) is overflows
+            if overflows:
+                assert_same(full_state(engine.module, engine.optimizer), before)
+            seen.append((engine.loss_scale, engine.optimizer.stats().skipped_steps))
+    return seen
+
+
+def test_an_overflow_on_one_rank_skips_on_all_and_moves_the_scale():
+    expected = [(1024, 0), (1024, 1), (512, 2), (512, 2), (1024, 2), (1024, 2)]
+    assert run_ranks(overflow_on_one_rank, 2) == [expected, expected]
+
+
+def refuse_on_two_ranks(rank, world_size):
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage = 0: .*write 1"):
+        initialize(fresh_model(), section(0))
+    sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}
+    with pytest.raises(ConfigError, match=r"train_batch_size = 12: .* is 16; write 16"):
+        initialize(fresh_model(), section(**sizes))
+
+
+def test_what_two_ranks_cannot_do_is_refused_by_key():
+    run_ranks(refuse_on_two_ranks, 2)
+
+
+@pytest.fixture
+def make_engine(alone):
+    """``make_engine(model=None, **section)`` for one process."""
+    with contextlib.ExitStack() as on_exit:
+
+        def make(model=None, *, stage=3, **more):
+            return on_exit.enter_context(initialize(model or fresh_model(), section(stage, **more)))
+
+        yield make
+
+
+def step_of(engine, step):
+    losses = backward(engine, 0, step)
+    engine.step()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_process_needs_no_launcher(make_engine, stage):
+    engine = make_engine(stage=stage, **BF16)
+    assert isinstance(engine, OffloadEngine)
+    losses = [sum(step_of(engine, 0)) for _ in range(8)]
+    assert losses[-1] < losses[0]
+    assert engine.loss_scale == 1
+    engine.eval()
+    assert not engine.module.training
+    assert engine.train().module.training
+
+
+def test_a_scale_that_is_too_large_comes_down_until_steps_are_taken(make_engine):
+    engine = make_engine(fp16={"enabled": True, "initial_scale_power": 28, "hysteresis": 1})
+    losses = [sum(step_of(engine, 0)) for _ in range(24)]
+    skipped = engine.optimizer.stats().skipped_steps
+    assert 0 < skipped < 20
+    assert engine.loss_scale == 2.0 ** (28 - skipped)
+    assert losses[-1] < losses[0]
+
+
+def test_a_constant_scale_stays_and_changes_nothing(make_engine):
+    results = []
+    for scale in (1.0, 64.0):
+        engine = make_engine(fp16={"enabled": True, "loss_scale": scale}, gradient_accumulation_dtype="fp32")
+        for step in range(4):
+            step_of(engine, step)
+        assert engine.loss_scale == scale
+        results.append((engine.get_global_grad_norm(), full_state(engine.module, engine.optimizer)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-2)  # small fp16 gradients are rounded differently
+    for name, value in results[0][1].items():
+        torch.testing.assert_close(value, results[1][1][name], rtol=0.1, atol=5e-3)
+
+
+def test_calls_in_the_wrong_order_are_said(make_engine):
+    engine = make_engine()
+    with pytest.raises(RuntimeError, match=r"engine\.step was called before engine\.backward"):
+        engine.step()
+    with pytest.raises(TypeError, match=r"the loss itself, not dict: .* outputs\.loss"):
+        engine.backward({"loss": torch.ones((), requires_grad=True)})
+    with pytest.raises(ValueError, match=r"scalar loss, not one of shape \(3,\)"):
+        engine.backward(torch.ones(3, requires_grad=True))
+    backward(engine, 0, 0)
+    with pytest.raises(RuntimeError, match=r"3 times in a step of 2 micro-batches: call engine\.step"):
+        engine.backward(loss_of(engine, 0, 0, 0))
+    engine.step()
+    assert engine.global_steps == 1
+    assert math.isfinite(engine.get_global_grad_norm())
+
+
+@pytest.mark.parametrize("mode", [{}, BF16], ids=["fp32", "bf16"])
+def test_an_evaluation_between_backward_and_step_leaves_no_old_weights(make_engine, mode):
+    engine = make_engine(stage=2, **mode)
+    backward(engine, 0, 0)
+    with torch.no_grad():
+        before = loss_of(engine, 0, 99, 0).item()
+    engine.step()
+    with torch.no_grad():
+        now = loss_of(engine, 0, 99, 0).item()
+    fresh = Model()
+    fresh.load_state_dict({name: value.full_tensor() for name, value in engine.module.state_dict().items()})
+    assert now != before
+    assert now == pytest.approx(loss_of(fresh, 0, 99, 0).item(), rel=2e-2 if mode else 1e-6)
+
+
+def test_a_step_that_stopped_halfway_is_completed_by_the_next_call(make_engine, monkeypatch):
+    states = []
+    for disturbed in ("", "engine.step", "finish_step"):
+        engine = make_engine(**BF16)
+        backward(engine, 0, 0)
+        if disturbed:
+            pipeline = engine.optimizer._store.pipeline
+            with monkeypatch.context() as patch:
+                patch.setattr(pipeline, "acquire", lambda *arguments: 1 / 0)
+                with pytest.raises(ZeroDivisionError) as caught:
+                    engine.step()
+            assert "engine.step() finishes the step, too" in caught.value.__notes__[-1]
+            assert engine.global_steps == 0
+        if disturbed == "finish_step":
+            engine.optimizer.finish_step()
+            assert engine.global_steps == 0
+        engine.step()
+        assert engine.optimizer.stats().steps == 1
+        step_of(engine, 1)
+        assert engine.global_steps == 2
+        states.append(full_state(engine.module, engine.optimizer))
+    for state in states[1:]:
+        assert_same(state, states[0])
+
+
+@pytest.mark.parametrize("then", ["step", "save_checkpoint"])
+def test_an_update_that_is_done_is_not_done_again(make_engine, monkeypatch, tmp_path, then):
+    """Ctrl-C in the last subgroup is raised when the update is done."""
+    update = nvme_offload.optim.adamw.update_subgroup
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(*arguments)
+
+    states = []
+    for disturbed in (False, True):
+        engine = make_engine(**BF16)
+        backward(engine, 0, 0)
+        if disturbed:
+            with monkeypatch.context() as patch:
+                patch.setattr(nvme_offload.optim.adamw, "update_subgroup", interrupted)
+                with pytest.raises(KeyboardInterrupt) as caught:
+                    engine.step()
+            assert "The update of this step is done" in caught.value.__notes__[-1]
+        engine.save_checkpoint(tmp_path) if disturbed and then == "save_checkpoint" else engine.step()
+        assert (engine.global_steps, engine.micro_steps, engine.optimizer.stats().steps) == (1, 0, 1)
+        step_of(engine, 1)
+        states.append(full_state(engine.module, engine.optimizer))
+    assert_same(*states)
+
+
+def test_an_overflow_is_counted_once_where_its_warning_is_an_error(make_engine):
+    engine = make_engine(**BF16)
+    backward(engine, 0, 0)
+    for parameter in engine.module.parameters():
+        parameter.grad.to_local().fill_(torch.inf)
+    with warnings.catch_warnings(action="error"), pytest.raises(RuntimeWarning, match="step skipped"):
+        engine.step()
+    engine.step()
+    assert (engine.global_steps, engine.optimizer.stats().skipped_steps) == (1, 1)
+
+
+def test_a_scheduler_that_raises_leaves_a_step_that_is_done(alone, tmp_path):
+    def one_cycle(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=2)
+
+    with initialize(fresh_model(), section(**BF16), lr_scheduler=one_cycle) as engine:
+        step_of(engine, 0)
+        step_of(engine, 1)
+        with pytest.raises(ValueError, match="Tried to step 3 times"):
+            step_of(engine, 2)
+        assert (engine.global_steps, engine.micro_steps, engine.optimizer.stats().steps) == (3, 0, 3)
+        assert all(parameter.grad is None for parameter in engine.module.parameters())
+        engine.save_checkpoint(tmp_path)
+        with pytest.raises(RuntimeError, match="was called before"):
+            engine.step()
+
+
+def test_fp32_weights_reach_their_masters_and_16_bit_ones_become_fp32(make_engine):
+    model, wanted = fresh_model(), fresh_model()
+    engine = make_engine(model, **BF16)
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value.full_tensor(), wanted.state_dict()[name])
+    engine = make_engine(fresh_model().half(), **BF16)
+    assert engine.module.head.weight is engine.module.embedding.weight
+    for name, value in engine.module.state_dict().items():
+        assert value.dtype is torch.float32
+        assert torch.equal(value.full_tensor(), wanted.state_dict()[name].half().float())
+
+
+@pytest.mark.parametrize("mode", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+def test_frozen_parameters_stay(make_engine, mode):
+    model = fresh_model()
+    model.blocks[0].requires_grad_(False)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = make_engine(model, **mode)
+    for step in range(3):
+        step_of(engine, step)
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value.full_tensor(), wanted[name]) is name.startswith("blocks.0.")
+
+
+def test_gradients_are_partitions_of_the_accumulation_dtype(make_engine):
+    for mode, dtype in (({}, "float32"), (BF16, "bfloat16"), (FP16, "float16")):
+        for more in ({}, {"gradient_accumulation_dtype": "fp32"}):
+            engine = make_engine(**mode, **more)
+            backward(engine, 0, 0)
+            expected = torch.float32 if more else getattr(torch, dtype)
+            assert {p.grad.dtype for p in engine.module.parameters()} == {expected}
+
+
+def test_blocks_can_be_named(alone):
+    with initialize(fresh_model(), section(), blocks=["head"]) as engine:
+        assert type(engine.module.head).__name__ == "FSDPLinear"
+        assert not any(type(block).__name__.startswith("FSDP") for block in engine.module.blocks)
+    with pytest.raises(ValueError, match="'Lair' names no module"):
+        initialize(fresh_model(), section(), blocks=["Lair"])
+
+
+def test_what_the_engine_does_not_do_is_refused_by_key(alone):
+    check_supported(OffloadConfig.from_dict(section(**BF16)), "cuda")
+    for name, moved in {
+        "zero_optimization.offload_param": {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+        "offload_gradients": {"offload_gradients": {"device": "nvme", "nvme_path": "/mnt/nvme"}},
+    }.items():
+        with pytest.raises(ConfigError, match=rf'{name}\.device = ".*": the model is on cuda.*write "none"'):
+            check_supported(OffloadConfig.from_dict({**BF16, **moved}), "cuda")
+    assert not dist.is_initialized()
+
+
+def test_models_that_cannot_be_used_are_refused(alone, make_engine):
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        initialize(nn.ReLU(), section())
+    with pytest.raises(ValueError, match="is on cpu, meta"):
+        initialize(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), section())
+    for option in ("weights", "init"):
+        with pytest.raises(ValueError, match=f"{option}= is for a model on the meta device"):
+            initialize(nn.Linear(2, 2), section(), **{option: print})
+    sharded = make_engine().module
+    assert isinstance(next(sharded.parameters()), DTensor)
+    with pytest.raises(ValueError, match="sharded already"):
+        initialize(sharded, section())
+
+
+def test_a_scheduler_that_cannot_be_made_leaves_nothing_behind(alone, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        initialize(fresh_model(), section(path=tmp_path), lr_scheduler=lambda optimizer: 1 / 0)
+    with pytest.raises(ValueError, match=r"ReduceLROnPlateau needs a metric.*call its step\(metric\) yourself"):
+        initialize(fresh_model(), section(path=tmp_path), lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_schedule_moves_the_learning_rate_once_per_step(alone):
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_max_lr": 0.8}}
+    with initialize(fresh_model(), section(scheduler=schedule)) as engine:
+        rates = []
+        for step in range(6):
+            rates.append(engine.optimizer.param_groups[0]["lr"])
+            step_of(engine, step)
+        assert rates == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 0.8])
+
+    def halve(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    with initialize(fresh_model(), section(scheduler=schedule), lr_scheduler=halve) as engine:
+        step_of(engine, 0)
+        assert engine.optimizer.param_groups[0]["lr"] == HYPERPARAMETERS["lr"] / 2
+
+
+# DeepSpeed's formulas (deepspeed/runtime/lr_schedules.py), where step 0 is the first.
+
+
+def rates_of(lr, steps, kind, **params):
+    config = OffloadConfig.from_dict({"scheduler": {"type": kind, "params": params}})
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler = scheduler_of(config, optimizer)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def warm(step, num_steps, kind):
+    return step / num_steps if kind == "linear" else math.log(step + 1) / math.log(num_steps)
+
+
+@pytest.mark.parametrize("kind", ["linear", "log"])
+def test_warmup_follows_its_formula(kind):
+    params = {"warmup_num_steps": 5, "warmup_type": kind, "warmup_min_lr": 0.1}
+    expected = [0.1 + 0.4 * warm(step, 5, kind) for step in range(5)] + [0.5] * 5
+    assert rates_of(0.5, 10, "WarmupLR", **params) == pytest.approx(expected)
+    assert rates_of(7.0, 10, "WarmupLR", **params, warmup_max_lr=0.5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["linear", "log"])
+def test_decay_follows_its_formula(kind):
+    params = {"warmup_num_steps": 4, "warmup_type": kind, "warmup_min_lr": 0.1, "warmup_max_lr": 0.5}
+    expected = [0.1 + 0.4 * warm(step, 4, kind) for step in range(4)]
+    expected += [0.1 + 0.4 * max(0, (10 - step) / 6) for step in range(4, 13)]
+    assert rates_of(7.0, 13, "WarmupDecayLR", **params, total_num_steps=10) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["linear", "log"])
+def test_cosine_follows_its_formula(kind):
+    params = {"warmup_num_steps": 4, "warmup_type": kind, "warmup_min_ratio": 0.2, "cos_min_ratio": 0.1}
+    expected = [2 * (0.2 + 0.8 * warm(step, 4, kind)) for step in range(4)]
+    expected += [2 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 3) / 6)) / 2) for step in range(4, 10)] + [0.2] * 3
+    assert rates_of(2.0, 13, "WarmupCosineLR", **params, total_num_steps=10) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["linear", "log"])
+def test_a_warmup_of_one_step_and_a_learning_rate_of_zero_are_no_trouble(kind):
+    assert rates_of(1.0, 3, "WarmupLR", warmup_num_steps=1, warmup_type=kind) == [0, 1, 1]
+    assert rates_of(0.0, 3, "WarmupLR", warmup_num_steps=1, warmup_type=kind) == [0, 0, 0]

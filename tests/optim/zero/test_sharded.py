@@ -1,0 +1,398 @@
+"""OffloadAdamW on parameters that FSDP2 shards: real process groups, 1, 2 and 4 ranks."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from nvme_offload import OffloadAdamW, split_parameters
+from nvme_offload.optim.state.masters import update_subgroup
+from nvme_offload.optim.zero.sharding import default_mesh
+from tests.support.ranks import run_ranks
+from tests.support.tiers import section as tiers_section
+
+VOCABULARY = 61
+ACCUMULATION = 2
+
+
+class Model(nn.Module):
+    """Two blocks and a tied embedding, in sizes that no number of ranks divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 37)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(37, 131), nn.GELU(), nn.Linear(131, 37), nn.LayerNorm(37)) for _ in range(2)
+        )
+        self.head = nn.Linear(37, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+def sharded_model(dtype, *, mesh=None, reshard=True, split=True):
+    torch.manual_seed(0)
+    model = Model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    return split_parameters(model) if split and dtype is torch.bfloat16 else model
+
+
+def section(device, path, clip=0.5, host_budget=None):
+    offload = {"device": device, "buffer_count": 2, "staging_budget": "2MiB"}
+    if device == "nvme":
+        offload["nvme_path"] = str(path)
+    return {
+        "zero_optimization": {"sub_group_size": 65536, "offload_optimizer": offload},
+        "aio": {"block_size": "128KiB"},
+        "gradient_clipping": clip,
+        "host_budget": host_budget,
+    }
+
+
+def loss_of(model, rank, step, micro):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    tokens = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def backward(model, rank, step):
+    for micro in range(ACCUMULATION):
+        (loss_of(model, rank, step, micro) / ACCUMULATION).backward()
+
+
+def make(model, config):
+    """Weights of every part in a group of their own, so that there are several subgroups; all else in the last."""
+    parts = [model.embedding, *model.blocks]
+    groups = [{"params": [p for p in part.parameters() if p.ndim > 1], "weight_decay": 0.1} for part in parts]
+    groups.append({"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0})
+    return OffloadAdamW(groups, lr=1e-2, offload=config)
+
+
+def full_state(model, optimizer):
+    """Whole fp32 parameters, masters and moments, from all ranks."""
+    whole = {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
+    for index, entries in optimizer.state_dict()["state"].items():
+        whole |= {
+            f"{index}.{name}": value.full_tensor().clone() if isinstance(value, DTensor) else value
+            for name, value in entries.items()
+        }
+    return whole
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def train(rank, dtype, steps, config):
+    """The full state, the norms, counters and the tier plan."""
+    model = sharded_model(dtype)
+    with make(model, config) as optimizer:
+        norms = []
+        for step in range(steps):
+            backward(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append(optimizer.total_norm)
+        assert max(norms) > 0.5, "clipping acts"
+        return full_state(model, optimizer), norms, optimizer.stats(), optimizer.tier_plan
+
+
+def train_on_every_tier(rank, world_size, path, dtype):
+    """States on NVMe, in host memory, and half and half: compared here, on every rank."""
+    nvme, nvme_norms, stats, plan = train(rank, dtype, 30, section("nvme", path))
+    cpu, cpu_norms, *_ = train(rank, dtype, 30, section("cpu", path))
+    budget = plan.bytes_on("host") + int(0.6 * plan.bytes_on("nvme"))
+    half, half_norms, split, _ = train(rank, dtype, 30, section("nvme", path, host_budget=budget))
+    assert_same(nvme, cpu)
+    assert_same(half, cpu)
+    assert nvme_norms == cpu_norms == half_norms
+    assert stats.host_state_bytes == 0
+    assert 0.25 < split.host_state_bytes / split.state_bytes < 0.75, "neither all nor nothing"
+    assert 0 < split.bytes_written < 0.75 * stats.bytes_written
+    return nvme, nvme_norms
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_nvme_and_memory_give_the_same_bits(world_size, dtype, tmp_path):
+    (first, norms), *others = run_ranks(train_on_every_tier, world_size, tmp_path, dtype)
+    for state, their_norms in others:
+        assert_same(state, first)
+        assert their_norms == norms, "the norm is one number for all ranks"
+    assert not list(tmp_path.iterdir())
+
+
+def stock_adamw(model):
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def train_beside_torch(rank, world_size, path):
+    """Ours, and stock AdamW twice: on read-through shards, and on plain FSDP2's fp32 shards. All get our gradients."""
+    ours = sharded_model(torch.bfloat16)
+    theirs = [sharded_model(torch.bfloat16), sharded_model(torch.bfloat16, split=False)]
+    optimizer, stocks = make(ours, section("nvme", path)), [stock_adamw(model) for model in theirs]
+    norms, coefficients = [], []
+    for step in range(30):
+        backward(ours, rank, step)
+        for p, *others in zip(*(model.parameters() for model in (ours, *theirs)), strict=True):
+            assert p.grad.dtype is torch.bfloat16, "the partition is 16-bit"
+            for q in others:
+                q.grad_dtype = None
+                q.grad = DTensor.from_local(
+                    p.grad.to_local().float(), p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
+                )
+        squares = sum(p.grad.full_tensor().double().square().sum().item() for p in ours.parameters())
+        optimizer.step()
+        norms.append((optimizer.total_norm, math.sqrt(squares)))
+        coefficients.append(optimizer.stats().clip_coef)
+        for model, stock in zip(theirs, stocks, strict=True):
+            for q in model.parameters():
+                q.grad.mul_(coefficients[-1])
+            stock.step()
+            stock.zero_grad()
+        optimizer.zero_grad()
+    final = [
+        torch.cat([p.detach().full_tensor().flatten().double() for p in model.parameters()])
+        for model in (ours, *theirs)
+    ]
+    optimizer.close()
+    return final, norms, coefficients
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_it_follows_torch_adamw_on_read_through_shards(world_size, tmp_path):
+    (ours, *theirs), norms, coefficients = run_ranks(train_beside_torch, world_size, tmp_path)[0]
+    for weights in theirs:
+        assert (ours - weights).norm() / weights.norm() <= 1e-6
+    for norm, exact in norms:
+        assert norm == pytest.approx(exact, rel=1e-6)
+    assert min(coefficients) < 1, "clipping acts"
+    assert all(
+        c == pytest.approx(min(1, 0.5 / exact), rel=1e-4) for c, (_, exact) in zip(coefficients, norms, strict=True)
+    )
+
+
+def evaluate_after_step(rank, world_size, path, reshard):
+    model = sharded_model(torch.bfloat16, reshard=reshard)
+    seen = []
+    with make(model, section("nvme", path)) as optimizer:
+        for step in range(3):
+            with torch.no_grad():
+                loss_of(model, 0, 99, 0)  # leaves unsharded copies behind where they are kept
+            backward(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                now = loss_of(model, 0, 99, 0).item()
+            fresh = Model()
+            fresh.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+            seen.append((now, loss_of(fresh.bfloat16(), 0, 99, 0).item()))
+    return seen
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["stage 3", "stage 2"])
+def test_evaluation_right_after_a_step_sees_the_new_weights(reshard, tmp_path):
+    for now, expected in run_ranks(evaluate_after_step, 2, tmp_path, reshard)[0]:
+        assert now == pytest.approx(expected, rel=2e-2)
+
+
+def set_and_evaluate(rank, world_size, path):
+    """load_state_dict after an evaluation, at stage 2: the unsharded copy must not be used any more."""
+    model = sharded_model(torch.bfloat16, reshard=False)
+    with make(model, section("nvme", path)), torch.no_grad():
+        before = loss_of(model, 0, 99, 0).item()
+        state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        for parameter in model.parameters():
+            parameter.zero_()
+        zero = loss_of(model, 0, 99, 0).item()
+        zeros = all(not value.full_tensor().any() for value in model.state_dict().values())
+        for name, parameter in model.named_parameters():
+            full = state[name]
+            parameter.copy_(
+                DTensor.from_local(full, parameter.device_mesh, run_check=False).redistribute(
+                    placements=parameter.placements
+                )
+            )
+        after = loss_of(model, 0, 99, 0).item()
+        same = all(torch.equal(v.full_tensor(), state[k]) for k, v in model.state_dict().items())
+    return before, zero, after, zeros, same
+
+
+def test_writing_through_reaches_the_tier_and_the_forward(tmp_path):
+    before, zero, after, zeros, same = run_ranks(set_and_evaluate, 2, tmp_path)[0]
+    assert zeros
+    assert same
+    assert zero == pytest.approx(math.log(VOCABULARY), rel=1e-3)
+    assert after == before
+
+
+def overflow_on_one_rank(rank, world_size, path):
+    model = sharded_model(torch.bfloat16)
+    with make(model, section("nvme", path)) as optimizer:
+        backward(model, rank, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = full_state(model, optimizer)
+        backward(model, rank, 1)
+        if rank == world_size - 1:
+            next(p for p in model.parameters() if p.grad.to_local().numel()).grad.to_local().view(-1)[0] = math.inf
+        with pytest.warns(RuntimeWarning, match="step skipped"):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert_same(full_state(model, optimizer), before)
+        backward(model, rank, 2)
+        optimizer.step()
+        assert any(not torch.equal(v, before[k]) for k, v in full_state(model, optimizer).items())
+        return optimizer.stats().skipped_steps
+
+
+def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(tmp_path):
+    assert run_ranks(overflow_on_one_rank, 2, tmp_path) == [1, 1]
+
+
+def resume(rank, world_size, path):
+    straight, first, second = (sharded_model(torch.bfloat16) for _ in range(3))
+    runs = [make(model, section(device, path)) for model, device in ((straight, "nvme"), (first, "nvme"))]
+    for step in range(4):
+        backward(straight, rank, step)
+        runs[0].step()
+        runs[0].zero_grad()
+    for step in range(2):
+        backward(first, rank, step)
+        runs[1].step()
+        runs[1].zero_grad()
+    resumed = make(second, section("cpu", path))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    resumed.load_state_dict(runs[1].state_dict())
+    for step in range(2, 4):
+        backward(second, rank, step)
+        resumed.step()
+        resumed.zero_grad()
+    assert_same(full_state(second, resumed), full_state(straight, runs[0]))
+    for optimizer in (*runs, resumed):
+        optimizer.close()
+
+
+def test_state_dicts_carry_a_run_from_nvme_to_memory(tmp_path):
+    run_ranks(resume, 2, tmp_path)
+
+
+@pytest.mark.parametrize("tiers", [{}, {"state": "nvme"}, {"param": "nvme"}], ids=["cpu", "state", "param"])
+def test_a_state_dict_without_masters_leaves_split_parameters_alone(alone, tmp_path, tiers):
+    """After "load the model, then the optimizer" no lower half is gone, of a frozen parameter neither."""
+    default_mesh("cpu")
+    model = sharded_model(torch.bfloat16)
+    model.blocks[1].requires_grad_(False)
+    with OffloadAdamW(model.parameters(), offload=tiers_section(tmp_path, **tiers)) as optimizer:
+        backward(model, 0, 0)
+        optimizer.step()
+        before = [p.detach().full_tensor() for p in model.parameters()]
+        assert not torch.equal(before[0], before[0].bfloat16().float())
+        stock = torch.optim.AdamW([nn.Parameter(torch.zeros_like(p)) for p in before])
+        frozen = model.blocks[1][0].weight
+        assert torch.equal(optimizer.state[frozen]["master"].full_tensor(), frozen.detach().full_tensor())
+        for entries in ({}, {i: {"exp_avg": torch.ones_like(p)} for i, p in enumerate(model.parameters())}):
+            optimizer.load_state_dict({**stock.state_dict(), "state": entries})
+            after = [p.detach().full_tensor() for p in model.parameters()]
+            assert all(map(torch.equal, after, before))
+            moments = [optimizer.state[p]["exp_avg"].full_tensor() for p in model.parameters()]
+            assert all(bool((moment == (1 if entries else 0)).all()) for moment in moments)
+
+
+def test_split_parameters_have_one_optimizer(alone):
+    """Each would change the upper halves under the other's lower ones."""
+    default_mesh("cpu")
+    config = section("cpu", None)
+    model, other = sharded_model(torch.bfloat16), sharded_model(torch.bfloat16)
+    optimizer = make(model, config)
+    make(other, config).close()
+    with pytest.raises(
+        ValueError, match=r"parameter 0 of group 0 belonged to an OffloadAdamW that is closed.*new model"
+    ):
+        make(other, config)
+    before = full_state(model, optimizer)
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 belongs to another OffloadAdamW.*load_state_dict"):
+        make(model, config)
+    with OffloadAdamW(nn.Linear(2, 2).parameters(), offload=config) as third:
+        with pytest.raises(ValueError, match="parameter 0 of group 1 belongs to another"):
+            third.add_param_group({"params": [model.head.weight]})
+        assert len(third.param_groups) == 1
+    assert_same(full_state(model, optimizer), before)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("with_masters", [True, False], ids=["masters", "no masters"])
+def test_the_way_back_that_a_stopped_step_names_with_split_parameters(alone, monkeypatch, with_masters):
+    """The optimizer's state dict, then the model's: the model's cannot be loaded while half of it is in doubt."""
+    default_mesh("cpu")
+    model = sharded_model(torch.bfloat16)
+    with make(model, section("cpu", None)) as optimizer:
+        backward(model, 0, 0)
+        optimizer.step()
+        weights, state = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+        if not with_masters:
+            for entries in state["state"].values():
+                del entries["master"]
+        before = full_state(model, optimizer)
+        calls = itertools.count(1)
+
+        def cut_off(*arguments):
+            if next(calls) == 2:
+                raise KeyboardInterrupt
+            return update_subgroup(*arguments)
+
+        backward(model, 0, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("nvme_offload.optim.adamw.update_subgroup", cut_off)
+            with pytest.raises(KeyboardInterrupt) as stopped:
+                optimizer.step()
+        way_on = "cannot be finished: load a checkpoint with load_state_dict, the optimizer's, then the model's"
+        assert way_on in stopped.value.__notes__[0]
+        with pytest.raises(RuntimeError, match=way_on):
+            model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        model.load_state_dict(weights)
+        assert_same(full_state(model, optimizer), before)
+
+
+def hybrid(rank, world_size, path, shape):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = sharded_model(torch.float32, mesh=mesh)
+    with make(model, section("nvme", path)) as optimizer:
+        backward(model, rank, 0)
+        squares = sum(p.grad.full_tensor().double().square().sum().item() for p in model.parameters())
+        optimizer.step()
+        return optimizer.stats().total_norm, math.sqrt(squares)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2)])
+def test_copies_of_a_shard_count_once_in_the_norm(shape, tmp_path):
+    for ours, exact in run_ranks(hybrid, math.prod(shape), tmp_path, shape):
+        assert ours == pytest.approx(exact, rel=1e-9)
+
+
+def test_split_parameters_needs_a_sharded_module():
+    with pytest.raises(ValueError, match="fully_shard"):
+        split_parameters(nn.Linear(2, 2))

@@ -1,0 +1,107 @@
+import pytest
+import torch
+from torch import nn
+
+from nvme_offload import OffloadConfig
+from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.zero.sharding import _Grouping, find_blocks, match_blocks
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+
+class Model(nn.Module):
+    def __init__(self, num_layers=3):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.head = nn.Linear(4, 8)
+
+
+def test_repeated_layers_are_found_and_not_what_is_inside_them():
+    model = Model()
+    assert find_blocks(model) == list(model.layers)
+
+
+def test_lists_without_a_forward_are_not_blocks_but_what_is_in_them_is():
+    lists = [nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(2)]
+    assert find_blocks(nn.ModuleList(lists)) == [*lists[0], *lists[1]]
+
+
+def test_a_single_layer_is_no_repetition():
+    model = Model(num_layers=1)
+    assert find_blocks(model) == list(model.layers[0].experts)
+
+
+def test_modules_without_parameters_are_not_blocks():
+    assert find_blocks(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2))) == []
+
+
+def test_hugging_face_names_count():
+    model = Model(num_layers=1)
+    model._no_split_modules = ["Layer"]
+    assert find_blocks(model) == list(model.layers)
+
+
+def test_blocks_by_class_and_by_name():
+    model = Model()
+    assert match_blocks(model, ["Layer", "head"]) == [*model.layers, model.head]
+    with pytest.raises(ValueError, match=r"'Lair' names no module.*Layer"):
+        match_blocks(model, ["Lair"])
+
+
+def groups_of(model, blocks, **keys):
+    """Names of the modules of each group, with the dtype they are gathered in."""
+    names = {module: name for name, module in model.named_modules()}
+    grouping = _Grouping(model, blocks, PrecisionPlan.of(OffloadConfig.from_dict(keys), model))
+    return [([names[module] for module in modules], policy.param_dtype) for modules, policy in grouping.groups]
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+
+FP32, LOW = torch.float32, torch.bfloat16
+BF16, AUTOCAST = {"bf16": {"enabled": True}}, {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
+
+
+def test_one_dtype_is_one_group_for_each_block():
+    model = Model()
+    assert groups_of(model, model.layers, **BF16) == [
+        (["layers.0"], LOW),
+        (["layers.1"], LOW),
+        (["layers.2"], LOW),
+        ([""], LOW),
+    ]
+
+
+def test_modules_of_one_precision_in_a_block_are_one_group():
+    model = Model(num_layers=1)
+    assert groups_of(model, model.layers, **BF16, fp32_modules=["*.linear", "*.experts.1", "embedding"]) == [
+        (["layers.0.experts.0"], LOW),
+        (["layers.0"], FP32),
+        (["embedding"], FP32),
+        ([""], LOW),
+    ]
+
+
+def test_a_module_that_mixes_by_its_own_parameters_is_a_unit():
+    model = nn.Sequential(nn.Linear(64, 64), Gated())
+    assert groups_of(model, [], **AUTOCAST) == [(["1.inner.0"], LOW), (["1"], FP32), ([""], LOW)]
+    tied = Model()
+    tied.head.weight = tied.embedding.weight
+    assert groups_of(tied, [], **AUTOCAST)[0][0][-1] == "head"
+
+
+def test_lists_are_not_called_and_never_a_group():
+    model = nn.Module()
+    model.big = nn.Linear(64, 64)
+    model.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(2))
+    assert groups_of(model, [], **AUTOCAST) == [(["norms.0", "norms.1"], FP32), ([""], LOW)]

@@ -1,0 +1,277 @@
+"""Hugging Face's models and Trainer: a small Llama through `initialize` at 1 and 2 ranks, and `Trainer` on one."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from nvme_offload import OffloadAdamW, initialize
+from tests.optim.zero.test_sharded import assert_same, full_state
+from tests.support.ranks import run_ranks
+
+STEPS = 20
+VOCABULARY = 64
+BATCH, LENGTH = 4, 16
+LR = 1e-2
+CLIP = 1.0
+BF16 = {"bf16": {"enabled": True}}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+
+
+def llama(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=88,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def texts(number):
+    return torch.randint(VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def section(path=None, **more):
+    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
+    return {"zero_optimization": {"stage": 3, "offload_optimizer": {**offload, "staging_budget": "8MiB"}}, **more}
+
+
+# Through initialize
+
+
+def train_llama(rank, world_size, config):
+    """Twenty steps on this rank's part of one batch: what came of them, and what the model was on the way."""
+    model = llama()
+    model.gradient_checkpointing_enable()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    mlp_calls, losses, norms = [], [], []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: mlp_calls.append(torch.is_grad_enabled()))
+    mine = texts(BATCH).chunk(world_size)[rank]
+    optimizer = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}}
+    with initialize(model, config | {"gradient_clipping": CLIP, "optimizer": optimizer}) as engine:
+        engine.train()
+        for _ in range(STEPS):
+            loss = engine(input_ids=mine, labels=mine).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            norms.append(engine.get_global_grad_norm())
+        assert all(isinstance(layer, FSDPModule) for layer in model.model.layers)
+        assert [type(part).__name__ for part in model.modules() if isinstance(part, FSDPModule)] == [
+            "FSDPLlamaForCausalLM",
+            *["FSDPLlamaDecoderLayer"] * 3,
+        ]
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert len(mlp_calls) == 2 * STEPS  # activation checkpointing runs each layer's forward once more
+        assert {name: buffer.dtype for name, buffer in model.named_buffers()} == dict.fromkeys(buffers, torch.float32)
+        assert_same(dict(model.named_buffers()), buffers)
+        assert "model.rotary_emb.inv_freq" in buffers
+        written = engine.optimizer.stats().bytes_written
+        return losses, norms, full_state(model, engine.optimizer), written
+
+
+def saves_what_it_holds(rank, world_size, folder):
+    """`save_pretrained` of a sharded model, as docs/hugging_face.md has it, and back."""
+    optimizer = {"type": "AdamW", "params": {"lr": LR}}
+    with initialize(llama(), section(**BF16, optimizer=optimizer)) as engine:
+        batch = texts(BATCH)
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+        state = {name: value.full_tensor().clone() for name, value in engine.module.state_dict().items()}
+        if rank == 0:
+            engine.module.save_pretrained(folder, state_dict=dict(state))
+            assert_same(LlamaForCausalLM.from_pretrained(folder).state_dict(), state)
+            assert not torch.equal(state["lm_head.weight"], llama().lm_head.weight)
+
+
+def train_on_tiers(rank, world_size, path):
+    saves_what_it_holds(rank, world_size, path / "saved")
+    configs = {"nvme": section(path, **BF16), "cpu": section(**BF16), "fp32": section(path)}
+    return {name: train_llama(rank, world_size, config) for name, config in configs.items()}
+
+
+def train_with_torch():
+    """The same training in plain PyTorch on the whole batch: fp32, `torch.optim.AdamW`, torch's clipping."""
+    model, batch, losses, norms = llama(), texts(BATCH), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    for _ in range(STEPS):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_llama_trains_through_initialize(world_size, tmp_path):
+    results = run_ranks(train_on_tiers, world_size, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    for result in results:
+        nvme, memory = result["nvme"], result["cpu"]
+        assert nvme[0][-1] < nvme[0][0] / 2
+        assert nvme[1][0] > CLIP
+        assert nvme[:2] == memory[:2]
+        assert_same(nvme[2], memory[2])
+        assert nvme[3] > 0
+        assert memory[3] == 0
+    losses, norms = train_with_torch()
+    ranks = zip(*(result["fp32"][0] for result in results), strict=True)
+    assert [sum(of_ranks) / world_size for of_ranks in ranks] == pytest.approx(losses, rel=1e-3)
+    assert results[0]["fp32"][1] == pytest.approx(norms, rel=1e-2)
+
+
+# Through Trainer
+
+
+class HandClipping(TrainerCallback):
+    """Clips where Trainer would have, with torch's own function."""
+
+    def on_pre_optimizer_step(self, args, state, control, *, model, **unused):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+
+
+def dataset():
+    return [{"input_ids": text, "labels": text} for text in texts(2 * BATCH)]
+
+
+def trainer_of(model, optimizer, out, scheduler=None, callbacks=(), **arguments):
+    settings = {
+        "output_dir": str(out),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        **arguments,
+    }
+    return Trainer(
+        model=model,
+        args=TrainingArguments(**settings),
+        train_dataset=dataset(),
+        optimizers=(optimizer, scheduler),
+        callbacks=list(callbacks),
+    )
+
+
+def logged(trainer, key):
+    return [float(entry[key]) for entry in trainer.state.log_history if key in entry]
+
+
+def train(tmp_path, *, dtype=torch.float32, optimizer=None, path=None, **arguments):
+    """Losses, norms and parameters of a run of Trainer; with OffloadAdamW unless told otherwise."""
+    model = llama(dtype)
+    optimizer = optimizer or (lambda params: OffloadAdamW(params, lr=LR, offload=section(path)))
+    made = optimizer(model.parameters())
+    try:
+        trainer = trainer_of(model, made, tmp_path / "out", **arguments)
+        trainer.train()
+        assert trainer.optimizer.optimizer is made
+        parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
+        return logged(trainer, "loss"), logged(trainer, "grad_norm"), parameters
+    finally:
+        if isinstance(made, OffloadAdamW):
+            made.close()
+
+
+def distance(parameters, others):
+    """Norm of the difference over norm of the weights."""
+    apart = sum(float((parameters[name].double() - others[name].double()).square().sum()) for name in parameters)
+    return (apart / sum(float(value.double().square().sum()) for value in others.values())) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_trainer_clips_as_by_default(dtype, tmp_path):
+    losses, norms, parameters = train(tmp_path, dtype=dtype, path=tmp_path)
+    assert len(losses) == STEPS
+    assert losses[-1] < 0.8 * losses[0]
+    assert norms[0] > CLIP
+    by_hand = train(tmp_path, dtype=dtype, max_grad_norm=0.0, callbacks=[HandClipping()])
+    assert losses == by_hand[0]
+    assert_same(parameters, by_hand[2])  # and the first run's state was on NVMe, this one's in memory
+    unclipped = train(tmp_path, dtype=dtype, max_grad_norm=0.0)
+    assert distance(parameters, unclipped[2]) > 1e-3
+
+
+def test_trainer_follows_torch_adamw(tmp_path):
+    ours = train(tmp_path, path=tmp_path)
+    torchs = train(tmp_path, optimizer=lambda params: torch.optim.AdamW(params, lr=LR))
+    assert ours[0] == pytest.approx(torchs[0], rel=1e-3)
+    assert ours[1] == pytest.approx(torchs[1], rel=1e-2)
+    assert distance(ours[2], torchs[2]) < 1e-3
+
+
+def everything(model, optimizer):
+    """Parameters and state of a model that is not sharded."""
+    tensors = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for index, entries in optimizer.state_dict()["state"].items():
+        tensors |= {f"{index}.{name}": value for name, value in entries.items()}
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_trainer_resumes_from_its_checkpoint_bit_for_bit(dtype, tmp_path):
+    """Saved with the state on NVMe, in the middle of a schedule; resumed in memory, from other weights."""
+    finals, losses = [], []
+    for path, seed, resume in ((tmp_path, 0, None), (None, 7, tmp_path / "out" / f"checkpoint-{STEPS // 2}")):
+        model = llama(dtype, seed)
+        with OffloadAdamW(model.parameters(), lr=LR, offload=section(path)) as optimizer:
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            saving = {"save_strategy": "steps", "save_steps": STEPS // 2}
+            trainer = trainer_of(model, optimizer, tmp_path / "out", schedule, **saving)
+            trainer.train(resume_from_checkpoint=resume and str(resume))
+            finals.append(everything(model, optimizer))
+            losses.append(logged(trainer, "loss"))
+            assert optimizer.param_groups[0]["lr"] == LR / (1 + STEPS)
+    assert losses[1] == losses[0]
+    assert_same(*finals)
+
+
+# What does not fit, and what it costs
+
+
+class Watch(TrainerCallback):
+    """Bytes that the optimizer had written when training began."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def on_train_begin(self, args, state, control, **unused):
+        self.written = self.optimizer.stats().bytes_written
+
+
+@pytest.mark.parametrize("placement", [True, False])
+def test_accelerate_passes_over_the_state_unless_told_otherwise(placement, tmp_path):
+    model = llama()
+    with OffloadAdamW(model.parameters(), lr=LR, offload=section(tmp_path)) as optimizer:
+        watch = Watch(optimizer)
+        trainer = trainer_of(model, optimizer, tmp_path / "out", callbacks=[watch], max_steps=2)
+        trainer.accelerator.device_placement = placement
+        trainer.train()
+        assert (watch.written > 0) is placement
+        assert optimizer.stats().steps == 2
+
+
+def test_exchanged_parameters_are_refused_in_words():
+    """accelerate's FSDP shards after the optimizer was made, and puts the shards into its groups."""
+    model = llama()
+    with OffloadAdamW(model.parameters(), lr=LR, offload=section()) as optimizer:
+        others = [torch.nn.Parameter(p.detach().clone()) for p in optimizer.param_groups[0]["params"]]
+        optimizer.param_groups[0]["params"] = others
+        others[1].grad = torch.ones_like(others[1])
+        with pytest.raises(
+            ValueError, match=r"parameter 0 of group 0 \(shape \(64, 32\)\) is not one .* shard it first"
+        ):
+            optimizer.step()
+        assert optimizer.stats().steps == 0

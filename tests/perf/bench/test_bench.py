@@ -1,0 +1,232 @@
+"""`offload bench` from outside, and what its engine costs."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from itertools import count
+from typing import get_args
+from unittest.mock import Mock
+
+import pytest
+from typer.testing import CliRunner
+
+from nvme_offload.aio_native import ENGINES, EngineOptions, EngineUnavailable
+from nvme_offload.aio_native.uring import UringEngine
+from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.units import MiB
+from nvme_offload.perf.bench import command as bench
+from nvme_offload.perf.bench import report
+from nvme_offload.perf.cli import app
+from nvme_offload.perf.measure.workloads import RawTarget, Region, Settings
+
+SMALL = ("--size", "8MiB", "--bs", "64KiB", "--iodepth", "8", "--runtime", "0", "--direct", "optional")
+COMMAND = (sys.executable, "-c", "from nvme_offload.perf.cli import main; main()")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def settings(path, **changes):
+    values = {"size": 8 * MiB, "bs": 65536, "iodepth": 8, "numjobs": 1, "ioengine": "auto", "direct": "optional"}
+    return Settings(paths=(path,), **values | changes)
+
+
+@pytest.mark.parametrize("engine", ["auto", "aiofiles", "null"])
+def test_json_document_stands_alone(tmp_path, engine):
+    result = run("--path", tmp_path, *SMALL, "--ioengine", engine, "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["verified"] == (engine != "null")
+    assert document["engine"]["reason"]
+    assert document["config"]["settings"]["bs"] == 65536
+    assert {"kernel", "commit", "storage", "time", "cpu"} <= document["environment"].keys()
+    assert document["environment"]["storage"][0]["file_system"]
+    for rw in ("read", "write", "mixed"):
+        (sample,) = document["results"][rw]["samples"]
+        assert sample["size_bytes"] == 8 * MiB
+        assert sample["requests"] >= 128
+        assert 0 < sample["achieved_depth"] <= 8
+        figures = document["results"][rw]["summary"]
+        assert figures["transfer_clat_ns"]["50"] <= figures["transfer_clat_ns"]["100"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_table_for_people_and_saved_results(tmp_path):
+    results = tmp_path / "results"
+    result = run("--path", tmp_path, *SMALL, "--rw", "read", "--save", results)
+    assert result.exit_code == 0, result.output
+    for word in ("read", "GB/s", "engine", "commit"):
+        assert word in result.stdout
+    (text,) = results.glob("*.md")
+    assert "| read |" in text.read_text()
+    (document,) = results.glob("*.json")
+    assert json.loads(document.read_text())["results"]["read"]["samples"]
+
+
+def test_the_result_is_printed_although_it_cannot_be_saved(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("nvme_offload.perf.cli.save", Mock(side_effect=full))
+    result = run("--path", tmp_path, *SMALL, "--rw", "read", "--json", "--save", tmp_path)
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["results"]["read"]["samples"]
+    assert "No space left" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--bs", "1000"), "out of range"),
+        (("--bs", "6000"), "multiple of 4 KiB"),
+        (("--bs", "1G"), "is not a number of bytes"),
+        (("--size", "1MiB"), "too small"),
+        (("--size", "900TiB"), "nothing was written"),
+        (("--iodepth", "0"), "out of range"),
+        (("--numjobs", "65"), "out of range"),
+        (("--quads", "3"), "give that, too"),
+        (("--no-fio-tuned", "--json"), "give that, too"),
+        (("--compare-fio", "--quads", "0"), "compare nothing"),
+        (("--compare-fio", "--quads", "-1"), "out of range"),
+        (("--ioengine", "libaio"), "io_uring"),
+        (("--direct", "maybe"), "required"),
+        (("--runtime", "-1"), "negative"),
+        (("--runtime", "nan"), "no number"),
+        (("--target", "swapper", "--numjobs", "9"), "64 at most"),
+        (("--path", "/no/such/folder"), "is no directory"),
+        (("--device", "tpu"), "not available"),
+        (("--save", __file__), "is no directory"),
+        (("--save", f"{__file__}/results"), "is no directory"),
+        (("--target", "step", "--rw", "read"), "a step reads and writes"),
+        (("--target", "swapper", "--ioengine", "null"), "moves no bytes"),
+    ],
+)
+def test_bad_values_are_told_before_anything_starts(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.setenv("COLUMNS", "400")
+    result = run("--path", tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert arguments[-2] in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pass_of_step_is_two_steps_and_fio_moves_as_much(tmp_path):
+    size = 32 * MiB
+    result = run("--path", tmp_path, *SMALL, "--size", size, "--target", "step", "--json")
+    assert result.exit_code == 0, result.output
+    (sample,) = json.loads(result.stdout)["results"]["mixed"]["samples"]
+    one = settings(tmp_path, size=size)
+    plan = bench.Plan(settings=one, target="step", directions=("mixed",), runtime=0)
+    assert 3 * size < sample["size_bytes"] <= plan.pass_bytes == 4 * size
+    with bench.open_target(plan) as target:
+        target.prepare()
+        assert size < target.run("mixed", size).size_bytes <= 2 * size, "asked for less, it takes one"
+
+
+def test_missing_fio_is_told_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    result = run("--path", tmp_path, *SMALL, "--compare-fio")
+    assert result.exit_code == 1
+    assert "apt-get install fio" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError(["aio.rings = 99: too many"]), RuntimeError("other bits came back"), MemoryError()]
+)
+def test_failures_are_told_in_words(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(bench.RawTarget, "prepare", Mock(side_effect=error))
+    result = run("--path", tmp_path, *SMALL)
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 1
+    assert f"offload: {str(error) or 'MemoryError'}" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_that_comes_back_wrong_is_not_timed(tmp_path, monkeypatch):
+    wrong = count()
+    pattern = bench.RawTarget.prepare.__globals__["_pattern"]
+    monkeypatch.setattr("nvme_offload.perf.measure.workloads._pattern", lambda *part: pattern(*part) + next(wrong))
+    with (
+        Region([tmp_path], 8 * MiB, "optional") as region,
+        RawTarget(settings(tmp_path), region) as target,
+        pytest.raises(RuntimeError, match="differ"),
+    ):
+        target.prepare()
+
+
+def test_ctrl_c_exits_130_and_leaves_nothing(tmp_path):
+    command = [*COMMAND, "bench", "--path", str(tmp_path), *SMALL, "--runtime", "60"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not process.stderr.readline().startswith("read"):
+        assert process.poll() is None
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "nothing is left behind" in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def needs_io_uring():
+    try:
+        UringEngine(EngineOptions(queue_depth=8, block_size=65536, rings=1, alignment=4096, max_operations=8)).close()
+    except EngineUnavailable as error:
+        pytest.skip(str(error))
+
+
+def python_calls(path, size):
+    """Functions that Python called in one pass of always as many transfers, and the requests of these."""
+    calls = 0
+
+    def note(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    one = settings(path, size=size, bs=4096, iodepth=2048, ioengine="io_uring")
+    with ExitStack() as stack:
+        region = stack.enter_context(Region([path], size, "optional"))
+        threading.setprofile(note)
+        stack.callback(threading.setprofile, None)
+        target = stack.enter_context(RawTarget(one, region))
+        sys.setprofile(note)
+        try:
+            requests = target.run("mixed", size // 2).requests
+        finally:
+            sys.setprofile(None)
+    return calls, requests
+
+
+@pytest.mark.usefixtures("needs_io_uring")
+def test_python_calls_do_not_grow_with_the_blocks(tmp_path):
+    """O(1) per transfer: 16 times as many blocks in each of the same number of transfers cost not one call more."""
+    few, few_requests = python_calls(tmp_path, 1 * MiB)
+    many, many_requests = python_calls(tmp_path, 16 * MiB)
+    assert many_requests == 16 * few_requests
+    assert many == few
+
+
+@pytest.mark.usefixtures("needs_io_uring")
+def test_overhead_per_block(tmp_path):
+    """The acceptance is 3 us per MiB block on a quiet machine; ten times that would be another algorithm."""
+    null = settings(tmp_path, size=256 * MiB, bs=MiB, iodepth=32, ioengine="null")
+    with Region([tmp_path], null.size, "optional") as region, RawTarget(null, region) as target:
+        samples = [target.run("mixed", null.size) for _ in range(20)]
+    assert report.summary(samples, null)["cpu_us_per_mib"] < 30
+
+
+def test_percentiles():
+    values = list(range(1, 101))
+    assert [report.percentile(values, percent) for percent in (50, 95, 99, 100)] == [50, 95, 99, 100]
+    assert report.percentile([7], 50) == 7
+
+
+def test_every_engine_is_offered():
+    assert {*ENGINES, "auto", "null"} == set(get_args(bench.EngineName))

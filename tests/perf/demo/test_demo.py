@@ -1,0 +1,291 @@
+"""The demo from end to end on its smallest model, and what it does when something is wrong."""
+
+import copy
+import dataclasses
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nvme_offload.perf.demo import __main__ as demo
+from nvme_offload.perf.demo import options, report
+from nvme_offload.perf.demo.corpus import find_sources, load_corpus
+from nvme_offload.perf.demo.model import ByteGPT
+from nvme_offload.perf.demo.options import ModelSize, choose_swap_parent, file_system_type, parse_size
+from nvme_offload.perf.demo.records import RunResult, StepSample
+from nvme_offload.perf.demo.spans import io_seconds, merge, total
+from nvme_offload.perf.demo.training import CONTEXT, learning_rate_factor
+from nvme_offload.perf.measure import machine
+
+STEPS = 4
+COMMAND = [sys.executable, "-m", "nvme_offload.perf.demo", "--size", "tiny"]
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Output, directory and results of one demo that ran to its end."""
+    out = tmp_path_factory.mktemp("demo")
+    done = subprocess.run(
+        [*COMMAND, "--steps", str(STEPS), "--out", str(out)], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, out, json.loads((out / "results.json").read_text())
+
+
+@pytest.fixture
+def runs(finished):
+    """Fresh copies of both results."""
+    results = copy.deepcopy(finished[2]["runs"])
+    return RunResult.from_dict(results["nvme"]), RunResult.from_dict(results["cpu"])
+
+
+def output_of(*arguments: str) -> tuple[int, str]:
+    """Exit code and text of the demo run in this process, without line breaks and frames."""
+    result = CliRunner().invoke(demo.app, list(arguments))
+    return result.exit_code, re.sub(r"[\s│]+", " ", result.output)
+
+
+def test_both_runs_are_bit_identical(finished, runs):
+    output, _, results = finished
+    nvme, memory = runs
+    assert results["bit_identical"] is True
+    assert nvme.digests == memory.digests
+    assert [s.loss for s in nvme.samples] == [s.loss for s in memory.samples]
+    num_tensors = len(list(ByteGPT(options.PRESETS["tiny"], CONTEXT, torch.bfloat16).parameters()))
+    assert len(nvme.digests) == 5 * num_tensors  # the parameter, master, exp_avg, exp_avg_sq, step
+    assert "Bit-identical" in output
+
+
+def test_state_was_on_the_drive_and_loss_fell(runs):
+    nvme, memory = runs
+    assert len(nvme.samples) == len(memory.samples) == STEPS
+    assert nvme.samples[-1].loss < nvme.samples[0].loss
+    written = nvme.counted_bytes[1] / (nvme.num_parameters * len(nvme.measured))
+    assert written == pytest.approx(10, rel=0.02)
+    assert memory.counted_bytes == (0, 0)
+    assert nvme.stats["num_subgroups"] >= 8
+    assert nvme.process_bytes is None or nvme.process_bytes[1] >= 0.95 * nvme.counted_bytes[1]
+
+
+def test_pictures_show_something(finished):
+    _, out, _ = finished
+    for name in ("timeline.png", "loss.png"):
+        picture = matplotlib.image.imread(out / name)
+        assert picture.shape[0] > 400
+        assert picture.shape[1] > 1000
+        assert len({tuple(colour) for colour in picture[::3, ::3, :3].reshape(-1, 3).tolist()}) > 20
+
+
+def test_results_can_be_judged_alone(finished):
+    _, _, results = finished
+    assert results["options"]["seed"] == 0
+    assert {"kernel", "cpu", "cores", "file_system", "commit"} <= results["machine"].keys()
+    run = results["runs"]["nvme"]
+    assert len(run["samples"]) == STEPS
+    assert run["settings"]["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
+    assert {span[0] for span in run["samples"][-1]["spans"]} >= {"read", "compute", "write"}
+
+
+def test_nothing_is_left_on_the_drive(finished):
+    _, out, _ = finished
+    # A log stays only where something was said in it, for example which engine was passed over.
+    names = {path.name for path in out.iterdir() if path.suffix != ".log"}
+    assert names == {"timeline.png", "loss.png", "results.json"}
+
+
+def test_a_difference_is_an_error(runs, tmp_path, monkeypatch):
+    nvme, memory = runs
+    name = "byte_embedding.weight exp_avg"
+    memory.digests[name] = "0" * 64
+    given = iter((nvme, memory))
+
+    def follow(settings, log, on_step):
+        log.touch()
+        return next(given)
+
+    monkeypatch.setattr(demo, "follow", follow)
+    code, output = output_of("--size", "tiny", "--steps", str(STEPS), "--out", str(tmp_path))
+    assert code == 1
+    assert f"NOT bit-identical: {name}" in output
+    assert json.loads((tmp_path / "results.json").read_text())["differences"] == [name]
+
+
+def test_differences_names_losses_and_missing_digests(runs):
+    nvme, memory = runs
+    memory.samples[1] = dataclasses.replace(memory.samples[1], loss=0.0)
+    assert report.differences(nvme, memory) == ["training loss of step 2"]
+    nvme.digests, memory.digests = {}, {}
+    assert "digests, which are missing" in report.differences(nvme, memory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--size", "huge"], "'huge' is not tiny, small, medium or LAYERSxWIDTH"),
+        (["--size", "2x100"], "multiples of 64"),
+        (["--size", "0x64"], "1 to 96"),
+        (["--steps", "1"], "--steps"),
+        (["--engine", "libaio"], "'io_uring'"),
+        (["--device", "tpu"], "'cuda'"),
+        (["--path", "/does/not/exist"], "not an existing directory"),
+        (["--seed", "-1"], "--seed"),
+    ],
+)
+def test_wrong_values_are_refused(arguments, message, tmp_path):
+    code, output = output_of("--size", "tiny", *arguments, "--out", str(tmp_path / "out"))
+    assert code == 2
+    assert message in output
+
+
+def test_too_little_space_is_told_before_anything_starts(tmp_path, monkeypatch):
+    usage = demo.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(demo.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
+    code, output = output_of("--size", "tiny", "--out", str(tmp_path))
+    assert code == 2
+    assert re.search(r"0\.00 GiB free and the swap needs 0\.\d+ GiB", output)
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".log"]
+
+
+def test_swap_in_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "file_system_type", lambda path: "tmpfs")
+    with pytest.raises(ValueError, match="is on tmpfs, which is memory"):
+        choose_swap_parent(tmp_path, tmp_path)
+    with pytest.raises(ValueError, match="name a directory with --path"):
+        choose_swap_parent(None, tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_failed_run_says_why_and_leaves_nothing(tmp_path):
+    code, output = output_of("--size", "tiny", "--steps", "2", "--device", "cuda", "--out", str(tmp_path))
+    assert code == 1
+    assert "sees no CUDA device" in output
+    assert [path.suffix for path in tmp_path.iterdir()] == [".log"]
+
+
+def test_ctrl_c_leaves_nothing(tmp_path):
+    demo_process = subprocess.Popen(
+        [*COMMAND, "--steps", "10000", "--out", str(tmp_path)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    assert demo_process.stdout is not None
+    try:
+        deadline = time.monotonic() + 120
+        for line in demo_process.stdout:
+            if "step 1/" in line:
+                break
+            assert time.monotonic() < deadline
+        assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 2**20], "no swap file"
+        demo_process.send_signal(signal.SIGINT)
+        rest, _ = demo_process.communicate(timeout=60)
+    finally:
+        demo_process.kill()
+    assert demo_process.returncode == 130
+    assert "Interrupted" in rest
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".log"]
+
+
+def test_steps_are_scaled_to_the_budget(tmp_path, monkeypatch):
+    sample = StepSample(
+        loss=5.0,
+        forward_backward_seconds=8.0,
+        optimizer_seconds=2.0,
+        total_norm=1.0,
+        began_ns=0,
+        returned_ns=1,
+    )
+    trial = RunResult(settings={}, num_parameters=1, arithmetic="bf16", samples=[sample] * 3)
+    plan = demo.Plan(
+        size=options.PRESETS["small"],
+        steps=None,
+        budget=100.0,
+        engine=options.Engine.AUTO,
+        device=options.ComputeDevice.CPU,
+        seed=0,
+        swap_parent=tmp_path,
+        out=tmp_path,
+    )
+    planned = demo.Demo(plan, demo.Console(quiet=True))
+    monkeypatch.setattr(planned, "follow", lambda name, settings: trial)
+    assert planned.choose_steps(tmp_path) == (10, pytest.approx(115.0))
+
+
+@pytest.mark.parametrize("text", ["tiny", "1x64", "3x128"])
+def test_number_of_parameters(text):
+    size = parse_size(text)
+    module = ByteGPT(size, CONTEXT, torch.bfloat16)
+    assert sum(p.numel() for p in module.parameters()) == size.num_parameters
+    assert size.num_parameters / size.sub_group_size >= 8
+
+
+@pytest.mark.parametrize("preset", options.PRESETS)
+def test_presets_have_enough_subgroups(preset):
+    size = options.PRESETS[preset]
+    assert 8 <= size.num_parameters / size.sub_group_size <= 17
+
+
+def test_fp32_arithmetic_keeps_bf16_parameters():
+    module = ByteGPT(ModelSize(layers=1, width=64), 16, torch.float32).bfloat16()
+    text = torch.randint(256, (1, 17))
+    loss = module(text[:, :-1], text[:, 1:])
+    loss.backward()
+    assert {p.grad.dtype for p in module.parameters()} == {torch.bfloat16}
+
+
+def test_model_sees_no_future_bytes():
+    module = ByteGPT(ModelSize(layers=1, width=64), 8, torch.float32)
+    text = torch.randint(256, (1, 8))
+    changed = text.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % 256
+    logits: list[torch.Tensor] = []
+    module.head.register_forward_hook(lambda _module, _inputs, output: logits.append(output))
+    module(text, text)
+    module(changed, changed)
+    assert torch.equal(logits[0][:, :-1], logits[1][:, :-1])
+    assert not torch.equal(logits[0][:, -1], logits[1][:, -1])
+
+
+def test_corpus_is_the_same_each_time_and_skips_tests(tmp_path):
+    for i in range(80):
+        (tmp_path / f"m{i:02}.py").write_text(f"# {i}\n")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "t.py").write_text("secret")
+    corpus = load_corpus(tmp_path)
+    assert corpus == load_corpus(tmp_path)
+    assert corpus.num_files == 80
+    assert b"secret" not in corpus.train + corpus.validation
+    assert corpus.validation == b"# 20\n\0# 60\n"
+    assert b"# 20\n" not in corpus.train
+
+
+def test_corpus_without_sources_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="0 Python source files"):
+        load_corpus(tmp_path)
+    assert find_sources(tmp_path) == []
+
+
+def test_learning_rate_warms_up_and_decays():
+    factors = [learning_rate_factor(step, 50) for step in range(51)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factors[5:] == sorted(factors[5:], reverse=True)
+    assert factors[50] == pytest.approx(0.1)
+
+
+def test_intervals():
+    assert merge([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
+    assert total([(0, 3), (5, 6)]) == 4
+    spans = [("read", 0, 0, 10**9), ("write", 0, 5 * 10**8, 2 * 10**9), ("compute", 0, 0, 10**10)]
+    assert io_seconds(spans) == 2.0
+
+
+def test_machine_facts():
+    assert machine.num_cpus() >= 1
+    assert machine.cpu_model()
+    assert file_system_type(Path("/proc")) in {"proc", "unknown"}

@@ -1,0 +1,659 @@
+"""What `offload doctor` finds, on this machine, in confined children, and on machines made of files."""
+
+import errno
+import fcntl
+import io
+import json
+import os
+import shutil
+import tempfile
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from nvme_offload.aio_native import _native, uring_refusal
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.host import available_memory
+from nvme_offload.offload.host import proc as system_files
+from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.storage.run_directory import RunDirectory
+from nvme_offload.offload.units import GiB, MiB
+from nvme_offload.perf.doctor import drive, engines, leftovers, memory, paths, software
+from nvme_offload.perf.doctor.command import doctor
+from nvme_offload.perf.doctor.findings import Group, Level, Report, ok, print_report, problem
+from tests.support.sandbox import IO_URING_CALLS, can_filter, can_mount, run_python
+
+app = typer.Typer(add_completion=False)
+app.command()(doctor)
+
+CHILD = """
+import json, sys
+from pathlib import Path
+from nvme_offload.perf.doctor.command import examine
+
+folders = [Path(folder) for folder in sys.argv[2:]]
+reports = [examine(folders, Path(config) if config else None) for config in sys.argv[1].split(",")]
+json.dump([report.as_dict() for report in reports], sys.stdout)
+"""
+
+
+def section_of(path=None, *, engine="auto", **aio):
+    offload = {"device": "nvme", "nvme_path": str(path), "staging_budget": "16MiB"} if path else {}
+    return {"zero_optimization": {"offload_optimizer": offload}, "aio": {"engine": engine, **aio}}
+
+
+def config_of(**sections):
+    return OffloadConfig.from_dict(section_of(**sections))
+
+
+def write_config(file, section):
+    file.write_text(json.dumps(section))
+    return file
+
+
+def examine(*arguments):
+    result = CliRunner().invoke(app, ["--json", *map(str, arguments)])
+    document = json.loads(result.stdout)
+    assert result.exit_code == document["exit_status"]
+    return document
+
+
+def examine_confined(configs, *folders, **confinement):
+    done = run_python(CHILD, ",".join(map(str, configs)), *folders, **confinement)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def findings_of(document, title=""):
+    return {
+        f["check"]: f for group in document["groups"] for f in group["findings"] if group["title"].startswith(title)
+    }
+
+
+def levels(findings):
+    return {finding.check: finding.level for finding in findings}
+
+
+class TestHealthyFolder:
+    @pytest.fixture(scope="class", name="document")
+    @staticmethod
+    def _document(tmp_path_factory):
+        home = tmp_path_factory.mktemp("healthy")
+        path = home / "swap"
+        path.mkdir()
+        before = os.stat(path).st_nlink
+        document = examine("--config", write_config(home / "c.json", section_of(path)))
+        assert os.listdir(path) == [], "something was left behind"
+        assert os.stat(path).st_nlink == before
+        return document | {"path": str(path)}
+
+    def test_no_error_is_found(self, document):
+        assert document["exit_status"] in (0, 1)
+        assert document["level"] != "error"
+        assert findings_of(document)["section"]["level"] == "ok"
+
+    def test_a_sample_went_through_the_engine_that_is_named(self, document):
+        sample = findings_of(document, f"Path {document['path']}")["sample"]
+        assert sample["level"] == "ok"
+        assert sample["values"]["engine"] == document["engine"] == findings_of(document)["engine"]["values"]["chosen"]
+        assert document["engine"] in sample["found"]
+
+    def test_every_question_of_the_page_is_answered(self, document):
+        asked = {"kernel", "io_uring", "engine", "memory", "overcommit", "huge pages", "swap", "open files"}
+        asked |= {"locked memory", "versions", "torch", "GPU", "folder", "file system", "direct I/O", "space"}
+        assert asked | {"other runs", "sample"} <= set(findings_of(document))
+
+    def test_problems_say_what_they_mean(self, document):
+        for finding in findings_of(document).values():
+            assert finding["found"]
+            assert finding["level"] == "ok" or finding["meaning"]
+
+
+class TestOutput:
+    REPORT = Report(
+        (
+            Group("One", (ok("kernel", "6.1"), problem(Level.WARNING, "space", "1 GiB", "little", "rm [x]"))),
+            Group("Path /a[b]", (problem(Level.NOTE, "drive", "vda", "virtual"),)),
+        ),
+        "io_uring",
+    )
+
+    def test_lines_are_whole_and_in_order(self):
+        stream = io.StringIO()
+        print_report(self.REPORT, Console(file=stream, width=20))
+        assert stream.getvalue().splitlines() == [
+            "One",
+            "  ok       kernel: 6.1",
+            "  warning  space: 1 GiB",
+            "           means: little",
+            "           to do: rm [x]",
+            "",
+            "Path /a[b]",
+            "  note     drive: vda",
+            "           means: virtual",
+            "",
+            "NVMe offload works, with reservations: 1 warning, 1 note.",
+        ]
+
+    def test_a_terminal_gets_a_table_that_fits(self):
+        stream = io.StringIO()
+        print_report(self.REPORT, Console(file=stream, width=40, force_terminal=True, color_system=None))
+        lines = stream.getvalue().splitlines()
+        assert max(map(len, lines)) <= 60
+        assert any("→ rm [x]" in line for line in lines)
+        assert any(line.startswith(" warning  space") for line in lines)
+
+    @pytest.mark.parametrize(
+        ("found", "status", "words"),
+        [
+            ([], 0, "All is fine."),
+            ([Level.OK], 0, "All is fine."),
+            ([Level.NOTE, Level.NOTE], 0, "All is fine: 2 notes."),
+            ([Level.WARNING, Level.OK], 1, "with reservations: 1 warning."),
+            ([Level.NOTE, Level.ERROR, Level.WARNING], 2, "does not work like this: 1 error, 1 warning, 1 note."),
+        ],
+    )
+    def test_exit_status_and_summary(self, found, status, words):
+        report = Report((Group("x", tuple(problem(level, "a", "b", "c") for level in found)),), None)
+        assert report.exit_status == status
+        assert report.summary().endswith(words)
+
+    def test_without_a_folder_it_says_what_was_not_looked_at(self):
+        result = CliRunner().invoke(app, [])
+        assert "note     paths: none was named" in result.stdout
+        assert "offload doctor PATH" in result.stdout
+
+    def test_help_says_what_the_exit_status_means(self):
+        words = " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
+        assert "0 all is fine" in words
+        assert "2 an error prevents NVMe offload" in words
+
+
+class TestConfiguration:
+    def test_every_problem_is_an_error_of_its_own(self, tmp_path):
+        file = write_config(tmp_path / "c.json", {"aio": {"queue_depth": 0, "bloksize": 1}})
+        document = examine("--config", file)
+        (group,) = [group for group in document["groups"] if group["title"] == f"Configuration {file}"]
+        assert [finding["level"] for finding in group["findings"]] == ["error", "error"]
+        assert document["exit_status"] == 2
+
+    def test_a_missing_file_is_an_error(self, tmp_path):
+        document = examine("--config", tmp_path / "none.json")
+        assert findings_of(document, "Configuration")["section"]["found"] == "No such file or directory"
+        assert document["exit_status"] == 2
+
+    def test_keys_without_effect_and_a_device_without_nvme_are_noted(self, tmp_path):
+        file = write_config(tmp_path / "c.json", {"aio": {"thread_count": 4}})
+        found = findings_of(examine("--config", file), "Configuration")
+        assert (found["section"]["level"], found["device"]["level"]) == ("note", "note")
+        assert found["section"]["found"].startswith("aio.thread_count = 4")
+
+    def test_the_folders_of_all_three_tiers_are_examined(self, tmp_path):
+        places = [tmp_path / name for name in ("state", "halves", "gradients")]
+        for place in places:
+            place.mkdir()
+        state, halves, gradients = ({"device": "nvme", "nvme_path": str(place)} for place in places)
+        tiers = {"offload_param": halves, "offload_optimizer": state}
+        section = {"bf16": {"enabled": True}, "zero_optimization": tiers, "offload_gradients": gradients}
+        document = examine("--config", write_config(tmp_path / "c.json", section))
+        assert {f"Path {place}" for place in places} <= {group["title"] for group in document["groups"]}
+        del tiers["offload_optimizer"]
+        document = examine("--config", write_config(tmp_path / "c.json", section))
+        assert "device" not in findings_of(document, "Configuration")
+        assert findings_of(document, f"Path {places[1]}")["sample"]["level"] == "ok"
+
+
+class TestFolders:
+    def test_a_missing_one(self, tmp_path):
+        finding = paths.check_usable(tmp_path / "not here")
+        assert finding.level is Level.ERROR
+        assert finding.remedy == f"mkdir -p '{tmp_path}/not here'"
+
+    def test_a_file(self, tmp_path):
+        (tmp_path / "file").touch()
+        assert paths.check_usable(tmp_path / "file").found == "is not a directory"
+        assert paths.check_usable(tmp_path / "file/below").level is Level.ERROR
+
+    def test_one_that_belongs_to_somebody_else(self, tmp_path):
+        folder = tmp_path / "theirs"
+        folder.mkdir(mode=0o555)
+        (document,) = examine_confined([""], folder, ordinary_user=True)
+        finding = findings_of(document, f"Path {folder}")["folder"]
+        assert (finding["level"], document["exit_status"]) == ("error", 2)
+        assert "cannot be written by user" in finding["found"]
+        assert "sudo install -d -o" in finding["remedy"]
+
+    def test_nothing_is_left_where_nameless_files_do_not_exist(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(os, "O_TMPFILE", 0)
+        findings, _ = paths.check_path(tmp_path, config_of(), "aiofiles")
+        assert levels(findings)["sample"] is Level.OK
+        assert os.listdir(tmp_path) == []
+
+    def test_a_drive_that_fails_meanwhile_is_a_finding(self, tmp_path, monkeypatch):
+        def fail(fd):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        monkeypatch.setattr(paths, "check_space", fail)
+        findings, _ = paths.check_path(tmp_path, config_of(), None)
+        assert "Stale file handle" in findings[-1].found
+
+    def test_a_drive_that_changes_data_is_an_error(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(paths.ctypes, "memmove", lambda *arguments: None)  # so zeros are written
+        fd = paths._nameless_file(tmp_path)
+        try:
+            finding = paths.check_sample(fd, config_of(), "aiofiles", 4096, direct=False)
+        finally:
+            os.close(fd)
+        assert (finding.level, finding.meaning) == (
+            Level.ERROR,
+            "this drive, its file system or the engine changes data",
+        )
+
+    def test_two_on_one_drive(self, tmp_path, monkeypatch):
+        (tmp_path / "a").mkdir()
+        (tmp_path / "b").mkdir()
+        disk = drive.Drive("nvme0n1", None, (), False, "none", 512, 4096, 1023, 1280, 1280, 1)
+        monkeypatch.setattr(paths, "find_drive", lambda number, mount: disk)
+        finding = findings_of(examine(tmp_path / "a", tmp_path / "b", tmp_path / "a"), "All paths")["paths"]
+        assert finding["level"] == "note"
+        assert finding["found"] == f"{tmp_path}/a, {tmp_path}/b are on the same drive, nvme0n1"
+
+    @pytest.mark.parametrize(
+        ("blocks", "free", "inodes", "level"),
+        [(1000, 900, 50, Level.OK), (1000, 900, 2, Level.ERROR), (1000, 0, 50, Level.WARNING), (0, 0, 0, Level.OK)],
+    )
+    def test_space(self, monkeypatch, blocks, free, inodes, level):
+        fields = dict.fromkeys(("f_files",), 100 if blocks else 0)
+        fields |= {"f_blocks": blocks, "f_bavail": free, "f_favail": inodes, "f_frsize": GiB}
+        monkeypatch.setattr(os, "fstatvfs", lambda fd: type("System", (), fields))
+        assert paths.check_space(0).level is level
+
+
+class TestFileSystems:
+    @pytest.fixture
+    def on(self, tmp_path, monkeypatch):
+        """The finding about a file system of a kind that this machine need not have."""
+        fd = paths._nameless_file(tmp_path)
+        monkeypatch.setattr(paths, "_refuses_fallocate", lambda fd: "")
+
+        def check(kind, *options):
+            return paths.check_file_system(fd, tmp_path, system_files.Mount(1, "/", "/mnt", kind, "x", options))
+
+        yield check
+        os.close(fd)
+
+    @pytest.mark.parametrize("kind", ["ext4", "xfs", "f2fs"])
+    def test_good_ones(self, on, kind):
+        assert on(kind).level is Level.OK
+
+    @pytest.mark.parametrize(
+        ("kind", "words"),
+        [
+            *[(kind, "copy-on-write: it cannot promise space") for kind in ("btrfs", "zfs", "bcachefs")],
+            *[(kind, "on another machine") for kind in ("nfs4", "cifs", "9p", "virtiofs", "fuse.sshfs", "lustre")],
+            *[(kind, "host memory, not a drive") for kind in ("tmpfs", "ramfs")],
+        ],
+    )
+    def test_bad_ones(self, on, kind, words):
+        assert on(kind).level is Level.WARNING
+        assert words in on(kind).meaning
+
+    def test_btrfs_without_copy_on_write_is_good(self, on, monkeypatch):
+        assert "chattr +C" in on("btrfs").remedy
+        assert "chattr" not in on("zfs").remedy
+        monkeypatch.setattr(paths, "_is_nocow", lambda fd: True)
+        assert on("btrfs").level is Level.OK
+
+    def test_a_container_layer_is_judged_by_what_is_below_it(self, on, tmp_path, monkeypatch):
+        assert on("overlay", "upperdir=/not/visible").level is Level.NOTE
+        below = system_files.Mount(2, "/", "/", "btrfs", "x", ())
+        monkeypatch.setattr(paths, "mount_of", lambda fd: below)
+        finding = on("overlay", f"upperdir={tmp_path}")
+        assert (finding.level, "on btrfs" in finding.meaning) == (Level.WARNING, True)
+
+    def test_one_that_cannot_reserve(self, on, monkeypatch):
+        monkeypatch.setattr(paths, "_refuses_fallocate", lambda fd: "fallocate: EOPNOTSUPP")
+        assert "cannot promise space (fallocate: EOPNOTSUPP)" in on("ext4").meaning
+
+    @pytest.mark.parametrize(
+        ("policy", "level"), [("required", Level.ERROR), ("optional", Level.WARNING), ("disabled", Level.NOTE)]
+    )
+    def test_a_refused_direct_io_is_judged_by_the_policy(self, policy, level):
+        assert paths.no_direct_io(errno.EINVAL, config_of(direct=policy)).level is level
+
+    def test_direct_io_that_opens_and_is_none(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(paths, "reported_alignment", lambda fd: (0, 0))
+        with tempfile.TemporaryFile(dir=tmp_path) as file:
+            (strict,) = paths._check_io(file.fileno(), config_of(), "aiofiles")
+            lenient, sample = paths._check_io(file.fileno(), config_of(direct="optional"), "aiofiles")
+        assert (strict.level, lenient.level, sample.level) == (Level.ERROR, Level.WARNING, Level.OK)
+        assert "although O_DIRECT is taken" in strict.found
+        assert "direct I/O" not in sample.found
+
+    def test_a_block_size_that_the_drive_cannot_take(self):
+        finding = paths.check_alignment((512, 65536), config_of(block_size="4KiB"))
+        assert (finding.level, finding.remedy) == (Level.ERROR, "write a multiple of 64 KiB for aio.block_size")
+        assert paths.check_alignment((512, 512), config_of()).level is Level.OK
+        assert "not reported" in paths.check_alignment(None, config_of()).found
+
+    @pytest.mark.skipif(not can_mount(), reason="no mount namespaces here")
+    def test_memory_file_systems_for_real(self, tmp_path):
+        tmpfs, ramfs = tmp_path / "tmpfs", tmp_path / "ramfs"
+        tmpfs.mkdir()
+        ramfs.mkdir()
+        lenient = write_config(tmp_path / "c.json", section_of(direct="optional"))
+        strict, optional = examine_confined(
+            ["", lenient], tmpfs, ramfs, mounts={tmpfs: "tmpfs", ramfs: "ramfs"}, memlock_bytes=None
+        )
+        for folder in (tmpfs, ramfs):
+            finding = findings_of(strict, f"Path {folder}")["file system"]
+            assert finding["level"] == "warning"
+            assert finding["found"].startswith(f"{folder.name}, ")
+            assert "host memory" in finding["meaning"]
+        refused = findings_of(strict, f"Path {ramfs}")
+        assert (refused["direct I/O"]["level"], strict["exit_status"]) == ("error", 2)
+        assert "sample" not in refused
+        allowed = findings_of(optional, f"Path {ramfs}")
+        assert (allowed["direct I/O"]["level"], allowed["sample"]["level"]) == ("warning", "ok")
+        assert allowed["space"]["found"] == "not counted by this file system"
+        assert optional["exit_status"] == 1
+
+
+class TestOtherRuns:
+    @pytest.fixture
+    def dead(self, tmp_path):
+        run = tmp_path / "nvme-offload-99-0"
+        run.mkdir()
+        (run / "lock").touch()
+        (run / "swap").write_bytes(bytes(MiB))
+        return run
+
+    def test_dead_and_living_ones_are_told_apart_and_left_alone(self, tmp_path):
+        living = RunDirectory(tmp_path)
+        for number, files in ((97, ()), (98, ("lock",))):  # one died before it had made its lock
+            run = tmp_path / f"nvme-offload-{number}-0"
+            run.mkdir()
+            for name in files:
+                (run / name).touch()
+        names = sorted(os.listdir(tmp_path))
+        assert {run.name: run.state for run in leftovers.find_runs(tmp_path)} == {
+            living.path.name: "live",
+            "nvme-offload-97-0": "dead",
+            "nvme-offload-98-0": "dead",
+        }
+        assert sorted(os.listdir(tmp_path)) == names
+        living.remove()
+
+    def test_their_size_and_remedy_are_named(self, tmp_path, dead):
+        finding = leftovers.check_runs(tmp_path)
+        assert (finding.level, finding.found) == (Level.NOTE, "left behind: nvme-offload-99-0 (1 MiB)")
+        assert finding.remedy.endswith(f"rm -r {dead}")
+        shutil.rmtree(dead)
+        assert leftovers.check_runs(tmp_path).found == "none"
+
+    def test_a_run_that_starts_is_not_disturbed(self, tmp_path, dead, monkeypatch):
+        monkeypatch.setattr(leftovers, "PATIENCE_S", 0.05)
+        starting = os.open(tmp_path, os.O_RDONLY)
+        fcntl.flock(starting, fcntl.LOCK_EX)  # as a run holds it while it makes its directory
+        try:
+            assert "starting" in leftovers.check_runs(tmp_path).found
+        finally:
+            os.close(starting)
+        assert len(leftovers.find_runs(tmp_path)) == 1
+
+
+@pytest.fixture
+def sys_tree(tmp_path, monkeypatch):
+    """A /sys in which `make` puts drives."""
+    root = tmp_path / "sys"
+    (root / "dev/block").mkdir(parents=True)
+    monkeypatch.setattr(drive, "SYS", root)
+
+    def make(number, name, partition=None, members=(), **queue):
+        disk = root / "devices" / name
+        (disk / "queue").mkdir(parents=True)
+        usual = {"rotational": 0, "scheduler": "[none] mq-deadline", "logical_block_size": 512}
+        usual |= {"physical_block_size": 4096, "nr_requests": 1023, "max_sectors_kb": 1280, "max_hw_sectors_kb": 2048}
+        for key, value in (usual | {"discard_max_bytes": 1 << 30} | queue).items():
+            (disk / "queue" / key).write_text(f"{value}\n")
+        for member in members:
+            (disk / "slaves" / member).mkdir(parents=True)
+        target = disk
+        if partition:
+            target = disk / partition
+            target.mkdir()
+            (target / "partition").write_text("1\n")
+        (root / f"dev/block/{number}").symlink_to(target)
+        major, minor = map(int, number.split(":"))
+        return drive.find_drive(os.makedev(major, minor), None)
+
+    return make
+
+
+class TestDrives:
+    def test_a_partition_is_judged_by_its_disk(self, sys_tree):
+        disk = sys_tree("259:1", "nvme0n1", partition="nvme0n1p1")
+        assert (disk.name, disk.rotational, disk.scheduler, disk.nr_requests) == ("nvme0n1", False, "none", 1023)
+        assert levels(drive.check_drive(disk, config_of())) == {"drive": Level.OK}
+
+    def test_a_combination_names_its_members(self, sys_tree):
+        disk = sys_tree("253:0", "dm-0", members=("nvme1n1", "nvme0n1"))
+        assert "dm-0 on nvme0n1, nvme1n1" in next(drive.check_drive(disk, config_of())).found
+
+    @pytest.mark.parametrize(
+        ("name", "level"),
+        [("sda", Level.WARNING), ("vda", Level.NOTE), ("loop0", Level.NOTE), ("zram0", Level.WARNING)],
+    )
+    def test_drives_that_are_not_nvme(self, sys_tree, name, level):
+        disk = sys_tree("8:0", name, rotational=1)
+        finding = next(drive.check_drive(disk, config_of()))
+        assert finding.level is level
+        assert name != "vda" or finding.remedy.endswith("offload bench --path PATH")
+
+    @pytest.mark.parametrize(
+        ("queue", "check", "words"),
+        [
+            ({"scheduler": "none [bfq]"}, "scheduler", "echo none | sudo tee /sys/block/nvme0n1/queue/scheduler"),
+            ({"max_sectors_kb": 128}, "request size", "echo 1024 | sudo tee /sys/block/nvme0n1/queue/max_sectors_kb"),
+            ({"max_sectors_kb": 128, "max_hw_sectors_kb": 128}, "request size", "takes no larger ones"),
+            ({"nr_requests": 31}, "queue depth", "echo 32 | sudo tee /sys/block/nvme0n1/queue/nr_requests"),
+            ({"nr_requests": 255, "max_sectors_kb": 128}, "queue depth", "echo 256 |"),
+        ],
+    )
+    def test_queues_that_do_not_suit(self, sys_tree, queue, check, words):
+        found = {f.check: f for f in drive.check_drive(sys_tree("259:0", "nvme0n1", **queue), config_of())}
+        assert found[check].level is Level.NOTE
+        assert words in found[check].remedy
+
+    def test_a_file_system_with_device_numbers_of_its_own(self, sys_tree, tmp_path):
+        sys_tree("259:0", "nvme0n1")
+        (tmp_path / "sys/class/block").mkdir(parents=True)
+        (tmp_path / "sys/class/block/nvme0n1").symlink_to(tmp_path / "sys/devices/nvme0n1")
+        mount = system_files.Mount(1, "/", "/mnt", "btrfs", "/dev/no-such-folder/nvme0n1", ())
+        assert drive.find_drive(os.makedev(0, 42), mount).name == "nvme0n1"
+        assert drive.find_drive(os.makedev(0, 42), None) is None
+
+
+@pytest.fixture
+def proc(tmp_path, monkeypatch):
+    """A /proc (and control groups) written by the test: `write("meminfo", text)`."""
+    root = tmp_path / "proc"
+    for module in (system_files, available_memory):
+        monkeypatch.setattr(module, "PROC", root)
+
+    def write(name, text):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+    write("meminfo", "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n")
+    return write
+
+
+class TestMemory:
+    def limit(self, proc, tmp_path, version, limit, used, membership="/job/step"):
+        group = tmp_path / "cgroup/job/step"
+        group.mkdir(parents=True, exist_ok=True)
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        for name, value in zip(names, (limit, used), strict=True):
+            (group.parent / name).write_text(f"{value}\n")  # the limit is that of an ancestor
+        (group.parent / "memory.stat").write_text(f"inactive_file {MiB}\ntotal_inactive_file {MiB}\n")
+        kind, options = ("cgroup2", "rw") if version == 2 else ("cgroup", "rw,memory")
+        proc("self/mountinfo", f"30 1 0:26 / {tmp_path}/cgroup rw - {kind} cgroup {options}\n")
+        proc("self/cgroup", f"0::{membership}\n" if version == 2 else f"4:memory:{membership}\n0::/\n")
+
+    def test_enough_without_a_limit(self, proc):
+        finding = memory.check_available(config_of())
+        assert (finding.level, finding.found) == (Level.OK, "16 GiB available of 32 GiB; no cgroup limit")
+
+    @pytest.mark.parametrize("version", [1, 2])
+    def test_a_limit_of_an_ancestor_counts(self, proc, tmp_path, version):
+        self.limit(proc, tmp_path, version, 256 * MiB, 100 * MiB)
+        assert available_memory.available_bytes() == 157 * MiB, "page cache can be dropped"
+        finding = memory.check_available(config_of())
+        assert finding.level is Level.ERROR
+        assert f"cgroup v{version} limit 256 MiB, 157 MiB of it left" in finding.found
+        assert "staging_budget" in finding.remedy
+
+    @pytest.mark.parametrize(("budget", "level"), [("12GiB", Level.OK), ("17GiB", Level.ERROR), ("auto", Level.OK)])
+    def test_a_host_budget_counts_instead_of_the_staging_buffers(self, proc, budget, level):
+        finding = memory.check_available(OffloadConfig.from_dict({"host_budget": budget}))
+        assert finding.level is level
+        assert level is Level.OK or finding.remedy == "write less than 17 GiB for host_budget"
+
+    def test_a_membership_outside_the_mount_is_looked_for_at_its_root(self, proc, tmp_path):
+        self.limit(proc, tmp_path, 2, 2 * GiB, GiB, membership="/../other")
+        (tmp_path / "cgroup/memory.max").write_text(f"{GiB}\n")
+        (tmp_path / "cgroup/memory.current").write_text("0\n")
+        assert available_memory.cgroup_limit().limit_bytes == GiB
+
+    @pytest.mark.parametrize("unlimited", ["max", 2**63 - 4096])
+    def test_no_limit_is_none(self, proc, tmp_path, unlimited):
+        self.limit(proc, tmp_path, 2, unlimited, 0)
+        assert available_memory.cgroup_limit() is None
+
+    def test_staging_buffers_that_take_half_are_a_warning(self, proc):
+        proc("meminfo", "MemTotal: 33554432 kB\nMemAvailable: 819200 kB\n")
+        assert memory.check_available(config_of()).level is Level.WARNING
+
+    def test_strict_overcommit(self, proc):
+        proc("sys/vm/overcommit_memory", "2\n")
+        proc("meminfo", "CommitLimit: 1048576 kB\nCommitted_AS: 524288 kB\n")
+        finding = memory.check_overcommit(config_of())
+        assert (finding.level, "512 MiB may still be mapped" in finding.found) == (Level.WARNING, True)
+        proc("sys/vm/overcommit_memory", "1\n")
+        assert memory.check_overcommit(config_of()).level is Level.OK
+
+    def test_swap_in_use(self, proc):
+        proc("meminfo", "SwapTotal: 8388608 kB\nSwapFree: 4194304 kB\n")
+        assert (memory.check_swap().level, memory.check_swap().found) == (Level.NOTE, "4 GiB of 8 GiB used")
+
+    @pytest.mark.parametrize(("soft", "level"), [(64, Level.WARNING), (1024, Level.OK), (-1, Level.OK)])
+    def test_open_files(self, monkeypatch, soft, level):
+        monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (soft, -1))
+        assert memory.check_open_files().level is level
+
+
+class TestEngines:
+    @pytest.mark.parametrize(
+        ("release", "level"),
+        [("6.18.44-x", Level.OK), ("6.1", Level.OK), ("5.15.0-101-generic", Level.NOTE), ("4.19", Level.WARNING)],
+    )
+    def test_kernels(self, release, level):
+        assert engines.check_kernel(release).level is level
+
+    @pytest.mark.parametrize(
+        ("code", "sysctl", "seccomp", "meaning", "remedy"),
+        [
+            (errno.EPERM, "0", 2, "a seccomp filter forbids io_uring", "seccomp=unconfined"),
+            (errno.EPERM, None, 2, "a seccomp filter forbids io_uring", "seccomp=unconfined"),
+            (errno.EPERM, "2", 0, "the sysctl forbids io_uring to everybody;", "sysctl -w kernel.io_uring_disabled=0"),
+            (errno.EPERM, "1", 2, "CAP_SYS_ADMIN outside kernel.io_uring_group, and a seccomp filter", "sysctl -w"),
+            (errno.EPERM, "0", 0, "a security module", "ausearch"),
+            (errno.ENOSYS, None, 2, "a seccomp filter hides it", "6.1 or newer"),
+            (errno.EMFILE, "0", 0, "no file descriptor", "ulimit -n"),
+        ],
+    )
+    def test_what_forbids_io_uring(self, proc, tmp_path, monkeypatch, code, sysctl, seccomp, meaning, remedy):
+        if sysctl is not None:
+            (tmp_path / "sysctl").write_text(f"{sysctl}\n")
+        monkeypatch.setattr(uring_refusal, "SYSCTL", tmp_path / "sysctl")
+        proc("self/status", f"CapEff:\t0\nSeccomp:\t{seccomp}\nSeccomp_filters:\t{seccomp // 2}\n")
+        finding = engines.check_io_uring(code)
+        assert finding.level is Level.WARNING
+        assert errno.errorcode[code] in finding.found
+        assert f"kernel.io_uring_disabled = {'absent' if sysctl is None else sysctl}" in finding.found
+        assert meaning in finding.meaning
+        assert remedy in finding.remedy
+
+    @pytest.mark.skipif(not hasattr(_native, "UringEngine"), reason="built without liburing: that is the reason given")
+    @pytest.mark.skipif(not can_filter(), reason="no seccomp filter is written for this architecture")
+    def test_a_real_filter(self, tmp_path):
+        explicit = write_config(tmp_path / "c.json", section_of(engine="io_uring"))
+        auto, named = examine_confined(["", explicit], tmp_path, forbid=list(IO_URING_CALLS))
+        finding = findings_of(auto)["io_uring"]
+        assert (finding["level"], auto["exit_status"], auto["engine"]) == ("warning", 1, "aiofiles")
+        assert finding["values"]["errno"] == "EPERM"
+        assert "seccomp filter active" in finding["found"]
+        assert "seccomp=unconfined" in finding["remedy"]
+        assert "auto takes aiofiles, because io_uring and pyuring" in findings_of(auto)["engine"]["found"]
+        assert findings_of(auto)["sample"]["values"]["engine"] == "aiofiles"
+        assert (named["exit_status"], named["engine"]) == (2, None)
+        choice = findings_of(named)["engine"]
+        assert (choice["level"], choice["remedy"]) == (
+            "error",
+            'write "auto" for aio.engine, which takes aiofiles here',
+        )
+        assert "seccomp" in choice["meaning"]
+
+    @pytest.mark.skipif(not can_filter(), reason="no seccomp filter is written for this architecture")
+    def test_a_filter_that_lets_rings_be_made_but_not_used(self, tmp_path):
+        (document,) = examine_confined([""], tmp_path, forbid=["enter"])
+        assert (document["engine"], document["exit_status"]) == ("aiofiles", 1)
+
+    def test_little_locked_memory(self, tmp_path):
+        small = write_config(
+            tmp_path / "c.json", {"zero_optimization": {"offload_optimizer": {"staging_budget": "1MiB"}}}
+        )
+        (document,) = examine_confined([small], ordinary_user=True, memlock_bytes=64 * 1024)
+        if document["engine"] != "io_uring":
+            pytest.skip("io_uring is not available here")
+        found = findings_of(document)
+        assert (found["registered buffers"]["level"], document["level"] == "error") == ("note", False)
+        assert found["registered buffers"]["found"] == "1 MiB of staging buffers are refused by RLIMIT_MEMLOCK"
+        assert found["registered buffers"]["remedy"].startswith("ulimit -l 2048 ")
+        assert found["locked memory"]["found"] == "64 KiB, less than the staging buffers (1 MiB)"
+
+    def test_a_build_without_liburing(self, monkeypatch):
+        why = "the package was built without liburing. Install its development files"
+        monkeypatch.setattr(engines, "probe_errno", lambda entries: 0)
+        probe = engines.EngineProbe("pyuring", {"io_uring": why})
+        found = {finding.check: finding for finding in engines.check_engines(config_of(), probe)}
+        assert (found["C++ engine"].level, found["C++ engine"].remedy) == (Level.WARNING, why)
+        assert found["engine"].found == "auto takes pyuring, because io_uring cannot be opened"
+
+
+class TestSoftware:
+    def test_an_old_torch(self):
+        assert software.check_torch("2.9.1+cu128").level is Level.ERROR
+        assert software.check_torch("2.11.0").level is Level.OK
+
+    @pytest.mark.parametrize(
+        ("pin_memory", "works", "level"),
+        [(None, True, Level.OK), (None, False, Level.ERROR), (False, False, Level.NOTE)],
+    )
+    def test_a_gpu(self, monkeypatch, pin_memory, works, level):
+        def pin(region):
+            if not works:
+                raise RuntimeError("cudaHostRegister refused 1 MiB (CUDA error 2)")
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU {number}")
+        monkeypatch.setattr(HostRegion, "pin", pin)
+        config = OffloadConfig.from_dict({"zero_optimization": {"offload_optimizer": {"pin_memory": pin_memory}}})
+        finding = software.check_gpu(config)
+        assert finding.level is level
+        assert finding.found.startswith("GPU 0, GPU 1")

@@ -1,0 +1,295 @@
+"""`offload plan`: bytes against the counters of real runs, what fits, and bad values in words."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import typer
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from nvme_offload import initialize
+from nvme_offload.aio_native import Op
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.units import GiB
+from nvme_offload.perf.cli import app
+from nvme_offload.perf.planning import check
+from nvme_offload.perf.planning.machine import Drives, Machine
+from nvme_offload.perf.planning.prediction import Job, predict
+from nvme_offload.perf.planning.shape import ModelShape
+
+TOKENS, WARM_UP_STEPS, COUNTED_STEPS = 16, 2, 4
+MACHINE = Machine(
+    ranks=1,
+    ranks_per_node=1,
+    host_memory=16 * GiB,
+    device_memory=None,
+    drives=Drives.of_rates(2e9, 1e9),
+    capacity=100 * GiB,
+    flops=1e11,
+    update_rate=1e9,
+)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """This process without a launcher and, afterwards, without a process group."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def llama(**changes):
+    shape = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 40}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True, "use_cache": False}
+    return LlamaConfig(**{**shape, **heads, **changes})
+
+
+def section(folder, *, params=None, grads=None, accumulation=1, **more):
+    """A configuration with the state on NVMe; `params` and `grads` are buffer counts of their tiers."""
+    drive = {"device": "nvme", "nvme_path": str(folder)}
+    zero = {"stage": 3, "offload_optimizer": {**drive, "buffer_count": 3}}
+    config = {"zero_optimization": zero, "bf16": {"enabled": True}, "gradient_accumulation_steps": accumulation}
+    if params:
+        zero["offload_param"] = {**drive, "buffer_count": params}
+    if grads:
+        config["offload_gradients"] = {**drive, "buffer_count": grads}
+    return config | more
+
+
+CASES = {
+    "state": {},
+    "state in small subgroups": {"staging_budget": "3MiB"},
+    "parameters": {"params": 4},
+    "gradients": {"params": 3, "grads": 2, "accumulation": 2},
+    "many buffers": {"params": 8, "grads": 6},
+    "stage 2": {"params": 2, "grads": 4, "stage": 2},
+    "parameters partly in memory": {"params": 4, "host_budget": "5MiB", "staging_budget": "3MiB"},
+    "half in memory": {"params": 4, "host_budget": "18MiB", "staging_budget": "3MiB"},
+}
+
+
+def measured(config, shape):
+    """Bytes of an average step, by direction and kind."""
+    torch.manual_seed(0)
+    with initialize(LlamaForCausalLM(shape), config) as engine:
+        store = engine.optimizer._store
+        tiers = [store.tier, *(part.cache.tier for part in (store.blocks.params, store.blocks.grads) if part)]
+
+        def counted():
+            engine.optimizer.synchronize()
+            return {(op, kind): n for op in Op for tier in tiers for kind, n in tier.bytes_by_kind(op).items()}
+
+        def train(steps):
+            for _ in range(steps * engine.gradient_accumulation_steps):
+                tokens = torch.randint(shape.vocab_size, (1, TOKENS))
+                engine.backward(engine(tokens, labels=tokens).loss)
+                engine.step()
+            return counted()
+
+        before, after = train(WARM_UP_STEPS), train(COUNTED_STEPS)
+    return {key: (after[key] - before[key]) / COUNTED_STEPS for key in after}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_bytes_of_a_step_are_predicted_within_2_percent(case, tmp_path, alone):
+    case = dict(case)
+    budget, stage = case.pop("staging_budget", "512MiB"), case.pop("stage", 3)
+    config = section(tmp_path, **case)
+    config["zero_optimization"]["stage"] = stage
+    config["zero_optimization"]["offload_optimizer"]["staging_budget"] = budget
+    shape = llama()
+    with torch.device("meta"):
+        model = LlamaForCausalLM(shape)
+    job = Job(
+        shape=ModelShape.of_module(model, name="llama", config=shape),
+        config=OffloadConfig.from_dict(config),
+        tokens=TOKENS,
+        checkpointing=False,
+        baseline_bytes=0,
+    )
+    predicted, actual = predict(job, MACHINE).traffic, measured(config, shape)
+    assert predicted.keys() == {kind for _, kind in actual}
+    for kind, moved in predicted.items():
+        assert moved.total.written == pytest.approx(actual[Op.WRITE, kind], rel=0.005), kind
+    # A buffer is not free while it is written, so a block more may be read now and then: of 40 it does not matter.
+    total = sum(moved.total.read + moved.total.written for moved in predicted.values())
+    assert total == pytest.approx(sum(actual.values()), rel=0.02)
+    if case.get("host_budget") == "5MiB":
+        assert 0 < predicted["parameters"].total.written < 0.9 * 2 * job.shape.numel
+    if case.get("host_budget") == "18MiB":
+        assert predicted["optimizer state"].total.written < 0.7 * 10 * job.shape.numel
+
+
+LARGE = "--params 1e12 --layers 128 --hidden 25600 --vocab 128000 --ranks 4096 --host-memory 1TiB --capacity 30TB"
+RATES = "--read-bw 25GB --write-bw 12GB --flops 3e14 --tbw 14000"
+
+
+def plan(arguments):
+    return CliRunner().invoke(app, ["plan", *arguments.split()])
+
+
+def planned(arguments, config, tmp_path):
+    file = tmp_path / "offload.json"
+    file.write_text(json.dumps(config))
+    return plan(f"--params 1e6 --layers 4 --host-memory 16GiB --config {file} {arguments}")
+
+
+def test_a_trillion_parameters_on_thousands_of_ranks():
+    document = json.loads(plan(f"{LARGE} {RATES} --json").stdout)
+    assert document["model"]["parameters"] == 10**12
+    assert document["bytes_per_rank"]["optimizer state"]["nvme"] == pytest.approx(10 * 10**12 / 4096, rel=0.01)
+    assert document["step"]["seconds"] > 0
+    assert document["days_of_life"] > 0
+
+
+def test_what_does_not_fit_has_status_1_and_the_largest_model_fits():
+    numbers = "--layers 24 --hidden 2560 --host-memory 8GiB --tokens 256"
+    result = plan(f"--params 2e9 {numbers} --capacity 10GB --json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert document["missing_per_rank"]["nvme"] > 0
+    largest = document["largest_model"]["layers"]
+    layer = 2_000_000_000 // 24
+    assert plan(f"--params {largest * layer} {numbers} --layers {largest} --capacity 10GB").exit_code == 0
+    assert plan(f"--params {(largest + 1) * layer} {numbers} --layers {largest + 1} --capacity 10GB").exit_code == 1
+
+
+def test_the_search_for_the_largest_model_ends():
+    layer_numel = 10_000
+    small = f"--params {layer_numel * 12} --layers 12 --tokens 16 --host-memory 1TB --capacity 900TB"
+    assert "fits: more than 2048 layers" in plan(small).output
+    largest = json.loads(plan(f"{small} --json").stdout)["largest_model"]
+    assert largest == {"parameters": 2049 * layer_numel, "layers": 2049, "deepest": False}
+
+
+def test_a_host_budget_limits_the_largest_model(tmp_path):
+    config = section(tmp_path) | {"host_budget": "64MiB"}
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    largest = json.loads(planned("--json", config, tmp_path).stdout)["largest_model"]
+    assert largest == {"parameters": 26 * 250_000, "layers": 26, "deepest": True}
+
+
+GPU = "--params 8e9 --layers 32 --vocab 128000 --host-memory 64GB --device-memory"
+
+
+def test_parameters_and_gradients_of_a_gpu_stay_on_it():
+    result = plan(f"{GPU} 24GB --capacity 1TB --json")
+    document = json.loads(result.stdout)
+    held = document["bytes_per_rank"]
+    assert result.exit_code == 1
+    assert held["parameters"] == held["gradients"] == {"device": 2 * 8 * 10**9}
+    assert held["optimizer state"].keys() == {"nvme"}
+    missing = sum(sizes.get("device", 0) for sizes in held.values()) - 24 * 10**9
+    assert document["missing_per_rank"] == {"device": missing}
+    assert missing > 2 * 2 * 8 * 10**9 - 24 * 10**9
+    assert plan(f"{GPU} 80GB --capacity 1TB").exit_code == 0
+
+
+@pytest.mark.parametrize("kept", [{"params": 2}, {"grads": 2}], ids=str)
+def test_a_section_that_a_run_on_a_gpu_refuses_is_refused(kept, tmp_path):
+    result = planned("--device-memory 80GB", section(tmp_path, **kept), tmp_path)
+    assert result.exit_code == 2
+    assert "the model is on cuda, where parameters and gradients stay" in result.output
+    assert planned("", section(tmp_path, **kept), tmp_path).exit_code == 0
+
+
+def test_micro_batches_follow_from_the_batch_keys(tmp_path):
+    def traffic(ranks, **batch_keys):
+        document = json.loads(planned(f"--ranks {ranks} --json", {**derived, **batch_keys}, tmp_path).stdout)
+        return document["traffic_per_rank_and_step"]
+
+    derived = section(tmp_path, params=2, grads=2)
+    del derived["gradient_accumulation_steps"]
+    for ranks, steps in ((1, 8), (2, 4)):
+        batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
+        assert traffic(ranks, **batch) == traffic(ranks, gradient_accumulation_steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "words"),
+    [
+        (3, {"train_batch_size": 8}, "train_batch_size = 8: is no multiple"),
+        (1, {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, "write 2"),
+        (2, {"zero_optimization": {"stage": 0}}, "nothing is sharded"),
+        (1, {"bf16": {"enabled": False}}, "only the halves of bf16 training go there"),
+    ],
+    ids=["ranks", "batch keys", "stage", "precision"],
+)
+def test_a_section_that_initialize_refuses_is_refused(ranks, changes, words, tmp_path):
+    result = planned(f"--ranks {ranks}", section(tmp_path, params=2) | changes, tmp_path)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_a_bench_that_did_not_measure_the_drives_is_refused(tmp_path):
+    sample = {"size_bytes": 10**9, "seconds": 0.5}
+    measured = {
+        "verified": True,
+        "engine": {"direct": True},
+        "results": {rw: {"samples": [sample]} for rw in ("read", "write", "mixed")},
+    }
+    for changes, words in (
+        ({}, ""),
+        ({"verified": False}, "the null engine moves no bytes"),
+        ({"engine": {"direct": False}}, "--direct required"),
+        ({"results": {**measured["results"], "write": {"samples": [sample | {"size_bytes": 0}]}}}, "is no result"),
+    ):
+        file = tmp_path / "bench.json"
+        file.write_text(json.dumps(measured | changes))
+        result = plan(f"--params 1e6 --layers 2 --host-memory 16GiB --bench {file}")
+        assert result.exit_code == (2 if words else 0)
+        assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", "which model"),
+        ("--params 1e6 --layers 0", "--layers"),
+        ("--params 1e6 --layers 2 --ranks 3 --ranks-per-node 2", "no multiple"),
+        ("--params 1e6 --layers 2 --read-bw 1GB", "--write-bw"),
+        *(
+            (f"--params 1e6 --layers 2 --read-bw 1GB --write-bw 1GB {option} {value}", words)
+            for option, value, words in (
+                ("--flops", "0", "--flops 0.0: must be more than 0"),
+                ("--update-rate", "inf", "--update-rate inf"),
+                ("--tbw", "-5", "--tbw -5.0"),
+                ("--tbw", "nan", "--tbw nan"),
+                ("--mixed-bw", "0", "--mixed-bw 0"),
+                ("--capacity", "0", "--capacity 0"),
+                ("--vocab", "-100", "no whole number"),
+                ("--hidden", "-64", "no whole number"),
+                ("--layers", "2.9", "no whole number"),
+                ("--params", "nan", "no whole number"),
+                ("--bench", "bench.json", "--bench has the rates"),
+            )
+        ),
+        ("--model /nowhere/config.json", "there is no such file"),
+        ("--params 1e6 --layers 2 --bench /nowhere/bench.json", "No such file"),
+    ],
+)
+def test_bad_values_are_told_in_words(arguments, words):
+    result = plan(arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_the_page_has_every_option():
+    page = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
+    options = typer.main.get_command(app).commands["plan"].params
+    names = {(option.secondary_opts or option.opts)[0] for option in options}
+    assert {"--params", "--no-checkpointing"} <= names
+    assert not [name for name in sorted(names) if f"`{name}`" not in page]
+
+
+def test_a_check_of_no_folder_is_refused_in_words():
+    command = typer.Typer()
+    command.command()(check.main)
+    result = CliRunner().invoke(command, ["--path", "/nowhere"])
+    assert result.exit_code == 2
+    assert "does not exist" in result.output
