@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
 BIN := $(VENV)/bin
-NATIVE := CMakeLists.txt $(wildcard aio_native/src/* optim/src/*)
+NATIVE := CMakeLists.txt $(wildcard aio_native/src/* optim/src/* optim/src/rules/*)
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 

@@ -18,64 +18,37 @@ class ThreadPool:
     def num_workers(self) -> int: ...
     def end_workers(self) -> None: ...
 
-class AdamWScalars:
-    def __init__(
-        self,
-        *,
-        decay: float,
-        beta1_complement: float,
-        beta2: float,
-        beta2_complement: float,
-        step_size: float,
-        bias_correction2_sqrt: float,
-        eps: float,
-        grad_scale: float,
-    ) -> None: ...
-    @property
-    def decay(self) -> float: ...
-    @property
-    def beta1_complement(self) -> float: ...
-    @property
-    def beta2(self) -> float: ...
-    @property
-    def beta2_complement(self) -> float: ...
-    @property
-    def step_size(self) -> float: ...
-    @property
-    def bias_correction2_sqrt(self) -> float: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def grad_scale(self) -> float: ...
-
 class Segment:
     param: int
     grad: int
     master: int
-    exp_avg: int
-    exp_avg_sq: int
+    states: list[int]
     checksums: int
     numel: int
     form: int
     grad_dtype: int
-    scalars: AdamWScalars
+    rule: int
+    grad_scale: float
+    scalars: list[float]
     def __init__(
         self,
         *,
         param: int,
         grad: int,
         master: int,
-        exp_avg: int,
-        exp_avg_sq: int,
+        states: Sequence[int],
         checksums: int,
         numel: int,
         form: int,
         grad_dtype: int,
-        scalars: AdamWScalars,
+        rule: int,
+        grad_scale: float,
+        scalars: Sequence[float],
     ) -> None: ...
 
 def available_isas() -> list[str]: ...
-def adamw_update(pool: ThreadPool, isa: str, segments: Sequence[Segment]) -> list[int]: ...
+def rules() -> list[str]: ...
+def update(pool: ThreadPool, isa: str, segments: Sequence[Segment]) -> list[int]: ...
 def split(pool: ThreadPool, isa: str, src: int, hi: int, lo: int, numel: int) -> None: ...
 def join(pool: ThreadPool, isa: str, hi: int, lo: int, dst: int, numel: int) -> None: ...
 def fp16_to_fp32(pool: ThreadPool, isa: str, src: int, dst: int, numel: int) -> None: ...

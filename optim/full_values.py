@@ -23,17 +23,17 @@ T = TypeVar("T")
 
 @torch.no_grad()
 def get_full_param(param: torch.Tensor) -> torch.Tensor:
-    """The whole fp32 value of a parameter of an `OffloadAdamW`, its master weights. Every rank must call it.
+    """The whole fp32 value of a parameter of an `OffloadOptimizer`, its master weights. Every rank must call it.
 
     Returns:
         A copy, fp32, on the CPU, in the parameter's global shape, the same on every rank.
 
     Raises:
-        ValueError: it is no parameter of an open `OffloadAdamW`.
+        ValueError: it is no parameter of an open `OffloadOptimizer`.
         SwapIOError: it could not be read from its tier, on any rank.
     """
     store, index = _owner(param, "get_full_param")
-    if "master" in entry_names(store.table.params[index]):
+    if "master" in entry_names(store, index):
         return _gathered_entry(param, store, index, "master")
     return _gathered(param)
 
@@ -43,7 +43,7 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set the whole value of a parameter: master weights and what is computed with. Every rank must call it.
 
     Args:
-        param: of an `OffloadAdamW`.
+        param: of an `OffloadOptimizer`.
         value: in the parameter's global shape, the same on every rank; taken as fp32.
 
     Raises:
@@ -52,7 +52,7 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     store, index = _owner(param, "set_full_param")
     part = _own_part(param, value, "set_full_param")
-    if "master" in entry_names(store.table.params[index]):
+    if "master" in entry_names(store, index):
         set_entries(store, {index: {"master": part}})
     else:
         local_tensor(param).copy_(part)
@@ -67,7 +67,7 @@ def get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
         A copy, fp32, on the CPU, in the parameter's global shape; None where there is no gradient.
 
     Raises:
-        ValueError: it is no parameter of an open `OffloadAdamW`.
+        ValueError: it is no parameter of an open `OffloadOptimizer`.
         SwapIOError: it could not be read from its tier, on any rank.
     """
     _owner(param, "get_full_grad")
@@ -85,7 +85,7 @@ def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set the whole gradient of a parameter that has one, in the dtype that it has. Every rank must call it.
 
     Raises:
-        ValueError: it is no parameter of an open `OffloadAdamW`, has no gradient, or the value has another shape.
+        ValueError: it is no parameter of an open `OffloadOptimizer`, has no gradient, or the value has another shape.
         SwapIOError: it could not be read from its tier, where others of its block are kept.
     """
     _owner(param, "set_full_grad")
@@ -100,13 +100,13 @@ def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def get_full_optimizer_state(param: torch.Tensor, name: str) -> torch.Tensor:
-    """The whole ``exp_avg`` or ``exp_avg_sq`` of a parameter, or its ``step``. Every rank must call it.
+    """The whole of a state of a parameter, as ``exp_avg``, or its ``step``. Every rank must call it.
 
     Returns:
         A copy, fp32, on the CPU, in the parameter's global shape; of ``step`` a scalar.
 
     Raises:
-        ValueError: it is no parameter of an open `OffloadAdamW`, or has no such state.
+        ValueError: it is no parameter of an open `OffloadOptimizer`, or has no such state.
         SwapIOError: it could not be read from its tier, on any rank.
     """
     store, index = _owner(param, "get_full_optimizer_state")
@@ -118,10 +118,10 @@ def get_full_optimizer_state(param: torch.Tensor, name: str) -> torch.Tensor:
 
 @torch.no_grad()
 def set_full_optimizer_state(param: torch.Tensor, name: str, value: torch.Tensor) -> None:
-    """Set the whole ``exp_avg`` or ``exp_avg_sq`` of a parameter, or its ``step``. Every rank must call it.
+    """Set the whole of a state of a parameter, as ``exp_avg``, or its ``step``. Every rank must call it.
 
     Raises:
-        ValueError: it is no parameter of an open `OffloadAdamW`, has no such state, or the value has another shape.
+        ValueError: it is no parameter of an open `OffloadOptimizer`, has no such state, or the value has another shape.
         SwapIOError: it could not be written to its tier.
     """
     store, index = _owner(param, "set_full_optimizer_state")
@@ -136,8 +136,8 @@ def _owner(param: torch.Tensor, caller: str) -> tuple[StateStore, int]:
     if store is None or index is None:
         what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
         raise ValueError(
-            f"{caller}: {what} is no parameter of an OffloadAdamW that is still there; frozen parameters are in no "
-            "optimizer, and after an evaluation FSDP2 may show gathered copies in their place: take the parameter "
+            f"{caller}: {what} is no parameter of an OffloadOptimizer that is still there; frozen parameters are in "
+            "no optimizer, and after an evaluation FSDP2 may show gathered copies in their place: take the parameter "
             "from optimizer.param_groups, or call reshard() on the module that holds it"
         )
     store.check_usable()
@@ -145,7 +145,7 @@ def _owner(param: torch.Tensor, caller: str) -> tuple[StateStore, int]:
 
 
 def _check_name(store: StateStore, index: int, name: str, caller: str) -> None:
-    known = entry_names(store.table.params[index])
+    known = entry_names(store, index)
     if name not in known:
         raise ValueError(f"{caller}: {name!r} is no optimizer state of this parameter; it has {', '.join(known)}")
 

@@ -1,7 +1,7 @@
 """The door to the native kernels: tensors in, checks, and nothing else.
 
-All kernels are exact: every ISA, any number of threads and `optim.rules.adamw_reference` give the same bits,
-whatever ``torch.set_flush_denormal`` says. They run without the GIL over blocks of ``BLOCK_NUMEL`` elements.
+All kernels are exact: every ISA, any number of threads and the twins in `optim.rules` give the same bits, whatever
+``torch.set_flush_denormal`` says. They run without the GIL over blocks of ``BLOCK_NUMEL`` elements.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 import nvme_offload.optim._kernels as _kernels
 from nvme_offload.optim._kernels import Segment
-from nvme_offload.optim.rules.adamw_reference import AdamWScalars
+from nvme_offload.optim.rules.rule import UpdateRule
 
 __all__ = [
     "BLOCK_NUMEL",
@@ -23,7 +23,6 @@ __all__ = [
     "MasterForm",
     "Segment",
     "available_isas",
-    "bind_scalars",
     "make_segment",
     "num_blocks",
     "ordered_sum",
@@ -75,6 +74,9 @@ _FORMS = {
 }
 
 
+_RULES = {name: number for number, name in enumerate(_kernels.rules())}
+
+
 def available_isas() -> tuple[str, ...]:
     """Names of the instruction sets that this machine runs, slowest first."""
     return tuple(_kernels.available_isas())
@@ -85,47 +87,36 @@ def num_blocks(numel: int) -> int:
     return -(-numel // BLOCK_NUMEL)
 
 
-def bind_scalars(scalars: AdamWScalars) -> _kernels.AdamWScalars:
-    """The native form of one step's scalars; one object serves all segments of a parameter group."""
-    return _kernels.AdamWScalars(
-        decay=scalars.decay,
-        beta1_complement=scalars.beta1_complement,
-        beta2=scalars.beta2,
-        beta2_complement=scalars.beta2_complement,
-        step_size=scalars.step_size,
-        bias_correction2_sqrt=scalars.bias_correction2_sqrt,
-        eps=scalars.eps,
-        grad_scale=scalars.grad_scale,
-    )
-
-
 def make_segment(
     *,
     param: torch.Tensor,
     grad: torch.Tensor | None,
     master: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    states: Sequence[torch.Tensor],
     checksums: torch.Tensor | None,
-    scalars: AdamWScalars,
+    rule: UpdateRule,
+    scalars: Sequence[float],
+    grad_scale: float,
 ) -> Segment:
-    """Describe one run of elements to `KernelPool.adamw_update`.
+    """Describe one run of elements to `KernelPool.update`.
 
     A segment holds addresses: keep the tensors alive. Its fields can be set anew for every step, for instance
-    when the moments lie in another staging buffer.
+    when the states lie in another staging buffer.
 
     Args:
         param: bf16, fp16 or fp32 [numel]; its dtype decides the `MasterForm`.
         grad: fp32, bf16 or fp16 [numel]; None leaves everything as it is.
         master: uint16 [numel] beside bf16, fp32 [numel] beside fp16, None for an fp32 parameter.
-        exp_avg: fp32 [numel].
-        exp_avg_sq: fp32 [numel].
+        states: fp32 [numel] each, those of the rule in its order.
         checksums: int64 [num_blocks(numel)] from `KernelPool.block_checksums` of the parameter; the update keeps
             them current. None: changes by others are not looked for.
-        scalars: of this step.
+        rule: one with a native kernel.
+        scalars: of this step, as the rule gives them.
+        grad_scale: what the gradient is multiplied by: unscaling and clipping in one factor, negative to maximize.
 
     Raises:
-        ValueError: for a wrong dtype, a wrong number of elements, or a tensor not contiguous on the CPU.
+        ValueError: for a rule without a kernel, a wrong dtype, a wrong number of tensors or elements, or a tensor not
+            contiguous on the CPU.
     """
     if param.dtype not in _FORMS:
         raise ValueError(f"param is {param.dtype}; the kernels take bfloat16, float16 and float32")
@@ -133,18 +124,24 @@ def make_segment(
     if (master is None) != (master_dtype is None):
         wanted = "an fp32 parameter is its own master" if master_dtype is None else f"{master_dtype} is needed"
         raise ValueError(f"master does not fit a parameter of {param.dtype}: {wanted}")
+    if rule.kernel not in _RULES:
+        raise ValueError(f"{rule.name} has no native kernel; those are of {', '.join(_RULES)}")
+    if len(states) != len(rule.states):
+        raise ValueError(f"{rule.name} has {len(rule.states)} states, not {len(states)}")
     numel = param.numel()
+    named = zip(rule.states, states, strict=True)
     return Segment(
         param=_address("param", param, param.dtype, numel),
         grad=0 if grad is None else _address("grad", grad, grad.dtype, numel),
         master=0 if master is None else _address("master", master, master_dtype, numel),
-        exp_avg=_address("exp_avg", exp_avg, torch.float32, numel),
-        exp_avg_sq=_address("exp_avg_sq", exp_avg_sq, torch.float32, numel),
+        states=[_address(state.name, tensor, torch.float32, numel) for state, tensor in named],
         checksums=0 if checksums is None else _address("checksums", checksums, torch.int64, num_blocks(numel)),
         numel=numel,
         form=form,
         grad_dtype=GradDtype.FP32 if grad is None else GradDtype.of(grad),
-        scalars=bind_scalars(scalars),
+        rule=_RULES[rule.kernel],
+        grad_scale=grad_scale,
+        scalars=scalars,
     )
 
 
@@ -202,8 +199,8 @@ class KernelPool:
         """End the threads. The pool stays usable: a later call starts them again."""
         self._threads.end_workers()
 
-    def adamw_update(self, segments: Sequence[Segment]) -> list[int]:
-        """Update parameters, masters and moments in place: one AdamW step for every segment with a gradient.
+    def update(self, segments: Sequence[Segment]) -> list[int]:
+        """Update parameters, masters and states in place: one step for every segment with a gradient.
 
         A block whose parameter no longer matches its checksum was changed by somebody else: before the update its
         master is made from the parameter as found.
@@ -212,9 +209,9 @@ class KernelPool:
             The number of such blocks, per segment.
 
         Raises:
-            ValueError: for a segment that cannot be right (null or unaligned address, unknown form or dtype).
+            ValueError: for a segment that cannot be right (null or unaligned address, unknown rule, form or dtype).
         """
-        return _kernels.adamw_update(self._threads, self._isa, segments)
+        return _kernels.update(self._threads, self._isa, segments)
 
     def split(
         self, src: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor] | None = None

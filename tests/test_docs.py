@@ -91,7 +91,7 @@ def test_claims_are_found():
     """The two tests above would pass on pages in which they find nothing."""
     found = [name for path, name in claims(ROOT / "docs" / "architecture.md")]
     assert len(found) > 40
-    assert {"OffloadAdamW.step", "adamw_loop", "Ring::serve"} <= set(found)
+    assert {"OffloadOptimizer.step", "update_loop", "Ring::serve"} <= set(found)
     assert not is_defined(ROOT / "optim" / "adamw.py", "OffloadAdamW.stepp")
     assert not is_defined(ROOT / "aio_native" / "src" / "ring.cpp", "Ring::serves")
 

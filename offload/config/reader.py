@@ -1,6 +1,6 @@
 """From a user's file or dict to a section: what a section is, and how everything wrong becomes one `ConfigError`.
 
-Nothing here knows a key by name: the models (`offload.config.section`, `offload.config.training`) say which keys there
+Nothing here knows a key by name: the models (`offload.config.section` and those it is made of) say which keys there
 are, which of DeepSpeed's are accepted without effect and which are refused, and this module says so to the user.
 """
 
@@ -49,9 +49,15 @@ _BUDGET_SCHEMA = {"type": ["integer", "string"], "minimum": _LEAST_BUDGET}
 ByteBudget = Annotated[int | Literal["auto"], PlainValidator(_budget), WithJsonSchema(_BUDGET_SCHEMA)]
 
 
-def key(default: object, write: str, deepspeed: str = "", unit: str = "", **limits: Any) -> Any:
-    """One key: its default, what may be written, its DeepSpeed equivalent (and default there), its unit."""
-    shown = "none" if default in (None, ()) else json.dumps(default)
+def key(
+    default: object, write: str, deepspeed: str = "", unit: str = "", *, shown: str | None = None, **limits: Any
+) -> Any:
+    """One key: its default, what may be written, its DeepSpeed equivalent (and default there), its unit.
+
+    `shown` is what people read as its default, where `default` itself says nothing.
+    """
+    if shown is None:
+        shown = "none" if default in (None, ()) else json.dumps(default)
     extra: dict[str, Any] = {"x-write": write, "x-deepspeed": deepspeed, "x-unit": unit, "x-default": shown}
     if unit == "bytes" and isinstance(default, int):
         extra |= {"type": ["integer", "string"], "x-default": format_bytes(default)}

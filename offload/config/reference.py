@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nvme_offload.offload.config.optimizer import OPTIMIZERS, OptimizerParams
 from nvme_offload.offload.config.reader import WRAPPER, Section, sections
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.units import format_bytes
@@ -16,9 +17,9 @@ from nvme_offload.offload.units import format_bytes
 _INTRODUCTION = """\
 # Configuration
 
-This page is generated from the models in `offload/config/section.py` and `offload/config/training.py`; do not edit it.
-After a change there run `python -m nvme_offload.offload.config.reference > docs/configuration.md`, and the same with
-`--schema` for `docs/configuration.schema.json`, the JSON schema that editors use to check and complete a file.
+This page is generated from the models in `offload/config`; do not edit it. After a change there run
+`python -m nvme_offload.offload.config.reference > docs/configuration.md`, and the same with `--schema` for
+`docs/configuration.schema.json`, the JSON schema that editors use to check and complete a file.
 
 ## Usage
 
@@ -62,10 +63,10 @@ where this page does not list it as a value. `null` is a section that is not the
 A file may hold the section inside one table or object named `deepspeed`, with nothing beside it, so that
 `[deepspeed.zero_optimization]` in TOML means `[zero_optimization]`.
 
-`OffloadAdamW` by itself reads `zero_optimization`, `offload_gradients`, `host_budget`, `aio` and `gradient_clipping`;
+An optimizer by itself reads `zero_optimization`, `offload_gradients`, `host_budget`, `aio` and `gradient_clipping`;
 `stage` and `gradient_accumulation_steps` only to know what a step moves. All the rest is for `nvme_offload.initialize`.
 `OffloadConfig.batch_sizes(world_size)` completes and checks the three batch keys, `compute_dtype` and `autocast_dtype`
-say what the precision keys amount to, `optimizer.hyperparameters` are `OffloadAdamW`'s arguments.
+say what the precision keys amount to, `optimizer.hyperparameters` are the optimizer's arguments.
 
 | What goes together | `gradient_accumulation_dtype` | `communication_data_type` |
 |---|---|---|
@@ -76,6 +77,9 @@ say what the precision keys amount to, `optimizer.hyperparameters` are `OffloadA
 
 Only one of the three may be enabled. All other combinations are errors that name both keys.
 """
+_BY_TYPE = """\
+| `optimizer.type` | `optimizer.params`, and their defaults |
+|---|---|"""
 _IGNORED = """\
 ## DeepSpeed keys without meaning here
 
@@ -113,6 +117,11 @@ def _lines() -> Iterator[str]:
         yield f"## {f'`{prefix[:-1]}`' if prefix else 'Top level'}\n\n{model.__doc__}\n\n{_TABLE}"
         yield from _rows(prefix, model)
         yield ""
+        if model is OptimizerParams:
+            yield _BY_TYPE
+            for name, params in OPTIMIZERS.items():
+                yield f"| `{name}` | {', '.join(f'`{key}`: {json.dumps(value)}' for key, value in params.items())} |"
+            yield ""
     yield _IGNORED
     for prefix, model in sections(OffloadConfig):
         yield from _grouped(prefix, model.IGNORED)

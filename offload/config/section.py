@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from nvme_offload.offload.config.optimizer import OptimizerConfig
 from nvme_offload.offload.config.reader import (
     WRAPPER,
     ByteBudget,
@@ -32,7 +33,6 @@ from nvme_offload.offload.config.training import (
     DType,
     Fp16Config,
     HalfDType,
-    OptimizerConfig,
     SchedulerConfig,
     TorchAutocastConfig,
     complete_batch_sizes,

@@ -1,4 +1,4 @@
-"""The sections that only `nvme_offload.initialize` reads: precision, optimizer and learning-rate schedule."""
+"""The sections that only `nvme_offload.initialize` reads, without the optimizer: precision, learning-rate schedule."""
 
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -104,64 +104,6 @@ class TorchAutocastConfig(Section):
     def _agree(self) -> Self:
         if self.enabled and self.dtype is None:
             raise contradiction("dtype", 'enabled = true needs it; write "bfloat16" or "float16"')
-        return self
-
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimizerParams(Section):
-    """Hyperparameters of the optimizer, in torch's spelling."""
-
-    lr: float = key(1e-3, "a number, 0 or more", "same", ge=0)
-    """Learning rate, 0 or more; a scheduler changes it."""
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = key(
-        (0.9, 0.999), "two numbers, each 0 or more and below 1, as [0.9, 0.999]", "same"
-    )
-    """Decay of the first and the second moment: two numbers, each 0 or more and below 1."""
-    eps: float = key(1e-8, "a number, 0 or more", "same", ge=0)
-    """Added to the denominator, 0 or more."""
-    weight_decay: float = key(0.0, "a number, 0 or more", "same", ge=0)
-    """Decoupled weight decay, 0 or more. The default is DeepSpeed's; `OffloadAdamW` by itself has torch's 0.01."""
-    adam_w_mode: bool = key(True, "true or false", "same")
-    """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, which is accepted where
-    `weight_decay` is 0, because there it is the same."""
-
-    IGNORED: ClassVar = {"torch_adam": "the update is always this package's own kernel, and its result is torch's"}
-    ONLY: ClassVar = {
-        "amsgrad": (False, "there is no AMSGrad"),
-        "bias_correction": (True, "the moments are always corrected"),
-    }
-    REFUSED: ClassVar = {"max_grad_norm": "write gradient_clipping at the top level"}
-
-
-_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
-OptimizerType = Annotated[
-    Literal["AdamW", "Adam"],
-    BeforeValidator(lambda value: _OPTIMIZERS.get(value.lower(), value) if isinstance(value, str) else value),
-]
-
-
-class OptimizerConfig(Section):
-    """The optimizer that `initialize` makes."""
-
-    type: OptimizerType = key("AdamW", "one of these", "same, no default")
-    """The optimizer. `Adam` is AdamW too, as in DeepSpeed, unless `params.adam_w_mode` is `false`."""
-    params: OptimizerParams = OptimizerParams()
-    """Hyperparameters of the optimizer, in torch's spelling."""
-
-    IGNORED: ClassVar = {"legacy_fusion": "the update is always this package's own kernel"}
-
-    @property
-    def hyperparameters(self) -> dict[str, Any]:
-        """Keyword arguments for `OffloadAdamW`."""
-        return self.params.model_dump(exclude={"adam_w_mode"})
-
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        if self.type == "Adam" and not self.params.adam_w_mode and self.params.weight_decay:
-            why = f"L2 with params.weight_decay = {self.params.weight_decay} is not there"
-            raise contradiction("params.adam_w_mode", f"{why}; write true, or a weight_decay of 0")
         return self
 
 

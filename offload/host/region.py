@@ -47,7 +47,7 @@ class HostRegion:
     """
 
     def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.size_bytes = max(-(-size_bytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
         huge = self.size_bytes >= HUGE_PAGE_BYTES
         mapped_bytes = self.size_bytes + (HUGE_PAGE_BYTES if huge else 0)  # the slack is address space, never touched
         try:

@@ -42,7 +42,7 @@ from nvme_offload.optim.checkpoint.places import (
     pieces,
 )
 from nvme_offload.optim.layout.flat import is_dense
-from nvme_offload.optim.state.entries import MOMENTS, entry_names
+from nvme_offload.optim.state.entries import entry_names
 from nvme_offload.optim.state.store import StateStore
 
 _MODEL, _OPTIMIZER = "model", "optim.state"
@@ -107,7 +107,7 @@ def contents_of(model: nn.Module, store: StateStore, window: TierWindow) -> Cont
         index = store.indices.get(value)
         if index is not None:
             contents.names[index] = name
-        has_master = index is not None and "master" in entry_names(store.table.params[index])
+        has_master = index is not None and "master" in entry_names(store, index)
         entry = contents.add(Kind(value.shape, torch.float32 if has_master else value.dtype), _MODEL, name)
         if not has_master:
             contents.items += _plain_items(entry, value)
@@ -117,8 +117,8 @@ def contents_of(model: nn.Module, store: StateStore, window: TierWindow) -> Cont
         contents.steps[index] = torch.tensor(float(store.steps[index]))
         entry = contents.add(Kind(torch.Size(()), torch.float32), _OPTIMIZER, name, "step")
         contents.items += _plain_items(entry, contents.steps[index])
-        for moment in MOMENTS:
-            contents.add(Kind(store.table.leaves[index].shape, torch.float32), _OPTIMIZER, name, moment)
+        for state in store.rule_of(index).states:
+            contents.add(Kind(store.table.leaves[index].shape, torch.float32), _OPTIMIZER, name, state.name)
     contents.items += _tier_items(store, window, contents.names)
     return contents
 
@@ -142,9 +142,7 @@ def _tier_items(store: StateStore, window: TierWindow, names: Mapping[int, str])
     for slot in store.slots:
         for run in slot.subgroup.runs:
             for piece in pieces(run):
-                for section in ("master", *MOMENTS):
-                    if slot.subgroup.section(section) is None:
-                        continue
+                for section in slot.subgroup.sections:
                     name = names[run.param]
                     entry = f"{_MODEL}.{name}" if section == "master" else f"{_OPTIMIZER}.{name}.{section}"
                     place = OnTier(window, slot, piece, section)

@@ -127,7 +127,7 @@ class TierWindow:
 
 
 class OnTier:
-    """One section (``master`` or a moment) of a piece of a run.
+    """One section (``master`` or a state) of a piece of a run.
 
     Args:
         window: to reach the state through.
@@ -141,32 +141,34 @@ class OnTier:
         self._slot = slot
         self._run = run
         self._name = name
-        self._master: torch.Tensor | None = None
+        self._copy: torch.Tensor | None = None
         self.start = run.start
 
     def read(self) -> torch.Tensor:
-        """The moment where it lies in the state, or the master joined."""
+        """The state where it lies, or the master joined."""
         store, slot = self._window.store, self._slot
         if slot.residency is not Residency.UNBORN:
             return read_run(store, slot, self._window.read(slot), self._run, self._name)
-        if self._name != "master":
-            return torch.zeros(self._run.numel)
+        for state in slot.subgroup.rule.states:
+            if state.name == self._name:
+                return torch.full((self._run.numel,), state.birth)
         return store.table.copy_of(self._run).float()
 
     def open(self) -> torch.Tensor:
-        """The moment where it lies in the state, or a copy of the master."""
+        """The state where it lies, or a copy of what is not fp32 there."""
         memory = self._window.change(self._slot)
         values = read_run(self._window.store, self._slot, memory, self._run, self._name)
-        if self._name == "master":
-            self._master = values
+        dtype, _ = self._slot.subgroup.sections[self._name]
+        if self._name == "master" or dtype is not torch.float32:
+            self._copy = values
         return values
 
     def leave(self) -> None:
-        """Split the master; a moment is where it belongs."""
-        if self._master is not None:
+        """Write a copy back; a state in fp32 is where it belongs."""
+        if self._copy is not None:
             memory = self._window.change(self._slot)
-            write_run(self._window.store, self._slot, memory, self._run, self._name, self._master)
-            self._master = None
+            write_run(self._window.store, self._slot, memory, self._run, self._name, self._copy)
+            self._copy = None
 
 
 def pieces(run: Run) -> list[Run]:

@@ -15,14 +15,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from nvme_offload.offload.errors import CheckpointError
-from nvme_offload.optim.adamw import OffloadAdamW
 from nvme_offload.optim.checkpoint.contents import Contents
-from nvme_offload.optim.hyperparameters import check_hyperparameters
+from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.warn import warn_user
 
 FORMAT = 1
 STATE, OBJECTS = "state.json", "objects.pt"
+_FIRST_OPTIMIZER = "AdamW"  # of checkpoints that do not name theirs: there was no other
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Training:
     """What a checkpoint is of."""
 
     model: nn.Module
-    optimizer: OffloadAdamW
+    optimizer: OffloadOptimizer
     lr_scheduler: LRScheduler | None
     loss_scaler: LossScaler | None
     global_steps: int
@@ -64,6 +64,7 @@ def state_json(training: Training, contents: Contents) -> bytes:
         "global_steps": training.global_steps,
         "loss_scale": training.loss_scaler.state_dict() if training.loss_scaler else None,
         "lr_scheduler": type(scheduler).__name__ if scheduler else None,
+        "optimizer": training.optimizer.rule.name,
         "param_groups": [
             {"params": names, "options": _options(group, number)}
             for number, (group, names) in enumerate(
@@ -111,6 +112,7 @@ def read_state(folder: Path, training: Training, contents: Contents) -> RunState
             raise CheckpointError(folder / STATE, f"has format {state['format']}; this version reads {FORMAT}")
         groups = [(group["params"], dict(group["options"])) for group in state["param_groups"]]
         loss_scale, kind, global_steps = state["loss_scale"], state["lr_scheduler"], int(state["global_steps"])
+        optimizer = state.get("optimizer", _FIRST_OPTIMIZER)
     except (ValueError, LookupError, TypeError) as error:
         raise CheckpointError(folder / STATE, f"is not the state of a run: {error!r}") from error
     try:
@@ -119,6 +121,8 @@ def read_state(folder: Path, training: Training, contents: Contents) -> RunState
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(folder / OBJECTS, f"cannot be loaded without running code: {reason}") from error
+    if optimizer != (rule := training.optimizer.rule.name):
+        raise ValueError(f"the checkpoint is of a run with {optimizer}, this run has {rule}; nothing was changed")
     own = type(training.lr_scheduler).__name__ if training.lr_scheduler else None
     if kind and own and kind != own:
         raise ValueError(f"the checkpoint has the schedule of a {kind}, this run a {own}; nothing was changed")
@@ -151,7 +155,7 @@ def _apply(what: str, own: LRScheduler | LossScaler | None, saved: dict[str, Any
         warn_user(f"the checkpoint has {what} and this run has none: it is left out")
 
 
-def names_of_groups(optimizer: OffloadAdamW, contents: Contents) -> list[list[str]]:
+def names_of_groups(optimizer: OffloadOptimizer, contents: Contents) -> list[list[str]]:
     """Qualified names of the parameters of each parameter group."""
     indices = optimizer._store.indices
     return [[contents.names[indices[param]] for param in group["params"]] for group in optimizer.param_groups]
@@ -192,7 +196,7 @@ def _matched(
                 "nothing was changed"
             )
         typed = {key: _retyped(value, group.get(key)) for key, value in options.items()}
-        check_hyperparameters({**group, **typed}, number)
+        training.optimizer.check_group({**group, **typed}, number)
         matched.append(typed)
     return matched
 

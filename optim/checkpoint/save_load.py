@@ -138,7 +138,7 @@ def load(training: Training, root: Path, tag: str | None) -> Loaded | None:
 
     metadata, state = on_every_rank(compare, group)
     store.pipeline.forget_failures()
-    store.unfinished = UnfinishedStep.of_load(split=store.has_split_params)
+    store.unfinished = UnfinishedStep.of_load(split=store.has_split_params, owner=store.owner)
     planner = StreamedLoadPlanner(contents)
 
     def finish() -> None:

@@ -117,7 +117,7 @@ def flat_grad(leaf: torch.Tensor, name: str) -> torch.Tensor | None:
     grad, param = local_tensor(sharded), storage_of(leaf)
     if grad.layout is not torch.strided:
         raise ValueError(
-            f"the gradient of {name} is sparse ({grad.layout}): AdamW needs dense gradients; build the module with "
+            f"the gradient of {name} is sparse ({grad.layout}): dense gradients are needed; build the module with "
             "sparse=False, or give this parameter to torch.optim.SparseAdam"
         )
     if grad.dtype not in GRAD_DTYPES:

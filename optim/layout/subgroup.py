@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from nvme_offload.optim.kernels import BLOCK_NUMEL, MasterForm
+from nvme_offload.optim.rules.rule import State, UpdateRule
 
 SECTION_ALIGNMENT = 64
 """Every section of an extent and every run in it starts at a cache line."""
@@ -23,10 +24,10 @@ FORM_OF_DTYPE = {
 MASTER_DTYPE = {MasterForm.SPLIT: torch.uint16, MasterForm.FULL: torch.float32, MasterForm.ITSELF: None}
 
 
-def state_itemsize(form: MasterForm) -> int:
-    """Bytes of state per parameter on the tier: 10 for bf16, 12 for fp16, 8 for fp32."""
+def state_itemsize(form: MasterForm, states: Sequence[State]) -> int:
+    """Bytes of state per parameter on the tier: with two fp32 states 10 for bf16, 12 for fp16, 8 for fp32."""
     dtype = MASTER_DTYPE[form]
-    return 8 + (dtype.itemsize if dtype else 0)
+    return sum(state.dtype.itemsize for state in states) + (dtype.itemsize if dtype else 0)
 
 
 class Run(NamedTuple):
@@ -50,8 +51,8 @@ class Run(NamedTuple):
 class Subgroup:
     """A fixed set of runs whose state is read, updated and written together.
 
-    Its extent is ``[master | exp_avg | exp_avg_sq]``, each section `padded_numel` elements long. The master section
-    holds the lower halves of split master weights (uint16), full master weights (fp32), or nothing where the
+    Its extent is the master section, then one for each state of the rule, each `padded_numel` elements long. The master
+    section holds the lower halves of split master weights (uint16), full master weights (fp32), or nothing where the
     parameter is fp32 itself.
     """
 
@@ -59,6 +60,7 @@ class Subgroup:
     group: int
     """Index of the parameter group; a subgroup never crosses two."""
     form: MasterForm
+    rule: UpdateRule
     runs: tuple[Run, ...]
     block: int = -1
     """Block of the parameter and gradient tiers; a subgroup never crosses two. -1: of none."""
@@ -77,16 +79,19 @@ class Subgroup:
     @property
     def size_bytes(self) -> int:
         """Bytes of the extent."""
-        return self.padded_numel * state_itemsize(self.form)
+        return self.padded_numel * state_itemsize(self.form, self.rule.states)
 
-    def section(self, name: str) -> tuple[torch.dtype, int] | None:
-        """Dtype and byte offset of ``master``, ``exp_avg`` or ``exp_avg_sq``; None where there is no master section."""
-        master_dtype = MASTER_DTYPE[self.form]
-        master_bytes = self.padded_numel * (master_dtype.itemsize if master_dtype else 0)
-        if name == "master":
-            return (master_dtype, 0) if master_dtype else None
-        offset = {"exp_avg": master_bytes, "exp_avg_sq": master_bytes + 4 * self.padded_numel}[name]
-        return torch.float32, offset
+    @property
+    def sections(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Dtype and byte offset of ``master``, where there is such a section, and of each state, by name."""
+        dtype = MASTER_DTYPE[self.form]
+        dtypes = {"master": dtype} if dtype else {}
+        dtypes |= {state.name: state.dtype for state in self.rule.states}
+        found, offset = {}, 0
+        for name, dtype in dtypes.items():
+            found[name] = dtype, offset
+            offset += self.padded_numel * dtype.itemsize
+        return found
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class ParamToPlace:
     group: int
     numel: int
     dtype: torch.dtype
+    rule: UpdateRule
     block: int = -1
 
 
@@ -115,20 +121,21 @@ def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: in
     """
     subgroups: list[Subgroup] = []
     pending: list[Run] = []
-    current: tuple[int, MasterForm, int] | None = None
+    current: tuple[int, MasterForm, UpdateRule, int] | None = None
 
     def close() -> None:
         if pending and current:
-            group, form, block = current
-            subgroups.append(Subgroup(first + len(subgroups), group, form, tuple(pending), block))
+            group, form, rule, block = current
+            subgroups.append(Subgroup(first + len(subgroups), group, form, rule, tuple(pending), block))
         pending.clear()
 
     for param in params:
-        kind = (param.group, FORM_OF_DTYPE[param.dtype], param.block)
+        kind = (param.group, FORM_OF_DTYPE[param.dtype], param.rule, param.block)
         if kind != current:
             close()
             current = kind
-        capacity = min(max_bytes // state_itemsize(kind[1]), _round_up(max_numel, BLOCK_NUMEL))
+        itemsize = state_itemsize(kind[1], param.rule.states)
+        capacity = min(max_bytes // max(itemsize, 1), _round_up(max_numel, BLOCK_NUMEL))
         start = 0
         while start < param.numel:
             at = _end_of(pending)

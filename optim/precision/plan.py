@@ -18,6 +18,7 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.optim.kernels import MasterForm
 from nvme_offload.optim.layout.subgroup import state_itemsize
 from nvme_offload.optim.precision.text import PlanRow, as_text, name_pattern
+from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.warn import warn_user
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -221,7 +222,7 @@ def _bytes(config: OffloadConfig, param: nn.Parameter, precision: ParameterPreci
     for tier, size in (
         (storage, precision.storage.itemsize),
         (gradient, precision.accumulate.itemsize),
-        (state, state_itemsize(precision.master)),
+        (state, state_itemsize(precision.master, rule_of(config.optimizer).states)),
     ):
         sizes[tier] = sizes.get(tier, 0) + size
     return sizes

@@ -1,1 +1,1 @@
-"""Update rules: what one optimizer adds to the house."""
+"""Update rules: what an optimizer keeps for each element of a parameter, and what it does with a gradient."""

@@ -12,22 +12,22 @@ constexpr std::size_t kBlockNumel = 65536;
 enum MasterForm { kSplit, kFull, kItself, kNumMasterForms };
 enum GradDtype { kFp32, kBf16, kFp16, kNumGradDtypes };
 
-struct AdamWScalars {
-  float decay;             // 1 - lr * weight_decay
-  float beta1_complement;  // 1 - beta1
-  float beta2;
-  float beta2_complement;  // 1 - beta2
-  float step_size;         // lr / (1 - beta1^step)
-  float bias_correction2_sqrt;
-  float eps;
-  float grad_scale;  // unscaling and clipping in one factor; negative to maximize
+constexpr std::size_t kMaxStates = 4;
+
+// One step over a run of elements. grad_scale is unscaling and clipping in one factor, negative to maximize.
+using Update = void (*)(void* param, void* master, const void* grad, float* const* states, std::size_t numel,
+                        float grad_scale, const float* scalars);
+
+// The kernels of one update rule. What its states and scalars mean, only the rule knows: see rules/ and optim/rules.
+struct RuleKernels {
+  const char* name;
+  std::size_t num_states, num_scalars;
+  Update update[kNumMasterForms][kNumGradDtypes];
 };
 
 struct KernelTable {
-  using AdamW = void (*)(void* param, void* master, const void* grad, float* exp_avg, float* exp_avg_sq,
-                         std::size_t numel, const AdamWScalars&);
-
-  AdamW adamw[kNumMasterForms][kNumGradDtypes];
+  const RuleKernels* rules;
+  std::size_t num_rules;
   void (*split)(const float* src, std::uint16_t* hi, std::uint16_t* lo, std::size_t numel);
   void (*join)(const std::uint16_t* hi, const std::uint16_t* lo, float* dst, std::size_t numel);
   void (*fp16_to_fp32)(const std::uint16_t* src, float* dst, std::size_t numel);

@@ -52,15 +52,24 @@ void check_address(const char* name, Address address, std::size_t itemsize, std:
   }
 }
 
-void check(const Segment& s) {
+void check_count(const std::string& rule, const char* what, std::size_t given, std::size_t wanted) {
+  if (given == wanted) return;
+  throw std::invalid_argument(rule + " takes " + std::to_string(wanted) + " " + what + ", not " +
+                              std::to_string(given));
+}
+
+void check(const Segment& s, const KernelTable& kernels) {
   check_numel(s.numel);
+  check_choice("rule", s.rule, static_cast<int>(kernels.num_rules));
+  const RuleKernels& rule = kernels.rules[s.rule];
+  check_count(rule.name, "states", s.states.size(), rule.num_states);
+  check_count(rule.name, "scalars", s.scalars.size(), rule.num_scalars);
   check_choice("form", s.form, kNumMasterForms);
   check_choice("grad_dtype", s.grad_dtype, kNumGradDtypes);
   check_address("param", s.param, kParamSize[s.form], s.numel);
   check_address("grad", s.grad, kGradSize[s.grad_dtype], s.numel);
   check_address("master", s.master, kMasterSize[s.form], s.numel);
-  check_address("exp_avg", s.exp_avg, sizeof(float), s.numel);
-  check_address("exp_avg_sq", s.exp_avg_sq, sizeof(float), s.numel);
+  for (const Address state : s.states) check_address("state", state, sizeof(float), s.numel);
   if (s.checksums != 0) check_address("checksums", s.checksums, sizeof(std::uint64_t), s.numel);
 }
 
@@ -74,7 +83,7 @@ void master_from_param(const KernelTable& kernels, const Segment& s, const Block
 }
 
 // Returns whether the parameter was found changed.
-bool update_block(const KernelTable& kernels, const Segment& s, std::size_t index) {
+bool update_block(const KernelTable& kernels, const Segment& s, Update update, std::size_t index) {
   const Block block(index, s.numel);
   const std::size_t param_bytes = block.numel * kParamSize[s.form];
   void* param = bytes_at(s.param, block.first * kParamSize[s.form]);
@@ -82,29 +91,39 @@ bool update_block(const KernelTable& kernels, const Segment& s, std::size_t inde
 
   const bool changed = stored && kernels.checksum(param, param_bytes) != *stored;
   if (changed) master_from_param(kernels, s, block);
-  kernels.adamw[s.form][s.grad_dtype](param, bytes_at(s.master, block.first * kMasterSize[s.form]),
-                                      bytes_at(s.grad, block.first * kGradSize[s.grad_dtype]),
-                                      pointer<float>(s.exp_avg, block.first),
-                                      pointer<float>(s.exp_avg_sq, block.first), block.numel, s.scalars);
+  float* states[kMaxStates] = {};
+  for (std::size_t k = 0; k < s.states.size(); ++k) states[k] = pointer<float>(s.states[k], block.first);
+  update(param, bytes_at(s.master, block.first * kMasterSize[s.form]),
+         bytes_at(s.grad, block.first * kGradSize[s.grad_dtype]), states, block.numel, s.grad_scale,
+         s.scalars.data());
   if (stored) *stored = kernels.checksum(param, param_bytes);
   return changed;
 }
 
 }  // namespace
 
-std::vector<std::int64_t> adamw_update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments) {
+std::vector<std::string> rules() {
+  const KernelTable& kernels = kernel_table(available_isas().front());
+  std::vector<std::string> names;
+  for (std::size_t k = 0; k < kernels.num_rules; ++k) names.emplace_back(kernels.rules[k].name);
+  return names;
+}
+
+std::vector<std::int64_t> update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments) {
   const KernelTable& kernels = kernel_table(isa);
   // Blocks of all segments in one row, so that many small segments share the threads as well as one large segment does.
   std::vector<std::size_t> first_block = {0};
+  std::vector<Update> updates;
   for (const Segment& s : segments) {
-    if (s.grad != 0) check(s);
+    if (s.grad != 0) check(s, kernels);
+    updates.push_back(s.grad != 0 ? kernels.rules[s.rule].update[s.form][s.grad_dtype] : nullptr);
     first_block.push_back(first_block.back() + (s.grad != 0 ? num_blocks(s.numel) : 0));
   }
   std::vector<std::uint8_t> changed(first_block.back());
   pool.parallel_for(changed.size(), [&](std::size_t i) {
     const auto after = std::upper_bound(first_block.begin(), first_block.end(), i);
     const auto segment = static_cast<std::size_t>(after - first_block.begin()) - 1;
-    changed[i] = update_block(kernels, segments[segment], i - first_block[segment]);
+    changed[i] = update_block(kernels, segments[segment], updates[segment], i - first_block[segment]);
   });
   std::vector<std::int64_t> num_changed;
   for (std::size_t k = 0; k < segments.size(); ++k) {

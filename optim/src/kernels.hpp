@@ -13,23 +13,27 @@ namespace optim {
 
 using Address = std::uintptr_t;
 
+// Names of the update rules that have kernels, in the order of Segment::rule.
+std::vector<std::string> rules();
+
 // A run of elements of one parameter, starting at a multiple of kBlockNumel within it.
 struct Segment {
-  Address param;       // kSplit: bf16, the upper half; kFull: fp16; kItself: fp32
-  Address grad;        // of grad_dtype, or 0: no gradient, the segment is left as it is
-  Address master;      // kSplit: uint16, the lower half; kFull: fp32; kItself: 0
-  Address exp_avg;     // fp32
-  Address exp_avg_sq;  // fp32
-  Address checksums;   // uint64 per block, of the parameter as the last update left it; or 0: changes are not looked for
+  Address param;   // kSplit: bf16, the upper half; kFull: fp16; kItself: fp32
+  Address grad;    // of grad_dtype, or 0: no gradient, the segment is left as it is
+  Address master;  // kSplit: uint16, the lower half; kFull: fp32; kItself: 0
+  std::vector<Address> states;  // fp32, those of the rule in its order
+  Address checksums;  // uint64 per block, of the parameter as the last update left it; or 0: changes are not looked for
   std::int64_t numel;
   int form;        // MasterForm
   int grad_dtype;  // GradDtype
-  AdamWScalars scalars;
+  int rule;        // index in rules()
+  float grad_scale;
+  std::vector<float> scalars;  // those of the rule in its order
 };
 
 // One optimizer step for every segment. Returns, per segment, the number of blocks whose parameter somebody changed since
 // the checksums were taken: there the parameter as found is the truth, and the master is made from it before the update.
-std::vector<std::int64_t> adamw_update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments);
+std::vector<std::int64_t> update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments);
 
 void split(ThreadPool& pool, const std::string& isa, Address src, Address hi, Address lo, std::int64_t numel);
 void join(ThreadPool& pool, const std::string& isa, Address hi, Address lo, Address dst, std::int64_t numel);

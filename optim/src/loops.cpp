@@ -3,6 +3,8 @@
 //
 // Nothing in this file may have external linkage but the table. An inline function shared with another file (std::sqrt,
 // std::bit_cast) would be emitted once for all ISAs, possibly with instructions that this machine does not have.
+#include <utility>
+
 #include "kernel_table.hpp"
 
 namespace optim {
@@ -150,34 +152,54 @@ struct ItselfMaster {
 // IEEE leaves the sign and payload of a NaN to the order of operands, and so to the compiler: store one NaN for all.
 float settle(float value) { return float_of(select(is_nan(bits_of(value)), kQuietNan, bits_of(value))); }
 
-// torch's for-loop AdamW (torch/optim/adam.py, _single_tensor_adam), operation by operation. Its bits differ in places
-// because its lerp and addcmul are compiled to fused multiply-adds on some machines.
-template <class Form, class Grad>
-void adamw_loop(typename Form::Param* __restrict param, typename Form::Master* __restrict master,
-                const typename Grad::Element* __restrict grad, float* __restrict exp_avg,
-                float* __restrict exp_avg_sq, size_t numel, const AdamWScalars s) {
-  // torch.lerp starts at the nearer end: with a weight of 1 the result is the gradient exactly.
-  const bool near_grad = s.beta1_complement >= 0.5f;
-  const float weight = near_grad ? s.beta1_complement - 1.0f : s.beta1_complement;
+template <class Rule, class Form, class Grad, size_t... k, class... State>
+void update_loop(std::index_sequence<k...>, typename Form::Param* __restrict param,
+                 typename Form::Master* __restrict master, const typename Grad::Element* __restrict grad, size_t numel,
+                 float grad_scale, const Rule rule, State* __restrict... states) {
   for (size_t i = 0; i < numel; ++i) {
-    const float g = Grad::load(grad[i]) * s.grad_scale;
-    const float m_old = exp_avg[i];
-    const float m = (near_grad ? g : m_old) + weight * (g - m_old);
-    const float v = exp_avg_sq[i] * s.beta2 + (s.beta2_complement * g) * g;
-    const float denom = __builtin_sqrtf(v) / s.bias_correction2_sqrt + s.eps;
-    const float p = Form::load(param, master, i) * s.decay - (s.step_size * m) / denom;
-    exp_avg[i] = settle(m);
-    exp_avg_sq[i] = settle(v);
-    Form::store(settle(p), param, master, i);
+    float state[] = {states[i]..., 0.0f};  // registers: a store to memory before the last load would cost a reload
+    const float weight = rule(Grad::load(grad[i]) * grad_scale, Form::load(param, master, i), state[k]...);
+    ((states[i] = settle(state[k])), ...);
+    Form::store(settle(weight), param, master, i);
   }
 }
 
-template <class Form, class Grad>
-void adamw(void* param, void* master, const void* grad, float* exp_avg, float* exp_avg_sq, size_t numel,
-           const AdamWScalars& scalars) {
-  adamw_loop<Form, Grad>(static_cast<typename Form::Param*>(param), static_cast<typename Form::Master*>(master),
-                         static_cast<const typename Grad::Element*>(grad), exp_avg, exp_avg_sq, numel, scalars);
+template <class Rule, class Form, class Grad, size_t... k>
+void update_run(std::index_sequence<k...> all, void* param, void* master, const void* grad, float* const* states,
+                size_t numel, float grad_scale, const Rule rule) {
+  update_loop<Rule, Form, Grad>(all, static_cast<typename Form::Param*>(param),
+                                static_cast<typename Form::Master*>(master),
+                                static_cast<const typename Grad::Element*>(grad), numel, grad_scale, rule,
+                                states[k]...);
 }
+
+template <class Rule, class Form, class Grad>
+void update(void* param, void* master, const void* grad, float* const* states, size_t numel, float grad_scale,
+            const float* scalars) {
+  update_run<Rule, Form, Grad>(std::make_index_sequence<Rule::kNumStates>(), param, master, grad, states, numel,
+                               grad_scale, Rule(scalars));
+}
+
+template <class Rule>
+constexpr RuleKernels kernels_of() {
+  static_assert(Rule::kNumStates <= kMaxStates);
+  return {Rule::kName,
+          Rule::kNumStates,
+          Rule::kNumScalars,
+          {{update<Rule, SplitMaster, Fp32Grad>, update<Rule, SplitMaster, Bf16Grad>, update<Rule, SplitMaster, Fp16Grad>},
+           {update<Rule, FullMaster, Fp32Grad>, update<Rule, FullMaster, Bf16Grad>, update<Rule, FullMaster, Fp16Grad>},
+           {update<Rule, ItselfMaster, Fp32Grad>,
+            update<Rule, ItselfMaster, Bf16Grad>,
+            update<Rule, ItselfMaster, Fp16Grad>}}};
+}
+
+template <class... Rule>
+struct RuleList {
+  static constexpr size_t kNumRules = sizeof...(Rule);
+  static constexpr RuleKernels kKernels[] = {kernels_of<Rule>()...};
+};
+
+#include "rules/all.hpp"
 
 // ---- reductions: explicit lanes, combined in a fixed order ----
 
@@ -240,9 +262,8 @@ double sq_sum(const void* data, size_t numel) {
 
 extern const KernelTable CONCAT(kernels_, KERNEL_ISA);  // a const object is internal unless declared so
 const KernelTable CONCAT(kernels_, KERNEL_ISA) = {
-    .adamw = {{adamw<SplitMaster, Fp32Grad>, adamw<SplitMaster, Bf16Grad>, adamw<SplitMaster, Fp16Grad>},
-              {adamw<FullMaster, Fp32Grad>, adamw<FullMaster, Bf16Grad>, adamw<FullMaster, Fp16Grad>},
-              {adamw<ItselfMaster, Fp32Grad>, adamw<ItselfMaster, Bf16Grad>, adamw<ItselfMaster, Fp16Grad>}},
+    .rules = AllRules::kKernels,
+    .num_rules = AllRules::kNumRules,
     .split = split_run,
     .join = join_run,
     .fp16_to_fp32 = fp16_to_fp32_run,

@@ -13,6 +13,7 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.kernels import MasterForm
 from nvme_offload.optim.layout.flat import flat_view, unflatten
 from nvme_offload.optim.layout.subgroup import FORM_OF_DTYPE, Run
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.masters import read_master, section_view, write_master
 from nvme_offload.optim.state.pipeline import Memory, holding
 from nvme_offload.optim.state.progress import UnfinishedStep
@@ -22,11 +23,9 @@ from nvme_offload.optim.tiers.gatherers import drop_gathered
 if TYPE_CHECKING:
     from nvme_offload.optim.state.store import StateStore
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 class ParamState(MutableMapping[str, Any]):
-    """State of one parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and, beside a 16-bit parameter, ``master``.
+    """State of one parameter: ``step``, the states of its rule and, beside a 16-bit parameter, ``master``.
 
     Reading a key fetches a copy from the tier: fp32 tensors in the parameter's shape on the CPU, ``step`` an fp32
     scalar as in torch. Assigning to a key writes through to the tier, ``master`` also to the parameter. Changing a
@@ -62,7 +61,7 @@ class ParamState(MutableMapping[str, Any]):
         return f"ParamState({', '.join(self._keys())}; read from the tier on access)"
 
     def _keys(self) -> tuple[str, ...]:
-        return entry_names(self._store.table.params[self._index])
+        return entry_names(self._store, self._index)
 
 
 class StateView(Mapping[torch.Tensor, ParamState]):
@@ -87,10 +86,11 @@ class StateView(Mapping[torch.Tensor, ParamState]):
         return isinstance(param, torch.Tensor) and self._store.indices.get(param) is not None
 
 
-def entry_names(param: torch.Tensor) -> tuple[str, ...]:
+def entry_names(store: StateStore, index: int) -> tuple[str, ...]:
     """Names of a parameter's state entries."""
-    master = () if FORM_OF_DTYPE[param.dtype] is MasterForm.ITSELF else ("master",)
-    return ("step", *master, *MOMENTS)
+    form = FORM_OF_DTYPE[store.table.params[index].dtype]
+    master = () if form is MasterForm.ITSELF else ("master",)
+    return ("step", *master, *(state.name for state in store.rule_of(index).states))
 
 
 def read_entries(store: StateStore, wanted: Mapping[int, Iterable[str]]) -> dict[int, dict[str, torch.Tensor]]:
@@ -123,13 +123,14 @@ def _as_sharded(local: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return sharded_like(local, leaf) if isinstance(leaf, DTensor) else local
 
 
-def fresh_entry(param: torch.Tensor, name: str) -> torch.Tensor:
-    """An entry of a parameter that was never updated: zero, but for the master, which is the parameter."""
+def fresh_entry(param: torch.Tensor, name: str, rule: UpdateRule) -> torch.Tensor:
+    """An entry of a parameter that was never updated: as the rule begins, and the master, which is the parameter."""
     if name == "step":
         return torch.zeros(())
     if name == "master":
         return unflatten(flat_view(param).cpu().float(), param)
-    return unflatten(torch.zeros(param.numel(), dtype=torch.float32), param)
+    [birth] = (state.birth for state in rule.states if state.name == name)
+    return unflatten(torch.full((param.numel(),), birth, dtype=torch.float32), param)
 
 
 def _room_for(store: StateStore, index: int, name: str) -> torch.Tensor:
@@ -147,7 +148,7 @@ def fresh_entry_of(store: StateStore, index: int, name: str) -> torch.Tensor:
     """
     param, lower = store.table.params[index], store.table.first_lower.get(index)
     if lower is None or name != "master":
-        return fresh_entry(param, name)
+        return fresh_entry(param, name, store.rule_of(index))
     upper = store.table.copy_of(Run(index, 0, param.numel(), 0))
     return unflatten(store.kernels.join(upper, lower), param)
 
@@ -182,7 +183,7 @@ def write_entries(store: StateStore, entries: Mapping[int, Mapping[str, torch.Te
 
     From the first change on the state is said to be unfinished; the caller takes that back.
     """
-    broken = store.unfinished or UnfinishedStep.of_load(split=store.has_split_params)
+    broken = store.unfinished or UnfinishedStep.of_load(split=store.has_split_params, owner=store.owner)
     masters = any("master" in named for named in entries.values())
     for slot in _slots_of(store, (index for index, named in entries.items() if named.keys() - {"step"})):
         with holding(store.pipeline, slot, change=True, load=not _sets_everything(slot, entries)) as memory:
@@ -204,7 +205,7 @@ def write_entries(store: StateStore, entries: Mapping[int, Mapping[str, torch.Te
 
 def _sets_everything(slot: SlotRecord, entries: Mapping[int, Mapping[str, torch.Tensor]]) -> bool:
     """Whether nothing of what the slot holds now is kept. Then it need not be readable either."""
-    sections = {name for name in ("master", *MOMENTS) if slot.subgroup.section(name)}
+    sections = slot.subgroup.sections.keys()
     return all(sections <= entries.get(run.param, {}).keys() for run in slot.subgroup.runs)
 
 
@@ -214,17 +215,17 @@ def _slots_of(store: StateStore, indices: Iterable[int]) -> list[SlotRecord]:
 
 
 def read_run(store: StateStore, slot: SlotRecord, memory: Memory, run: Run, name: str) -> torch.Tensor:
-    """Masters of a run, joined, or a moment as it lies in the state; fp32 [run.numel]."""
+    """Masters of a run, joined, or a state, where it lies if that is in fp32; fp32 [run.numel]."""
     if name == "master":
         return read_master(run, slot.subgroup, memory, store.table, store.kernels)
     section = section_view(slot.subgroup, memory, name, run)
     if section is None:
         raise StateError(name, "a section of this subgroup", "none")
-    return section
+    return section.float()
 
 
 def write_run(store: StateStore, slot: SlotRecord, memory: Memory, run: Run, name: str, values: torch.Tensor) -> None:
-    """Set the masters of a run, also in the parameter, or a moment; fp32 [run.numel]."""
+    """Set the masters of a run, also in the parameter, or a state; fp32 [run.numel]."""
     if name == "master":
         write_master(run, values, slot.subgroup, memory, store.table, store.kernels)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -13,7 +14,6 @@ from nvme_offload.offload.shards.param_tier import TieredUpper
 from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool, MasterForm, Segment, make_segment
 from nvme_offload.optim.layout.flat import Layout, flat_view, storage_of
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
-from nvme_offload.optim.rules.adamw_reference import AdamWScalars
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.pipeline import Memory
 from nvme_offload.optim.state.slots import SlotRecord
@@ -76,13 +76,21 @@ class ParamTable:
         return table[run.start // BLOCK_NUMEL : -(-run.stop // BLOCK_NUMEL)]
 
 
+class StepScalars(NamedTuple):
+    """What one update of a parameter takes besides tensors, each exactly an fp32 number."""
+
+    of_rule: tuple[float, ...]
+    grad_scale: float
+    """What the gradient is multiplied by: unscaling and clipping in one factor, negative to maximize."""
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """What a step needs besides the state; fixed when the step begins."""
 
     grads: Mapping[int, torch.Tensor]
     """Flat gradient by parameter index; parameters without a gradient are absent."""
-    scalars: Mapping[int, AdamWScalars]
+    scalars: Mapping[int, StepScalars]
     """By parameter index: the bias corrections follow each parameter's own step."""
 
 
@@ -92,18 +100,28 @@ def _flat(grad: torch.Tensor) -> torch.Tensor:
 
 
 def section_view(subgroup: Subgroup, memory: Memory, name: str, run: Run) -> torch.Tensor | None:
-    """A run's part of the section ``master``, ``exp_avg`` or ``exp_avg_sq``; None where there is no such section."""
-    section = subgroup.section(name)
+    """A run's part of the section ``master`` or of a state; None where there is no such section."""
+    section = subgroup.sections.get(name)
     if section is None:
         return None
     dtype, offset = section
     return memory.view(dtype, offset + run.at * dtype.itemsize, run.numel)
 
 
+def state_views(subgroup: Subgroup, memory: Memory, run: Run) -> list[torch.Tensor]:
+    """A run's part of every state of the rule, in the rule's order."""
+    places = [subgroup.sections[state.name] for state in subgroup.rule.states]
+    return [memory.view(dtype, offset + run.at * dtype.itemsize, run.numel) for dtype, offset in places]
+
+
 def give_birth(slot: SlotRecord, memory: Memory, table: ParamTable, pool: KernelPool) -> None:
-    """First state of a subgroup: zero moments, and masters equal to the parameters as they are now."""
+    """First state of a subgroup: as its rule begins, and masters equal to the parameters as they are now."""
     subgroup = slot.subgroup
     memory.view(torch.uint8, 0, subgroup.size_bytes).zero_()
+    for state in subgroup.rule.states:
+        if state.birth:
+            dtype, offset = subgroup.sections[state.name]
+            memory.view(dtype, offset, subgroup.padded_numel).fill_(state.birth)
     for run in subgroup.runs:
         checksums = table.checksums_of(run)
         if checksums is not None:
@@ -142,22 +160,20 @@ def update_subgroup(
         grad = _flat(inputs.grads[run.param])[run.start : run.stop]
         if copies is not None:
             param, grad = copies.param(run, param.dtype), copies.grad(run, grad.dtype)
-        exp_avg = section_view(subgroup, memory, "exp_avg", run)
-        exp_avg_sq = section_view(subgroup, memory, "exp_avg_sq", run)
-        assert exp_avg is not None
-        assert exp_avg_sq is not None
+        scalars = inputs.scalars[run.param]
         segments.append(
             make_segment(
                 param=param,
                 grad=grad,
                 master=section_view(subgroup, memory, "master", run),
-                exp_avg=exp_avg,
-                exp_avg_sq=exp_avg_sq,
+                states=state_views(subgroup, memory, run),
                 checksums=table.checksums_of(run),
-                scalars=inputs.scalars[run.param],
+                rule=subgroup.rule,
+                scalars=scalars.of_rule,
+                grad_scale=scalars.grad_scale,
             )
         )
-    changed_blocks = sum(pool.adamw_update(segments))
+    changed_blocks = sum(pool.update(segments))
     if mirror and copies is not None:
         mirror.store(subgroup, copies, table.params, inputs.grads)
     # The kernel writes by address: without this, a graph kept from before the step would use the new values unnoticed.

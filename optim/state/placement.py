@@ -13,14 +13,11 @@ from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit, plan_ti
 from nvme_offload.offload.units import MiB, format_bytes
 from nvme_offload.optim.kernels import BLOCK_NUMEL, MasterForm
 from nvme_offload.optim.layout.subgroup import Subgroup, state_itemsize
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.pipeline import KIND
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.tiers.units import STAGING
-
-_LARGEST_BLOCK_BYTES = BLOCK_NUMEL * state_itemsize(MasterForm.FULL)
-_MIRRORS_IN_BUFFERS = DeviceMirror.BYTES_PER_ELEMENT // state_itemsize(MasterForm.ITSELF)
-"""The mirrors of a CUDA device take as much memory as this many more staging buffers, at most."""
 
 
 class StatePlacement:
@@ -28,12 +25,17 @@ class StatePlacement:
 
     Args:
         config: the whole section. A host budget of "auto" is fixed here.
+        rule: of the optimizer; a group may have fewer states than it has at most.
 
     Raises:
         ConfigError: the staging budget does not hold one block for each buffer; names what is needed.
     """
 
-    def __init__(self, config: OffloadConfig) -> None:
+    def __init__(self, config: OffloadConfig, rule: UpdateRule) -> None:
+        self._largest_block_bytes = BLOCK_NUMEL * state_itemsize(MasterForm.FULL, rule.widest_states)
+        # The mirrors of a CUDA device take as much memory as this many more staging buffers, at most.
+        narrowest = max(state_itemsize(MasterForm.ITSELF, rule.states), 1)
+        self._mirrors_in_buffers = -(-DeviceMirror.BYTES_PER_ELEMENT // narrowest)
         self._section = config.zero_optimization.offload_optimizer
         self._on_nvme = self._section.device == "nvme"
         written = config.host_budget
@@ -57,9 +59,9 @@ class StatePlacement:
         num_buffers = self._section.buffer_count
         share = self._section.staging_budget // num_buffers
         if self.host_budget is not None:
-            num_shares = num_buffers + (_MIRRORS_IN_BUFFERS if with_mirrors else 0)
+            num_shares = num_buffers + (self._mirrors_in_buffers if with_mirrors else 0)
             share = min(share, (self.host_budget - host_state_bytes) // num_shares)
-        return max(share // mmap.PAGESIZE * mmap.PAGESIZE, _LARGEST_BLOCK_BYTES)
+        return max(share // mmap.PAGESIZE * mmap.PAGESIZE, self._largest_block_bytes)
 
     def plan(
         self,
@@ -90,7 +92,8 @@ class StatePlacement:
         units = list(blocks)
         units += [Unit(f"{STAGING} of {KIND}", STAGING, staging_bytes, tiers=("host",))] if staging_bytes else []
         units += [_unit(slot.subgroup, page, ("nvme",) if slot.extent else ("host",)) for slot in placed]
-        units += [_unit(subgroup, page, choice) for subgroup in new]
+        # Without a byte of state, as that of plain SGD over fp32 parameters, there is nothing to put on a drive.
+        units += [_unit(subgroup, page, choice if subgroup.size_bytes else ("host",)) for subgroup in new]
         plan = plan_tiers(units, {} if self.host_budget is None else {"host": self.host_budget})
         if plan.excess("host"):
             raise ConfigError([self._too_small(plan)])
@@ -98,8 +101,9 @@ class StatePlacement:
 
     def _check_staging_budget(self) -> None:
         section = self._section
-        if section.staging_budget // section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE < _LARGEST_BLOCK_BYTES:
-            needed = format_bytes(section.buffer_count * _LARGEST_BLOCK_BYTES)
+        share = section.staging_budget // section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE
+        if share < self._largest_block_bytes:
+            needed = format_bytes(section.buffer_count * self._largest_block_bytes)
             raise ConfigError(
                 [
                     "zero_optimization.offload_optimizer.staging_budget = "

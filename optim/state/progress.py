@@ -25,9 +25,12 @@ class UnfinishedStep:
         order: subgroups in the order of this step.
         inputs: gradients and scalars, as they were when the step began.
         split: whether there are split parameters, of which the state has a half.
+        owner: name of the optimizer, for messages.
     """
 
-    def __init__(self, number: int, order: Sequence[SlotRecord], inputs: StepInputs | None, *, split: bool) -> None:
+    def __init__(
+        self, number: int, order: Sequence[SlotRecord], inputs: StepInputs | None, *, split: bool, owner: str
+    ) -> None:
         self.number = number
         self.order = order
         self.inputs = inputs
@@ -38,12 +41,13 @@ class UnfinishedStep:
         self.changed_blocks = 0
         """Blocks of 65536 elements found changed by somebody else."""
         self._versions = _versions(inputs)
+        self._owner = owner
         self._checkpoint = _CHECKPOINT + (_MODEL_LAST if split else _MODEL_FIRST)
 
     @classmethod
-    def of_load(cls, *, split: bool) -> UnfinishedStep:
+    def of_load(cls, *, split: bool, owner: str) -> UnfinishedStep:
         """What an interrupted ``load_state_dict`` leaves: a state that is neither old nor new."""
-        broken = cls(0, [], None, split=split)
+        broken = cls(0, [], None, split=split, owner=owner)
         broken.updating = True
         return broken
 
@@ -69,7 +73,7 @@ class UnfinishedStep:
 
     def refusal(self, expected: str) -> StateError:
         """The error for whoever wants something that needs `expected`."""
-        return StateError("OffloadAdamW", expected, f"{self.situation}. {self.way_on}")
+        return StateError(self._owner, expected, f"{self.situation}. {self.way_on}")
 
     def check_resumable(self) -> StepInputs:
         """What the rest of the step works with.
@@ -81,7 +85,7 @@ class UnfinishedStep:
             raise self.refusal("a step that can be finished")
         if _versions(self.inputs) != self._versions:
             raise StateError(
-                "OffloadAdamW",
+                self._owner,
                 "gradients as they were when the step began",
                 f"gradients that have changed since. {self.situation}; {self._checkpoint}",
             )

@@ -19,6 +19,7 @@ from nvme_offload.offload.storage.tier_plan import TierPlan, Unit, plan_tiers
 from nvme_offload.optim.kernels import KernelPool, MasterForm, num_blocks
 from nvme_offload.optim.layout.flat import Layout, storage_of
 from nvme_offload.optim.layout.subgroup import FORM_OF_DTYPE, ParamToPlace, Subgroup, plan_subgroups
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.masters import ParamTable, give_birth
 from nvme_offload.optim.state.pipeline import Memory, StepPipeline
@@ -44,14 +45,19 @@ class StateStore:
     Args:
         config: the whole section.
         meter: shared with the optimizer.
+        rule: the optimizer's.
+        owner: the optimizer's name, for messages.
 
     Raises:
         SwapIOError: a path cannot be used.
         ConfigError: a budget does not hold the smallest staging buffers.
     """
 
-    def __init__(self, config: OffloadConfig, meter: Meter) -> None:
+    def __init__(self, config: OffloadConfig, meter: Meter, rule: UpdateRule, owner: str) -> None:
         self.config = config
+        self.owner = owner
+        self.rules: list[UpdateRule] = []
+        """Of each parameter group."""
         self.table = ParamTable()
         self.kernels = KernelPool(_num_kernel_threads())
         self.slots: list[SlotRecord] = []
@@ -67,7 +73,7 @@ class StateStore:
         self._placed: set[int] = set()
         self._owner_pid = os.getpid()
         self._closed = False
-        self._placement = StatePlacement(config)
+        self._placement = StatePlacement(config, rule)
         self.plan = plan_tiers([], {})
         """What lives where."""
         if config.zero_optimization.offload_optimizer.device == "nvme":
@@ -82,7 +88,7 @@ class StateStore:
                 self.tier.close()
             raise
 
-    def add_params(self, group: int, params: Sequence[torch.Tensor], names: Sequence[str]) -> range:
+    def add_params(self, group: int, rule: UpdateRule, params: Sequence[torch.Tensor], names: Sequence[str]) -> range:
         """Take parameters on, without giving them a place yet; returns their indices.
 
         Raises:
@@ -91,6 +97,7 @@ class StateStore:
         for leaf, name in zip(params, names, strict=True):
             self._check_not_elsewhere(leaf, name)
         first = len(self.table.params)
+        self.rules.append(rule)
         for leaf, name in zip(params, names, strict=True):
             param = storage_of(leaf)
             is_master = FORM_OF_DTYPE[param.dtype] is MasterForm.ITSELF
@@ -111,7 +118,8 @@ class StateStore:
         return range(first, len(self.table.params))
 
     def drop_params(self, indices: range) -> None:
-        """Forget the latest parameters, which have no place yet."""
+        """Forget the latest group of parameters, which have no place yet."""
+        self.rules.pop()
         for index in reversed(indices):
             table = self.table
             del self.indices[table.leaves[index]]
@@ -144,18 +152,22 @@ class StateStore:
             return
         if halves.store._closed:
             raise ValueError(
-                f"{name} belonged to an OffloadAdamW that is closed, and the lower half of its weights went with that: "
-                "load a checkpoint into a new model, and make the optimizer for that one"
+                f"{name} belonged to an {halves.store.owner} that is closed, and the lower half of its weights went "
+                "with that: load a checkpoint into a new model, and make the optimizer for that one"
             )
         raise ValueError(
-            f"{name} belongs to another OffloadAdamW, which holds the lower half of its weights: go on with that one "
-            "(load_state_dict gives it another state), or load model.state_dict() into a new model"
+            f"{name} belongs to another {halves.store.owner}, which holds the lower half of its weights: go on "
+            "with that one (load_state_dict gives it another state), or load model.state_dict() into a new model"
         )
 
     @property
     def has_split_params(self) -> bool:
         """Whether the state has the lower half of any parameter."""
         return any(split_shard(leaf) is not None for leaf in self.table.leaves)
+
+    def rule_of(self, index: int) -> UpdateRule:
+        """The rule of a parameter."""
+        return self.rules[self._groups[index]]
 
     def is_placed(self, index: int) -> bool:
         """Whether the parameter has a place (it has had state, or was trainable when it came)."""
@@ -224,9 +236,9 @@ class StateStore:
     def check_usable(self) -> None:
         """Raise ClosedError after ``close``, ForkError in another process."""
         if self._closed:
-            raise ClosedError("OffloadAdamW")
+            raise ClosedError(self.owner)
         if (pid := os.getpid()) != self._owner_pid:
-            raise ForkError("OffloadAdamW", self._owner_pid, pid)
+            raise ForkError(self.owner, self._owner_pid, pid)
 
     def check_whole(self) -> None:
         """Raise unless all state is of the same step: see `UnfinishedStep`."""
@@ -302,7 +314,14 @@ class StateStore:
     def _cut(self, indices: Sequence[int], blocks: Sequence[Unit]) -> list[Subgroup]:
         params, number_of = self.table.params, self.blocks.number_of
         places = [
-            ParamToPlace(i, self._groups[i], params[i].numel(), params[i].dtype, number_of(self.table.leaves[i]))
+            ParamToPlace(
+                i,
+                self._groups[i],
+                params[i].numel(),
+                params[i].dtype,
+                self.rule_of(i),
+                number_of(self.table.leaves[i]),
+            )
             for i in indices
         ]
         taken = self.host_state_bytes + sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))

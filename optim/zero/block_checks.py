@@ -18,6 +18,7 @@ from nvme_offload.offload.storage.tier_plan import Unit
 from nvme_offload.optim.kernels import MasterForm
 from nvme_offload.optim.layout.subgroup import ParamToPlace, plan_subgroups
 from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.halves import ROOT
@@ -84,11 +85,12 @@ def _plan(
     config: OffloadConfig, groups: Sequence[Sequence[_Shard]], units: Sequence[Unit], *, with_mirrors: bool
 ) -> None:
     """Plan as `StateStore` will, which raises where the host budget is too small."""
-    placement, section = StatePlacement(config), config.zero_optimization.offload_optimizer
+    rule = rule_of(config.optimizer)
+    placement, section = StatePlacement(config, rule), config.zero_optimization.offload_optimizer
     staging_bytes = sum(unit.size_bytes for unit in units if unit.kind == STAGING)
     dtypes = {True: torch.bfloat16, False: torch.float32}
     places = [
-        ParamToPlace(0, 0, shard.shape.numel(), dtypes[shard.on_tiers], number)
+        ParamToPlace(0, 0, shard.shape.numel(), dtypes[shard.on_tiers], rule, number)
         for number, shards in enumerate(groups)
         for shard in shards
         if shard.trainable

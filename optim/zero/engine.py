@@ -18,10 +18,10 @@ from nvme_offload.offload._torch_private import drop_unsharded_grads
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
 from nvme_offload.offload.units import parse_bytes
-from nvme_offload.optim.adamw import OffloadAdamW
 from nvme_offload.optim.checkpoint import save_load as checkpoint
 from nvme_offload.optim.checkpoint.export import export_safetensors
 from nvme_offload.optim.checkpoint.run_state import Training
+from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.zero.meshes import MeshRoles
@@ -52,7 +52,7 @@ class OffloadEngine:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: OffloadAdamW,
+        optimizer: OffloadOptimizer,
         lr_scheduler: LRScheduler | None,
         config: OffloadConfig,
         mesh: DeviceMesh,
@@ -169,11 +169,11 @@ class OffloadEngine:
         A step with a gradient that is not finite on any rank is skipped on all; the schedule does not advance then.
 
         After an exception that is none of the scheduler's, calling this again completes the step, also after
-        `OffloadAdamW.finish_step`; gradients that were applied are not applied again.
+        `OffloadOptimizer.finish_step`; gradients that were applied are not applied again.
 
         Raises:
             RuntimeError: no backward came before.
-            SwapIOError: a read or write failed, see `OffloadAdamW.step`.
+            SwapIOError: a read or write failed, see `OffloadOptimizer.step`.
             Whatever the scheduler raises, when everything else is done.
         """
         if self.micro_steps == 0 and not self.is_pipelined:

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.optim.adamw import OffloadAdamW
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
+from nvme_offload.optim.optimizers import optimizer_class
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.zero.block_checks import check_blocks_fit
 from nvme_offload.optim.zero.engine import OffloadEngine
@@ -59,7 +59,7 @@ def initialize(
         WeightsError: weight files are damaged or do not fit; the model is as it was.
         ValueError: the model, a block, a parameter or the scheduler cannot be used, or nobody gives a parameter a
             value.
-        OutOfSpaceError, SwapIOError: see `OffloadAdamW`.
+        OutOfSpaceError, SwapIOError: see `OffloadOptimizer`.
     """
     config = OffloadConfig.of(config)
     device_type = _device_type(model, mesh)
@@ -82,7 +82,7 @@ def initialize(
         give_shards=birth.give_shards if birth is not None else None,
     )
     trainable = [param for param in model.parameters() if param.requires_grad]
-    optimizer = OffloadAdamW(
+    optimizer = optimizer_class(config.optimizer.kind)(
         trainable, offload=config, norm_group=roles.pipeline_group, **config.optimizer.hyperparameters
     )
     try:

@@ -20,6 +20,7 @@ from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, 
 from nvme_offload.optim.kernels import BLOCK_NUMEL
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups, state_itemsize
 from nvme_offload.optim.precision.plan import precision_of
+from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.pipeline import KIND as STATE
 from nvme_offload.optim.state.placement import StatePlacement
@@ -234,18 +235,20 @@ def _tier_plan(job: Job, machine: Machine, state: _StatePlan) -> TierPlan:
 def _state_plan(job: Job, machine: Machine) -> _StatePlan:
     """As the optimizer itself would decide."""
     config, section = job.config, job.config.zero_optimization.offload_optimizer
-    placement = StatePlacement(config)
+    rule = rule_of(config.optimizer)
+    placement = StatePlacement(config, rule)
     on_device = machine.device_memory is not None
     blocks = _block_units(job, machine)
     precision = precision_of(config)
     shards = [
-        ParamToPlace(0, 0, -(-numel // machine.ranks), precision.storage, number if _has_blocks(config) else -1)
+        ParamToPlace(0, 0, -(-numel // machine.ranks), precision.storage, rule, number if _has_blocks(config) else -1)
         for number, group in enumerate(job.shape.groups)
         for numel in group
     ]
     fixed = sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
     max_bytes = placement.max_subgroup_bytes(fixed, on_device)
-    itemsize, max_numel = state_itemsize(precision.master), config.zero_optimization.sub_group_size
+    itemsize = max(state_itemsize(precision.master, rule.states), 1)  # none at all: as many elements as one may have
+    max_numel = config.zero_optimization.sub_group_size
     subgroups = _cut(shards, max_bytes, max_numel, itemsize)
     # Of a subgroup as the optimizer will cut it, which may be smaller than what is planned in one piece.
     most_numel = min(max_bytes // itemsize, -(-max_numel // BLOCK_NUMEL) * BLOCK_NUMEL)

@@ -126,8 +126,8 @@ def test_without_masters_they_start_from_the_parameters(make_adamw, device, recw
         params[0][7] = 3.0  # the model was loaded before
     twin = Twin(params)
     for i, entries in state["state"].items():
-        twin.exp_avgs[i] = entries["exp_avg"].reshape(-1).numpy().copy()
-        twin.exp_avg_sqs[i] = entries["exp_avg_sq"].reshape(-1).numpy().copy()
+        twin.states["exp_avg"][i] = entries["exp_avg"].reshape(-1).numpy().copy()
+        twin.states["exp_avg_sq"][i] = entries["exp_avg_sq"].reshape(-1).numpy().copy()
         twin.steps[i] = int(entries["step"])
     optimizer.load_state_dict(state)
     twin.assert_equals(optimizer)
@@ -246,8 +246,8 @@ class TestEntries:
             if p.dtype is not torch.float32:
                 values["master"] = torch.randn(p.shape, generator=generator)
                 twin.take_over(i, 0, p.numel(), values["master"])
-            twin.exp_avgs[i] = values["exp_avg"].reshape(-1).numpy().copy()
-            twin.exp_avg_sqs[i] = values["exp_avg_sq"].reshape(-1).numpy().copy()
+            twin.states["exp_avg"][i] = values["exp_avg"].reshape(-1).numpy().copy()
+            twin.states["exp_avg_sq"][i] = values["exp_avg_sq"].reshape(-1).numpy().copy()
             twin.steps[i] = 41
             optimizer.state[p].update(values, step=41)
         twin.assert_equals(optimizer)  # the parameters follow their masters

@@ -17,7 +17,10 @@ import torch
 
 from nvme_offload.optim import _kernels, kernels
 from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool, MasterForm, available_isas, make_segment, num_blocks
-from nvme_offload.optim.rules.adamw_reference import AdamWScalars, adamw_reference, join_reference, split_reference
+from nvme_offload.optim.rules.reference import join_reference, split_reference, step_reference, twin_of
+from nvme_offload.optim.rules.rule import UpdateRule, rounded
+from nvme_offload.optim.state.masters import StepScalars
+from tests.support.rules import CASES, VARIANTS, RuleCase
 
 NUMELS = (0, 1, 7, 64, 65535, 65536, 65537, 200003)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,9 +36,13 @@ def one_torch_thread():
     torch.set_num_threads(num_threads)
 
 
-def scalars_at(step, **changes):
-    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.37}
-    return AdamWScalars.at_step(step=step, **{**options, **changes})
+[ADAMW] = (case for case in CASES if case.name == "AdamW")
+
+
+def scalars_at(step: int, case: RuleCase = ADAMW, *, grad_scale: float = 0.37, **changes) -> StepScalars:
+    settings = {**case.settings, "lr": 1e-2, **changes}
+    [scale] = rounded(-grad_scale if settings.get("maximize") else grad_scale)
+    return StepScalars(case.rule.scalars(settings, step), scale)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -50,36 +57,39 @@ class State:
 
     param: torch.Tensor
     master: torch.Tensor | None
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    rule: UpdateRule
+    states: list[torch.Tensor]
     checksums: torch.Tensor
 
     @classmethod
-    def of(cls, weights: np.ndarray, form: MasterForm) -> "State":
+    def of(cls, weights: np.ndarray, form: MasterForm, case: RuleCase = ADAMW) -> "State":
         param, master = stored(weights, form)
-        moments = [torch.zeros(len(weights)) for _ in range(2)]
-        return cls(param, master, *moments, POOLS[0].block_checksums(param))
+        states = [torch.full((len(weights),), state.birth) for state in case.rule.states]
+        return cls(param, master, case.rule, states, POOLS[0].block_checksums(param))
 
-    def update(self, pool: KernelPool, grad: torch.Tensor | None, scalars: AdamWScalars) -> int:
-        return pool.adamw_update([self.segment(grad, scalars)])[0]
+    def update(self, pool: KernelPool, grad: torch.Tensor | None, scalars: StepScalars) -> int:
+        return pool.update([self.segment(grad, scalars)])[0]
 
-    def segment(self, grad: torch.Tensor | None, scalars: AdamWScalars) -> kernels.Segment:
+    def segment(self, grad: torch.Tensor | None, scalars: StepScalars) -> kernels.Segment:
         return make_segment(
             param=self.param,
             grad=grad,
             master=self.master,
-            exp_avg=self.exp_avg,
-            exp_avg_sq=self.exp_avg_sq,
+            states=self.states,
             checksums=self.checksums,
-            scalars=scalars,
+            rule=self.rule,
+            scalars=scalars.of_rule,
+            grad_scale=scalars.grad_scale,
         )
 
     def differs_from(self, twin: "Twin") -> list[str]:
         param, master = stored(twin.master, twin.form)
-        expected = {"param": param, "exp_avg": twin.exp_avg, "exp_avg_sq": twin.exp_avg_sq}
+        pairs = {"param": (self.param, param)}
         if master is not None:
-            expected["master"] = master
-        return [name for name, value in expected.items() if not same_bits(getattr(self, name), torch.as_tensor(value))]
+            pairs["master"] = self.master, master
+        named = zip(self.rule.states, self.states, twin.states, strict=True)
+        pairs |= {state.name: (own, torch.as_tensor(other)) for state, own, other in named}
+        return [name for name, pair in pairs.items() if not same_bits(*pair)]
 
 
 def stored(weights: np.ndarray, form: MasterForm) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -94,15 +104,15 @@ def stored(weights: np.ndarray, form: MasterForm) -> tuple[torch.Tensor, torch.T
 
 
 class Twin:
-    def __init__(self, weights: np.ndarray, form: MasterForm) -> None:
+    def __init__(self, weights: np.ndarray, form: MasterForm, case: RuleCase = ADAMW) -> None:
         self.form = form
+        self.formula = twin_of(case.name)
         self.master = weights
-        self.exp_avg = np.zeros_like(weights)
-        self.exp_avg_sq = np.zeros_like(weights)
+        self.states = [np.full_like(weights, state.birth) for state in case.rule.states]
 
-    def update(self, grad: torch.Tensor, scalars: AdamWScalars) -> None:
-        self.master, self.exp_avg, self.exp_avg_sq = adamw_reference(
-            self.master, grad.float().numpy(), self.exp_avg, self.exp_avg_sq, scalars
+    def update(self, grad: torch.Tensor, scalars: StepScalars) -> None:
+        self.master, *self.states = step_reference(
+            self.formula, self.master, grad.float().numpy(), self.states, scalars.of_rule, scalars.grad_scale
         )
 
 
@@ -126,14 +136,15 @@ def awkward(numel: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES, ids=str)
 @pytest.mark.parametrize("form", MasterForm)
-def test_every_isa_and_thread_count_gives_the_bits_of_the_twin(form, grad_dtype, numel):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_isa_and_thread_count_gives_the_bits_of_the_twin(case, form, grad_dtype, numel):
     generator = torch.Generator().manual_seed(numel)
     weights = (torch.randn(numel, generator=generator) * 0.02).numpy()
-    twin = Twin(weights, form)
-    states = [State.of(weights, form) for _ in POOLS]
+    twin = Twin(weights, form, case)
+    states = [State.of(weights, form, case) for _ in POOLS]
     for step in range(1, 21):
         grad = (torch.randn(numel, generator=generator) * 0.01).to(grad_dtype)
-        scalars = scalars_at(step, maximize=step % 5 == 0)
+        scalars = scalars_at(step, case, maximize=step % 5 == 0)
         twin.update(grad, scalars)
         for pool, state in zip(POOLS, states, strict=True):
             assert state.update(pool, grad, scalars) == 0
@@ -143,17 +154,18 @@ def test_every_isa_and_thread_count_gives_the_bits_of_the_twin(form, grad_dtype,
 @pytest.mark.parametrize("flush", [False, True], ids=["keep", "flush"])
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES, ids=str)
 @pytest.mark.parametrize("form", MasterForm)
-def test_bits_hold_for_awkward_numbers_and_under_flush_denormal(form, grad_dtype, flush):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_hold_for_awkward_numbers_and_under_flush_denormal(case, form, grad_dtype, flush):
     numel = BLOCK_NUMEL + 1001
     weights = awkward(numel, seed=1).numpy().copy()
     weights[::2] = np.random.default_rng(2).normal(size=len(weights[::2])) * 1e-40
-    twin = Twin(weights, form)
-    states = [State.of(weights, form) for _ in POOLS]
+    twin = Twin(weights, form, case)
+    states = [State.of(weights, form, case) for _ in POOLS]
     for step in range(1, 5):
         grad = awkward(numel, seed=step + 10)
         grad[1::2] *= 1e-30
         grad = grad.to(grad_dtype)
-        scalars = scalars_at(step, eps=0.0 if step == 3 else 1e-8)
+        scalars = scalars_at(step, case, eps=0.0 if step == 3 else 1e-8)
         twin.update(grad, scalars)
         for pool, state in zip(POOLS, states, strict=True):
             with flushed_denormals(flush):
@@ -169,31 +181,27 @@ def test_denormal_gradients_count_under_flush_denormal():
             state.update(pool, grad, scalars_at(1, grad_scale=1.0))
             still_flushing = float(np.float32(1e-38) * np.float32(0.01)) == 0.0
         assert still_flushing, "the caller's setting must survive the call"
-        assert bool((state.exp_avg != 0).all())
+        assert bool((state.states[0] != 0).all())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"betas": (0.0, 0.99)}, {"weight_decay": 0.0}, {"maximize": True}],
-    ids=["default", "beta1=0", "no decay", "maximize"],
-)
-def test_stays_with_torch_adamw_for_100_steps(options):
-    lr, numel = 1e-3, 100_003
-    settings = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **options}
+@pytest.mark.parametrize(("case", "changes"), VARIANTS, ids=str)
+def test_stays_with_torch_for_100_steps(case, changes):
+    numel = 100_003
+    settings = {"lr": case.settings["lr"], "grad_scale": 1.0, **changes}
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(numel, generator=generator) * 0.02
     reference = torch.nn.Parameter(weights.clone())
-    optimizer = torch.optim.AdamW([reference], foreach=False, **settings)
+    optimizer = case.make_torch([reference], **changes)
     pool = KernelPool(2)
-    state = State.of(weights.numpy(), MasterForm.SPLIT)
+    state = State.of(weights.numpy(), MasterForm.SPLIT, case)
     for step in range(1, 101):
         grad = (torch.randn(numel, generator=generator) * 0.01).bfloat16()
         reference.grad = grad.float()
         optimizer.step()
-        state.update(pool, grad, AdamWScalars.at_step(step=step, **settings))
+        state.update(pool, grad, scalars_at(step, case, **settings))
     difference = pool.join(state.param, state.master).double() - reference.detach().double()
     assert difference.norm() / reference.double().norm() <= 1e-6
-    assert difference.abs().max() <= 1e-3 * lr
+    assert not case.smooth or difference.abs().max() <= 1e-3 * case.settings["lr"]
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=lambda pool: f"{pool.isa}-{pool.num_threads}")
@@ -223,7 +231,7 @@ def test_without_checksums_the_master_is_believed():
     grad = torch.ones(1000)
     segment = state.segment(grad, scalars_at(1))
     segment.checksums = 0
-    assert POOLS[0].adamw_update([segment]) == [0]
+    assert POOLS[0].update([segment]) == [0]
     twin.update(grad, scalars_at(1))
     assert state.differs_from(twin) == []
 
@@ -244,14 +252,14 @@ def test_many_segments_in_one_call_and_none_without_a_gradient():
     left_alone = states[3].param.clone()
 
     segments = [state.segment(grad, scalars_at(1)) for state, grad in zip(states, grads, strict=True)]
-    assert pool.adamw_update(segments) == [0, 1, 0, 0, 0, 0]
+    assert pool.update(segments) == [0, 1, 0, 0, 0, 0]
     for state, twin, grad in zip(states, twins, grads, strict=True):
         if grad is not None:
             twin.update(grad, scalars_at(1))
             assert state.differs_from(twin) == []
     assert same_bits(states[3].param, left_alone)
-    assert not states[3].exp_avg.any()
-    assert pool.adamw_update([]) == []
+    assert not states[3].states[0].any()
+    assert pool.update([]) == []
 
 
 def test_a_segment_can_be_pointed_elsewhere():
@@ -260,11 +268,11 @@ def test_a_segment_can_be_pointed_elsewhere():
     grad = torch.ones(100)
     segment = first.segment(grad, scalars_at(1))
     segment.param = second.param.data_ptr()
-    segment.scalars = kernels.bind_scalars(scalars_at(2))
-    POOLS[0].adamw_update([segment])
+    segment.scalars = scalars_at(2).of_rule
+    POOLS[0].update([segment])
     assert bool((first.param == 1).all())
     assert bool((second.param != 1).all())
-    assert segment.scalars.step_size == scalars_at(2).step_size
+    assert segment.scalars == list(scalars_at(2).of_rule)
 
 
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES, ids=str)
@@ -427,7 +435,7 @@ def test_the_gil_is_free_while_a_kernel_runs():
     try:
         ticker.start()
         before = count[0]
-        pool.adamw_update([segment])
+        pool.update([segment])
         during = count[0] - before
     finally:
         stop.set()
@@ -436,16 +444,21 @@ def test_the_gil_is_free_while_a_kernel_runs():
     assert during >= 3
 
 
+class NoKernel(UpdateRule):
+    name = "own rule"
+
+
 def test_what_cannot_be_right_is_refused_in_words():
     weights = torch.zeros(8)
     good = {
         "param": torch.zeros(8, dtype=torch.bfloat16),
         "grad": weights,
         "master": torch.zeros(8, dtype=torch.uint16),
-        "exp_avg": weights,
-        "exp_avg_sq": weights,
+        "states": [weights, weights],
         "checksums": None,
-        "scalars": scalars_at(1),
+        "rule": ADAMW.rule,
+        "scalars": scalars_at(1).of_rule,
+        "grad_scale": 1.0,
     }
     bad = [
         ({"param": torch.zeros(8, dtype=torch.float64)}, r"param is torch.float64"),
@@ -453,9 +466,11 @@ def test_what_cannot_be_right_is_refused_in_words():
         ({"master": None}, r"torch.uint16 is needed"),
         ({"master": weights}, r"master is torch.float32; it must be torch.uint16"),
         ({"grad": torch.zeros(8, dtype=torch.int32)}, r"grad is torch.int32"),
-        ({"exp_avg": torch.zeros(7)}, r"exp_avg has 7 elements; it must have 8"),
-        ({"exp_avg_sq": torch.zeros(16)[::2]}, r"exp_avg_sq is not contiguous"),
-        ({"exp_avg": torch.zeros(8, device="meta")}, r"exp_avg is on meta"),
+        ({"states": [torch.zeros(7), weights]}, r"exp_avg has 7 elements; it must have 8"),
+        ({"states": [weights, torch.zeros(16)[::2]]}, r"exp_avg_sq is not contiguous"),
+        ({"states": [torch.zeros(8, device="meta"), weights]}, r"exp_avg is on meta"),
+        ({"states": [weights]}, r"AdamW has 2 states, not 1"),
+        ({"rule": NoKernel()}, r"own rule has no native kernel; those are of AdamW"),
         ({"checksums": torch.zeros(2, dtype=torch.int64)}, r"checksums has 2 elements; it must have 1"),
     ]
     for change, message in bad:
@@ -472,7 +487,10 @@ def test_what_cannot_be_right_is_refused_in_words():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("exp_avg", 0, "exp_avg is a null address"),
+        ("states", [0, 64], "state is a null address"),
+        ("states", [64], "AdamW takes 2 states, not 1"),
+        ("scalars", [1.0], "AdamW takes 7 scalars, not 1"),
+        ("rule", 99, "rule is 99"),
         ("param", 2**20 + 1, "param is not aligned to its 2-byte elements"),
         ("form", 3, "form is 3; it must be 0 to 2"),
         ("grad_dtype", -1, "grad_dtype is -1"),
@@ -485,8 +503,8 @@ def test_a_bad_segment_stops_the_call_before_anything_is_touched(field, value, m
     good, bad = (state.segment(grad, scalars_at(1)) for _ in range(2))
     setattr(bad, field, value)
     with pytest.raises(ValueError, match=message):
-        POOLS[0].adamw_update([good, bad])
-    assert not state.exp_avg.any()
+        POOLS[0].update([good, bad])
+    assert not state.states[0].any()
 
 
 def test_the_stub_names_what_the_module_has():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nvme_offload.optim.kernels import KernelPool, available_isas
-from nvme_offload.optim.rules.adamw_reference import join_reference, split_reference
+from nvme_offload.optim.rules.reference import join_reference, split_reference
 
 CHUNK = 2**23
 """Bit patterns of one sign and exponent: chunk 255 of each sign is infinity and then nothing but NaNs."""

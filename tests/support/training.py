@@ -20,7 +20,9 @@ import nvme_offload.optim.state.store
 from nvme_offload import OffloadAdamW
 from nvme_offload.aio_native import FaultSpec
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.optim.rules.adamw_reference import AdamWScalars, adamw_reference, split_reference
+from nvme_offload.optim.rules.adamw import AdamW
+from nvme_offload.optim.rules.reference import split_reference, step_reference, twin_of
+from nvme_offload.optim.rules.rule import UpdateRule
 
 BLOCK = 65536
 MILLION = 10**6
@@ -108,7 +110,7 @@ def assert_same_training(one: OffloadAdamW, other: OffloadAdamW) -> None:
 
 @dataclass
 class Twin:
-    """AdamW by `adamw_reference` over numpy masters: shares with the optimizer nothing but the formula's scalars.
+    """A rule by its reference over numpy masters: shares with the optimizer nothing but the formula's scalars.
 
     It works on logical order where the optimizer works on order of memory, keeps every master whole, and sums the norm
     exactly.
@@ -117,12 +119,14 @@ class Twin:
     params: Sequence[torch.Tensor]
     settings: Mapping[str, Any] = field(default_factory=lambda: SETTINGS)
     clip: float = 0.0
+    rule: UpdateRule = field(default_factory=AdamW)
 
     def __post_init__(self) -> None:
         self.dtypes = [p.dtype for p in self.params]
         self.masters = [p.detach().float().reshape(-1).numpy().copy() for p in self.params]
-        self.exp_avgs = [np.zeros_like(master) for master in self.masters]
-        self.exp_avg_sqs = [np.zeros_like(master) for master in self.masters]
+        self.states = {
+            state.name: [np.full_like(master, state.birth) for master in self.masters] for state in self.rule.states
+        }
         self.steps = [0] * len(self.params)
         self.own_settings: dict[int, Mapping[str, Any]] = {}
         """By parameter index, where they differ from `settings`."""
@@ -138,10 +142,16 @@ class Twin:
                 continue
             self.steps[i] += 1
             settings = {**self.settings, **self.own_settings.get(i, {})}
-            scalars = AdamWScalars.at_step(step=self.steps[i], grad_scale=coef, **settings)
-            self.masters[i], self.exp_avgs[i], self.exp_avg_sqs[i] = adamw_reference(
-                self.masters[i], grad, self.exp_avgs[i], self.exp_avg_sqs[i], scalars
+            self.masters[i], *states = step_reference(
+                twin_of(self.rule.name),
+                self.masters[i],
+                grad,
+                [values[i] for values in self.states.values()],
+                self.rule.scalars(settings, self.steps[i]),
+                -coef if settings.get("maximize") else coef,
             )
+            for values, updated in zip(self.states.values(), states, strict=True):
+                values[i] = updated
         return norm
 
     def take_over(self, index: int, start: int, stop: int, values: torch.Tensor) -> None:
@@ -166,7 +176,7 @@ class Twin:
             if i not in state:
                 assert self.steps[i] == 0
                 continue
-            expected = {"exp_avg": self.exp_avgs[i], "exp_avg_sq": self.exp_avg_sqs[i]}
+            expected = {name: values[i] for name, values in self.states.items()}
             if p.dtype is not torch.float32:
                 expected["master"] = self.masters[i]
             assert state[i].keys() == {"step", *expected}

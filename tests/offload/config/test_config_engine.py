@@ -92,7 +92,7 @@ BAD = [
     ({"optimizer": {"type": "Lamb"}}, 'optimizer.type = "Lamb"', "'AdamW' or 'Adam'"),
     ({"optimizer": {"type": None}}, "optimizer.type = null", "'AdamW' or 'Adam'"),
     ({"optimizer": {"lr": 1e-3}}, "optimizer.lr = 0.001", "lr belongs in optimizer.params; write optimizer.params.lr"),
-    (adam(lr="auto"), 'optimizer.params.lr = "auto"', "write a number, 0 or more (default 0.001)"),
+    (adam(lr="auto"), 'optimizer.params.lr = "auto"', "write a number, 0 or more (default of the type)"),
     (adam(lr=-1), "optimizer.params.lr = -1", "a number, 0 or more"),
     (adam(eps=float("inf")), "optimizer.params.eps = Infinity", "a number, 0 or more"),
     (adam(betas=[0.9]), "optimizer.params.betas[1] = null", "two numbers, each 0 or more and below 1"),

@@ -365,7 +365,7 @@ def test_the_way_back_that_a_stopped_step_names_with_split_parameters(alone, mon
 
         backward(model, 0, 1)
         with monkeypatch.context() as patch:
-            patch.setattr("nvme_offload.optim.adamw.update_subgroup", cut_off)
+            patch.setattr("nvme_offload.optim.optimizer.update_subgroup", cut_off)
             with pytest.raises(KeyboardInterrupt) as stopped:
                 optimizer.step()
         way_on = "cannot be finished: load a checkpoint with load_state_dict, the optimizer's, then the model's"

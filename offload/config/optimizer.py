@@ -1,0 +1,89 @@
+"""The section that says which optimizer `nvme_offload.initialize` makes, and the one table of those there are."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BeforeValidator, Field, GetPydanticSchema, model_validator
+from pydantic_core import core_schema
+
+from nvme_offload.offload.config.reader import Section, contradiction, key
+
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+}
+"""Every optimizer with its hyperparameters and their defaults: torch's, but for DeepSpeed's weight decay of AdamW.
+
+The section, the reference page, `offload plan` and `initialize` follow. An optimizer called X is ``OffloadX`` in
+``optim/x.py``, over the rule ``X`` in ``optim/rules/x.py``.
+"""
+
+_OF_TYPE = "of the type"
+_SPELLINGS = {"adam": "Adam"} | {name.lower(): name for name in OPTIMIZERS}
+_TYPES = list(dict.fromkeys((*OPTIMIZERS, "Adam")))
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+OptimizerType = Annotated[
+    str,
+    GetPydanticSchema(lambda _source, _handler: core_schema.literal_schema(_TYPES)),
+    BeforeValidator(lambda value: _SPELLINGS.get(value.lower(), value) if isinstance(value, str) else value),
+]
+
+
+class OptimizerParams(Section):
+    """Hyperparameters of the optimizer, in torch's spelling; which of them there are depends on `optimizer.type`."""
+
+    lr: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
+    """Learning rate, 0 or more; a scheduler changes it."""
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] | None = key(
+        None, "two numbers, each 0 or more and below 1, as [0.9, 0.999]", "same", shown=_OF_TYPE
+    )
+    """Decay of the moments: two numbers, each 0 or more and below 1."""
+    eps: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
+    """Added to the denominator, 0 or more."""
+    weight_decay: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
+    """Weight decay, 0 or more. AdamW's default is DeepSpeed's; `OffloadAdamW` by itself has torch's 0.01."""
+    adam_w_mode: bool = key(True, "true or false", "same")
+    """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, which is accepted where
+    `weight_decay` is 0, because there it is the same."""
+
+    IGNORED: ClassVar = {"torch_adam": "the update is always this package's own kernel, and its result is torch's"}
+    ONLY: ClassVar = {
+        "amsgrad": (False, "there is no AMSGrad"),
+        "bias_correction": (True, "the moments are always corrected"),
+    }
+    REFUSED: ClassVar = {"max_grad_norm": "write gradient_clipping at the top level"}
+
+
+class OptimizerConfig(Section):
+    """The optimizer that `initialize` makes."""
+
+    type: OptimizerType = key("AdamW", "one of these", "same, no default")
+    """The optimizer. `Adam` is AdamW too, as in DeepSpeed, unless `params.adam_w_mode` is `false`."""
+    params: OptimizerParams = OptimizerParams()
+    """Hyperparameters of the optimizer, in torch's spelling."""
+
+    IGNORED: ClassVar = {"legacy_fusion": "the update is always this package's own kernel"}
+
+    @property
+    def kind(self) -> str:
+        """Which of `OPTIMIZERS` it is."""
+        return "AdamW" if self.type == "Adam" else self.type
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """Keyword arguments for the optimizer."""
+        given = {name: getattr(self.params, name) for name in OPTIMIZERS[self.kind]}
+        return {**OPTIMIZERS[self.kind], **{name: value for name, value in given.items() if value is not None}}
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.type == "Adam" and not self.params.adam_w_mode and self.params.weight_decay:
+            why = f"L2 with params.weight_decay = {self.params.weight_decay} is not there"
+            raise contradiction("params.adam_w_mode", f"{why}; write true, or a weight_decay of 0")
+        known = OPTIMIZERS[self.kind]
+        for name in OptimizerParams.model_fields:
+            if name not in known and name != "adam_w_mode" and getattr(self.params, name) is not None:
+                what = f'type = "{self.type}" has no such parameter; write {", ".join(known)}'
+                raise contradiction(f"params.{name}", what)
+        return self

@@ -1,0 +1,534 @@
+"""An optimizer whose state lives on a tier, whatever its update rule: what torch and a training loop see of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.storage.tier_plan import TierPlan
+from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
+from nvme_offload.optim.interrupt import DeferredInterrupt
+from nvme_offload.optim.layout.flat import check_no_overlap, check_param, flat_grad, storage_of
+from nvme_offload.optim.rules.rule import UpdateRule, rounded
+from nvme_offload.optim.state.entries import (
+    StateView,
+    entry_names,
+    fresh_entry_of,
+    prepare_entries,
+    read_entries,
+    write_entries,
+)
+from nvme_offload.optim.state.masters import StepInputs, StepScalars, update_subgroup
+from nvme_offload.optim.state.progress import UnfinishedStep
+from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.stats import Meter, OptimizerStats, Span
+from nvme_offload.optim.tiers.halves import split_shard
+from nvme_offload.optim.warn import warn_user
+
+
+class OffloadOptimizer(Optimizer):
+    """An optimizer with its state on NVMe or in host memory; a subclass names its rule and torch's arguments.
+
+    Args:
+        params: parameters, or dicts of parameter groups, as for any torch optimizer.
+        defaults: hyperparameters by name, for groups that do not have their own.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file.
+        norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
+        torch_arguments: what else the subclass was given. ``fused`` and ``foreach`` change nothing; what the rule
+            refuses must be false.
+
+    Raises:
+        ConfigError: the section is wrong.
+        TypeError: an argument that this optimizer does not have.
+        ValueError: a hyperparameter or a parameter cannot be used; names it.
+        OutOfSpaceError: the paths cannot hold the state; names bytes needed and free, and leaves nothing behind.
+        SwapIOError: a path cannot be used.
+    """
+
+    rule: UpdateRule
+    """Of the subclass; a group's own may differ in its states, see `UpdateRule.of`."""
+
+    _step_supports_amp_scaling = True
+    """Tells ``torch.amp.GradScaler`` to leave the unscaling to us."""
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        offload: OffloadConfig | Mapping[str, Any] | str | Path,
+        norm_group: dist.ProcessGroup | None,
+        torch_arguments: Mapping[str, Any],
+    ) -> None:
+        self._check_torch_arguments(torch_arguments)
+        self.config = OffloadConfig.of(offload)
+        self._meter = Meter()
+        self._forward_order = True
+        self._total_norm = float("nan")
+        self._clip_coef = 1.0
+        self._norm_group = norm_group
+        self._clip_first = 1.0  # by clip_grad_norm_, to be done in the next step
+        self._store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
+        self._complete = False
+        try:
+            super().__init__(params, defaults)
+            self._complete = True
+            # All groups at once: a full disk is found before the first extent is handed out.
+            self._place_trainable(range(len(self._store.table.params)))
+        except BaseException:
+            self._store.close()
+            raise
+        self.state: StateView = StateView(self._store)  # type: ignore[assignment]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, also after training has begun; they start with fresh state.
+
+        Raises:
+            ValueError: a hyperparameter or a parameter cannot be used; names it.
+            OutOfSpaceError: the paths cannot hold their state.
+            Nothing was added then.
+        """
+        self._store.check_usable()
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        group = self.param_groups[-1]
+        table = self._store.table
+        try:
+            self.rule.check(group, number)
+            rule = self.rule.of(group)
+            places = range(len(group["params"]))
+            names = group.get("param_names") or [f"parameter {place} of group {number}" for place in places]
+            for param, name in zip(group["params"], names, strict=True):
+                check_param(storage_of(param), name)
+                rule.check_param(param, name)
+            check_no_overlap([*table.params, *map(storage_of, group["params"])], [*table.names, *names])
+            added = self._store.add_params(number, rule, group["params"], names)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        if self._complete:
+            try:
+                self._place_trainable(added)
+            except BaseException:
+                self._store.drop_params(added)
+                self.param_groups.pop()
+                raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient. Writes go on behind it; see `synchronize`.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Raises:
+            StateError: the step before stopped halfway; see `finish_step`.
+            SwapIOError: a read or write failed, perhaps one that ran behind the step before. A note says what is done.
+            ValueError: a gradient cannot be used, or somebody exchanged the parameters; nothing has changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            with self._meter.stepping():
+                self._step()
+        except BaseException:
+            # GradScaler removes these after a step that returned. Left behind, they would scale the next one too.
+            self.__dict__.pop("grad_scale", None)
+            self.__dict__.pop("found_inf", None)
+            raise
+        return loss
+
+    def try_step(self, loss_scale: float | None = None) -> bool:
+        """`step` for a training engine, which has to know whether it was taken.
+
+        Args:
+            loss_scale: what the loss was multiplied by. Gradients are divided by it in registers, and a step that is
+                skipped draws no warning: that is the loss scaler's ordinary business. None: not scaled.
+
+        Returns:
+            False where the step was skipped because a gradient is not finite, on any rank.
+
+        Raises:
+            StateError, SwapIOError, ValueError: see `step`.
+        """
+        skipped_before = self._meter.skipped_steps
+        if loss_scale is not None:
+            self.__dict__.update(grad_scale=loss_scale, found_inf=0.0)  # as GradScaler hands them over
+        try:
+            self.step()
+        finally:
+            self.__dict__.pop("grad_scale", None)
+            self.__dict__.pop("found_inf", None)
+        return self._meter.skipped_steps == skipped_before
+
+    def _step(self) -> None:
+        store = self._store
+        store.check_usable()
+        if store.unfinished is not None:
+            raise store.unfinished.refusal("a finished step")
+        self._meter.spans.clear()
+        store.check_known(self.param_groups)
+        grads = self._collect_grads()
+        if not grads and self._norm_group is None:
+            return
+        store.ensure_placed(grads)
+        grad_scale = self._grad_scale(grads)
+        inputs = None
+        if grads and grad_scale is not None:
+            inputs = StepInputs(grads, self._scalars(grads, grad_scale))
+        self._clip_first = 1.0  # not earlier: where a hyperparameter is refused, the step is still to come
+        if inputs is not None:
+            slots = [slot for slot in store.slots if any(run.param in grads for run in slot.subgroup.runs)]
+            slots = store.blocks.in_order(slots)
+            order = slots if self._forward_order else slots[::-1]
+            store.unfinished = UnfinishedStep(
+                self._meter.steps + 1, order, inputs, split=store.has_split_params, owner=store.owner
+            )
+            self._go_on(store.unfinished, inputs)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip all gradients together, wherever they are: the next step multiplies them by one factor, in registers.
+
+        ``torch.nn.utils.clip_grad_norm_`` for gradients on a tier, where ``p.grad`` is a stand-in. The gradients
+        themselves stay as they are until then; `zero_grad` forgets the factor. With shards it is collective.
+
+        Args:
+            max_norm: largest norm, more than 0.
+
+        Returns:
+            The norm over all ranks before clipping, fp64 on the CPU, of gradients as stored.
+        """
+        self._store.check_usable()
+        grads = self._collect_grads()
+        norm = self._clip_first * total_norm(
+            self._store.table.leaves, grads, self._store.kernels, norm_group=self._norm_group
+        )
+        self._clip_first *= clip_coefficient(norm, max_norm)
+        return torch.tensor(norm, dtype=torch.float64)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or with ``set_to_none=False`` make them zero, wherever they are."""
+        self._clip_first = 1.0
+        super().zero_grad(set_to_none)
+
+    @property
+    def total_norm(self) -> float:
+        """Norm of all gradients of the latest step over all ranks, unscaled, before clipping; NaN before the first."""
+        return self._total_norm
+
+    @property
+    def has_unfinished_step(self) -> bool:
+        """Whether the latest step stopped halfway; see `finish_step`."""
+        return self._store.unfinished is not None
+
+    @torch.no_grad()
+    def finish_step(self) -> None:
+        """Complete a step that stopped halfway, exactly as if it had not: gradients must not have changed since.
+
+        Raises:
+            StateError: there is nothing to finish, or it cannot be finished any more; says what to do.
+            SwapIOError: it failed again.
+        """
+        self._store.check_usable()
+        unfinished = self._store.unfinished
+        if unfinished is None:
+            raise StateError(type(self).__name__, "a step that stopped halfway", "no such step")
+        self._store.table.check_layouts()
+        inputs = unfinished.check_resumable()
+        self._store.pipeline.forget_failures()
+        self._go_on(unfinished, inputs)
+
+    def synchronize(self) -> None:
+        """Wait for the writes that still run behind the latest step.
+
+        Raises:
+            SwapIOError: a write failed. The bytes are still in memory; calling again writes them again.
+        """
+        self._store.check_usable()
+        self._store.pipeline.synchronize()
+        self._store.blocks.synchronize()
+
+    def close(self) -> None:
+        """Wait for what is under way, free the memory, delete the swap files. Idempotent. No-op in a forked child."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state as ordinary fp32 tensors in host memory (4 bytes per parameter and state).
+
+        The layout is torch's, with ``master`` beside the rule's states for 16-bit parameters.
+        """
+        store = self._store
+        store.check_whole()
+        placed = {i: entry_names(store, i) for i in range(len(store.table.params)) if store.is_placed(i)}
+        tensors = read_entries(store, placed)
+        packed: dict[str, Any] = super().state_dict()
+        packed["state"] = {i: {"step": torch.tensor(float(store.steps[i])), **tensors[i]} for i in placed}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of this class, or of torch's optimizer of that name, for the same parameters.
+
+        Where it holds ``master``, parameters get its rounded value; where it does not, masters start from the
+        parameters as they are, split ones with both halves. What it does not hold starts afresh, as in torch.
+
+        Raises:
+            ValueError: it does not fit; names what. Nothing was changed.
+            SwapIOError: part of the state is old and part is new; load again.
+        """
+        store = self._store
+        store.check_usable()
+        entries = prepare_entries(store, self._match_state(state_dict))
+        store.pipeline.forget_failures()
+        store.unfinished = UnfinishedStep.of_load(split=store.has_split_params, owner=store.owner)
+        write_entries(store, entries)
+        store.unfinished = None
+        super().load_state_dict({**state_dict, "state": {}})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch's load_state_dict hands over groups and state; the state has gone to its tier already.
+        self.param_groups = [{**self.defaults, **group} for group in state["param_groups"]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        name = type(self).__name__
+        raise TypeError(f"{name} cannot be pickled or copied: its state is on a tier. Use state_dict()")
+
+    def stats(self) -> OptimizerStats:
+        """Counters since construction."""
+        store, meter = self._store, self._meter
+        engine = store.tier.stats() if store.tier else None
+        return OptimizerStats(
+            steps=meter.steps,
+            skipped_steps=meter.skipped_steps,
+            bytes_read=engine.bytes_read if engine else 0,
+            bytes_written=engine.bytes_written if engine else 0,
+            step_seconds=meter.step_seconds,
+            wait_seconds=meter.wait_seconds,
+            compute_seconds=meter.compute_seconds,
+            achieved_depth=engine.achieved_depth if engine else 0.0,
+            engine=store.tier.engine.name if store.tier else "host memory",
+            engine_reason=store.tier.engine_reason if store.tier else "the state is in host memory",
+            num_subgroups=len(store.slots),
+            staging_bytes=store.staging_bytes,
+            state_bytes=sum(slot.subgroup.size_bytes for slot in store.slots),
+            host_state_bytes=store.host_state_bytes,
+            total_norm=self._total_norm,
+            clip_coef=self._clip_coef,
+            resplit_blocks=meter.resplit_blocks,
+            **store.blocks.stats(),
+        )
+
+    @property
+    def tier_plan(self) -> TierPlan:
+        """Which subgroups live where, and what that moves in a step. ``print`` shows it as a table."""
+        return self._store.plan
+
+    def timeline(self) -> list[Span]:
+        """What the latest step did and when; call `synchronize` first to have its last writes in it."""
+        return sorted(self._meter.spans, key=lambda span: span.start_ns)
+
+    def _place_trainable(self, indices: Iterable[int]) -> None:
+        leaves = self._store.table.leaves
+        self._store.ensure_placed(index for index in indices if leaves[index].requires_grad)
+
+    def _collect_grads(self) -> dict[int, torch.Tensor]:
+        """Flat gradient by parameter index, of those that have one; empty where this rank's shard is."""
+        table = self._store.table
+        table.check_layouts()
+        grads = {}
+        for index, (leaf, name) in enumerate(zip(table.leaves, table.names, strict=True)):
+            grad = flat_grad(leaf, name)
+            if grad is not None:
+                grads[index] = grad
+        return grads
+
+    def _grad_scale(self, grads: Mapping[int, torch.Tensor]) -> float | None:
+        """What stored gradients are multiplied by (inv_scale x clip_coef), or None when the step must be skipped."""
+        # torch.amp.GradScaler.step leaves these two on the optimizer while it calls us.
+        scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        inv_scale = (1.0 if scale is None else 1.0 / float(scale)) * self._clip_first
+        with self._meter.computing("norm", -1):
+            norm = total_norm(
+                self._store.table.leaves,
+                grads,
+                self._store.kernels,
+                norm_group=self._norm_group,
+                found_inf=found_inf is not None and float(found_inf) > 0,
+            )
+        self._total_norm = norm * inv_scale
+        if not math.isfinite(self._total_norm):
+            self._meter.skipped_steps += 1
+            if found_inf is None:
+                warn_user(
+                    f"gradient norm is {self._total_norm}: step skipped, parameters and state are as before "
+                    "(counted in stats().skipped_steps)"
+                )
+            return None
+        self._clip_coef = clip_coefficient(self._total_norm, self.config.gradient_clipping)
+        return inv_scale * self._clip_coef
+
+    def _scalars(self, grads: Mapping[int, torch.Tensor], grad_scale: float) -> dict[int, StepScalars]:
+        scalars = {}
+        by_step: dict[tuple[int, int], StepScalars] = {}  # most parameters of a group are at the same step
+        for number, group in enumerate(self.param_groups):
+            rule = self._store.rules[number]
+            self.check_group(group, number)  # schedulers write to them
+            for param in group["params"]:
+                index = self._store.indices[param]
+                if index not in grads:
+                    continue
+                key = number, self._store.steps[index] + 1
+                if key not in by_step:
+                    [scale] = rounded(-grad_scale if group.get("maximize") else grad_scale)
+                    by_step[key] = StepScalars(rule.scalars(group, key[1]), scale)
+                scalars[index] = by_step[key]
+        return scalars
+
+    def _go_on(self, step: UnfinishedStep, inputs: StepInputs) -> None:
+        """Do what is left of a step. Ctrl-C is honoured between subgroups, so that the step can be finished later."""
+        with DeferredInterrupt() as interrupt:
+
+            def on_pause() -> None:
+                interrupt.deliver()
+                self._store.blocks.advance()
+
+            try:
+                self._update_subgroups(step, inputs, on_pause)
+            except BaseException as error:
+                error.add_note(f"{step.situation}. {step.way_on}")
+                raise
+            for index in inputs.grads:
+                self._store.steps[index] += 1
+            self._meter.steps += 1
+            self._forward_order = not self._forward_order
+            self._store.blocks.end_step(step.order)
+            self._store.unfinished = None
+            self._store.blocks.advance()  # last: whatever stops it, the step is done
+        self._report_changed(step.changed_blocks)
+
+    def _update_subgroups(self, step: UnfinishedStep, inputs: StepInputs, on_pause: Callable[[], None]) -> None:
+        store = self._store
+        store.pipeline.on_pause = on_pause
+        if store.mirror:
+            store.mirror.begin_step()
+        store.blocks.begin_step(step.order[step.done :])
+        try:
+            self._update_rest(step, inputs, on_pause)
+        finally:
+            store.pipeline.on_pause = lambda: None
+            # Also after a failure: the device must not read parameters that are still on their way to it.
+            if store.mirror:
+                store.mirror.end_step()
+
+    def _update_rest(self, step: UnfinishedStep, inputs: StepInputs, on_pause: Callable[[], None]) -> None:
+        store, meter = self._store, self._meter
+        for position in range(step.done, len(step.order)):
+            on_pause()
+            slot = step.order[position]
+            if store.mirror:
+                for ahead in step.order[position : position + 2]:
+                    store.mirror.fetch(ahead.subgroup, store.table.params, inputs.grads)
+            memory = store.pipeline.acquire(step.order, position)
+            with store.blocks.held_for_update(slot, inputs.grads):
+                step.updating = True
+                store.pipeline.will_change(slot)
+                with meter.computing("compute", slot.subgroup.index):
+                    changed = update_subgroup(slot, memory, inputs, store.table, store.kernels, store.mirror)
+                step.changed_blocks += changed
+                step.done = position + 1
+                step.updating = False
+                store.pipeline.release(slot)
+
+    def _report_changed(self, changed_blocks: int) -> None:
+        self._meter.resplit_blocks += changed_blocks
+        if changed_blocks:
+            warn_user(
+                f"{changed_blocks} blocks of 65536 elements were changed between steps by something other than this "
+                "optimizer: their master weights now start from the changed 16-bit values (the moments are kept)"
+            )
+
+    def check_group(self, group: Mapping[str, Any], number: int) -> None:
+        """Check hyperparameters that are to take the place of a group's.
+
+        Raises:
+            ValueError: one cannot be used, or asks for other states than the group has.
+        """
+        self.rule.check(group, number)
+        own = self._store.rules[number]
+        if (other := self.rule.of(group)) != own:
+            asked = ", ".join(f"{key} = {group[key]!r}" for key in self.rule.shaping)
+            raise ValueError(
+                f"parameter group {number}: {asked}: its state is then {_listed(other)}, and it was made with "
+                f"{_listed(own)}; make a new {type(self).__name__} for that"
+            )
+
+    def _check_torch_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Check arguments that torch's optimizer has and this one does not name.
+
+        ``fused`` and ``foreach`` choose among torch's implementations; there is one here, so either value will do.
+
+        Raises:
+            TypeError: it asks for what is not supported, or torch has no such argument either.
+        """
+        own = type(self).__name__
+        for name, value in arguments.items():
+            if name not in ("fused", "foreach", *self.rule.refused):
+                raise TypeError(f"{own} has no argument {name!r}")
+            if value and name in self.rule.refused:
+                raise TypeError(f"{own}: {name} = {value!r} is not supported; leave it out")
+
+    def _match_state(self, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """The entries of a state dict by parameter index.
+
+        Raises:
+            ValueError: groups or entries do not fit this optimizer.
+        """
+        groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
+        own_sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes != own_sizes:
+            raise ValueError(
+                f"the state dict has parameter groups of {sizes} parameters, this optimizer of {own_sizes}"
+            )
+        for number, group in enumerate(groups):
+            self.check_group({**self.defaults, **group}, number)
+        saved = [key for group in groups for key in group["params"]]
+        own = [self._store.indices[param] for group in self.param_groups for param in group["params"]]
+        given = {}
+        for index, key in zip(own, saved, strict=True):
+            rule = self._store.rule_of(index)
+            entries = rule.adopted(state_dict["state"].get(key, {}))
+            known = entry_names(self._store, index)
+            if unknown := sorted(set(entries) - {*known, "master"}):
+                name = self._store.table.names[index]
+                raise ValueError(f"state of {name} holds {unknown[0]!r}; {rule.name} has {', '.join(known)}")
+            if entries or self._store.is_placed(index):
+                store = self._store
+                # The master of a split shard is the parameter itself: not given, it stays.
+                stays = {"master"} - set(entries) if split_shard(store.table.leaves[index]) is not None else set()
+                given[index] = {
+                    name: entries[name] if name in entries else fresh_entry_of(store, index, name)
+                    for name in known
+                    if name not in stays
+                }
+        return given
+
+
+def _listed(rule: UpdateRule) -> str:
+    return ", ".join(f"{state.name} (from {state.birth:g})" for state in rule.states) or "none"

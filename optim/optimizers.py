@@ -1,0 +1,16 @@
+"""From the name of an optimizer to its class. The names are those of the section: `offload.config.optimizer`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from nvme_offload.optim.optimizer import OffloadOptimizer
+
+
+def optimizer_class(name: str) -> Callable[..., OffloadOptimizer]:
+    """``OffloadX`` for the optimizer called X, from the module of that name in lower case."""
+    found: Callable[..., OffloadOptimizer] = getattr(
+        importlib.import_module(f"{__package__}.{name.lower()}"), f"Offload{name}"
+    )
+    return found

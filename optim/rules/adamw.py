@@ -1,0 +1,68 @@
+"""AdamW: decoupled weight decay, Loshchilov and Hutter, arXiv:1711.05101."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from nvme_offload.optim.rules.rule import State, UpdateRule, check_betas, check_numbers, rounded
+
+
+class AdamWScalars(NamedTuple):
+    """The scalars of one step, each exactly an fp32 number, in the order of the kernel."""
+
+    decay: float
+    """1 - lr * weight_decay"""
+    beta1_complement: float
+    """1 - beta1"""
+    beta2: float
+    beta2_complement: float
+    """1 - beta2"""
+    step_size: float
+    """lr / (1 - beta1**step)"""
+    bias_correction2_sqrt: float
+    """sqrt(1 - beta2**step)"""
+    eps: float
+
+
+@dataclass(frozen=True)
+class AdamW(UpdateRule):
+    """Two moments with bias correction, and a weight decay beside them."""
+
+    name = kernel = "AdamW"
+    states = (State("exp_avg"), State("exp_avg_sq"))
+    refused = ("amsgrad", "capturable", "differentiable")
+
+    def check(self, group: Mapping[str, Any], number: int) -> None:
+        """Check the hyperparameters of a parameter group.
+
+        Raises:
+            ValueError: names the group, the key, the value and what is allowed.
+        """
+        check_numbers(group, number, "lr", "eps", "weight_decay")
+        check_betas(group, number)
+        super().check(group, number)
+        if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+            raise ValueError(
+                f"parameter group {number}: weight_decay = {group['weight_decay']!r} with decoupled_weight_decay = "
+                "False: that is the L2 penalty of torch.optim.Adam, and AdamW decays otherwise; set "
+                "decoupled_weight_decay to True there if you want that"
+            )
+
+    def scalars(self, group: Mapping[str, Any], step: int) -> AdamWScalars:
+        """What the kernel takes of a step.
+
+        Raises:
+            ValueError: if `step` is below 1.
+        """
+        if step < 1:
+            raise ValueError(f"step is {step}; the first update is step 1")
+        decay = 1 - float(group["lr"]) * group["weight_decay"]
+        return AdamWScalars(*rounded(decay, *moment_scalars(group, step)))
+
+
+def moment_scalars(group: Mapping[str, Any], step: int) -> list[float]:
+    """Those of `AdamWScalars` that are about the moments, in their order, in fp64."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    return [1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5, group["eps"]]

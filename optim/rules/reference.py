@@ -1,0 +1,71 @@
+"""What all twins of native kernels have in common. They are for comparison: nothing of them feeds the product."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Fp32 = npt.NDArray[np.float32]
+Bits16 = npt.NDArray[np.uint16]
+Twin = Callable[..., tuple[Fp32, ...]]
+"""Takes the scaled gradient, the master, each state, and the scalars; returns master and states, new arrays."""
+
+_QUIET_NAN = np.float32(np.nan)  # 0x7fc00000
+
+
+def twin_of(name: str) -> Twin:
+    """The twin of the rule called `name`: ``reference`` in the module named after it."""
+    twin: Twin = importlib.import_module(f"{__package__}.{name.lower()}_reference").reference
+    return twin
+
+
+def step_reference(
+    twin: Twin, master: Fp32, grad: Fp32, states: Sequence[Fp32], scalars: Any, grad_scale: float = 1.0
+) -> list[Fp32]:
+    """One step of a rule on whole arrays.
+
+    Args:
+        twin: the rule's formula.
+        master: fp32 [numel], master weights.
+        grad: fp32 [numel]; a 16-bit gradient is upcast first, which is exact.
+        states: fp32 [numel] each.
+        scalars: of this step, as the rule gives them.
+        grad_scale: what the gradient is multiplied by first.
+
+    Returns:
+        New arrays: master, then the states.
+    """
+    exact = type(scalars)(*(np.float32(value) for value in scalars))
+    with np.errstate(all="ignore"):
+        return [settle(values) for values in twin(grad * np.float32(grad_scale), master, *states, exact)]
+
+
+def settle(values: Fp32) -> Fp32:
+    """IEEE leaves a NaN's sign and payload to the order of operands; one NaN stands for all of them."""
+    return np.where(np.isnan(values), _QUIET_NAN, values)
+
+
+def split_reference(master: Fp32) -> tuple[Bits16, Bits16]:
+    """Split fp32 into the bits of the nearest bf16 (ties away from zero) and the 16 bits that lead back.
+
+    A NaN becomes a quiet NaN with ``lo = 0``: rounding could turn it into zero or infinity.
+
+    Returns:
+        hi and lo, uint16, of the shape of ``master``.
+    """
+    bits = master.view(np.uint32)
+    hi = (bits >> np.uint32(16)).astype(np.uint16)
+    lo = (bits & np.uint32(0xFFFF)).astype(np.uint16)
+    rounded = np.where(lo >= 0x8000, hi + np.uint16(1), hi)
+    nan = np.isnan(master)
+    return np.where(nan, hi | np.uint16(0x0040), rounded), np.where(nan, np.uint16(0), lo)
+
+
+def join_reference(hi: Bits16, lo: Bits16) -> Fp32:
+    """Undo `split_reference`, bit for bit."""
+    upper = np.where(lo >= 0x8000, hi - np.uint16(1), hi).astype(np.uint32)
+    return ((upper << np.uint32(16)) | lo).view(np.float32)

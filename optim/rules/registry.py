@@ -1,0 +1,20 @@
+"""From the name of an optimizer to its rule. The names are those of the section: `offload.config.optimizer`."""
+
+from __future__ import annotations
+
+import importlib
+
+from nvme_offload.offload.config.optimizer import OptimizerConfig
+from nvme_offload.optim.rules.rule import UpdateRule
+
+
+def rule_named(name: str) -> UpdateRule:
+    """The rule called `name`, which is the class of that name in the module of that name, in lower case."""
+    rule = getattr(importlib.import_module(f"{__package__}.{name.lower()}"), name)()
+    assert isinstance(rule, UpdateRule)
+    return rule
+
+
+def rule_of(section: OptimizerConfig) -> UpdateRule:
+    """The rule that the section asks for, with its hyperparameters."""
+    return rule_named(section.kind).of(section.hyperparameters)

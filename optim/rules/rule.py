@@ -1,0 +1,120 @@
+"""What an optimizer is to everything that keeps, moves and updates its state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+
+class State(NamedTuple):
+    """A value that a rule keeps for each element of a parameter."""
+
+    name: str
+    """Of the entry in ``optimizer.state``; torch's spelling, where torch has this optimizer."""
+    birth: float = 0.0
+    """Before the first update."""
+    dtype: torch.dtype = torch.float32
+    """As it is stored. Native kernels know fp32 alone."""
+
+
+class UpdateRule:
+    """What an optimizer does with a gradient, and what it keeps for that; everything else asks it.
+
+    An instance is the rule of one kind of parameter group and does not change. A rule with a native `kernel` describes
+    its step in `scalars` alone; one without is its `update`, in torch operators.
+    """
+
+    name: str
+    """For people, and ``optimizer.type`` of the section."""
+    states: tuple[State, ...] = ()
+    """In the order in which the update takes them. Two groups whose states differ have two rules, see `of`."""
+    kernel: str = ""
+    """Which native kernel does the update; empty: `update` does."""
+    refused: ClassVar[tuple[str, ...]] = ("capturable", "differentiable")
+    """Options of torch's optimizer of that name that must be false here."""
+    shaping: ClassVar[tuple[str, ...]] = ()
+    """Hyperparameters that decide which states there are: what they decided when a group was added stays."""
+
+    def of(self, group: Mapping[str, Any]) -> UpdateRule:
+        """The rule of a parameter group, whose hyperparameters `check` has passed."""
+        return self
+
+    @property
+    def widest_states(self) -> tuple[State, ...]:
+        """States of the group that keeps most: what a staging buffer must have room for."""
+        return self.states
+
+    def check(self, group: Mapping[str, Any], number: int) -> None:
+        """Check the hyperparameters of a parameter group.
+
+        Raises:
+            ValueError: names the group, the key, the value and what is allowed.
+        """
+        for key in self.refused:
+            if group.get(key):
+                raise ValueError(f"{_where(number, group, key)}: is not supported; leave it out")
+
+    def check_param(self, param: torch.Tensor, name: str) -> None:
+        """Raise ValueError for a parameter that this rule has no update for."""
+
+    def scalars(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+        """What the update needs to know of a step: computed in fp64 and rounded to fp32 once.
+
+        Args:
+            group: the parameter group.
+            step: number of this update of a parameter; the first is 1.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say which scalars its update takes")
+
+    def update(
+        self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[float]
+    ) -> None:
+        """Update a run of elements in place; for a rule without a native kernel.
+
+        Args:
+            master: fp32 [numel], master weights.
+            grad: fp32 [numel], unscaled and clipped, negative with ``maximize``; may be overwritten.
+            states: fp32 [numel] each.
+            scalars: of this step.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither a kernel nor an update of its own")
+
+    def adopted(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """State entries of one parameter as torch's optimizer saved them, in the words of this one."""
+        return dict(entries)
+
+
+def rounded(*values: float) -> list[float]:
+    """Numbers rounded to fp32."""
+    return [float(np.float32(value)) for value in values]
+
+
+def check_numbers(group: Mapping[str, Any], number: int, *keys: str) -> None:
+    """Raise ValueError unless these hyperparameters are finite numbers, 0 or more."""
+    for key in keys:
+        if not 0 <= number_of(group[key]) < math.inf:
+            raise ValueError(f"{_where(number, group, key)}: must be a finite number, 0 or more")
+
+
+def check_betas(group: Mapping[str, Any], number: int) -> None:
+    """Raise ValueError unless ``betas`` are two numbers, each 0 or more and below 1."""
+    betas = group["betas"]
+    given = [number_of(beta) for beta in betas] if isinstance(betas, Iterable) else []
+    if len(given) != 2 or not all(0 <= beta < 1 for beta in given):
+        raise ValueError(f"{_where(number, group, 'betas')}: must be two numbers, each 0 or more and below 1")
+
+
+def number_of(value: Any) -> float:
+    """A hyperparameter as torch takes it, a number or a tensor that holds one; NaN for anything else."""
+    if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return float(value)
+    return math.nan
+
+
+def _where(number: int, group: Mapping[str, Any], key: str) -> str:
+    return f"parameter group {number}: {key} = {group[key]!r}"

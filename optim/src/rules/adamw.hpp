@@ -1,0 +1,14 @@
+// AdamW: decoupled weight decay, Loshchilov and Hutter, arXiv:1711.05101.
+struct AdamW {
+  static constexpr const char* kName = "AdamW";
+  static constexpr size_t kNumStates = 2, kNumScalars = 1 + Moments::kNumScalars;
+
+  explicit AdamW(const float* scalars) : decay(scalars[0]), moments(scalars + 1) {}
+
+  float operator()(float grad, float master, float& exp_avg, float& exp_avg_sq) const {
+    return master * decay - moments(grad, exp_avg, exp_avg_sq);
+  }
+
+  float decay;  // 1 - lr * weight_decay
+  Moments moments;
+};

@@ -1,0 +1,7 @@
+// The update rules that have kernels: each is made from its scalars, and called with the scaled gradient, the master and the
+// states of one element; it returns the new master. loops.cpp includes this.
+#include "moments.hpp"
+//
+#include "adamw.hpp"
+
+using AllRules = RuleList<AdamW>;

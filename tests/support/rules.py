@@ -1,0 +1,62 @@
+"""One line per optimizer: what every test needs that runs over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.optim.optimizers import optimizer_class
+from nvme_offload.optim.rules.registry import rule_named
+from nvme_offload.optim.rules.rule import UpdateRule
+from tests.support.training import Twin
+
+Params = Iterable[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RuleCase:
+    """An optimizer with hyperparameters that make every part of its formula count."""
+
+    name: str
+    settings: Mapping[str, Any]
+    torch_class: Callable[..., torch.optim.Optimizer]
+    """The same over fp32 parameters, by somebody else."""
+    variants: tuple[Mapping[str, Any], ...] = field(default=({},))
+    """Changes of `settings` that take another way through the formula."""
+    smooth: bool = True
+    """Whether a last place of a gradient moves a weight by little, so that each element can be compared."""
+
+    def __str__(self) -> str:
+        return ",".join([self.name, *(f"{key}={self.settings[key]}" for key in self.rule.shaping)])
+
+    @property
+    def rule(self) -> UpdateRule:
+        return rule_named(self.name).of(self.settings)
+
+    def make(self, params: Params, offload: Any, **changes: Any) -> OffloadOptimizer:
+        return optimizer_class(self.name)(params, **{**self.settings, **changes}, offload=offload)
+
+    def make_torch(self, params: Params, **changes: Any) -> torch.optim.Optimizer:
+        return self.torch_class(params, **{**self.settings, **changes})
+
+    def twin(self, params: list[torch.Tensor], **options: Any) -> Twin:
+        return Twin(params, settings={"maximize": False, **self.settings}, rule=self.rule, **options)
+
+
+_MOMENTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+_MOMENT_VARIANTS = (
+    {},
+    {"betas": (0.0, 0.99)},
+    {"betas": (0.3, 0.9)},
+    {"weight_decay": 0.0},
+    {"maximize": True},
+)
+
+CASES = [
+    RuleCase("AdamW", {"lr": 1e-3, **_MOMENTS}, torch.optim.AdamW, _MOMENT_VARIANTS),
+]
+VARIANTS = [(case, changes) for case in CASES for changes in case.variants]
