@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -34,6 +35,7 @@ __all__ = [
     "refuse_writes",
     "shard_offsets",
     "sharded_like",
+    "state_dict_hooks",
     "storage_info",
     "storage_place",
     "tree_flatten",
@@ -260,6 +262,16 @@ def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
     """
     [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return tuple(chunk.offsets)
+
+
+def state_dict_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """What the user has registered to run before and after ``state_dict``.
+
+    ``Optimizer._optimizer_state_dict_pre_hooks`` and ``_post_hooks``: only ``Optimizer.state_dict`` runs them, which
+    packs whatever ``optimizer.state`` holds and fails for a parameter that was taken out of the groups.
+    """
+    before, after = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks
+    return list(before.values()), list(after.values())
 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from nvme_offload.offload._torch_private import state_dict_hooks
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
 from nvme_offload.optim.interrupt import DeferredInterrupt
-from nvme_offload.optim.layout.flat import check_no_overlap, check_param, flat_grad, storage_of
+from nvme_offload.optim.layout.flat import check_no_overlap, check_no_repeats, check_param, flat_grad, storage_of
 from nvme_offload.optim.rules.rule import UpdateRule, rounded
 from nvme_offload.optim.state.entries import (
     StateView,
@@ -90,6 +91,8 @@ class OffloadOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also after training has begun; they start with fresh state.
 
+        One that was taken out of ``param_groups`` and comes back goes on with the state it had, as in torch.
+
         Raises:
             ValueError: a hyperparameter or a parameter cannot be used; names it.
             OutOfSpaceError: the paths cannot hold their state.
@@ -105,11 +108,14 @@ class OffloadOptimizer(Optimizer):
             rule = self.rule.of(group)
             places = range(len(group["params"]))
             names = group.get("param_names") or [f"parameter {place} of group {number}" for place in places]
-            for param, name in zip(group["params"], names, strict=True):
+            check_no_repeats(group["params"], names)
+            pairs = zip(group["params"], names, strict=True)
+            new = {param: name for param, name in pairs if param not in self._store.indices}
+            for param, name in new.items():
                 check_param(storage_of(param), name)
                 rule.check_param(param, name)
-            check_no_overlap([*table.params, *map(storage_of, group["params"])], [*table.names, *names])
-            added = self._store.add_params(number, rule, group["params"], names)
+            check_no_overlap([*table.params, *map(storage_of, new)], [*table.names, *new.values()])
+            added = self._store.add_params(number, rule, list(new), list(new.values()))
         except BaseException:
             self.param_groups.pop()
             raise
@@ -176,7 +182,6 @@ class OffloadOptimizer(Optimizer):
         if store.unfinished is not None:
             raise store.unfinished.refusal("a finished step")
         self._meter.spans.clear()
-        store.check_known(self.param_groups)
         grads = self._collect_grads()
         if not grads and self._norm_group is None:
             return
@@ -273,13 +278,31 @@ class OffloadOptimizer(Optimizer):
 
         The layout is torch's, with ``master`` beside the rule's states for 16-bit parameters.
         """
-        store = self._store
-        store.check_whole()
-        placed = {i: entry_names(store, i) for i in range(len(store.table.params)) if store.is_placed(i)}
-        tensors = read_entries(store, placed)
-        packed: dict[str, Any] = super().state_dict()
-        packed["state"] = {i: {"step": torch.tensor(float(store.steps[i])), **tensors[i]} for i in placed}
+        self._store.check_whole()
+        before, after = state_dict_hooks(self)
+        for hook in before:
+            hook(self)
+        packed = self._packed_state()
+        for hook in after:
+            packed = packed if (changed := hook(self, packed)) is None else changed
         return packed
+
+    def _packed_state(self) -> dict[str, Any]:
+        """As torch packs it: parameters are numbered as they stand in the groups, what is in no group is left out."""
+        store = self._store
+        members = [store.indices[param] for group in self.param_groups for param in group["params"]]
+        placed = {index: entry_names(store, index) for index in members if store.is_placed(index)}
+        tensors = read_entries(store, placed)
+        numbered = {index: number for number, index in enumerate(members)}
+        return {
+            "state": {
+                numbered[index]: {"step": torch.tensor(float(store.steps[index])), **tensors[index]} for index in placed
+            },
+            "param_groups": [
+                {**group, "params": [numbered[store.indices[param]] for param in group["params"]]}
+                for group in self.param_groups
+            ],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this class, or of torch's optimizer of that name, for the same parameters.
@@ -347,15 +370,12 @@ class OffloadOptimizer(Optimizer):
         self._store.ensure_placed(index for index in indices if leaves[index].requires_grad)
 
     def _collect_grads(self) -> dict[int, torch.Tensor]:
-        """Flat gradient by parameter index, of those that have one; empty where this rank's shard is."""
+        """Flat gradient by parameter index, of those that are in a group and have one; empty where the shard is."""
         table = self._store.table
+        members = self._store.members(self.param_groups)
         table.check_layouts()
-        grads = {}
-        for index, (leaf, name) in enumerate(zip(table.leaves, table.names, strict=True)):
-            grad = flat_grad(leaf, name)
-            if grad is not None:
-                grads[index] = grad
-        return grads
+        grads = {index: flat_grad(table.leaves[index], table.names[index]) for index in members}
+        return {index: grad for index, grad in grads.items() if grad is not None}
 
     def _grad_scale(self, grads: Mapping[int, torch.Tensor]) -> float | None:
         """What stored gradients are multiplied by (inv_scale x clip_coef), or None when the step must be skipped."""
@@ -387,8 +407,8 @@ class OffloadOptimizer(Optimizer):
         scalars = {}
         by_step: dict[tuple[int, int], StepScalars] = {}  # most parameters of a group are at the same step
         for number, group in enumerate(self.param_groups):
-            rule = self._store.rules[number]
             self.check_group(group, number)  # schedulers write to them
+            rule = self.rule.of(group)
             for param in group["params"]:
                 index = self._store.indices[param]
                 if index not in grads:
@@ -470,13 +490,14 @@ class OffloadOptimizer(Optimizer):
             ValueError: one cannot be used, or asks for other states than the group has.
         """
         self.rule.check(group, number)
-        own = self._store.rules[number]
-        if (other := self.rule.of(group)) != own:
-            asked = ", ".join(f"{key} = {group[key]!r}" for key in self.rule.shaping)
-            raise ValueError(
-                f"parameter group {number}: {asked}: its state is then {_listed(other)}, and it was made with "
-                f"{_listed(own)}; make a new {type(self).__name__} for that"
-            )
+        other = self.rule.of(group)
+        for param in self.param_groups[number]["params"]:
+            if (own := self._store.rule_of(self._store.indices[param])) != other:
+                asked = ", ".join(f"{key} = {group[key]!r}" for key in self.rule.shaping)
+                raise ValueError(
+                    f"parameter group {number}: {asked}: its state is then {_listed(other)}, and it was made with "
+                    f"{_listed(own)}; make a new {type(self).__name__} for that"
+                )
 
     def _check_torch_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Check arguments that torch's optimizer has and this one does not name.

@@ -56,7 +56,7 @@ class StateStore:
     def __init__(self, config: OffloadConfig, meter: Meter, rule: UpdateRule, owner: str) -> None:
         self.config = config
         self.owner = owner
-        self.rules: list[UpdateRule] = []
+        self._rules: list[UpdateRule] = []
         """Of each parameter group."""
         self.table = ParamTable()
         self.kernels = KernelPool(_num_kernel_threads())
@@ -97,7 +97,6 @@ class StateStore:
         for leaf, name in zip(params, names, strict=True):
             self._check_not_elsewhere(leaf, name)
         first = len(self.table.params)
-        self.rules.append(rule)
         for leaf, name in zip(params, names, strict=True):
             param = storage_of(leaf)
             is_master = FORM_OF_DTYPE[param.dtype] is MasterForm.ITSELF
@@ -113,13 +112,13 @@ class StateStore:
             self.table.layouts.append(Layout.of(param))
             self.table.checksums.append(None if is_master else torch.zeros(blocks, dtype=torch.int64))
             self.steps.append(0)
+            self._rules.append(rule)
             self._groups.append(group)
         remember_store(params, self)
         return range(first, len(self.table.params))
 
     def drop_params(self, indices: range) -> None:
         """Forget the latest group of parameters, which have no place yet."""
-        self.rules.pop()
         for index in reversed(indices):
             table = self.table
             del self.indices[table.leaves[index]]
@@ -127,23 +126,33 @@ class StateStore:
             table.uppers.pop(index, None)
             for column in (table.leaves, table.params, table.names, table.checksums, table.layouts):
                 del column[index]
-            del self.steps[index], self._groups[index]
+            del self.steps[index], self._rules[index], self._groups[index]
 
-    def check_known(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Look whether the optimizer's groups still hold the parameters that the state belongs to.
+    def members(self, groups: Iterable[Mapping[str, Any]]) -> list[int]:
+        """Indices of the parameters that are in the optimizer's groups now; the state of others rests.
 
         Raises:
-            ValueError: somebody put others in their place; they would never be updated.
+            ValueError: somebody put others in their place, which would never be updated, or one into two places.
         """
+        places: dict[int, str] = {}
         for number, group in enumerate(groups):
             for place, param in enumerate(group["params"]):
-                if param not in self.indices:
+                where = f"parameter {place} of group {number}"
+                index = self.indices.get(param)
+                if index is None:
                     raise ValueError(
-                        f"parameter {place} of group {number} (shape {tuple(param.shape)}) is not one that this "
+                        f"{where} (shape {tuple(param.shape)}) is not one that this "
                         "optimizer was made with. Whoever shards a model later puts other parameters in their place, "
                         "as accelerate's FSDP does: shard it first (optim.initialize, or fully_shard), then make the "
-                        "optimizer"
+                        "optimizer. New parameters come with add_param_group"
                     )
+                if index in places:
+                    raise ValueError(
+                        f"{places[index]} and {where} are the same parameter ({self.table.names[index]}): which "
+                        "hyperparameters it has would be chance; remove it from one of the two"
+                    )
+                places[index] = where
+        return sorted(places)
 
     def _check_not_elsewhere(self, leaf: torch.Tensor, name: str) -> None:
         """Two optimizers of one split parameter would each change the upper half under the other's lower one."""
@@ -167,7 +176,7 @@ class StateStore:
 
     def rule_of(self, index: int) -> UpdateRule:
         """The rule of a parameter."""
-        return self.rules[self._groups[index]]
+        return self._rules[index]
 
     def is_placed(self, index: int) -> bool:
         """Whether the parameter has a place (it has had state, or was trainable when it came)."""

@@ -28,6 +28,7 @@ from nvme_offload.offload._torch_private import (
     refuse_writes,
     shard_offsets,
     sharded_like,
+    state_dict_hooks,
     storage_info,
     storage_place,
     tree_flatten,
@@ -256,6 +257,14 @@ def test_fsdp2_gathers_what_was_installed():
 def test_local_tensor_of_a_plain_tensor_is_itself():
     tensor = torch.ones(2)
     assert local_tensor(tensor) is tensor
+
+
+def test_state_dict_hooks():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    before, after = print, repr
+    optimizer.register_state_dict_pre_hook(before)
+    optimizer.register_state_dict_post_hook(after)
+    assert state_dict_hooks(optimizer) == ([before], [after])
 
 
 def test_every_function_is_named_here():
