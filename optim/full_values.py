@@ -14,6 +14,7 @@ from nvme_offload.optim.collective import on_every_rank
 from nvme_offload.optim.state.entries import entry_names, read_entries, set_entries
 from nvme_offload.optim.tiers.gatherers import drop_gathered, store_of
 from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
+from nvme_offload.optim.tiers.halves import split_shard
 
 if TYPE_CHECKING:
     from nvme_offload.optim.state.store import StateStore
@@ -52,7 +53,8 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     store, index = _owner(param, "set_full_param")
     part = _own_part(param, value, "set_full_param")
-    if "master" in entry_names(store, index):
+    has_state = store.is_placed(index) or split_shard(param) is None  # one frozen so far has both halves in memory
+    if has_state and "master" in entry_names(store, index):
         set_entries(store, {index: {"master": part}})
     else:
         local_tensor(param).copy_(part)
@@ -136,9 +138,9 @@ def _owner(param: torch.Tensor, caller: str) -> tuple[StateStore, int]:
     if store is None or index is None:
         what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
         raise ValueError(
-            f"{caller}: {what} is no parameter of an OffloadOptimizer that is still there; frozen parameters are in "
-            "no optimizer, and after an evaluation FSDP2 may show gathered copies in their place: take the parameter "
-            "from optimizer.param_groups, or call reshard() on the module that holds it"
+            f"{caller}: {what} is no parameter of an OffloadOptimizer that is still there; after an evaluation "
+            "FSDP2 may show gathered copies in their place: take the parameter from optimizer.param_groups, or call "
+            "reshard() on the module that holds it"
         )
     store.check_usable()
     return store, index

@@ -82,7 +82,7 @@ class OffloadOptimizer(Optimizer):
             super().__init__(params, defaults)
             self._complete = True
             # All groups at once: a full disk is found before the first extent is handed out.
-            self._place_trainable(range(len(self._store.table.params)))
+            self._store.place_trainable()
         except BaseException:
             self._store.close()
             raise
@@ -121,7 +121,7 @@ class OffloadOptimizer(Optimizer):
             raise
         if self._complete:
             try:
-                self._place_trainable(added)
+                self._store.place_trainable(added)
             except BaseException:
                 self._store.drop_params(added)
                 self.param_groups.pop()
@@ -364,10 +364,6 @@ class OffloadOptimizer(Optimizer):
     def timeline(self) -> list[Span]:
         """What the latest step did and when; call `synchronize` first to have its last writes in it."""
         return sorted(self._meter.spans, key=lambda span: span.start_ns)
-
-    def _place_trainable(self, indices: Iterable[int]) -> None:
-        leaves = self._store.table.leaves
-        self._store.ensure_placed(index for index in indices if leaves[index].requires_grad)
 
     def _collect_grads(self) -> dict[int, torch.Tensor]:
         """Flat gradient by parameter index, of those that are in a group and have one; empty where the shard is."""

@@ -77,7 +77,7 @@ class Birth:
     def give_shards(self, accumulation_dtype: torch.dtype | None) -> None:
         """Replace FSDP2's shards on meta by shards that can take values, on the device of their mesh.
 
-        Split ones that an optimizer will own have memory for their upper half only.
+        Split ones that are trained have memory for their upper half only.
 
         Args:
             accumulation_dtype: of the gradients of split ones; None where nothing is split.
@@ -98,8 +98,7 @@ class Birth:
                     values = torch.zeros(shard.shape, device=device)
                     halves = ResidentHalves(values, padded_size, owner, kernels, group)
                 install_halves(record, SplitTensor(halves, shard), give_shard)
-                if record.sharded_param.requires_grad:
-                    keep_grad_in(record.sharded_param, accumulation_dtype)
+                keep_grad_in(record.sharded_param, accumulation_dtype)
 
     def fill(self, store: StateStore, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
         """Give every parameter and buffer its value.

@@ -105,13 +105,15 @@ def contents_of(model: nn.Module, store: StateStore, window: TierWindow) -> Cont
             contents.tied[f"{_MODEL}.{name}"] = f"{_MODEL}.{known}"
             continue
         index = store.indices.get(value)
+        if index is not None and not store.is_placed(index):
+            index = None  # frozen from the start: it has no state
         if index is not None:
             contents.names[index] = name
         has_master = index is not None and "master" in entry_names(store, index)
         entry = contents.add(Kind(value.shape, torch.float32 if has_master else value.dtype), _MODEL, name)
         if not has_master:
             contents.items += _plain_items(entry, value)
-    for index in set(store.indices.values()) - contents.names.keys():
+    for index in set(filter(store.is_placed, store.indices.values())) - contents.names.keys():
         raise ValueError(f"{store.table.names[index]} of the optimizer is not in the model's state dict")
     for index, name in contents.names.items():
         contents.steps[index] = torch.tensor(float(store.steps[index]))

@@ -72,6 +72,7 @@ def save(training: Training, root: Path, tag: str | None, client_state: Mapping[
         files.check_tag(own_tag)
         store.check_whole()
         store.table.check_layouts()
+        store.place_trainable()
         return own_tag, _contents_of(training, TierWindow(store, store.slots))
 
     own_tag, contents = on_every_rank(prepare, group)
@@ -124,6 +125,7 @@ def load(training: Training, root: Path, tag: str | None) -> Loaded | None:
     def prepare() -> tuple[TierWindow, Contents]:
         store.check_usable()
         store.table.check_layouts()
+        store.place_trainable()
         window = TierWindow(store, store.slots)
         return window, _contents_of(training, window)
 

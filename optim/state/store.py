@@ -57,7 +57,7 @@ class StateStore:
         self.config = config
         self.owner = owner
         self._rules: list[UpdateRule] = []
-        """Of each parameter group."""
+        """Of each parameter, by index."""
         self.table = ParamTable()
         self.kernels = KernelPool(_num_kernel_threads())
         self.slots: list[SlotRecord] = []
@@ -181,6 +181,16 @@ class StateStore:
     def is_placed(self, index: int) -> bool:
         """Whether the parameter has a place (it has had state, or was trainable when it came)."""
         return index in self._placed
+
+    def place_trainable(self, indices: Iterable[int] | None = None) -> None:
+        """`ensure_placed` of those (by default of all) that require a gradient now; a frozen one waits for its first.
+
+        Raises:
+            OutOfSpaceError, ConfigError, SwapIOError: see `ensure_placed`.
+        """
+        leaves = self.table.leaves
+        wanted = range(len(leaves)) if indices is None else indices
+        self.ensure_placed(index for index in wanted if leaves[index].requires_grad)
 
     def ensure_placed(self, indices: Iterable[int]) -> None:
         """Give parameters that have no place yet one, with all of its space promised.

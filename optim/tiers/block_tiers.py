@@ -24,6 +24,7 @@ from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.grad_tier import GradTier, PartitionStandIn
 from nvme_offload.optim.tiers.halves import GatherGroup, ResidentHalves, TierHalves, UnbornHalves, split_halves
 from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
+from nvme_offload.optim.warn import warn_user
 
 
 class BlockTiers:
@@ -86,6 +87,13 @@ class BlockTiers:
         """
         found = [halves.group for leaf in leaves if (halves := split_halves(leaf)) is not None]
         groups = [group for group in dict.fromkeys(found) if group not in self._numbers]
+        late = sorted({group.name for group in found if self._numbers.get(group) in self._grad_blocks})
+        if late:
+            warn_user(
+                f"parameters of {', '.join(late)} have their first gradient, in blocks of gradients that are laid out "
+                "without them: these gradients stay in memory. Parameters that require a gradient when the optimizer "
+                "is made have a place on the tier"
+            )
         if self.exist and not found and not self._numbers:
             self._refuse()
         self._numbers.update({group: number for number, group in enumerate(groups, start=len(self._numbers))})
@@ -285,9 +293,9 @@ def _halves_of(group: GatherGroup) -> list[ResidentHalves | UnbornHalves | TierH
 
 
 def _partitions(group: GatherGroup) -> list[tuple[torch.Tensor, torch.dtype]]:
-    """The parameters of a group that will have gradients, and what those are accumulated in."""
+    """The parameters of a group that have gradients, and what those are accumulated in."""
     return [
         (leaf, halves.accumulation_dtype)
         for leaf in group.params
-        if (halves := split_halves(leaf)) is not None and halves.accumulation_dtype is not None
+        if leaf.requires_grad and (halves := split_halves(leaf)) is not None and halves.accumulation_dtype is not None
     ]

@@ -48,7 +48,7 @@ class _Halves:
         """What is gathered together."""
         self.upper = upper
         self.accumulation_dtype: torch.dtype | None = None
-        """Of the gradient partition; None of a frozen parameter. See `keep_grad_in`."""
+        """Of the gradient partition. See `keep_grad_in`."""
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +72,7 @@ class _Halves:
 class ResidentHalves(_Halves):
     """The lower half in memory: a parameter between `split_parameters` and the construction of its optimizer.
 
-    A parameter that no optimizer has, because it is frozen, stays like this.
+    A frozen parameter stays like this until it has its first gradient.
 
     Args:
         values: fp32, this rank's shard; the upper half stays on its device, the lower one comes to host memory.
@@ -192,8 +192,7 @@ def split_parameters(model: nn.Module, accumulation_dtype: torch.dtype = torch.b
         for record in records:
             if will_split(record) and not isinstance(local_tensor(record.sharded_param), SplitTensor):
                 _split(record, owner, kernels, group)
-                if record.sharded_param.requires_grad:
-                    keep_grad_in(record.sharded_param, accumulation_dtype)
+                keep_grad_in(record.sharded_param, accumulation_dtype)
     if not found:
         raise ValueError("split_parameters needs a module after torch.distributed.fsdp.fully_shard")
     remember_gatherers(model)
@@ -250,7 +249,10 @@ def split_halves(leaf: torch.Tensor) -> ResidentHalves | UnbornHalves | TierHalv
 
 
 def keep_grad_in(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Keep the reduced gradient of a sharded parameter in `dtype`, however FSDP2 hands it over."""
+    """Keep the reduced gradient of a sharded parameter in `dtype`, however FSDP2 hands it over.
+
+    Of one that is frozen too: it may be unfrozen later.
+    """
     halves = split_halves(param)
     if halves is not None:
         halves.accumulation_dtype = dtype
@@ -261,4 +263,7 @@ def keep_grad_in(param: torch.Tensor, dtype: torch.dtype) -> None:
         if isinstance(grad, DTensor) and grad.dtype != dtype:
             arrived.grad = sharded_like(local_tensor(grad).to(dtype), grad)
 
+    trainable = param.requires_grad
+    param.requires_grad_(True)  # torch takes no such hook otherwise
     param.register_post_accumulate_grad_hook(to_partition)  # type: ignore[no-untyped-call]
+    param.requires_grad_(trainable)

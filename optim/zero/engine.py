@@ -173,6 +173,7 @@ class OffloadEngine:
 
         Raises:
             RuntimeError: no backward came before.
+            ValueError: a parameter requires a gradient and is not the optimizer's; nothing has moved.
             SwapIOError: a read or write failed, see `OffloadOptimizer.step`.
             Whatever the scheduler raises, when everything else is done.
         """
@@ -181,7 +182,21 @@ class OffloadEngine:
         if not self.is_gradient_accumulation_boundary:
             return
         taken = self._outcome()
+        if taken is None and self._counts_before is None:
+            self._check_trained()
         self._end_step(self._update() if taken is None else taken)
+
+    def _check_trained(self) -> None:
+        """Look whether the optimizer has every parameter that asks for a gradient."""
+        self._drop_gathered()  # FSDP2 shows gathered copies in the place of parameters
+        for name, param in self.module.named_parameters():
+            if param.requires_grad and param not in self.optimizer.state:
+                raise ValueError(
+                    f"{name} ({param.dtype}, shape {tuple(param.shape)}) requires a gradient and would never be "
+                    "trained: it was not there when initialize() was called, or not in a dtype that can be trained. "
+                    "Freeze it with requires_grad_(False), or call initialize with the whole model. Nothing has moved; "
+                    "engine.step() then does the step"
+                )
 
     def _update(self) -> bool:
         """The optimizer's part of a step; whether it was taken."""

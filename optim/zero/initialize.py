@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
+from nvme_offload.optim.layout.flat import storage_of
+from nvme_offload.optim.layout.subgroup import FORM_OF_DTYPE
 from nvme_offload.optim.optimizers import optimizer_class
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.zero.block_checks import check_blocks_fit
@@ -81,9 +83,10 @@ def initialize(
         reshard_after_forward=config.zero_optimization.stage == 3,
         give_shards=birth.give_shards if birth is not None else None,
     )
-    trainable = [param for param in model.parameters() if param.requires_grad]
+    # Frozen ones too, as in torch: they have no state before their first gradient.
+    params = [param for param in model.parameters() if param.requires_grad or storage_of(param).dtype in FORM_OF_DTYPE]
     optimizer = optimizer_class(config.optimizer.kind)(
-        trainable, offload=config, norm_group=roles.pipeline_group, **config.optimizer.hyperparameters
+        params, offload=config, norm_group=roles.pipeline_group, **config.optimizer.hyperparameters
     )
     try:
         if birth is not None:

@@ -118,7 +118,7 @@ def shard_with_precision(
         split_parameters(model, plan.split_accumulation)
     for name, param in model.named_parameters():
         accumulate = plan[name].accumulate
-        if param.requires_grad and param.dtype != accumulate and split_shard(param) is None:
+        if param.is_floating_point() and param.dtype != accumulate and split_shard(param) is None:
             keep_grad_in(param, accumulate)
     _reduce_where_accumulation_asks(model, plan)
     if plan.autocast is not None:
@@ -198,7 +198,7 @@ def _reduce_where_accumulation_asks(model: nn.Module, plan: PrecisionPlan) -> No
         module
         for module in model.modules()
         for record in fsdp_params(module)
-        if record.sharded_param.requires_grad and plan[names[record.sharded_param]].reduces_every_micro_batch
+        if plan[names[record.sharded_param]].reduces_every_micro_batch
     }
 
     def set_requires_gradient_sync(requires_gradient_sync: bool, *, recurse: bool = True) -> None:

@@ -98,7 +98,7 @@ def check_full_values(engine, rank):
     assert get_full_optimizer_state(param, "step") == 7
     after = everything(engine)
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    index = [name for name, p in engine.module.named_parameters() if p.requires_grad].index(name)
+    index = [name for name, _ in engine.module.named_parameters()].index(name)
     expected = {name, f"{name}.grad", *(f"{index}.{key}" for key in ("exp_avg", "exp_avg_sq", "step"))}
     assert changed - {f"{index}.master"} == expected
     with pytest.raises(
@@ -108,7 +108,8 @@ def check_full_values(engine, rank):
     with pytest.raises(ValueError, match="'variance' is no optimizer state of this parameter; it has step"):
         get_full_optimizer_state(param, "variance")
     with pytest.raises(ValueError, match=r"get_full_grad: a tensor of shape .* is no parameter of an OffloadOptimizer"):
-        get_full_grad(engine.module.blocks[1][0].weight)
+        get_full_grad(torch.ones(2))
+    assert get_full_grad(engine.module.blocks[1][0].weight) is None, "it is frozen"
     assert_same(everything(engine), after)
 
 

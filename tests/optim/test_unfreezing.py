@@ -1,0 +1,151 @@
+"""Layers that are frozen when `initialize` is called and unfrozen in mid-training: they train, as with plain torch."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from nvme_offload import get_full_param, initialize, set_full_param
+from tests.optim.zero.test_engine import BF16, FP16, backward, fresh_model, section
+from tests.optim.zero.test_sharded import assert_same, full_state
+from tests.support.ranks import run_ranks
+from tests.support.tiers import EVERYTHING, Model, train_step
+from tests.support.tiers import section as section_of_tiers
+
+STEPS, UNFROZEN_AT = 5, 2
+MIXED = {**BF16, "gradient_accumulation_dtype": "fp32"}
+
+
+def is_frozen(name):
+    return name.startswith("blocks.0.")
+
+
+def train(rank, config, freeze):
+    """With gradients dropped in place of freezing, all layers are the optimizer's from the start: the reference."""
+    model = fresh_model()
+    if freeze:
+        model.blocks[0].requires_grad_(False)
+    norms = []
+    with initialize(model, config) as engine:
+        engine.module.eval()
+        for step in range(STEPS):
+            if freeze and step == UNFROZEN_AT:
+                model.blocks[0].requires_grad_(True)
+            backward(engine, rank, step)
+            if not freeze and step < UNFROZEN_AT:
+                for name, param in engine.module.named_parameters():
+                    param.grad = None if is_frozen(name) else param.grad
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+            assert all(param.grad is None for param in engine.module.parameters())
+        return full_state(engine.module, engine.optimizer), norms
+
+
+def compare(rank, world_size, configs):
+    for config in configs:
+        (ours, norms), (theirs, reference) = (train(rank, config, freeze) for freeze in (True, False))
+        assert norms == reference
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("mode", [{}, BF16, FP16, MIXED], ids=["fp32", "bf16", "fp16", "bf16 in fp32"])
+@pytest.mark.parametrize("nvme", [False, True], ids=["memory", "nvme"])
+def test_an_unfrozen_layer_trains_from_its_first_gradient_on(alone, tmp_path, mode, nvme):
+    compare(0, 1, [section(stage, tmp_path if nvme else None, **mode) for stage in (3, 1)])
+
+
+def test_two_ranks():
+    run_ranks(compare, 2, [section(3, None, **BF16), section(2, None, **MIXED)])
+
+
+@pytest.mark.parametrize("part", ["layers.2", "layers.2.up"], ids=["a block", "a part of a block"])
+def test_parameters_and_gradients_on_tiers(alone, tmp_path, part):
+    ends = []
+    for tiers in ({}, EVERYTHING):
+        torch.manual_seed(0)
+        model = Model()
+        model.get_submodule(part).requires_grad_(False)
+        with (
+            initialize(model, section_of_tiers(tmp_path, **tiers)) as engine,
+            warnings.catch_warnings(record=True) as told,
+        ):
+            warnings.simplefilter("always")
+            for step in range(STEPS):
+                if step == UNFROZEN_AT:
+                    model.get_submodule(part).requires_grad_(True)
+                train_step(engine, step)
+            ends.append(full_state(engine.module, engine.optimizer))
+        stays = [str(warning.message) for warning in told if "stay in memory" in str(warning.message)]
+        assert [text.split(" have")[0] for text in stays] == (
+            ["parameters of layers.2"] if tiers and part == "layers.2.up" else []
+        )
+    assert_same(*ends)
+
+
+def test_a_frozen_layer_has_no_state_and_keeps_its_bits_when_set(alone):
+    model = fresh_model()
+    model.blocks[0].requires_grad_(False)
+    with initialize(model, section(**BF16)) as engine:
+        before = engine.optimizer.stats().state_bytes
+        weight = next(iter(model.blocks[0].parameters()))
+        values = torch.full(weight.shape, 1 / 3)
+        set_full_param(weight, values)
+        assert torch.equal(get_full_param(weight), values)
+        assert engine.optimizer.stats().state_bytes == before
+
+
+@pytest.mark.parametrize("again", ["before initialize", "before the load"])
+def test_a_run_with_an_unfrozen_layer_is_resumed(alone, tmp_path, again):
+    def run(steps, unfreeze_at, engine):
+        for step in steps:
+            if step == unfreeze_at:
+                engine.module.blocks[0].requires_grad_(True)
+            backward(engine, 0, step)
+            engine.step()
+
+    def frozen():
+        model = fresh_model()
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    with initialize(frozen(), section(**BF16)) as straight, initialize(frozen(), section(**BF16)) as engine:
+        run(range(5), 1, straight)
+        run(range(3), 1, engine)
+        engine.save_checkpoint(tmp_path)
+        model = fresh_model() if again == "before initialize" else frozen()
+        with initialize(model, section(**BF16)) as resumed:
+            model.blocks[0].requires_grad_(True)
+            resumed.load_checkpoint(tmp_path)
+            run(range(3, 5), None, resumed)
+            assert_same(full_state(resumed.module, resumed.optimizer), full_state(straight.module, straight.optimizer))
+
+
+def test_a_model_from_meta(alone):
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Model()
+    model.layers[2].requires_grad_(False)
+    with initialize(model, section_of_tiers(None)) as engine:
+        before = {name: get_full_param(param) for name, param in engine.module.named_parameters()}
+        model.layers[2].requires_grad_(True)
+        train_step(engine, 0)
+        moved = {
+            name
+            for name, param in engine.module.named_parameters()
+            if not torch.equal(get_full_param(param), before[name])
+        }
+        assert {name for name in before if name.startswith("layers.2.")} <= moved
+
+
+def test_a_parameter_that_came_later_is_refused_by_name_before_anything_moves(alone):
+    with initialize(fresh_model(), section()) as engine:
+        engine.module.late = nn.Linear(2, 2)
+        before = full_state(engine.module.blocks, engine.optimizer)
+        backward(engine, 0, 0)
+        with pytest.raises(ValueError, match=r"late\.weight .*requires a gradient and would never be trained"):
+            engine.step()
+        assert_same(full_state(engine.module.blocks, engine.optimizer), before)
+        engine.module.late.requires_grad_(False)
+        engine.step()
+        assert engine.optimizer.stats().steps == 1
