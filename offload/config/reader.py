@@ -112,6 +112,9 @@ class Section(BaseModel):
     that the value names are looked at, and one that is left out has the value named."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
     """Not accepted although DeepSpeed knows it, or although it is planned here -> what to do instead."""
+    OTHERWISE: ClassVar[Mapping[str, str]] = {}
+    """A field whose default changes results and is another in DeepSpeed -> what a section that was written for
+    DeepSpeed (see `_Reader.is_deepspeed`) and leaves it out is told."""
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -146,9 +149,10 @@ def read(model: type[AnySection], data: object, source: str) -> AnySection:
     Raises:
         ConfigError: every problem, by its full key, with what to write instead.
     """
+    reader = _Reader(model)
     if isinstance(data, Mapping) and list(data) == [WRAPPER]:
         data, source = data[WRAPPER], f"{source}, in {WRAPPER}"
-    reader = _Reader(model)
+        reader.is_deepspeed = True
     kept = reader.section(model, data)
     try:
         section = model.model_validate(kept)
@@ -157,9 +161,13 @@ def read(model: type[AnySection], data: object, source: str) -> AnySection:
             reader.add(detail)
     if reader.problems:
         raise ConfigError(reader.problems, source)
-    if reader.ignored:
-        text = "\n  ".join([f"{source}: accepted, but without effect here:", *reader.ignored])
-        warnings.warn(text, ConfigWarning, stacklevel=3)
+    told = {
+        "accepted, but without effect here": reader.ignored,
+        "left out, which means something else in DeepSpeed": list(reader.left_out()),
+    }
+    if any(told.values()):
+        texts = ["\n  ".join([f"{source}: {what}:", *lines]) for what, lines in told.items() if lines]
+        warnings.warn("\n".join(texts), ConfigWarning, stacklevel=3)
     return section
 
 
@@ -218,12 +226,23 @@ class _Reader:
         self.ignored: list[str] = []
         self.problems: list[str] = []
         self.written: dict[str, _Written] = {}  # by full key, in the spelling of the models
+        self.is_deepspeed = False
+        """Whether the section was written for DeepSpeed: it has a key, or a spelling of one, that means nothing
+        anywhere else, or stands in a table of that name."""
+
+    def left_out(self) -> Iterator[str]:
+        """What a section that was written for DeepSpeed would have had by a default that is another here."""
+        for home, model in sections(self.root):
+            for name, what in model.OTHERWISE.items():
+                if self.is_deepspeed and f"{home}{name}" not in self.written:
+                    yield f"{home}{name}: {what}"
 
     def section(self, model: type[Section], data: object, prefix: str = "", shown: str = "") -> dict[str, Any]:
         """Return the part of `data` that `model` is to validate; `shown` is `prefix` as the user spells it."""
         kept: dict[str, Any] = {}
         for spelling, value in self._items(model, data, shown):
             name = model.SPELLINGS.get(spelling, spelling)
+            self.is_deepspeed |= name != spelling
             field = model.model_fields.get(name)
             if field is None:
                 self._no_field(model, prefix, shown, str(spelling), value)
@@ -270,6 +289,7 @@ class _Reader:
             self.problems.append(f"{this}: {why}; write {_show(only)} or leave it out")
         else:
             self.ignored.append(f"{this}: {why}")
+            self.is_deepspeed = True
 
     def _nearest(self, prefix: str, name: str) -> str:
         """Say where an unknown key belongs, or which known key it is nearest to."""

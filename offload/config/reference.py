@@ -88,6 +88,15 @@ section only the keys shown are looked at, and one that is left out has the valu
 
 | Key | Why it has no effect |
 |---|---|"""
+_OTHERWISE = """\
+## Keys that mean something else in DeepSpeed when they are left out
+
+A section that was written for DeepSpeed and leaves one of these out is told so, in one `ConfigWarning`. It was, where
+it has a key of the table above, another spelling of a key (`bfloat16`, `aio.intra_op_parallelism`,
+`data_types.grad_accum_dtype`), or stands in a table named `deepspeed`.
+
+| Key | When it is left out |
+|---|---|"""
 _REFUSED = """\
 ## Keys that are refused
 
@@ -127,6 +136,9 @@ def _lines() -> Iterator[str]:
         yield from _grouped(prefix, model.IGNORED)
         shown = {f"{key}: {json.dumps(only)}": why for key, (only, why) in model.ONLY.items()}
         yield from _grouped(prefix, shown)
+    yield "\n" + _OTHERWISE
+    for prefix, model in sections(OffloadConfig):
+        yield from _grouped(prefix, model.OTHERWISE)
     yield "\n" + _REFUSED
     for prefix, model in sections(OffloadConfig):
         yield from _grouped(prefix, model.REFUSED)

@@ -180,7 +180,7 @@ class OffloadConfig(Section):
     """What is sharded, and what is offloaded."""
     aio: AioConfig = AioConfig()
     """How bytes move between memory and files."""
-    gradient_clipping: float = key(0.0, "a number, 0 or more", "same", "total norm", ge=0)
+    gradient_clipping: float = key(0.0, "a number, 0 or more", "same, default 1.0 since June 2026", "total norm", ge=0)
     """Largest total norm of all gradients, 0 or more. 0 is off."""
     host_budget: ByteBudget | None = key(None, '"auto", or 4 KiB or more, as "8GiB"', "", "bytes")
     """Host memory that one rank may use for staging buffers and for what stays in it of a kind whose tier is NVMe
@@ -262,6 +262,10 @@ class OffloadConfig(Section):
         "device_budget": "a CUDA model keeps its parameters and gradients on the device, all else is in host memory "
         "or on NVMe; write host_budget, or leave it out",
         WRAPPER: "it holds the whole section only where it stands alone; move the keys beside it into it",
+    }
+
+    OTHERWISE: ClassVar = {
+        "gradient_clipping": "DeepSpeed clips at 1.0 (0.0 before June 2026), here nothing is; write 1.0, or 0.0",
     }
 
     @property

@@ -253,6 +253,38 @@ def test_deepspeed_section_is_read_with_one_warning_that_says_why():
     assert config.gradient_clipping == 1.0
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"steps_per_print": 10},
+        {"aio": {"thread_count": 1}},
+        {"zero_optimization": {"overlap_comm": True}},
+        {"amp": {"enabled": False}},
+        {"bfloat16": {"enabled": True}},
+        {"aio": {"intra_op_parallelism": 2}},
+        {"deepspeed": {"zero_optimization": {"stage": 1}}},
+    ],
+    ids=lambda data: next(iter(data)),
+)
+def test_a_section_for_deepspeed_without_clipping_is_told_what_that_means(data):
+    with pytest.warns(
+        ConfigWarning, match=r"gradient_clipping: DeepSpeed clips at 1\.0 .*; write 1\.0, or 0\.0"
+    ) as caught:
+        assert OffloadConfig.from_dict(data).gradient_clipping == 0.0
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_other_sections_are_told_nothing_about_clipping(recwarn):
+    OffloadConfig.from_dict({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "aio": {"queue_depth": 8}})
+    assert not recwarn.list
+    warnings.simplefilter("always")
+    for clipping in (0.0, 1.0):
+        OffloadConfig.from_dict({"steps_per_print": 10, "gradient_clipping": clipping})
+    assert len(recwarn) == 2
+    assert not any("left out, which" in str(warning.message) for warning in recwarn)
+
+
 def test_the_warning_is_said_once(recwarn):
     warnings.simplefilter("default")  # pytest shows every occurrence; Python shows the first
     for _ in range(3):
