@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -17,6 +17,9 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # ``torch.utils._pytree``: how every tensor subclass in torch itself walks the arguments of an operator.
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "is_view",
     "local_tensor",
     "make_wrapper",
+    "not_compiled",
     "own_initializer",
     "refuse_writes",
     "shard_offsets",
@@ -262,6 +266,16 @@ def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
     """
     [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return tuple(chunk.offsets)
+
+
+def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
+    """A method that ``torch.compile`` calls as it is, without looking inside.
+
+    ``torch._disable_dynamo``: what torch's own optimizers use. ``torch.compiler.disable`` imports the whole compiler
+    as soon as it decorates something.
+    """
+    wrapped: Callable[P, R] = torch._disable_dynamo(method)  # type: ignore[attr-defined]
+    return wrapped
 
 
 def state_dict_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:

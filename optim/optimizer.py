@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from nvme_offload.offload._torch_private import state_dict_hooks
+from nvme_offload.offload._torch_private import not_compiled, state_dict_hooks
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
 from nvme_offload.optim.interrupt import DeferredInterrupt
 from nvme_offload.optim.layout.flat import check_no_overlap, check_no_repeats, check_param, flat_grad, storage_of
-from nvme_offload.optim.rules.rule import UpdateRule, rounded
+from nvme_offload.optim.rules.rule import UpdateRule, rounded, without_torch_switches
 from nvme_offload.optim.state.entries import (
     StateView,
     entry_names,
@@ -86,7 +86,22 @@ class OffloadOptimizer(Optimizer):
         except BaseException:
             self._store.close()
             raise
-        self.state: StateView = StateView(self._store)  # type: ignore[assignment]
+
+    @property  # type: ignore[override]
+    def state(self) -> StateView:
+        """State by parameter, read from its tier on access and written through; see `StateView`."""
+        return StateView(self._store)
+
+    @state.setter
+    def state(self, value: Mapping[torch.Tensor, Any]) -> None:
+        if not self._complete:
+            return  # torch's constructor, whose dict nobody fills
+        if value:
+            raise TypeError(
+                "optimizer.state cannot be exchanged: the state is on its tier. Assign to the entries of a parameter, "
+                "or use load_state_dict"
+            )
+        self.state.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also after training has begun; they start with fresh state.
@@ -127,6 +142,7 @@ class OffloadOptimizer(Optimizer):
                 self.param_groups.pop()
                 raise
 
+    @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient. Writes go on behind it; see `synchronize`.
@@ -200,6 +216,7 @@ class OffloadOptimizer(Optimizer):
             )
             self._go_on(store.unfinished, inputs)
 
+    @not_compiled
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip all gradients together, wherever they are: the next step multiplies them by one factor, in registers.
@@ -236,6 +253,7 @@ class OffloadOptimizer(Optimizer):
         """Whether the latest step stopped halfway; see `finish_step`."""
         return self._store.unfinished is not None
 
+    @not_compiled
     @torch.no_grad()
     def finish_step(self) -> None:
         """Complete a step that stopped halfway, exactly as if it had not: gradients must not have changed since.
@@ -273,6 +291,7 @@ class OffloadOptimizer(Optimizer):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @not_compiled
     def state_dict(self) -> dict[str, Any]:
         """The whole state as ordinary fp32 tensors in host memory (4 bytes per parameter and state).
 
@@ -304,6 +323,7 @@ class OffloadOptimizer(Optimizer):
             ],
         }
 
+    @not_compiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this class, or of torch's optimizer of that name, for the same parameters.
 
@@ -314,14 +334,24 @@ class OffloadOptimizer(Optimizer):
             ValueError: it does not fit; names what. Nothing was changed.
             SwapIOError: part of the state is old and part is new; load again.
         """
+        self._store.check_usable()
+        # The last of these hooks: it gets what the user's have made of the state dict.
+        last = self.register_load_state_dict_pre_hook(OffloadOptimizer._take_over)  # type: ignore[arg-type]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+
+    def _take_over(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Bring a state dict to the tiers; returns what is left of it for torch: the groups."""
         store = self._store
-        store.check_usable()
-        entries = prepare_entries(store, self._match_state(state_dict))
+        groups = [without_torch_switches(group) for group in state_dict["param_groups"]]
+        entries = prepare_entries(store, self._match_state({**state_dict, "param_groups": groups}))
         store.pipeline.forget_failures()
         store.unfinished = UnfinishedStep.of_load(split=store.has_split_params, owner=store.owner)
         write_entries(store, entries)
         store.unfinished = None
-        super().load_state_dict({**state_dict, "state": {}})
+        return {"state": {}, "param_groups": groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's load_state_dict hands over groups and state; the state has gone to its tier already.

@@ -89,6 +89,14 @@ class UpdateRule:
         return dict(entries)
 
 
+def without_torch_switches(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group without what chose how torch's own optimizer computes (CUDA graphs, autograd through the step).
+
+    The state is the same with them, and nothing here reads them.
+    """
+    return {key: value for key, value in group.items() if key not in ("capturable", "differentiable")}
+
+
 def rounded(*values: float) -> list[float]:
     """Numbers rounded to fp32."""
     return [float(np.float32(value)) for value in values]

@@ -64,17 +64,31 @@ class ParamState(MutableMapping[str, Any]):
         return entry_names(self._store, self._index)
 
 
-class StateView(Mapping[torch.Tensor, ParamState]):
-    """``optimizer.state``: every parameter has an entry from construction on."""
+class StateView(MutableMapping[torch.Tensor, ParamState]):
+    """``optimizer.state``: every parameter has an entry from construction on.
+
+    A parameter's state can be exchanged or dropped: it begins afresh then, with zero moments at step 0, as in torch.
+    Master weights stay, and so does the (fresh) entry.
+    """
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
 
     def __getitem__(self, param: torch.Tensor) -> ParamState:
-        index = self._store.indices.get(param)
-        if index is None:
-            raise KeyError(f"a tensor of shape {tuple(param.shape)} that is not a parameter of this optimizer")
-        return ParamState(self._store, index)
+        return ParamState(self._store, self._index_of(param))
+
+    def __setitem__(self, param: torch.Tensor, value: Mapping[str, Any]) -> None:
+        index = self._index_of(param)
+        if not isinstance(value, Mapping):
+            raise TypeError(f"the state of a parameter is a mapping of {', '.join(self[param])}, not {value!r}")
+        if unknown := sorted(set(value) - set(self[param])):
+            raise KeyError(f"{unknown[0]!r} is not optimizer state here; it has {', '.join(self[param])}")
+        given = dict(value)  # fetched first: it may be of this parameter
+        self._set(index, {**self._fresh(index), **given})
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        index = self._index_of(param)
+        self._set(index, self._fresh(index))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._store.table.leaves)
@@ -84,6 +98,42 @@ class StateView(Mapping[torch.Tensor, ParamState]):
 
     def __contains__(self, param: object) -> bool:
         return isinstance(param, torch.Tensor) and self._store.indices.get(param) is not None
+
+    def clear(self) -> None:
+        """Let the state of every parameter begin afresh."""
+        for param in self:
+            del self[param]
+
+    def pop(self, param: torch.Tensor, *default: Any) -> Any:
+        """The state of a parameter as a dict of copies; it begins afresh."""
+        if default and param not in self:
+            return default[0]
+        entries = dict(self[param])
+        del self[param]
+        return entries
+
+    def popitem(self) -> tuple[torch.Tensor, ParamState]:
+        """Raises TypeError: there would always be another."""
+        raise TypeError("every parameter keeps an entry in optimizer.state; use pop(parameter), or clear()")
+
+    def _set(self, index: int, entries: Mapping[str, Any]) -> None:
+        self._store.check_whole()
+        if entries or self._store.is_placed(index):
+            set_entries(self._store, {index: entries})
+
+    def _fresh(self, index: int) -> dict[str, torch.Tensor]:
+        """Everything but the master; nothing of a parameter that never had state."""
+        if not self._store.is_placed(index):
+            return {}
+        names = entry_names(self._store, index)
+        return {name: fresh_entry_of(self._store, index, name) for name in names if name != "master"}
+
+    def _index_of(self, param: object) -> int:
+        index = self._store.indices.get(param) if isinstance(param, torch.Tensor) else None
+        if index is None:
+            what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
+            raise KeyError(f"{what} is not a parameter of this optimizer: optimizer.state has no other keys")
+        return index
 
 
 def entry_names(store: StateStore, index: int) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from nvme_offload.optim.layout.subgroup import FORM_OF_DTYPE, ParamToPlace, Subg
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.masters import ParamTable, give_birth
-from nvme_offload.optim.state.pipeline import Memory, StepPipeline
+from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.state.progress import UnfinishedStep
 from nvme_offload.optim.state.slots import SlotRecord
@@ -80,7 +80,10 @@ class StateStore:
             self.pool = BufferPool(self._num_buffers, 1)
             self.tier = NvmeTier(config)  # with a finalizer of its own, should anything after it fail
         checksum = self.kernels.block_checksums if config.aio.checksums else None
-        self.pipeline = StepPipeline(self._give_birth, meter, self.tier, self.pool, checksum)
+        table, kernels = self.table, self.kernels  # not `self`, which would live until the garbage collector runs
+        self.pipeline = StepPipeline(
+            lambda slot, memory: give_birth(slot, memory, table, kernels), meter, self.tier, self.pool, checksum
+        )
         try:
             self.blocks = BlockTiers(config, self.kernels)
         except BaseException:
@@ -326,9 +329,6 @@ class StateStore:
     def _note_upper(self, index: int, halves: ResidentHalves | UnbornHalves | TierHalves) -> None:
         if isinstance(halves.upper, TieredUpper):
             self.table.uppers[index] = halves.upper
-
-    def _give_birth(self, slot: SlotRecord, memory: Memory) -> None:
-        give_birth(slot, memory, self.table, self.kernels)
 
     def _cut(self, indices: Sequence[int], blocks: Sequence[Unit]) -> list[Subgroup]:
         params, number_of = self.table.params, self.blocks.number_of

@@ -24,6 +24,7 @@ from nvme_offload.offload._torch_private import (
     is_view,
     local_tensor,
     make_wrapper,
+    not_compiled,
     own_initializer,
     refuse_writes,
     shard_offsets,
@@ -257,6 +258,24 @@ def test_fsdp2_gathers_what_was_installed():
 def test_local_tensor_of_a_plain_tensor_is_itself():
     tensor = torch.ones(2)
     assert local_tensor(tensor) is tensor
+
+
+def test_not_compiled():
+    graphs = []
+
+    @not_compiled
+    def add(tensor):
+        return tensor + 1
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    assert torch.compile(lambda: add(torch.ones(2)), backend=backend)().tolist() == [2, 2]
+    assert len(graphs) <= 1, "of what is around it"
+    assert not any(
+        node.target is torch.add or "add" in str(node.target) for graph in graphs for node in graph.graph.nodes
+    )
 
 
 def test_state_dict_hooks():

@@ -1,0 +1,227 @@
+"""What users of torch.optim may rely on: hooks, `optimizer.state` as a mapping, switches, compilation, no cycles."""
+
+import copy
+import gc
+import os
+
+import pytest
+import torch
+
+from nvme_offload import OffloadAdamW
+from tests.support.training import (
+    SETTINGS,
+    Twin,
+    assert_same_bits,
+    bits,
+    param,
+    params_of,
+    section,
+    set_grads,
+    snapshot,
+)
+
+SHAPES = [(70_000,), (300,)]
+
+
+def trained(make_adamw, device="nvme", steps=2):
+    params = params_of(SHAPES, torch.bfloat16)
+    optimizer = make_adamw(params, device)
+    for step in range(steps):
+        set_grads(params, step)
+        optimizer.step()
+    return params, optimizer
+
+
+def test_dropping_the_optimizer_frees_everything_at_once(drive):
+    torch.optim.AdamW([param((1,))])  # torch's first optimizer imports the compiler, whose frames stay for a while
+
+    def tasks():
+        return set(os.listdir("/proc/self/task"))
+
+    params = params_of(SHAPES, torch.bfloat16)
+    gc.collect()
+    gc.disable()
+    try:
+        before = tasks()
+        optimizer = OffloadAdamW(params, offload=section(drive), **SETTINGS)
+        set_grads(params, 0)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.state.clear()
+        assert list(drive.iterdir())
+        del optimizer
+        assert not list(drive.iterdir())
+        assert tasks() <= before
+    finally:
+        gc.enable()
+
+
+def test_a_pre_hook_of_load_state_dict_sees_the_state_and_may_edit_it(make_adamw):
+    params, optimizer = trained(make_adamw)
+    saved, seen = optimizer.state_dict(), []
+
+    def edit(hooked, state_dict):
+        assert hooked is optimizer
+        seen.append(sorted(state_dict["state"][0]))
+        state_dict = copy.deepcopy(state_dict)
+        state_dict["state"][0]["exp_avg"].fill_(7.0)
+        state_dict["param_groups"][0]["lr"] = 0.125
+        return state_dict
+
+    handle = optimizer.register_load_state_dict_pre_hook(edit)
+    optimizer.load_state_dict(saved)
+    assert seen == [["exp_avg", "exp_avg_sq", "master", "step"]]
+    assert (optimizer.state[params[0]]["exp_avg"] == 7).all()
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    handle.remove()
+    optimizer.load_state_dict(saved)
+    assert_same_bits(snapshot(optimizer)["state"], saved["state"])
+
+
+def test_a_refused_load_leaves_no_hook_behind(make_adamw):
+    _, optimizer = trained(make_adamw)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="parameter groups of"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+    assert_same_bits(snapshot(optimizer), before)
+
+
+def test_hooks_of_state_dict_run_before_and_after_it(make_adamw):
+    params, optimizer = trained(make_adamw)
+
+    def before(hooked):
+        hooked.state[params[1]]["exp_avg"] = torch.full((300,), 3.0)
+
+    def add(hooked, state_dict):
+        state_dict["state"][0]["mine"] = state_dict["state"][0]["exp_avg"].sum()
+
+    def exchange(hooked, state_dict):
+        return {**state_dict, "more": len(state_dict["state"])}
+
+    optimizer.register_state_dict_pre_hook(before)
+    optimizer.register_state_dict_post_hook(add)
+    optimizer.register_state_dict_post_hook(exchange)
+    packed = optimizer.state_dict()
+    assert packed["more"] == 2
+    assert packed["state"][0]["mine"] == packed["state"][0]["exp_avg"].sum()
+    assert (packed["state"][1]["exp_avg"] == 3).all()
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda o, p: o.state.clear(),
+        lambda o, p: o.state.pop(p),
+        lambda o, p: o.state.__delitem__(p),
+        lambda o, p: o.state.__setitem__(p, {}),
+        lambda o, p: setattr(o, "state", {}),
+    ],
+    ids=["clear", "pop", "del", "assign", "exchange"],
+)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_state_that_is_dropped_begins_afresh(make_adamw, device, drop):
+    p = param((70_000,))
+    optimizer, twin = make_adamw([p], device), Twin([p])
+    for step in range(4):
+        if step == 2:
+            drop(optimizer, p)
+            twin.steps[0] = 0
+            for values in twin.states.values():
+                values[0][:] = 0
+        set_grads([p], step)
+        twin.step([p.grad])
+        optimizer.step()
+    twin.assert_equals(optimizer)
+
+
+def test_what_is_popped_is_what_was_there_and_can_be_assigned_again(make_adamw):
+    params, optimizer = trained(make_adamw)
+    before = snapshot(optimizer)
+    entries = optimizer.state.pop(params[0])
+    assert float(optimizer.state[params[0]]["step"]) == 0
+    assert float(optimizer.state[params[1]]["step"]) == 2
+    assert optimizer.state.pop(param((3,)), None) is None
+    optimizer.state[params[0]] = entries
+    assert_same_bits(snapshot(optimizer), before)
+    optimizer.state[params[1]] = optimizer.state[params[1]]
+    assert_same_bits(snapshot(optimizer), before)
+
+
+def test_a_parameter_without_state_yet_gets_none_by_being_cleared(make_adamw):
+    params = params_of(SHAPES, torch.bfloat16)
+    params[1].requires_grad_(False)
+    optimizer = make_adamw(params)
+    optimizer.state.clear()
+    assert optimizer.state_dict()["state"].keys() == {0}
+
+
+def exchanged(optimizer):
+    optimizer.state = {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda o: o.state["x"], KeyError, "'x' is not a parameter of this optimizer"),
+        (lambda o: o.state.pop("x"), KeyError, "'x' is not a parameter"),
+        (lambda o: o.state.__setitem__("x", {}), KeyError, "'x' is not a parameter"),
+        (lambda o: o.state.popitem(), TypeError, r"use pop\(parameter\), or clear\(\)"),
+        (lambda o: o.state.__setitem__(o.param_groups[0]["params"][0], 3), TypeError, "is a mapping of step, master"),
+        (
+            lambda o: o.state.__setitem__(o.param_groups[0]["params"][0], {"y": 3}),
+            KeyError,
+            "'y' is not optimizer state",
+        ),
+        (exchanged, TypeError, "cannot be exchanged"),
+    ],
+    ids=["get", "pop", "set", "popitem", "no mapping", "unknown entry", "exchange"],
+)
+def test_what_cannot_be_said_of_the_state_is_refused_in_words(make_adamw, call, error, words):
+    _, optimizer = trained(make_adamw)
+    before = snapshot(optimizer)
+    with pytest.raises(error, match=words):
+        call(optimizer)
+    assert_same_bits(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize("switch", ["capturable", "differentiable", "fused", "foreach"])
+def test_a_checkpoint_of_torch_loads_whatever_chose_its_implementation(make_adamw, switch):
+    p = param((300,), torch.float32)
+    reference = torch.optim.AdamW([p], **SETTINGS)
+    set_grads([p], 0)
+    reference.step()
+    saved = reference.state_dict()
+    saved["param_groups"][0][switch] = True
+    q = torch.nn.Parameter(p.detach().clone())
+    optimizer = make_adamw([q], lr=0.5)
+    optimizer.load_state_dict(saved)
+    assert (bits(optimizer.state[q]["exp_avg"]) == bits(reference.state[p]["exp_avg"])).all()
+    assert optimizer.param_groups[0]["lr"] == SETTINGS["lr"]
+    set_grads([q], 1)
+    optimizer.step()
+    saved["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="amsgrad = True: is not supported"):
+        optimizer.load_state_dict(saved)
+
+
+def test_torch_compile_does_not_look_inside_a_step(make_adamw):
+    params = params_of(SHAPES, torch.bfloat16)
+    twin = Twin(params)
+    optimizer, graphs = make_adamw(params), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=backend)
+    def update():
+        optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+
+    for step in range(3):
+        set_grads(params, step)
+        twin.step([p.grad for p in params])
+        update()
+    twin.assert_equals(optimizer)
+    assert not graphs
