@@ -374,7 +374,7 @@ class OffloadOptimizer(Optimizer):
             wait_seconds=meter.wait_seconds,
             compute_seconds=meter.compute_seconds,
             achieved_depth=engine.achieved_depth if engine else 0.0,
-            engine=store.tier.engine.name if store.tier else "host memory",
+            engine=store.tier.name if store.tier else "host memory",
             engine_reason=store.tier.engine_reason if store.tier else "the state is in host memory",
             num_subgroups=len(store.slots),
             staging_bytes=store.staging_bytes,

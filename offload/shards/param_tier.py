@@ -20,7 +20,7 @@ from nvme_offload.offload.config.tiers import OffloadParamConfig
 from nvme_offload.offload.errors import ClosedError, ConfigError, StateError
 from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.offload.units import format_bytes
 
 KIND = "parameters"
@@ -184,7 +184,7 @@ class ParamTier:
     def __init__(
         self,
         config: OffloadParamConfig,
-        tier: NvmeTier,
+        tier: Tier,
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._config = config

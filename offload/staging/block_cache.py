@@ -20,7 +20,7 @@ from nvme_offload.offload.errors import CorruptionError, StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.staging.use_order import UseOrder
 from nvme_offload.offload.storage.extent import Extent
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.offload.storage.transfer import Transfer
 
 _FAILURES = (OSError, CorruptionError)
@@ -100,7 +100,7 @@ class BlockCache:
 
     def __init__(
         self,
-        tier: NvmeTier,
+        tier: Tier,
         kind: str,
         num_buffers: int,
         *,
@@ -141,7 +141,7 @@ class BlockCache:
             SwapIOError: a write that ran behind failed; nothing was added.
         """
         self._finish_transfers()  # and reads nothing ahead: the buffers may be exchanged
-        extents = self.tier.space.allocate_all([size_bytes for _, size_bytes in blocks])
+        extents = self.tier.reserve([size_bytes for _, size_bytes in blocks])
         first = len(self.blocks)
         added = [
             Block(first + place, name, extent.size_bytes, extent)
@@ -160,7 +160,7 @@ class BlockCache:
                 block.transfer = None
             if block.buffer is not None:
                 self._give_up_buffer(block)
-            self.tier.space.free(block.extent)
+            self.tier.free(block.extent)
 
     def hold(
         self, block: Block, *, change: bool = False, load: bool = True, in_order: bool = True, is_new: bool = True
@@ -270,10 +270,9 @@ class BlockCache:
         for block in list(self._resident):
             self._give_up_buffer(block)
         larger = BufferPool(self.num_buffers, size_bytes)
-        self.tier.engine.unregister()
+        self.tier.register([larger])
         self._pool.close()
         self._pool = larger
-        self.tier.register([larger])
 
     def _read_ahead(self) -> None:
         """Fill the buffers with what is needed soonest. A hint: what fails here is tried again when it is needed."""
@@ -420,7 +419,7 @@ class BlockCache:
         place = int((actual != block.checksums).nonzero()[0])
         pair = (int(block.checksums[place]) & _UINT64, int(actual[place]) & _UINT64)
         self._give_up_buffer(block)
-        raise CorruptionError(self.tier.space.path_of(block.extent.stripes[0].fd), block.name, *pair)
+        raise CorruptionError(self.tier.path_of(block.extent), block.name, *pair)
 
     def _give_up_buffer(self, block: Block) -> None:
         assert block.buffer is not None

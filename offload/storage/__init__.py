@@ -1,1 +1,1 @@
-"""Extents on tiers: swap files and how bytes get there."""
+"""Where bytes are kept: tiers behind one interface."""

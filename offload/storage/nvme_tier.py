@@ -50,8 +50,6 @@ class NvmeTier:
         EngineUnavailable: the engine that was asked for cannot run here.
     """
 
-    name = "nvme"
-
     def __init__(
         self, config: OffloadConfig, *, paths: Sequence[Path] | None = None, faults: FaultSpec | None = None
     ) -> None:
@@ -81,6 +79,37 @@ class NvmeTier:
         )
 
     @property
+    def name(self) -> str:
+        """Of the engine."""
+        return self.engine.name
+
+    @property
+    def alignment(self) -> int:
+        """Granularity of offsets, sizes and addresses, in bytes."""
+        return self.space.alignment
+
+    def reserve(self, sizes: Sequence[int]) -> list[Extent]:
+        """One extent per size, with the space of all of them promised.
+
+        Raises:
+            OutOfSpaceError: names the path that is full and all the bytes needed there; nothing is kept.
+        """
+        return self.space.allocate_all(sizes)
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent back. Its bytes may be handed out again at once."""
+        self.space.free(extent)
+
+    def path_of(self, extent: Extent) -> Path:
+        """The file in which an extent begins."""
+        return self.space.path_of(extent.stripes[0].fd)
+
+    def describe(self, extent: Extent) -> str:
+        """Every stripe: its bytes, offset and file."""
+        stripes = extent.stripes
+        return ", ".join(f"{size} bytes at offset {offset} of {self.space.path_of(fd)}" for fd, offset, size in stripes)
+
+    @property
     def engine(self) -> Engine:
         """What does the I/O."""
         return self._opened.engine
@@ -91,7 +120,10 @@ class NvmeTier:
         return self._opened.reason
 
     def register(self, pools: Sequence[BufferPool]) -> Registration:
-        """Register the memory of `pools` and the swap files with the engine; says once what was refused."""
+        """Register the memory of `pools` and the swap files with the engine, in place of what was registered before.
+
+        Says once what was refused.
+        """
         regions = [region for pool in pools for region in pool.regions]
         self.registration = self.engine.register(regions, self.space.fds)
         for refusal in self.registration.refusals:

@@ -53,23 +53,17 @@ class SwapFile:
         """First byte after the last range handed out."""
         return self._free.end
 
-    def allocate(self, size_bytes: int) -> Stripe:
-        """A range of this file. The space is promised by the file system, or the call fails and changes nothing.
+    def take(self, size_bytes: int) -> Stripe:
+        """A range of this file, not promised yet: `reserve` everything up to `end` before it is used."""
+        return Stripe(self.fd, self._free.take(size_bytes), size_bytes)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Make the file at least `size_bytes` long, its space promised by the file system, or change nothing.
 
         Raises:
             OutOfSpaceError: the file system cannot hold it; names the bytes needed and free.
             SwapIOError: anything else that posix_fallocate answers, or the file is damaged (see `check_whole`).
         """
-        offset = self._free.take(size_bytes)
-        try:
-            self.reserve(self._free.end)
-        except OSError:
-            self._free.give_back(offset, size_bytes)
-            raise
-        return Stripe(self.fd, offset, size_bytes)
-
-    def reserve(self, size_bytes: int) -> None:
-        """Make the file at least `size_bytes` long, with its space promised. See `allocate` for what it raises."""
         missing = size_bytes - self._promised
         if missing <= 0:
             return
@@ -131,7 +125,7 @@ class SwapFile:
             self._note_promise(self.end)
 
     def free(self, stripe: Stripe) -> None:
-        """Give a range back for later ``allocate`` calls."""
+        """Give a range back for later ``take`` calls."""
         self._free.give_back(stripe.offset, stripe.size_bytes)
 
     def close(self) -> None:

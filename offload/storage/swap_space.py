@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 
 from nvme_offload.offload.errors import SwapIOError
@@ -73,33 +74,29 @@ class SwapSpace:
         Raises:
             OutOfSpaceError: names the path that is full; nothing is kept.
         """
-        stripes: list[Stripe] = []
-        with self._lock:
-            try:
-                for file, share in zip(self._files, self._split(size_bytes), strict=True):
-                    if share:
-                        stripes.append(file.allocate(share))
-            except OSError:
-                self._free_stripes(stripes)
-                self._give_up_reserves()
-                raise
-        return Extent(sum(stripe.size_bytes for stripe in stripes), tuple(stripes))
+        return self.allocate_all([size_bytes])[0]
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
-        """One extent per size; the space of all of them is promised before the first is handed out.
+        """One extent per size. Holes are used first; the space of what is left is promised in one piece.
 
         Raises:
             OutOfSpaceError: names the path that is full and all the bytes needed there; nothing is kept.
         """
-        needed = [sum(column) for column in zip(*(self._split(size) for size in sizes), strict=True)]
+        stripes: list[list[Stripe]] = []
         with self._lock:
             try:
-                for file, share in zip(self._files, needed, strict=bool(sizes)):
-                    file.reserve(file.end + share)
-            except OSError:
+                for size in sizes:
+                    stripes.append([])
+                    for file, share in zip(self._files, self._split(size), strict=True):
+                        if share:
+                            stripes[-1].append(file.take(share))
+                for file in self._files:
+                    file.reserve(file.end)
+            except BaseException:
+                self._free_stripes(chain.from_iterable(stripes))
                 self._give_up_reserves()
                 raise
-        return [self.allocate(size) for size in sizes]
+        return [Extent(sum(stripe.size_bytes for stripe in parts), tuple(parts)) for parts in stripes]
 
     def check_whole(self) -> None:
         """Raise SwapIOError if somebody shortened a file or took space from it."""
@@ -137,6 +134,6 @@ class SwapSpace:
             with suppress(OSError):
                 file.give_up_reserve()
 
-    def _free_stripes(self, stripes: Sequence[Stripe]) -> None:
+    def _free_stripes(self, stripes: Iterable[Stripe]) -> None:
         for stripe in stripes:
             next(file for file in self._files if file.fd == stripe.fd).free(stripe)

@@ -49,7 +49,7 @@ class SlotScheduler:
         self._workers: list[CopyWorker] = []
         self.tier = NvmeTier(config, faults=faults)
         try:
-            alignment = self.tier.space.alignment
+            alignment = self.tier.alignment
             buffer_bytes = max(1, offload.staging_budget // offload.buffer_count // alignment) * alignment
             self.pool = BufferPool(offload.buffer_count, buffer_bytes, pinned=bool(offload.pin_memory))
         except BaseException:
@@ -114,7 +114,7 @@ class SlotScheduler:
     def _begin_swap_out(self, record: SlotRecord, task: Task) -> None:
         self._drop_prefetched(record)
         record.become(Residency.WRITING)
-        alignment = self.tier.space.alignment
+        alignment = self.tier.alignment
         starts = piece_starts(task.spec.size_bytes, self.pool.num_buffers, self.pool.buffer_bytes, alignment)
         on_done = partial(self._end_swap_out, record, task)
         self._writer.submit(
@@ -217,4 +217,4 @@ class SlotScheduler:
 
     def _free(self, pieces: list[Piece] | tuple[()]) -> None:
         for piece in pieces:
-            self.tier.space.free(piece.extent)
+            self.tier.free(piece.extent)

@@ -12,7 +12,7 @@ import torch
 
 from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError
 from nvme_offload.offload.host.buffer_pool import StagingBuffer
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.offload.swapper.records import Piece, Task
 from nvme_offload.offload.units import MiB
@@ -20,7 +20,7 @@ from nvme_offload.offload.units import MiB
 logger = logging.getLogger(__name__)
 
 KIND = "tensor"
-"""What these bytes are counted as, see `NvmeTier.bytes_of_kind`."""
+"""What these bytes are counted as, see `Tier.bytes_of_kind`."""
 
 MIN_PIECE_BYTES = 8 * MiB
 """A tensor is cut into as many pieces as there are buffers, so that copies overlap I/O, but not below this size:
@@ -93,7 +93,7 @@ class StagedCopy:
     """
 
     def __init__(
-        self, tier: NvmeTier, name: str, task: Task, num_pieces: int, on_done: Callable[[StagedCopy], None]
+        self, tier: Tier, name: str, task: Task, num_pieces: int, on_done: Callable[[StagedCopy], None]
     ) -> None:
         assert task.tensor is not None
         self.tier = tier
@@ -154,7 +154,7 @@ class SwapOutCopy(StagedCopy):
 
     def __init__(
         self,
-        tier: NvmeTier,
+        tier: Tier,
         name: str,
         task: Task,
         on_done: Callable[[StagedCopy], None],
@@ -172,12 +172,12 @@ class SwapOutCopy(StagedCopy):
         # An extent for each piece, not one for all: striped one by one, every piece keeps every drive busy, and
         # holes that smaller tensors left are used.
         try:
-            for start in self._starts:
-                size_bytes = min(self._starts.step, self._size_bytes - start)
-                self.pieces.append(Piece(start, size_bytes, self.tier.space.allocate(size_bytes)))
+            sizes = [min(self._starts.step, self._size_bytes - start) for start in self._starts]
+            extents = self.tier.reserve(sizes)
         except OutOfSpaceError as error:
             error.add_note(f"tensor {self.name!r} needs {self._size_bytes} bytes in all")
             raise
+        self.pieces += map(Piece, self._starts, sizes, extents)
 
     def begin(self, index: int, buffer: StagingBuffer, streams: CopyStreams) -> Transfer[StagingBuffer]:
         """Copy a piece into `buffer` and start writing it."""
@@ -194,7 +194,7 @@ class SwapInCopy(StagedCopy):
     """From the extents of a stored tensor into a tensor."""
 
     def __init__(
-        self, tier: NvmeTier, name: str, task: Task, on_done: Callable[[StagedCopy], None], *, pieces: list[Piece]
+        self, tier: Tier, name: str, task: Task, on_done: Callable[[StagedCopy], None], *, pieces: list[Piece]
     ) -> None:
         super().__init__(tier, name, task, len(pieces), on_done)
         self.pieces = pieces
@@ -215,17 +215,15 @@ class SwapInCopy(StagedCopy):
             return
         actual = _checksum(buffer, piece.size_bytes)
         if actual != piece.checksum:
-            path_of, stripes = self.tier.space.path_of, piece.extent.stripes
-            where = [f"{size} bytes at offset {offset} of {path_of(fd)}" for fd, offset, size in stripes]
-            what = f"{self._what(piece)}: {', '.join(where)}"
-            raise CorruptionError(path_of(stripes[0].fd), what, piece.checksum, actual)
+            what = f"{self._what(piece)}: {self.tier.describe(piece.extent)}"
+            raise CorruptionError(self.tier.path_of(piece.extent), what, piece.checksum, actual)
 
 
 class HostCopy(StagedCopy):
     """From the prefetched copy in host memory into a tensor, without I/O."""
 
     def __init__(
-        self, tier: NvmeTier, name: str, task: Task, on_done: Callable[[StagedCopy], None], *, source: torch.Tensor
+        self, tier: Tier, name: str, task: Task, on_done: Callable[[StagedCopy], None], *, source: torch.Tensor
     ) -> None:
         super().__init__(tier, name, task, 0, on_done)
         self._source = source

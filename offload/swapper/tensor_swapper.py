@@ -220,7 +220,7 @@ class TensorSwapper:
                 num_free=self.pool.num_free,
                 bytes_read=self.tier.bytes_of_kind(Op.READ, KIND),
                 bytes_written=self.tier.bytes_of_kind(Op.WRITE, KIND),
-                engine=self.tier.engine.name,
+                engine=self.tier.name,
                 engine_stats=self.tier.stats(),
             )
 

@@ -24,7 +24,7 @@ from nvme_offload.aio_native.bell import Bell
 from nvme_offload.offload.errors import CorruptionError, StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.stats import Meter, Span, SpanKind
 
@@ -61,7 +61,7 @@ class StepPipeline:
         self,
         give_birth: Callable[[SlotRecord, Memory], None],
         meter: Meter,
-        tier: NvmeTier | None = None,
+        tier: Tier | None = None,
         pool: BufferPool | None = None,
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
@@ -295,7 +295,7 @@ class StepPipeline:
         self._give_up_buffer(slot)
         assert self._tier is not None
         assert slot.extent is not None
-        raise CorruptionError(self._tier.space.path_of(slot.extent.stripes[0].fd), slot.name, *pair)
+        raise CorruptionError(self._tier.path_of(slot.extent), slot.name, *pair)
 
     def _write_again(self) -> None:
         for slot in self._resident:

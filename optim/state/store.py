@@ -242,7 +242,7 @@ class StateStore:
             self._fit_mirror(subgroups)
         # Last, because it is what would have to be given back.
         if self.tier is not None:
-            extents = self.tier.space.allocate_all([record.subgroup.size_bytes for record in moving])
+            extents = self.tier.reserve([record.subgroup.size_bytes for record in moving])
             for record, extent in zip(moving, extents, strict=True):
                 record.extent = extent
         return plan
@@ -253,7 +253,7 @@ class StateStore:
         for record in records:
             if record.extent is not None:
                 assert self.tier is not None
-                self.tier.space.free(record.extent)
+                self.tier.free(record.extent)
 
     def check_usable(self) -> None:
         """Raise ClosedError after ``close``, ForkError in another process."""
@@ -352,7 +352,7 @@ class StateStore:
         """Place new subgroups and blocks beside the present ones."""
         staging, page = 0, mmap.PAGESIZE
         if self.pool is not None and self.tier is not None:
-            page = self.tier.space.alignment
+            page = self.tier.alignment
             largest = max((subgroup.size_bytes for subgroup in subgroups), default=0)
             staging = self._num_buffers * max(self.pool.buffer_bytes, -(-largest // page) * page)
         if self._cuda_devices:
@@ -373,11 +373,10 @@ class StateStore:
             return
         larger = BufferPool(self._num_buffers, buffer_bytes)
         self.pipeline.drop_copies()
-        self.tier.engine.unregister()
+        self.tier.register([larger])
         if self.pool is not None:
             self.pool.close()
         self.pool = self.pipeline.pool = larger
-        self.tier.register([self.pool])
 
     def _fit_mirror(self, subgroups: Sequence[Subgroup]) -> None:
         devices = self._cuda_devices

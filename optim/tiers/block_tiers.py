@@ -267,7 +267,7 @@ class BlockTiers:
             yield self.grads.cache, self._grad_blocks
 
     def _unit(self, cache: BlockCache, group: GatherGroup) -> Unit:
-        partitions, page = _partitions(group), cache.tier.space.alignment
+        partitions, page = _partitions(group), cache.tier.alignment
         if cache.kind == PARAMS:
             return param_unit(self._config, group.name, group.padded_shapes, trainable=bool(partitions), page=page)
         sizes = [(local_tensor(leaf).numel(), dtype) for leaf, dtype in partitions]

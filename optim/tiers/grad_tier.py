@@ -19,7 +19,7 @@ from nvme_offload.offload.errors import ClosedError, StateError
 from nvme_offload.offload.shards.param_tier import block_layout
 from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.storage.tier import Tier
 
 KIND = "gradients"
 """What the bytes of this tier are counted as."""
@@ -126,7 +126,7 @@ class GradTier:
     def __init__(
         self,
         config: OffloadGradientsConfig,
-        tier: NvmeTier,
+        tier: Tier,
         block_sums: Callable[[torch.Tensor], torch.Tensor],
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:

@@ -9,16 +9,17 @@ and there.
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from pathlib import Path
+from typing import Literal
 
-from nvme_offload.aio_native import Op
+from nvme_offload.aio_native import EngineStats, Op
 from nvme_offload.aio_native.operation import PythonOperation
-from nvme_offload.offload.host.buffer_pool import StagingBuffer
+from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.extent import Extent, Stripe
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.transfer import Transfer
 
 Phase = Literal["forward", "backward", "update"]
@@ -132,7 +133,7 @@ class _Rehearsal:
         self._read: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         self._written: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         self._sizes = sizes
-        self.cache = BlockCache(cast(NvmeTier, _PaperTier(self._count)), kind, num_buffers)
+        self.cache = BlockCache(_PaperTier(self._count), kind, num_buffers)
         for block in self.cache.add([(f"block {number}", mmap.PAGESIZE) for number in range(len(sizes))]):
             with self.cache.holding(block, change=True, load=False):
                 pass
@@ -174,39 +175,61 @@ class _Rehearsal:
 
 
 class _PaperTier:
-    """Counts what an `NvmeTier` would move, and is done at once. Extents are numbered, a page each, in no file."""
+    """A `Tier` that counts what would be moved, and is done at once. Extents are numbered, a page each, in no file."""
+
+    name = "paper"
+    alignment = mmap.PAGESIZE
 
     def __init__(self, count: Callable[[Op, int], None]) -> None:
         self._count = count
         self._num_extents = 0
+        self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
 
-    @property
-    def space(self) -> _PaperTier:
-        return self
-
-    @property
-    def engine(self) -> _PaperTier:
-        return self
-
-    def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
+    def reserve(self, sizes: Sequence[int]) -> list[Extent]:
         first, self._num_extents = self._num_extents, self._num_extents + len(sizes)
         numbers = range(first, self._num_extents)
         return [Extent(size, (Stripe(-1, number, size),)) for number, size in zip(numbers, sizes, strict=True)]
 
-    def read(self, extent: Extent, buffer: StagingBuffer, **_: str) -> Transfer[StagingBuffer]:
-        return self._move(Op.READ, extent, buffer)
+    def free(self, extent: Extent) -> None: ...
 
-    def write(self, extent: Extent, buffer: StagingBuffer, **_: str) -> Transfer[StagingBuffer]:
-        return self._move(Op.WRITE, extent, buffer)
+    def path_of(self, extent: Extent) -> Path:
+        return Path(self.name)
 
-    def register(self, pools: Sequence[Any]) -> None: ...
+    def describe(self, extent: Extent) -> str:
+        return f"{extent.size_bytes} bytes on {self.name}"
 
-    def unregister(self) -> None: ...
+    def register(self, pools: Sequence[BufferPool]) -> None: ...
+
+    def read(
+        self, extent: Extent, buffer: StagingBuffer, *, what: str, kind: str, size_bytes: int | None = None
+    ) -> Transfer[StagingBuffer]:
+        return self._move(Op.READ, extent, buffer, kind)
+
+    def write(
+        self, extent: Extent, buffer: StagingBuffer, *, what: str, kind: str, size_bytes: int | None = None
+    ) -> Transfer[StagingBuffer]:
+        return self._move(Op.WRITE, extent, buffer, kind)
+
+    def bytes_of_kind(self, op: Op, kind: str) -> int:
+        return self._bytes_by_kind[op, kind]
+
+    def stats(self) -> EngineStats:
+        moved = {op: sum(count for (its_op, _), count in self._bytes_by_kind.items() if its_op is op) for op in Op}
+        return EngineStats(
+            requests=0,
+            retries=0,
+            bytes_read=moved[Op.READ],
+            bytes_written=moved[Op.WRITE],
+            depth_ns=0,
+            busy_ns=0,
+            cpu_ns=0,
+        )
 
     def close(self) -> None: ...
 
-    def _move(self, op: Op, extent: Extent, buffer: StagingBuffer) -> Transfer[StagingBuffer]:
+    def _move(self, op: Op, extent: Extent, buffer: StagingBuffer, kind: str) -> Transfer[StagingBuffer]:
         self._count(op, extent.stripes[0].offset)
+        self._bytes_by_kind[op, kind] += extent.size_bytes
         operation = PythonOperation(op, ())
         operation.complete(None)
         return Transfer(operation, lambda failure: OSError(failure.errno, "on paper"), buffer)

@@ -149,6 +149,16 @@ def test_allocate_all_promises_everything_first(open_space):
     assert space.allocate_all([]) == []
 
 
+def test_allocate_all_uses_holes_before_it_grows_a_file(open_space):
+    space = open_space()
+    first, second, third = space.allocate_all([1 << 20, 1 << 20, 4096])
+    space.free(first)
+    space.free(second)
+    status = os.fstat(space.fds[0])
+    assert not overlap(ranges_of([third, *space.allocate_all([1 << 20, 512 << 10, 512 << 10])]))
+    assert os.fstat(space.fds[0]).st_size == status.st_size
+
+
 def test_a_range_given_back_twice_is_our_bug():
     free = FreeList()
     offset = free.take(8192)

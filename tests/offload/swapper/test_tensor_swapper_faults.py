@@ -65,16 +65,13 @@ def test_a_failed_overwrite_keeps_the_older_value(swapper):
     old, new = torch.zeros(50_000), torch.ones(200_000)
     swapper.swap_out("x", old).wait(PATIENCE)
     swapper.prefetch("x")
-    allocate = swapper.tier.space.allocate
-    budget, called = iter([allocate, allocate]), threading.Event()
+    reserve, called = swapper.tier.reserve, threading.Event()
 
-    def full(size_bytes):
-        for function in budget:
-            return function(size_bytes)
+    def full(sizes):
         called.wait(PATIENCE)  # not before the swap_in behind it was called
-        raise OutOfSpaceError(path="/swap", needed_bytes=size_bytes, free_bytes=0)
+        raise OutOfSpaceError(path="/swap", needed_bytes=sum(sizes), free_bytes=0)
 
-    swapper.tier.space.allocate = full
+    swapper.tier.reserve = full
     transfer = swapper.swap_out("x", new)
     promised = swapper.swap_in("x")
     called.set()
@@ -83,7 +80,7 @@ def test_a_failed_overwrite_keeps_the_older_value(swapper):
     assert caught.value.__notes__ == ["tensor 'x' needs 800000 bytes in all"]
     with pytest.raises(OutOfSpaceError):  # it was called for the bytes that were not stored
         promised.wait(PATIENCE)
-    swapper.tier.space.allocate = allocate
+    swapper.tier.reserve = reserve
     assert torch.equal(swapper.swap_in("x").wait(PATIENCE), old)
     assert swapper.nbytes("x") == old.nbytes
     assert swapper.stats().stored_bytes < old.nbytes + 4096
