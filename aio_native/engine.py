@@ -18,6 +18,9 @@ from typing import NamedTuple, Protocol
 
 from nvme_offload.aio_native.faults import FaultSpec
 
+DRAIN_POLL_SECONDS = 0.001
+"""Between two looks of `Engine.drain`."""
+
 MAX_BLOCK_SIZE = 1 << 30
 """Bytes; the kernel cuts a single read or write short of 2 GiB."""
 
@@ -188,6 +191,13 @@ class Engine(ABC):
     @abstractmethod
     def unregister(self) -> None:
         """Forget everything registered. Needed before registered memory is unmapped."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait until nothing is under way, also operations that an exception kept `submit` from returning.
+
+        For the rare caller who does not know what is. Signals are handled while waiting.
+        """
 
     @abstractmethod
     def stats(self) -> EngineStats:

@@ -18,7 +18,15 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
-from nvme_offload.aio_native.engine import Engine, EngineOptions, EngineStats, Op, Registration, Segment
+from nvme_offload.aio_native.engine import (
+    DRAIN_POLL_SECONDS,
+    Engine,
+    EngineOptions,
+    EngineStats,
+    Op,
+    Registration,
+    Segment,
+)
 from nvme_offload.aio_native.injection import Completion, FaultInjector
 from nvme_offload.aio_native.operation import PythonOperation
 from nvme_offload.aio_native.requests import Request, RequestQueue
@@ -165,12 +173,24 @@ class PythonEngine(Engine):
             if self._num_operations >= self.options.max_operations:
                 return None
             operation = PythonOperation(op, segments)
-            self._inbox.append(operation)
+            # An exception may come after any call. Counted first, or the count would fall below zero; rung before it
+            # is said, or the bell would never be rung again.
             self._num_operations += 1
+            self._inbox.append(operation)
             if not self._bell_rung:
-                self._bell_rung = True
                 self._ring_bell()
+                self._bell_rung = True
         return operation
+
+    def drain(self) -> None:
+        """Wait until nothing is under way."""
+        self._check_process()
+        while True:
+            with self._lock:
+                if self._ended or not self._num_operations:
+                    return
+                self._ring_bell()
+            time.sleep(DRAIN_POLL_SECONDS)
 
     def register(self, buffers: Sequence[tuple[int, int]], fds: Sequence[int]) -> Registration:
         """Register nothing: the requests of this engine have no registered form."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from nvme_offload.aio_native import _native
 from nvme_offload.aio_native.engine import (
+    DRAIN_POLL_SECONDS,
     Engine,
     EngineOptions,
     EngineStats,
@@ -126,6 +128,11 @@ class UringEngine(Engine):
     def unregister(self) -> None:
         """Forget everything registered."""
         self._engine.register([], [])
+
+    def drain(self) -> None:
+        """Wait until nothing is under way."""
+        while self._engine.under_way():
+            time.sleep(DRAIN_POLL_SECONDS)
 
     def stats(self) -> EngineStats:
         """Counters since the engine was opened."""

@@ -314,7 +314,7 @@ class AdamWCase:
         self.heal()
         self.persist(optimizer.synchronize)
         pool, pipeline = optimizer._store.pool, optimizer._store.pipeline
-        assert pool.num_free + len(pipeline._resident) == pool.num_buffers, "a buffer leaked"
+        assert pool.num_free + len(pipeline.residents) == pool.num_buffers, "a buffer leaked"
         if self.draw.random() < 0.7:
             pipeline.drop_copies()  # all that is compared comes from the drive
         trained(self.training).assert_equals(optimizer)

@@ -112,6 +112,7 @@ void bind_uring(nb::module_ &m) {
              "no_io"_a, "faults"_a.none())
         .def("submit", submit, "op"_a, "segments"_a)
         .def("register", register_resources, "buffers"_a, "fds"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("under_way", &UringEngine::under_way)
         .def("stats", &UringEngine::stats)
         .def("close", &UringEngine::close, nb::call_guard<nb::gil_scoped_release>());
 }

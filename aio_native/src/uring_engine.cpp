@@ -46,15 +46,25 @@ std::shared_ptr<Operation> UringEngine::submit(Op op, std::vector<Segment> segme
     check_process();
     const std::shared_lock lock(mutex_);
     check_open();
-    uint64_t under_way = 0;
-    for (const auto &ring : rings_) under_way += ring->outstanding_operations();
-    if (under_way >= max_operations_) return nullptr;
+    if (outstanding_operations() >= max_operations_) return nullptr;
     const auto least = std::min_element(rings_.begin(), rings_.end(), [](const auto &a, const auto &b) {
         return a->outstanding_bytes() < b->outstanding_bytes();
     });
     auto operation = std::make_shared<Operation>(op, std::move(segments));
     (*least)->submit(operation);
     return operation;
+}
+
+uint64_t UringEngine::under_way() const {
+    check_process();
+    const std::shared_lock lock(mutex_);
+    return outstanding_operations();
+}
+
+uint64_t UringEngine::outstanding_operations() const {
+    uint64_t sum = 0;
+    for (const auto &ring : rings_) sum += ring->outstanding_operations();
+    return sum;
 }
 
 RegistrationResult UringEngine::register_resources(const std::vector<iovec> &buffers, const std::vector<int> &fds) {

@@ -21,6 +21,8 @@ public:
     std::shared_ptr<Operation> submit(Op op, std::vector<Segment> segments);
     // The first refusal of any ring, if there is one; then that kind of registration is undone in all of them.
     RegistrationResult register_resources(const std::vector<iovec> &buffers, const std::vector<int> &fds);
+    // Operations handed in and not finished, whoever still has a handle of them. 0 after close.
+    uint64_t under_way() const;
     RingStats stats() const;
     void close();
 
@@ -28,6 +30,7 @@ private:
     // In a forked child no lock may be touched: the thread that held it is not there to release it.
     void check_process() const;
     void check_open() const;
+    uint64_t outstanding_operations() const;
 
     const pid_t owner_;
     const uint64_t max_operations_;

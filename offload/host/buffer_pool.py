@@ -1,16 +1,37 @@
-"""The fixed set of staging buffers between memory and files."""
+"""The fixed set of staging buffers between memory and files.
+
+Who holds a buffer is said in one place, at the buffer. What is free is what nobody holds: there is no second list that
+an exception between two instructions could leave behind.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 
 from nvme_offload.offload.errors import ClosedError
 from nvme_offload.offload.host.region import MAX_REGISTERED_BYTES, HostRegion
+
+_LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a release and the word of it
+
+
+class BufferOwner(Protocol):
+    """Who holds a buffer; the pool sets and clears what he holds."""
+
+    buffer: StagingBuffer | None
+
+
+@dataclass(eq=False)
+class Lease:
+    """The owner of a buffer that was acquired without one."""
+
+    buffer: StagingBuffer | None = None
 
 
 class StagingBuffer:
@@ -22,6 +43,8 @@ class StagingBuffer:
         self._byte_offset = byte_offset
         self.size_bytes = size_bytes
         self.address = region.address + byte_offset
+        self.owner: BufferOwner | None = None
+        """Set by the pool."""
 
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
         """1D tensor [numel] of `dtype` over the buffer's bytes from `byte_offset`."""
@@ -56,12 +79,13 @@ class BufferPool:
         self.buffer_bytes = -(-buffer_bytes // page) * page
         self.num_buffers = num_buffers
         self._regions = _map_regions(num_buffers, self.buffer_bytes)
-        self._free = [
+        self._buffers = [
             StagingBuffer(self, region, offset, self.buffer_bytes)
             for region in self._regions
             for offset in range(0, region.size_bytes, self.buffer_bytes)
         ]
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
+        self._released = threading.Condition(self._lock)
         self._closed = False
         if pinned:
             self.pin()
@@ -88,8 +112,13 @@ class BufferPool:
     @property
     def num_free(self) -> int:
         """Buffers nobody holds; equal to `num_buffers` when nothing leaked."""
-        with self._changed:
-            return len(self._free)
+        with self._lock:
+            return self.num_buffers - len(self.owners)
+
+    @property
+    def owners(self) -> list[Any]:
+        """Who holds a buffer."""
+        return [owner for buffer in self._buffers if (owner := buffer.owner) is not None]
 
     @property
     def regions(self) -> list[tuple[int, int]]:
@@ -100,11 +129,18 @@ class BufferPool:
             for start in range(0, region.size_bytes, MAX_REGISTERED_BYTES)
         ]
 
-    def try_acquire(self) -> StagingBuffer | None:
-        """A free buffer, or None at once."""
-        with self._changed:
+    def try_acquire(self, owner: BufferOwner | None = None) -> StagingBuffer | None:
+        """A free buffer, or None at once. From now on it is ``owner.buffer``."""
+        owner = owner or Lease()
+        with self._lock:
             self._check_open()
-            return self._free.pop() if self._free else None
+            for buffer in self._buffers:
+                if buffer.owner is None:
+                    # No call in between: a signal handler sees both ends of the lease or neither.
+                    owner.buffer = buffer
+                    buffer.owner = owner
+                    return buffer
+        return None
 
     def acquire(self, timeout: float | None = None) -> StagingBuffer:
         """A free buffer, waiting for one if need be.
@@ -114,29 +150,30 @@ class BufferPool:
             ClosedError: the pool was closed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while not self._free:
-                self._check_open()
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+        with self._lock:
+            while (buffer := self.try_acquire()) is None:
+                left = _LOOK_AGAIN_SECONDS if deadline is None else deadline - time.monotonic()
+                if left <= 0:
                     raise TimeoutError(f"all {self.num_buffers} staging buffers are held after {timeout} s")
-                self._changed.wait(left)
-            self._check_open()
-            return self._free.pop()
+                self._released.wait(min(left, _LOOK_AGAIN_SECONDS))
+            return buffer
 
     def close(self) -> None:
         """Wake whoever waits, unpin, and let the memory go with its last view. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._released.notify_all()
         self._unpin()
 
     def _take_back(self, buffer: StagingBuffer) -> None:
-        with self._changed:
-            if buffer in self._free:
+        with self._lock:
+            owner = buffer.owner
+            if owner is None:
                 raise AssertionError("a staging buffer was released twice")
-            self._free.append(buffer)
-            self._changed.notify()
+            # No call in between, as in `try_acquire`.
+            owner.buffer = None
+            buffer.owner = None
+            self._released.notify()
 
     def _unpin(self) -> None:
         for region in self._regions:

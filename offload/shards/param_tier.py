@@ -158,7 +158,7 @@ class TieredUpper:
         return self._declared
 
 
-@dataclass
+@dataclass(eq=False)
 class _Gather:
     """One use of a block by FSDP2."""
 
@@ -247,7 +247,7 @@ class ParamTier:
             gather = _Gather(upper.block)
             self.cache.order.note(upper.block.index)
         if gather not in self._gathers:
-            self.cache.hold(upper.block, is_new=is_new)
+            self.cache.hold(upper.block, by=gather, is_new=is_new)
             self._gathers.append(gather)
         gather.asked.add(upper)
         self._latest = gather
@@ -277,10 +277,16 @@ class ParamTier:
     def _end(self, gather: _Gather | None) -> None:
         if gather is not None:
             self._gathers.remove(gather)
-            self.cache.release(gather.block)
+            self.cache.release(gather.block, by=gather)
 
     def _give_up_stale(self) -> None:
-        """End all but the latest gather: FSDP2 copied those before it asked for anything else."""
+        """End all but the latest gather: FSDP2 copied those before it asked for anything else.
+
+        And holds for gathers that an exception took from the list.
+        """
+        for block in self.cache.residents:
+            lost = {by for by in block.holders if isinstance(by, _Gather) and by not in self._gathers}
+            block.holders.difference_update(lost)
         for gather in list(self._gathers):
             if gather is not self._latest:
                 self._end(gather)

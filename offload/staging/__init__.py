@@ -1,1 +1,1 @@
-"""Units that visit a fixed set of staging buffers."""
+"""Units on a tier that visit staging buffers: the machine, and policies over it."""

@@ -8,9 +8,9 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from nvme_offload.aio_native import (
     Engine,
@@ -37,6 +37,18 @@ MAX_OPERATIONS = 1024
 """Transfers accepted by the engine and not yet done. Staging buffers run out long before."""
 
 
+@dataclass(eq=False)
+class _Flight:
+    """A buffer and what the engine does with it; noted before the engine is asked."""
+
+    buffer: StagingBuffer
+    operation: Operation | None = None
+    """None: not known. The engine may have it all the same, if an exception came before its answer."""
+
+    def done(self) -> bool:
+        return self.operation is not None and self.operation.done()
+
+
 class NvmeTier:
     """Reads and writes extents from and to staging buffers. Thread-safe.
 
@@ -55,8 +67,8 @@ class NvmeTier:
     ) -> None:
         aio = config.aio
         self._owner_pid = os.getpid()
-        self._lock = threading.Lock()
-        self._under_way: set[Transfer[Any]] = set()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
+        self._under_way: set[_Flight] = set()
         self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
         self.space = SwapSpace(paths or config.nvme_paths, weights=aio.path_weights, direct=aio.direct)
         try:
@@ -181,21 +193,34 @@ class NvmeTier:
         if (size_bytes or extent.size_bytes) > buffer.size_bytes:
             raise ValueError(f"{what}: {size_bytes or extent.size_bytes} bytes into a buffer of {buffer.size_bytes}")
         segments = extent.segments(buffer.address, 0, size_bytes)
-        operation = self.engine.submit(op, segments)
-        while operation is None:
-            self._wait_for_any()
-            operation = self.engine.submit(op, segments)
-        transfer = Transfer(operation, partial(_error, self.space, op, what), buffer)
+        flight = _Flight(buffer)
         with self._lock:
             # Held here, the buffer's memory cannot go away under the kernel when the caller drops the transfer.
             self._under_way.difference_update([other for other in self._under_way if other.done()])
-            self._under_way.add(transfer)
+            self._under_way.add(flight)
+        flight.operation = operation = self.engine.submit(op, segments)
+        while operation is None:
+            self._wait_for_any()
+            flight.operation = operation = self.engine.submit(op, segments)
+        with self._lock:
             self._bytes_by_kind[op, kind] += operation.size_bytes
-        return transfer
+        return Transfer(operation, partial(_error, self.space, op, what), buffer)
+
+    def quiesce(self, buffer: StagingBuffer) -> None:
+        """Wait until no transfer can touch a buffer, also one whose handle an exception kept from the caller."""
+        with self._lock:
+            flights = [flight for flight in self._under_way if flight.buffer is buffer]
+        if any(flight.operation is None for flight in flights):
+            self.engine.drain()
+        for flight in flights:
+            if flight.operation is not None:
+                flight.operation.wait()
+        with self._lock:
+            self._under_way.difference_update(flights)
 
     def _wait_for_any(self) -> None:
         with self._lock:
-            pending: list[Operation] = [transfer.operation for transfer in self._under_way]
+            pending = [flight.operation for flight in self._under_way if flight.operation is not None]
         if pending:
             min(pending, key=lambda operation: operation.submitted_ns).wait()
 
@@ -206,7 +231,7 @@ class NvmeTier:
             raise ForkError("NVMe tier", self._owner_pid, pid)
 
 
-def _shut(owner_pid: int, engine: Engine, space: SwapSpace, under_way: set[Transfer[Any]]) -> None:
+def _shut(owner_pid: int, engine: Engine, space: SwapSpace, under_way: set[_Flight]) -> None:
     if os.getpid() != owner_pid:
         return
     engine.close()

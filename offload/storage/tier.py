@@ -67,6 +67,9 @@ class Tier(Protocol):
     ) -> Transfer[StagingBuffer]:
         """Start writing a buffer to the first `size_bytes` (all by default) of an extent. Arguments as in `read`."""
 
+    def quiesce(self, buffer: StagingBuffer) -> None:
+        """Wait until no transfer can touch a buffer, also one whose handle an exception kept from the caller."""
+
     def bytes_of_kind(self, op: Op, kind: str) -> int:
         """Bytes moved in this direction under this kind, since construction."""
 

@@ -20,10 +20,10 @@ from typing import Protocol
 
 import torch
 
-from nvme_offload.aio_native.bell import Bell
-from nvme_offload.offload.errors import CorruptionError, StateError
-from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
+from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.staging.slot import FAILURES, Staging
 from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.stats import Meter, Span, SpanKind
@@ -31,9 +31,8 @@ from nvme_offload.optim.stats import Meter, Span, SpanKind
 KIND = "optimizer state"
 """What the bytes of this pipeline are counted as."""
 
-_FAILURES = (OSError, CorruptionError)  # of a transfer: it did not happen, or brought other bytes
-_PAUSE_SECONDS = 0.1
-_UINT64 = (1 << 64) - 1  # checksums are unsigned; torch keeps them as int64
+
+_SPAN_OF: dict[Residency, SpanKind] = {Residency.READING: "read", Residency.WRITING: "write"}
 
 
 class Memory(Protocol):
@@ -46,8 +45,8 @@ class Memory(Protocol):
 class StepPipeline:
     """Subgroups on NVMe visit the staging buffers; those in host memory of their own are passed over on the way.
 
-    Invariant: a slot holds a buffer exactly while it is in ``_resident``, and a buffer whose slot is DIRTY is never
-    given up, so state that could not be written is still there when the drive is well again.
+    What happens to one of them is up to `offload.staging.slot`; here is which comes next. A buffer whose slot is DIRTY
+    is never given up, so state that could not be written is still there when the drive is well again.
 
     Args:
         give_birth: fills the memory of a subgroup that has no state yet.
@@ -65,17 +64,25 @@ class StepPipeline:
         pool: BufferPool | None = None,
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._tier = tier
-        self.pool = pool
-        """May be exchanged after `drop_copies`."""
+        self._staging: Staging[SlotRecord] = Staging(KIND, tier, pool, checksum)
         self._give_birth = give_birth
         self._meter = meter
-        self._checksum = checksum
-        self._resident: list[SlotRecord] = []
-        self._spare: BufferPool | None = None
-        self._bell = Bell()
         self.on_pause: Callable[[], None] = lambda: None
         """Called now and then while waiting. May raise: what was waited for goes on and can be waited for again."""
+
+    @property
+    def pool(self) -> BufferPool | None:
+        """The staging buffers. May be exchanged after `drop_copies`."""
+        return self._staging.pool
+
+    @pool.setter
+    def pool(self, pool: BufferPool | None) -> None:
+        self._staging.pool = pool
+
+    @property
+    def residents(self) -> list[SlotRecord]:
+        """Subgroups that hold a buffer, the one that has it longest first."""
+        return self._staging.residents
 
     def acquire(
         self, order: Sequence[SlotRecord], position: int, *, for_change: bool = True, load: bool = True
@@ -103,7 +110,7 @@ class StepPipeline:
             return self._in_host_memory(slot)
         with self._meter.waiting():
             while slot.buffer is None or slot.transfer is not None:
-                if any(other.transfer for other in self._resident):
+                if any(other.transfer for other in self.residents):
                     self._await_completion()
                 else:  # every buffer holds state that could not be written
                     self._take_spare_buffer(slot, load)
@@ -113,32 +120,28 @@ class StepPipeline:
             self._give_birth(slot, slot.buffer)
         return slot.buffer
 
+    def open_for_change(self, slot: SlotRecord) -> None:
+        """What is done to the acquired memory from here on counts from `will_change` on, and is forgotten without it.
+
+        In host memory there is one copy, and nothing to go back to.
+        """
+        if slot.residency is Residency.STAGED:
+            slot.become(Residency.ON_TIER)
+
     def will_change(self, slot: SlotRecord) -> None:
         """Say that the acquired memory is about to differ from the tier."""
         if slot.extent is not None:
-            slot.move_to(Residency.DIRTY)
+            slot.become(Residency.DIRTY)
 
     def release(self, slot: SlotRecord) -> None:
         """Done with the acquired memory: a change is written behind, anything else stays as a clean copy."""
         if slot.residency is Residency.DIRTY:
-            self._start(slot, Residency.WRITING)
-
-    def discard(self, slot: SlotRecord) -> None:
-        """Forget the acquired memory, whatever was done to it: the drive still has what was there before.
-
-        In host memory there is one copy, and nothing to go back to.
-        """
-        if slot.extent is not None:
-            self._give_up_buffer(slot)
+            self._staging.start_write(slot)
 
     def forget(self, slots: Iterable[SlotRecord]) -> None:
         """Give up subgroups that nobody will ask for: waits for their transfers, keeps nothing of their state."""
         for slot in slots:
-            if slot.transfer is not None:
-                slot.transfer.operation.wait(None)
-                slot.transfer = None
-            if slot.buffer is not None:
-                self._give_up_buffer(slot)
+            self._staging.forget(slot)
 
     def synchronize(self) -> None:
         """Wait for everything under way.
@@ -146,35 +149,34 @@ class StepPipeline:
         Raises:
             SwapIOError: a write failed. Its bytes are still in their buffer; the next call writes them again.
         """
+        self._staging.recover()
         self._write_again()
         failure: Exception | None = None
         with self._meter.waiting():
-            while any(slot.transfer for slot in self._resident):
+            while any(slot.transfer for slot in self.residents):
                 self._await_completion()
                 try:
                     self._settle_finished()
-                except _FAILURES as error:
+                except FAILURES as error:
                     failure = failure or error
         if failure is not None:
             raise failure
 
     def forget_failures(self) -> None:
         """Wait for everything under way. What failed is written again from here on, and not reported again."""
-        with suppress(*_FAILURES):
+        with suppress(*FAILURES):
             self.synchronize()
 
     def drop_copies(self) -> None:
         """Write what must be written and give up every buffer."""
         self.synchronize()
-        for slot in list(self._resident):
-            self._give_up_buffer(slot)
-        self._spare = None
+        for slot in self.residents:
+            self._staging.give_up(slot)
+        self._staging.drop_spare()
 
     def close(self) -> None:
         """Let the memory go, and what waiting needs. Nothing may be under way any more."""
-        self._bell.close()
-        self._resident.clear()
-        self.pool = self._spare = None
+        self._staging.close()
 
     def _window(self, order: Sequence[SlotRecord], position: int) -> list[SlotRecord]:
         """The next subgroups on NVMe, as many as there are staging buffers."""
@@ -182,65 +184,41 @@ class StepPipeline:
         return list(islice(on_tier, self.pool.num_buffers if self.pool else 0))
 
     def _in_host_memory(self, slot: SlotRecord) -> Memory:
-        if slot.region is None:
+        if slot.region is None or slot.residency is Residency.UNBORN:
             region = HostRegion(slot.subgroup.size_bytes)
             self._give_birth(slot, region)
             slot.region = region
-            slot.move_to(Residency.HOST)
+            slot.become(Residency.HOST)
         return slot.region
 
     def _read_ahead(self, window: Sequence[SlotRecord], load: bool = True) -> None:
         for slot in window:
-            if slot.buffer is not None:
-                continue
-            assert self.pool is not None
-            buffer = self.pool.try_acquire() or self._evict_outside(window)
-            if buffer is None:
+            if slot.buffer is None and not self._lease(slot, window):
                 return
-            self._hold(slot, buffer, load)
+            self._begin(slot, load)
 
-    def _hold(self, slot: SlotRecord, buffer: StagingBuffer, load: bool) -> None:
-        slot.buffer = buffer
-        self._resident.append(slot)
-        if load and slot.residency is Residency.ON_TIER:
-            try:
-                self._start(slot, Residency.READING)
-            except BaseException:
-                # A buffer that nothing is read into would later be taken for the valid state.
-                self._give_up_buffer(slot)
-                raise
+    def _lease(self, slot: SlotRecord, window: Sequence[SlotRecord]) -> bool:
+        return self._staging.lease(slot) or (self._evict_outside(window) and self._staging.lease(slot))
+
+    def _begin(self, slot: SlotRecord, load: bool) -> None:
+        if load and slot.needs_read:
+            self._staging.start_read(slot)
 
     def _take_spare_buffer(self, slot: SlotRecord, load: bool) -> None:
         """For a reader when the drive takes no writes: a buffer outside the pool, so that state can be rescued."""
-        assert self.pool is not None
-        if self._spare is None:
-            self._spare = BufferPool(1, self.pool.buffer_bytes)
-        buffer = self._spare.try_acquire()
-        if buffer is None:
+        if not self._staging.lease_spare(slot):
             raise StateError(slot.name, "a staging buffer", "all of them hold state that the drive does not take")
-        self._hold(slot, buffer, load)
+        self._begin(slot, load)
 
-    def _evict_outside(self, window: Sequence[SlotRecord]) -> StagingBuffer | None:
-        for slot in self._resident:
-            if slot.residency in (Residency.STAGED, Residency.UNBORN) and slot not in window:
-                self._give_up_buffer(slot)
-                assert self.pool is not None
-                return self.pool.try_acquire()
-        return None
-
-    def _start(self, slot: SlotRecord, residency: Residency) -> None:
-        assert self._tier is not None
-        assert slot.extent is not None
-        assert slot.buffer is not None
-        start = self._tier.write if residency is Residency.WRITING else self._tier.read
-        if residency is Residency.WRITING:
-            slot.checksums = self._checksums_of(slot)
-        slot.transfer = start(slot.extent, slot.buffer, what=slot.name, kind=KIND)
-        slot.move_to(residency)
-        self._bell.hang_on(slot.transfer.operation)
+    def _evict_outside(self, window: Sequence[SlotRecord]) -> bool:
+        for slot in self.residents:
+            if slot.evictable and slot not in window:
+                self._staging.give_up(slot)
+                return True
+        return False
 
     def _await_completion(self) -> None:
-        self._bell.wait(_PAUSE_SECONDS)
+        self._staging.wait()
         self.on_pause()
 
     def _settle_finished(self, wanted: SlotRecord | None = None) -> None:
@@ -248,67 +226,26 @@ class StepPipeline:
 
         Nobody waits for other reads that ran ahead: they are tried again when they are needed, and raise then.
         """
+        self._staging.recover()
         failure: Exception | None = None
-        for slot in list(self._resident):
+        for slot in self.residents:
             if slot.transfer is None or not slot.transfer.done():
                 continue
             reading = slot.residency is Residency.READING
+            operation, kind = slot.transfer.operation, _SPAN_OF[slot.residency]
+            self._meter.spans.append(Span(kind, slot.index, operation.submitted_ns, operation.completed_ns))
             try:
-                self._settle(slot)
-            except _FAILURES as error:
+                self._staging.settle(slot)
+            except FAILURES as error:
                 if slot is wanted or not reading:
                     failure = failure or error
         if failure is not None:
             raise failure
 
-    def _settle(self, slot: SlotRecord) -> None:
-        """Take note of a finished transfer; if it failed, make the record right and raise."""
-        transfer, slot.transfer = slot.transfer, None
-        assert transfer is not None
-        reading = slot.residency is Residency.READING
-        operation = transfer.operation
-        kind: SpanKind = "read" if reading else "write"
-        self._meter.spans.append(Span(kind, slot.subgroup.index, operation.submitted_ns, operation.completed_ns))
-        try:
-            transfer.wait()
-        except OSError:
-            slot.move_to(Residency.ON_TIER if reading else Residency.DIRTY)
-            if reading:
-                self._give_up_buffer(slot)
-            raise
-        slot.move_to(Residency.STAGED)
-        if reading:
-            self._verify(slot)
-
-    def _checksums_of(self, slot: SlotRecord) -> torch.Tensor | None:
-        if self._checksum is None or slot.buffer is None:
-            return None
-        return self._checksum(slot.buffer.view(torch.int32, 0, slot.subgroup.size_bytes // 4))
-
-    def _verify(self, slot: SlotRecord) -> None:
-        """Raise CorruptionError if what was read is not what was written; the buffer is given up."""
-        actual = self._checksums_of(slot)
-        if actual is None or slot.checksums is None or torch.equal(actual, slot.checksums):
-            return
-        block = int((actual != slot.checksums).nonzero()[0])
-        pair = (int(slot.checksums[block]) & _UINT64, int(actual[block]) & _UINT64)
-        self._give_up_buffer(slot)
-        assert self._tier is not None
-        assert slot.extent is not None
-        raise CorruptionError(self._tier.path_of(slot.extent), slot.name, *pair)
-
     def _write_again(self) -> None:
-        for slot in self._resident:
+        for slot in self.residents:
             if slot.residency is Residency.DIRTY:
-                self._start(slot, Residency.WRITING)
-
-    def _give_up_buffer(self, slot: SlotRecord) -> None:
-        assert slot.buffer is not None
-        if slot.residency is Residency.STAGED:
-            slot.move_to(Residency.ON_TIER)
-        slot.buffer.release()
-        slot.buffer = None
-        self._resident.remove(slot)
+                self._staging.start_write(slot)
 
 
 @contextmanager
@@ -318,12 +255,9 @@ def holding(pipeline: StepPipeline, slot: SlotRecord, *, change: bool, load: boo
     If the block raises, what is on NVMe stays as it was. Without `load` the block must set all of the state.
     """
     memory = pipeline.acquire([slot], 0, for_change=change, load=load)
-    try:
-        yield memory
-    except BaseException:
-        if change:
-            pipeline.discard(slot)
-        raise
+    if change:
+        pipeline.open_for_change(slot)
+    yield memory
     if change:
         pipeline.will_change(slot)
         pipeline.release(slot)

@@ -132,6 +132,7 @@ class GradTier:
     ) -> None:
         self.cache = BlockCache(tier, KIND, config.buffer_count, checksum=checksum)
         self.cache.is_needed = lambda block: self._is_needed(block) and block not in self._spent
+        self.cache.on_pressure = self._give_up_stale
         self._block_sums = block_sums
         self._partitions: dict[torch.Tensor, Partition] = {}
         self._by_block: dict[Block, list[Partition]] = {}
@@ -215,8 +216,10 @@ class GradTier:
     def flush(self) -> None:
         """The backward pass is over: let the last block be written."""
         if self._open is not None:
-            block, self._open = self._open, None
-            self.cache.release(block, changed=True)
+            try:
+                self.cache.release(self._open, by=self, changed=True)
+            finally:
+                self._open = None
 
     def close(self) -> None:
         """Take no more gradients, free the memory and delete the swap files. Idempotent."""
@@ -252,8 +255,14 @@ class GradTier:
         self.flush()
         self._spent.discard(block)
         self.cache.order.note(block.index)
-        self.cache.hold(block, change=True, load=self._is_needed(block))
+        self.cache.hold(block, by=self, change=True, load=self._is_needed(block))
         self._open = block
+
+    def _give_up_stale(self) -> None:
+        """End holds that an exception made us forget."""
+        for block in self.cache.residents:
+            if block is not self._open:
+                block.holders.discard(self)
 
     def _is_needed(self, block: Block) -> bool:
         return any(partition.is_valid for partition in self._by_block[block])

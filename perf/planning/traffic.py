@@ -210,6 +210,8 @@ class _PaperTier:
     ) -> Transfer[StagingBuffer]:
         return self._move(Op.WRITE, extent, buffer, kind)
 
+    def quiesce(self, buffer: StagingBuffer) -> None: ...
+
     def bytes_of_kind(self, op: Op, kind: str) -> int:
         return self._bytes_by_kind[op, kind]
 

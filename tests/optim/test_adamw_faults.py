@@ -40,7 +40,7 @@ def expected():
 def all_buffers_are_accounted_for(optimizer):
     """After this, every buffer is free and every byte is on the drive."""
     pool, pipeline = optimizer._store.pool, optimizer._store.pipeline
-    assert pool.num_free + len(pipeline._resident) == pool.num_buffers
+    assert pool.num_free + len(pipeline.residents) == pool.num_buffers
     pipeline.drop_copies()
     return pool.num_free == pool.num_buffers
 
@@ -187,7 +187,7 @@ def test_what_failed_before_the_cause_was_removed_is_not_reported_again(make_ada
     set_grads(params, 0)
     with pytest.raises(SwapIOError):
         optimizer.step()
-    assert sum(slot.transfer is not None for slot in optimizer._store.pipeline._resident) > 1
+    assert sum(slot.transfer is not None for slot in optimizer._store.pipeline.residents) > 1
     drive.healthy = True
     optimizer.finish_step()
     for step in range(1, STEPS):
@@ -261,7 +261,7 @@ def test_state_is_rescued_from_a_drive_that_takes_no_more_writes(make_adamw, mon
     optimizer.synchronize()
     Failing(tier, monkeypatch, Op.WRITE)
     pipeline = optimizer._store.pipeline
-    for slot in pipeline._resident:
+    for slot in pipeline.residents:
         pipeline.will_change(slot)
     with pytest.raises(SwapIOError):
         optimizer.synchronize()

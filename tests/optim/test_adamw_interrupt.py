@@ -206,10 +206,10 @@ def test_a_checkpoint_can_be_loaded_while_subgroups_without_state_hold_every_buf
         patch.setattr(nvme_offload.optim.state.store, "give_birth", broken)
         with pytest.raises(ArithmeticError):
             optimizer.step()
-    assert [slot.residency.value for slot in optimizer._store.pipeline._resident] == ["unborn"] * 4
+    assert [slot.residency.value for slot in optimizer._store.pipeline.residents] == ["unborn"] * 4
     optimizer.load_state_dict(checkpoint)
     assert_same_bits(optimizer.state_dict()["state"], checkpoint["state"])
-    assert optimizer._store.pool.num_free + len(optimizer._store.pipeline._resident) == 4
+    assert optimizer._store.pool.num_free + len(optimizer._store.pipeline.residents) == 4
 
 
 def test_an_interrupted_load_says_so_and_can_be_repeated(make_adamw, monkeypatch):

@@ -11,7 +11,8 @@ import torch
 from nvme_offload import OffloadConfig
 from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, StateError, SwapIOError
 from nvme_offload.offload.shards.stand_in import StandIn
-from nvme_offload.offload.staging.block_cache import BlockCache, Residency
+from nvme_offload.offload.staging.block_cache import BlockCache
+from nvme_offload.offload.staging.slot import Residency
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 
 SIZE = 8192
@@ -71,7 +72,7 @@ def learn(cache, *numbers):
 
 def empty_buffers(cache):
     """Everything is on the tier alone."""
-    for block in list(cache._resident):
+    for block in list(cache.residents):
         cache._give_up_buffer(block)
 
 
@@ -213,7 +214,7 @@ def test_pressure_gives_the_wanted_block_one_buffer(make_cache):
     cache.release(blocks[2])
     cache.synchronize()
     with_buffer = [block for block in blocks if block.buffer is not None]
-    assert sorted(block.index for block in cache._resident) == [block.index for block in with_buffer]
+    assert sorted(block.index for block in cache.residents) == [block.index for block in with_buffer]
     assert cache._pool.num_free + len(with_buffer) == 3
 
 

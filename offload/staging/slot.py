@@ -1,0 +1,282 @@
+"""One unit on a tier that visits staging buffers, and the machine that moves it. Policy is left to who uses it.
+
+What may come between two instructions
+--------------------------------------
+Ctrl-C, a signal handler that raises and a MemoryError strike between any two steps of this code, and nobody can catch
+all of them everywhere. So nothing here has to be undone. Five rules make every state in between a known one:
+
+1. CPython runs handlers after a call, at the entry of a function and at a jump back, and nowhere else. Fields that must
+   agree are set by assignments with no call between them: `Slot.become` sets residency and transfer so, and
+   `BufferPool` the two ends of a lease.
+2. Who owns a buffer stands in one place, the lease. There is no free list and no list of residents that could disagree:
+   both are read off the leases. So no buffer has two owners, and none is lost.
+3. Intent is written down first. A slot is READING or WRITING before its transfer is submitted; where an exception took
+   the transfer away, the tier still knows which buffers it touches (`Tier.quiesce`), and `recover` waits for them.
+4. Only the residency says whether bytes count. A buffer whose slot is UNBORN or ON_TIER holds nothing, whatever is in
+   it, and may be given up; READING ends when its transfer has ended and its bytes were verified, not before.
+5. A record is right before memory is given away, and memory is given away only when no transfer can touch it.
+
+What was cut short is made good by the next call that looks: `Staging.recover`, which costs a look at each buffer.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from operator import attrgetter
+from typing import Generic, TypeVar
+
+import torch
+
+from nvme_offload.aio_native.bell import Bell
+from nvme_offload.offload.errors import CorruptionError, StateError
+from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
+from nvme_offload.offload.storage.extent import Extent
+from nvme_offload.offload.storage.tier import Tier
+from nvme_offload.offload.storage.transfer import Transfer
+
+FAILURES = (OSError, CorruptionError)
+"""Of a transfer: it did not happen, or brought other bytes."""
+
+_PAUSE_SECONDS = 0.1
+_UINT64 = (1 << 64) - 1  # checksums are unsigned; torch keeps them as int64
+
+
+class Residency(enum.Enum):
+    """Where the valid copy of a slot's bytes is."""
+
+    UNBORN = "unborn"
+    """Nowhere: no byte has been written yet."""
+    HOST = "host"
+    """In host memory of its own, for good."""
+    ON_TIER = "on tier"
+    """Only in its extent."""
+    READING = "reading"
+    """In its extent, and on its way to a staging buffer."""
+    STAGED = "staged"
+    """In its extent and, equal to it, in a staging buffer: the buffer may be taken away (evict)."""
+    DIRTY = "dirty"
+    """Only in a staging buffer, which must not be given up before it is written."""
+    WRITING = "writing"
+    """In a staging buffer, and on its way to its extent."""
+
+
+_MAY_FOLLOW = {
+    Residency.UNBORN: {Residency.DIRTY, Residency.HOST},
+    Residency.HOST: {Residency.UNBORN},
+    Residency.ON_TIER: {Residency.READING, Residency.DIRTY, Residency.UNBORN},
+    Residency.READING: {Residency.STAGED, Residency.ON_TIER},
+    Residency.STAGED: {Residency.DIRTY, Residency.ON_TIER},
+    Residency.DIRTY: {Residency.WRITING, Residency.UNBORN},
+    Residency.WRITING: {Residency.STAGED, Residency.DIRTY},
+}
+"""What may follow what. UNBORN follows where the bytes are given up for good (`Staging.forget`)."""
+
+_ON_THE_WAY = (Residency.READING, Residency.WRITING)
+_EVICTABLE = (Residency.STAGED, Residency.ON_TIER, Residency.UNBORN)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A unit, where it lives, and what is happening to it."""
+
+    index: int
+    name: str
+    """For messages, as "parameters of layers.3"."""
+    size_bytes: int
+    extent: Extent | None = None
+    """Where on the tier. None: it lives in host memory."""
+    residency: Residency = Residency.UNBORN
+    buffer: StagingBuffer | None = field(default=None, init=False)
+    """The staging buffer that is leased to it: the pool sets this."""
+    transfer: Transfer[StagingBuffer] | None = field(default=None, init=False)
+    """Under way while READING or WRITING."""
+    checksums: torch.Tensor | None = field(default=None, init=False)
+    """int64, of what was last written; None with checksums off, or before."""
+    touched: int = field(default=0, init=False)
+    """When it was last leased a buffer or used, on a clock of the machine's."""
+
+    def become(self, residency: Residency) -> None:
+        """Change the residency. A transfer belongs to the old one and is let go.
+
+        Raises:
+            StateError: there is no such transition.
+        """
+        if residency not in _MAY_FOLLOW[self.residency]:
+            expected = " or ".join(before.value for before, after in _MAY_FOLLOW.items() if residency in after)
+            raise StateError(self.name, f"{expected} before {residency.value}", self.residency.value)
+        # No call in between: a signal handler sees both changed or neither.
+        self.transfer = None
+        self.residency = residency
+
+    @property
+    def needs_read(self) -> bool:
+        """Whether its bytes are in its extent only, and nothing brings them."""
+        return self.residency is Residency.ON_TIER
+
+    @property
+    def evictable(self) -> bool:
+        """Whether its buffer may be given up: what counts is elsewhere, or nowhere."""
+        return self.residency in _EVICTABLE
+
+
+S = TypeVar("S", bound=Slot)
+
+
+class Staging(Generic[S]):
+    """The machine: staging buffers of one kind, leased to slots, and the transfers between them and a tier.
+
+    For one thread at a time.
+
+    Args:
+        kind: what the bytes are counted as, for example "optimizer state".
+        tier: where the extents are; None where no slot has one.
+        pool: staging buffers, each large enough for any slot; may be exchanged while no slot holds one.
+        checksum: 1D int32 to its checksums, int64; what is read must have those of what was written. None: no checks.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        tier: Tier | None,
+        pool: BufferPool | None,
+        checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.tier = tier
+        self.pool = pool
+        self._spare: BufferPool | None = None
+        self._checksum = checksum
+        self._bell = Bell()
+        self._clock = count(1)
+
+    @property
+    def residents(self) -> list[S]:
+        """Slots that hold a buffer, the one touched longest ago first."""
+        owners: list[S] = [owner for pool in (self.pool, self._spare) if pool is not None for owner in pool.owners]
+        return sorted(owners, key=attrgetter("touched"))
+
+    def touch(self, slot: S) -> None:
+        """Make it the one used last."""
+        slot.touched = next(self._clock)
+
+    def lease(self, slot: S) -> bool:
+        """Give a slot a buffer that is free; False if none is."""
+        self.touch(slot)
+        return self.pool is not None and self.pool.try_acquire(slot) is not None
+
+    def lease_spare(self, slot: S) -> bool:
+        """The same outside the pool: for a reader when the drive takes no writes, so that bytes can be rescued."""
+        if self._spare is None and self.pool is not None:
+            self._spare = BufferPool(1, self.pool.buffer_bytes)
+        self.touch(slot)
+        return self._spare is not None and self._spare.try_acquire(slot) is not None
+
+    def start_read(self, slot: S) -> None:
+        """Start bringing a slot's bytes into its buffer.
+
+        Raises:
+            SwapIOError: it cannot be started; the next `recover` makes the record right.
+        """
+        assert self.tier is not None
+        assert slot.extent is not None
+        assert slot.buffer is not None
+        slot.become(Residency.READING)
+        slot.transfer = self.tier.read(slot.extent, slot.buffer, what=slot.name, kind=self.kind)
+        self._bell.hang_on(slot.transfer.operation)
+
+    def start_write(self, slot: S) -> None:
+        """Start writing a changed slot to its extent. Raises as `start_read` does."""
+        assert self.tier is not None
+        assert slot.extent is not None
+        assert slot.buffer is not None
+        slot.checksums = self._checksums_of(slot)
+        slot.become(Residency.WRITING)
+        slot.transfer = self.tier.write(slot.extent, slot.buffer, what=slot.name, kind=self.kind)
+        self._bell.hang_on(slot.transfer.operation)
+
+    def recover(self) -> None:
+        """Make good what an exception cut short: wait for transfers that nobody has a handle of."""
+        for slot in self.residents:
+            if slot.residency in _ON_THE_WAY and slot.transfer is None:
+                self._quiesce(slot)
+                slot.become(Residency.ON_TIER if slot.residency is Residency.READING else Residency.DIRTY)
+
+    def wait(self) -> None:
+        """Until some transfer is done, or for a moment."""
+        self._bell.wait(_PAUSE_SECONDS)
+
+    def settle(self, slot: S) -> None:
+        """Take note of a transfer that is done. What was read and is not right is given up, what was not written stays.
+
+        Raises:
+            SwapIOError: it failed.
+            CorruptionError: what was read is not what was written (with checksums on).
+        """
+        assert slot.transfer is not None
+        reading = slot.residency is Residency.READING
+        try:
+            slot.transfer.wait()
+            if reading:
+                self._verify(slot)
+        except FAILURES:
+            slot.become(Residency.ON_TIER if reading else Residency.DIRTY)
+            if reading:
+                self.give_up(slot)
+            raise
+        slot.become(Residency.STAGED)
+
+    def give_up(self, slot: S) -> None:
+        """End the lease of a slot that is `evictable`.
+
+        Raises:
+            StateError: bytes would be lost, or a transfer is under way.
+        """
+        if slot.residency is Residency.STAGED:
+            slot.become(Residency.ON_TIER)
+        if not slot.evictable or slot.transfer is not None:
+            raise StateError(slot.name, "bytes that are on the tier", slot.residency.value)
+        if slot.buffer is not None:
+            slot.buffer.release()
+
+    def forget(self, slot: S) -> None:
+        """Keep nothing of a slot: wait for its transfer, and end its lease."""
+        if slot.residency in _ON_THE_WAY:
+            self._quiesce(slot)
+            slot.become(Residency.ON_TIER if slot.residency is Residency.READING else Residency.DIRTY)
+        if slot.residency is Residency.STAGED:
+            slot.become(Residency.ON_TIER)
+        if slot.residency is not Residency.UNBORN:
+            slot.become(Residency.UNBORN)
+        self.give_up(slot)
+
+    def drop_spare(self) -> None:
+        """Let the spare buffer go, which no slot may hold any more."""
+        self._spare = None
+
+    def close(self) -> None:
+        """Let the memory go, and what waiting needs. Nothing may be under way any more."""
+        self._bell.close()
+        self.pool = self._spare = None
+
+    def _quiesce(self, slot: S) -> None:
+        assert self.tier is not None
+        if slot.buffer is not None:
+            self.tier.quiesce(slot.buffer)
+
+    def _checksums_of(self, slot: S) -> torch.Tensor | None:
+        if self._checksum is None or slot.buffer is None:
+            return None
+        return self._checksum(slot.buffer.view(torch.int32, 0, slot.size_bytes // 4))
+
+    def _verify(self, slot: S) -> None:
+        actual = self._checksums_of(slot)
+        if actual is None or slot.checksums is None or torch.equal(actual, slot.checksums):
+            return
+        place = int((actual != slot.checksums).nonzero()[0])
+        pair = (int(slot.checksums[place]) & _UINT64, int(actual[place]) & _UINT64)
+        assert self.tier is not None
+        assert slot.extent is not None
+        raise CorruptionError(self.tier.path_of(slot.extent), slot.name, *pair)

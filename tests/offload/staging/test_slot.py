@@ -1,0 +1,169 @@
+"""The machine under the optimizer's pipeline and the block cache: what may follow what, and what is made good."""
+
+import itertools
+
+import pytest
+import torch
+
+from nvme_offload import OffloadConfig
+from nvme_offload.offload.errors import StateError, SwapIOError
+from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.staging.slot import Residency, Slot, Staging
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+
+SIZE = 8192
+
+FOLLOWS = {
+    ("unborn", "dirty"),
+    ("unborn", "host"),
+    ("host", "unborn"),
+    ("on tier", "reading"),
+    ("on tier", "dirty"),
+    ("on tier", "unborn"),
+    ("reading", "staged"),
+    ("reading", "on tier"),
+    ("staged", "dirty"),
+    ("staged", "on tier"),
+    ("dirty", "writing"),
+    ("dirty", "unborn"),
+    ("writing", "staged"),
+    ("writing", "dirty"),
+}
+
+
+@pytest.fixture(params=["io_uring", "aiofiles"])
+def staging(request, tmp_path):
+    section = {"device": "nvme", "nvme_path": str(tmp_path)}
+    tier = NvmeTier(
+        OffloadConfig.from_dict({"zero_optimization": {"offload_optimizer": section}, "aio": {"engine": request.param}})
+    )
+    pool = BufferPool(2, SIZE)
+    machine = Staging("numbers", tier, pool)
+    yield machine
+    tier.close()
+    machine.close()
+    assert not list(tmp_path.iterdir())
+
+
+def slot_of(staging, index, value=None):
+    """A slot on the tier; with a value, the bytes are there and in a buffer."""
+    slot = Slot(index, f"numbers {index}", SIZE, staging.tier.reserve([SIZE])[0])
+    if value is not None:
+        assert staging.lease(slot)
+        slot.buffer.view(torch.uint8, 0, SIZE).fill_(value)
+        slot.become(Residency.DIRTY)
+        staging.start_write(slot)
+        slot.transfer.wait()
+        staging.settle(slot)
+    return slot
+
+
+def read_back(staging, slot):
+    staging.start_read(slot)
+    slot.transfer.operation.wait()
+    staging.settle(slot)
+    return slot.buffer.view(torch.uint8, 0, SIZE).unique().tolist()
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(Residency, Residency)))
+def test_the_table_of_transitions_is_enforced(before, after):
+    slot = Slot(0, "numbers", SIZE, residency=before)
+    if (before.value, after.value) in FOLLOWS:
+        slot.become(after)
+        assert slot.residency is after
+    else:
+        with pytest.raises(StateError, match=rf"numbers: expected .*before {after.value}.* {before.value}"):
+            slot.become(after)
+        assert slot.residency is before
+
+
+def test_who_holds_a_buffer_is_read_off_the_leases(staging):
+    first, second, third = (slot_of(staging, index) for index in range(3))
+    assert staging.lease(first)
+    assert staging.lease(second)
+    assert not staging.lease(third)
+    staging.touch(first)
+    assert staging.residents == [second, first]
+    staging.give_up(second)
+    assert second.buffer is None
+    assert staging.lease(third)
+    assert staging.residents == [first, third]
+
+
+def test_bytes_that_count_are_not_given_up(staging):
+    slot = slot_of(staging, 0)
+    assert staging.lease(slot)
+    slot.become(Residency.DIRTY)
+    with pytest.raises(StateError, match="bytes that are on the tier"):
+        staging.give_up(slot)
+    staging.start_write(slot)
+    with pytest.raises(StateError, match="writing"):
+        staging.give_up(slot)
+    slot.transfer.operation.wait()
+    staging.settle(slot)
+    staging.give_up(slot)
+    assert staging.pool.num_free == 2
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_transfer_whose_handle_was_lost_is_waited_for(staging, monkeypatch, direction):
+    """The engine took the operation, and an exception came before anybody had it."""
+    slot = slot_of(staging, 0, value=7)
+    if direction == "read":
+        staging.give_up(slot)
+        assert staging.lease(slot)
+        slot.buffer.view(torch.uint8, 0, SIZE).fill_(9)
+    else:
+        slot.buffer.view(torch.uint8, 0, SIZE).fill_(8)
+        slot.become(Residency.DIRTY)
+    engine, submit, lost = staging.tier.engine, staging.tier.engine.submit, []
+
+    def interrupted(op, segments):
+        lost.append(submit(op, segments))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            (staging.start_read if direction == "read" else staging.start_write)(slot)
+    assert slot.transfer is None
+    with pytest.raises(StateError):
+        staging.give_up(slot)
+    staging.recover()
+    assert lost[0].done()
+    if direction == "read":
+        assert slot.residency is Residency.ON_TIER
+        assert read_back(staging, slot) == [7]
+    else:
+        assert slot.residency is Residency.DIRTY
+        staging.start_write(slot)
+        slot.transfer.wait()
+        staging.settle(slot)
+        slot.buffer.view(torch.uint8, 0, SIZE).fill_(0)
+        staging.give_up(slot)
+        assert staging.lease(slot)
+        assert read_back(staging, slot) == [8]
+
+
+def test_a_transfer_that_was_refused_is_not_waited_for(staging, monkeypatch):
+    slot, other = slot_of(staging, 0, value=1), slot_of(staging, 1, value=2)
+    staging.give_up(slot)
+    assert staging.lease(slot)
+    staging.tier.space._files[0].check_whole = lambda: (_ for _ in ()).throw(
+        SwapIOError(61, path="swap", offset=0, size_bytes=1, direction="read", extent="all of it")
+    )
+    monkeypatch.setattr(staging.tier.engine, "drain", lambda: pytest.fail("nothing was submitted"))
+    with pytest.raises(SwapIOError, match="numbers 0; all of it"):
+        staging.start_read(slot)
+    staging.recover()
+    assert slot.residency is Residency.ON_TIER
+    assert other.residency is Residency.STAGED
+
+
+def test_a_forgotten_slot_leaves_nothing(staging):
+    slot = slot_of(staging, 0, value=1)
+    slot.become(Residency.DIRTY)
+    staging.start_write(slot)
+    staging.forget(slot)
+    assert slot.residency is Residency.UNBORN
+    assert staging.pool.num_free == 2
