@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ __all__ = [
     "make_wrapper",
     "not_compiled",
     "own_initializer",
+    "refuse_conversion",
     "refuse_writes",
     "shard_offsets",
     "sharded_like",
@@ -234,6 +236,27 @@ def own_initializer(module: torch.nn.Module) -> Callable[[], object] | None:
     name = "_reset_parameters" if isinstance(module, torch.nn.MultiheadAttention) else "reset_parameters"
     found: Callable[[], object] | None = getattr(module, name, None)
     return found
+
+
+def refuse_conversion(module: torch.nn.Module, why: str) -> None:
+    """Let ``module.to`` and its kind (``float``, ``cuda``) do nothing where they have nothing to do, and else raise.
+
+    ``Module._apply``: what all of them go through. It puts other tensors in the place of sharded parameters, also of
+    those that stay as they are, and the hooks of their gradients are lost.
+
+    Args:
+        module: with all that is in it.
+        why: what the ValueError says after the name of what would change.
+    """
+
+    def _apply(change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            if change(like) is not like:
+                raise ValueError(f"{name} {why}")
+        return module
+
+    module._apply = _apply  # type: ignore[method-assign]
 
 
 class refuse_writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801  # a context manager

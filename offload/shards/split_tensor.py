@@ -49,6 +49,43 @@ class _View(NamedTuple):
         return view
 
 
+class _Source:
+    """Where the value of a tensor comes from.
+
+    Args:
+        halves: of the tensor that it is a view of, or of the tensor itself.
+        views: the steps from there.
+        owner: id of the tensor whose attribute this is.
+    """
+
+    def __init__(self, halves: Halves, views: tuple[_View, ...], owner: int) -> None:
+        self.halves = halves
+        self.views = views
+        self._owner = owner
+
+    def joined(self) -> torch.Tensor:
+        """The value: an ordinary fp32 tensor."""
+        return self.through(self.halves.read())
+
+    def through(self, base: torch.Tensor) -> torch.Tensor:
+        """The view, of a joined base."""
+        for view in self.views:
+            base = view.apply(base)
+        return base
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Fill the plain copy of the tensor, which its copier has made and noted in `memo`; it needs no source.
+
+        ``dcp.async_save`` copies so: it takes a tensor without memory for an empty one, and copies its attributes.
+        """
+        copied = memo.get(self._owner)
+        if not isinstance(copied, torch.Tensor) or isinstance(copied, SplitTensor):
+            raise TypeError(
+                "the halves of a split parameter cannot be copied: copy the parameter, which gives a tensor"
+            )
+        copied.copy_(self.joined())
+
+
 class SplitTensor(torch.Tensor):
     """A read-through, write-through fp32 tensor.
 
@@ -60,25 +97,23 @@ class SplitTensor(torch.Tensor):
     Reading one costs a pass over its halves, which may have to come from a drive: the training step never does it.
     """
 
-    _halves: Halves
-    _views: tuple[_View, ...]
+    _source: _Source
 
     @staticmethod
     def __new__(cls, halves: Halves, like: torch.Tensor, views: tuple[_View, ...] = ()) -> SplitTensor:
         """Wrap `halves`; shape and strides are those of `like` (a meta tensor will do)."""
         tensor: SplitTensor = make_wrapper(cls, like, halves.device)
-        tensor._halves = halves
-        tensor._views = views
+        tensor._source = _Source(halves, views, id(tensor))
         return tensor
 
     @property
     def halves(self) -> Halves:
         """Where the data is."""
-        return self._halves
+        return self._source.halves
 
     def use_halves(self, halves: Halves) -> None:
         """Exchange where the data is; the value must be the same."""
-        self._halves = halves
+        self._source.halves = halves
 
     def plain(self) -> torch.Tensor:
         """An ordinary fp32 tensor of the same value, sharing nothing."""
@@ -86,12 +121,7 @@ class SplitTensor(torch.Tensor):
 
     def joined(self) -> torch.Tensor:
         """An ordinary fp32 tensor of the same value; of a view, with the memory of all it is a view of."""
-        return self._through(self._halves.read())
-
-    def _through(self, base: torch.Tensor) -> torch.Tensor:
-        for view in self._views:
-            base = view.apply(base)
-        return base
+        return self._source.joined()
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
         return f"SplitTensor(shape={tuple(self.shape)}, upper half on {self.device})"
@@ -106,7 +136,7 @@ class SplitTensor(torch.Tensor):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """What FSDP2 gathers: the upper half, bf16, padded."""
-        return (self._halves.gathered,), None
+        return (self.halves.gathered,), None
 
     def fsdp_post_all_gather(
         self,
@@ -118,7 +148,7 @@ class SplitTensor(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """What FSDP2 computes with: the gathered upper halves as they are, in the buffer they arrived in."""
         (gathered,) = all_gather_outputs
-        self._halves.end_gather()
+        self.halves.end_gather()
         return None if out is not None else (gathered, ())
 
     @classmethod
@@ -138,11 +168,11 @@ class SplitTensor(torch.Tensor):
 
 
 def _lazy_view(func: Any, source: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shapes = func(source._meta(), *args, **kwargs)
+    shapes, views = func(source._meta(), *args, **kwargs), source._source.views
     if isinstance(shapes, torch.Tensor):
-        return SplitTensor(source._halves, shapes, (*source._views, _View(func, args, kwargs, None)))
+        return SplitTensor(source.halves, shapes, (*views, _View(func, args, kwargs, None)))
     return [
-        SplitTensor(source._halves, shape, (*source._views, _View(func, args, kwargs, item)))
+        SplitTensor(source.halves, shape, (*views, _View(func, args, kwargs, item)))
         for item, shape in enumerate(shapes)
     ]
 
@@ -155,18 +185,18 @@ def _run_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def join(leaf: Any) -> Any:
         if not isinstance(leaf, SplitTensor):
             return leaf
-        key = id(leaf._halves)
+        key = id(leaf.halves)
         if key not in bases:
-            bases[key] = leaf._halves.read()
+            bases[key] = leaf.halves.read()
         if id(leaf) not in joined:
-            joined[id(leaf)] = leaf._through(bases[key])
+            joined[id(leaf)] = leaf._source.through(bases[key])
         return joined[id(leaf)]
 
     leaves, layout = tree_flatten((tuple(args), kwargs))
     plain_args, plain_kwargs = tree_unflatten([join(leaf) for leaf in leaves], layout)
     result = func(*plain_args, **plain_kwargs)
     changed = [leaf for leaf in written_tensors(func, args, kwargs) if isinstance(leaf, SplitTensor)]
-    written = {id(leaf._halves): leaf._halves for leaf in changed}
+    written = {id(leaf.halves): leaf.halves for leaf in changed}
     for key, halves in written.items():
         halves.write(bases[key])
     originals = {id(joined[id(leaf)]): leaf for leaf in leaves if isinstance(leaf, SplitTensor)}

@@ -24,11 +24,19 @@ class Layout(NamedTuple):
     device: torch.device
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    is_split: bool
+    """Whether the lower half is elsewhere."""
 
     @classmethod
-    def of(cls, param: torch.Tensor) -> Layout:
-        """The present one."""
-        return cls(param.dtype, param.device, tuple(param.shape), param.stride())
+    def of(cls, leaf: torch.Tensor) -> Layout:
+        """The present one, of what is in this process's memory."""
+        param = storage_of(leaf)
+        is_split = isinstance(local_tensor(leaf), SplitTensor)
+        return cls(param.dtype, param.device, tuple(param.shape), param.stride(), is_split)
+
+    def __str__(self) -> str:
+        kind = "an upper half" if self.is_split else "a tensor"
+        return f"{kind} of {self.dtype} on {self.device}, shape {self.shape}, strides {self.strides}"
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

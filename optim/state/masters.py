@@ -64,8 +64,8 @@ class ParamTable:
     def check_layouts(self) -> None:
         """Look where parameters are now; raise ValueError for one that no longer lies in memory as it did."""
         self.params[:] = [storage_of(leaf) for leaf in self.leaves]
-        for param, name, layout in zip(self.params, self.names, self.layouts, strict=True):
-            if (found := Layout.of(param)) != layout:
+        for leaf, name, layout in zip(self.leaves, self.names, self.layouts, strict=True):
+            if (found := Layout.of(leaf)) != layout:
                 raise ValueError(f"{name} was {layout} and is now {found}: make the optimizer after converting a model")
 
     def checksums_of(self, run: Run) -> torch.Tensor | None:

@@ -112,12 +112,12 @@ class StateStore:
             self.table.leaves.append(leaf)
             self.table.params.append(param)
             self.table.names.append(name)
-            self.table.layouts.append(Layout.of(param))
+            self.table.layouts.append(Layout.of(leaf))
             self.table.checksums.append(None if is_master else torch.zeros(blocks, dtype=torch.int64))
             self.steps.append(0)
             self._rules.append(rule)
             self._groups.append(group)
-        remember_store(params, self)
+        remember_store(self)
         return range(first, len(self.table.params))
 
     def drop_params(self, indices: range) -> None:

@@ -3,46 +3,49 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.weak import WeakIdKeyDictionary
 
 from nvme_offload.offload._torch_private import fsdp_params
 
 if TYPE_CHECKING:
     from nvme_offload.optim.state.store import StateStore
 
-# Not attributes of the parameters: those would be copied and pickled with them.
-_stores: Any = WeakIdKeyDictionary()
-_gatherers: Any = WeakIdKeyDictionary()
+# Neither attributes of the parameters, which would be copied and pickled with them, nor weak references to them, with
+# which `Module.to` cannot exchange a sharded parameter.
+_stores: list[weakref.ref[StateStore]] = []
+_gatherers: dict[int, weakref.ref[Any]] = {}
 
 
-def remember_store(params: Iterable[torch.Tensor], store: StateStore) -> None:
-    """Note that these parameters have their state in `store`. The latest counts."""
-    for param in params:
-        _stores[param] = weakref.ref(store)
+def remember_store(store: StateStore) -> None:
+    """Note that there is a store, to be asked for its parameters. The latest counts."""
+    _stores[:] = [known for known in _stores if known() is not None]
+    if all(known() is not store for known in _stores):
+        _stores.append(weakref.ref(store))
 
 
 def store_of(param: torch.Tensor) -> StateStore | None:
     """Where the state of a parameter is, if it is anywhere."""
-    reference = _stores.get(param)
-    return reference() if reference else None
+    stores = (known() for known in reversed(_stores))
+    return next((store for store in stores if store is not None and param in store.indices), None)
 
 
 def remember_gatherers(model: nn.Module) -> None:
     """Note which part of a model gathers which parameter; call it after ``fully_shard``."""
+    for gone in [key for key, known in _gatherers.items() if known() is None]:
+        del _gatherers[gone]
     for module in model.modules():
         for record in fsdp_params(module):
-            _gatherers[record.sharded_param] = weakref.ref(module)
+            _gatherers[id(record.sharded_param)] = weakref.ref(module)
 
 
 def drop_gathered(param: torch.Tensor) -> None:
     """Free what FSDP2 still holds gathered of a parameter and its neighbours: it has the old value."""
-    reference = _gatherers.get(param)
-    module = reference() if reference else None
-    if isinstance(module, FSDPModule):
+    known = _gatherers.get(id(param))
+    module = known() if known else None
+    gathers = module is not None and any(record.sharded_param is param for record in fsdp_params(module))
+    if gathers and isinstance(module, FSDPModule):
         module.reshard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.offload._torch_private import fsdp_groups, install_extension, local_tensor, sharded_like
+from nvme_offload.offload._torch_private import (
+    fsdp_groups,
+    install_extension,
+    local_tensor,
+    refuse_conversion,
+    sharded_like,
+)
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.shards.param_tier import ResidentUpper, UnbornUpper, UpperHalf
 from nvme_offload.offload.shards.split_tensor import SplitTensor
@@ -25,6 +32,10 @@ if TYPE_CHECKING:
 
 ROOT = "the root module"
 """What the block of parameters is called that is in no named part of the model."""
+
+
+CONVERTED = "of a sharded model would be converted: convert it before it is sharded, and make the optimizer after that"
+"""What `refuse_conversion` says."""
 
 
 @dataclass(eq=False)
@@ -195,6 +206,9 @@ def split_parameters(model: nn.Module, accumulation_dtype: torch.dtype = torch.b
                 keep_grad_in(record.sharded_param, accumulation_dtype)
     if not found:
         raise ValueError("split_parameters needs a module after torch.distributed.fsdp.fully_shard")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            refuse_conversion(module, CONVERTED)
     remember_gatherers(model)
     return model
 
@@ -263,6 +277,8 @@ def keep_grad_in(param: torch.Tensor, dtype: torch.dtype) -> None:
         if isinstance(grad, DTensor) and grad.dtype != dtype:
             arrived.grad = sharded_like(local_tensor(grad).to(dtype), grad)
 
+    # torch refuses to exchange a parameter to which there is a weak reference: the hook would be lost.
+    to_partition.present = weakref.ref(param)  # type: ignore[attr-defined]
     trainable = param.requires_grad
     param.requires_grad_(True)  # torch takes no such hook otherwise
     param.register_post_accumulate_grad_hook(to_partition)  # type: ignore[no-untyped-call]

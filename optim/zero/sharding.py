@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from nvme_offload.offload._torch_private import fsdp_params, gather_by_itself
+from nvme_offload.offload._torch_private import fsdp_params, gather_by_itself, refuse_conversion
 from nvme_offload.optim.precision.casts import (
     CONTAINERS,
     cast_at_borders,
@@ -24,7 +24,7 @@ from nvme_offload.optim.precision.casts import (
 )
 from nvme_offload.optim.precision.plan import SIXTEEN_BITS, PrecisionPlan
 from nvme_offload.optim.tiers.gatherers import remember_gatherers
-from nvme_offload.optim.tiers.halves import keep_grad_in, split_parameters, split_shard
+from nvme_offload.optim.tiers.halves import CONVERTED, keep_grad_in, split_parameters, split_shard
 
 PIPELINES_REDUCE_ONCE = hasattr(FSDPModule, "set_manual_backward_finalization")
 """Whether the schedules of this torch (2.15 and newer) put off all that follows a backward to the end of the step."""
@@ -124,6 +124,9 @@ def shard_with_precision(
     if plan.autocast is not None:
         gather_fp32_outside_autocast(model, plan)
     guard_autocast(model, plan)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            refuse_conversion(module, CONVERTED)
 
 
 def _make_fp32(param: nn.Parameter) -> None:

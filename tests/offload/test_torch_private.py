@@ -26,6 +26,7 @@ from nvme_offload.offload._torch_private import (
     make_wrapper,
     not_compiled,
     own_initializer,
+    refuse_conversion,
     refuse_writes,
     shard_offsets,
     sharded_like,
@@ -276,6 +277,18 @@ def test_not_compiled():
     assert not any(
         node.target is torch.add or "add" in str(node.target) for graph in graphs for node in graph.graph.nodes
     )
+
+
+def test_refuse_conversion():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    refuse_conversion(module, "is not converted")
+    weight = module[0].weight
+    assert module.to("cpu").float() is module
+    with pytest.raises(ValueError, match=r"0\.weight is not converted"):
+        module.to_empty(device="cpu")
+    with pytest.raises(ValueError, match=r"0\.weight is not converted"):
+        module.double()
+    assert module[0].weight is weight
 
 
 def test_state_dict_hooks():

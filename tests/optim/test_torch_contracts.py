@@ -6,8 +6,16 @@ import os
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 
-from nvme_offload import OffloadAdamW
+from nvme_offload import OffloadAdamW, initialize
+from nvme_offload.optim.zero.sharding import default_mesh
+from tests.optim.zero.test_sharded import assert_same, full_state
+from tests.support.tiers import EVERYTHING, make, train_step
+from tests.support.tiers import section as section_of_tiers
 from tests.support.training import (
     SETTINGS,
     Twin,
@@ -225,3 +233,76 @@ def test_torch_compile_does_not_look_inside_a_step(make_adamw):
         update()
     twin.assert_equals(optimizer)
     assert not graphs
+
+
+@pytest.mark.parametrize("tiers", [{}, EVERYTHING], ids=["memory", "nvme"])
+def test_an_asynchronous_save_of_split_parameters(alone, tmp_path, tiers):
+    with make(section_of_tiers(tmp_path, **tiers)) as engine:
+        train_step(engine, 0)
+        state = get_model_state_dict(engine.module)
+        wanted = {name: value.full_tensor().clone() for name, value in state.items()}
+        saving = dcp.async_save(state, checkpoint_id=tmp_path / "saved")
+        train_step(engine, 1)
+        saving.result()
+    loaded = {name: torch.zeros_like(value) for name, value in wanted.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path / "saved")
+    assert_same(loaded, wanted)
+
+
+@pytest.mark.parametrize("tiers", [{}, EVERYTHING], ids=["memory", "nvme"])
+def test_a_model_may_be_moved_to_where_it_is(alone, tmp_path, tiers):
+    ends = []
+    for move in (False, True):
+        with make(section_of_tiers(tmp_path, **tiers)) as engine:
+            for step in range(3):
+                train_step(engine, step)
+                if move:
+                    assert engine.module.to("cpu").float() is engine.module
+            ends.append(full_state(engine.module, engine.optimizer))
+    assert_same(*ends)
+
+
+def test_a_sharded_model_may_be_moved_to_where_it_is(alone, make_adamw):
+    default_mesh("cpu")
+    ends = []
+    for move in (False, True):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)))
+        optimizer = make_adamw(model.parameters())
+        for _ in range(3):
+            model(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if move:
+                model.to("cpu")
+        ends.append(full_state(model, optimizer))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp32"])
+def test_converting_a_model_that_is_trained_is_refused_and_changes_nothing(alone, mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    config = {"bf16": {"enabled": mode == "bf16"}, "gradient_accumulation_dtype": "fp32"}
+    with initialize(model, config, blocks=["0"]) as engine:
+        for part, name in ((engine.module, "0.weight"), (engine.module[0], "weight")):
+            with pytest.raises(ValueError, match=rf"^{name} of a sharded model would be converted"):
+                part.to(torch.float64)
+        if mode == "bf16":
+            with pytest.raises(RuntimeError, match="swap"):
+                engine.module[1].double()
+        engine.backward(engine(torch.ones(2, 8)).float().sum())
+        engine.step()
+        assert engine.optimizer.stats().steps == 1
+
+
+def test_split_parameters_that_were_exchanged_are_refused_before_anything_moves(alone):
+    with initialize(nn.Linear(8, 8), {"bf16": {"enabled": True}}) as engine:
+        engine.backward(engine(torch.ones(2, 8)).float().sum())
+        local = engine.optimizer.param_groups[0]["params"][0]
+        local._local_tensor = torch.zeros(8, 8, dtype=torch.bfloat16)
+        with pytest.raises(
+            ValueError, match=r"was an upper half of torch\.bfloat16 .* and is now a tensor of torch\.bf"
+        ):
+            engine.step()
+        assert not engine.optimizer.has_unfinished_step

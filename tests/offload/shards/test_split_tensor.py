@@ -134,3 +134,8 @@ def test_one_operator_reads_the_halves_once(split, halves):
     assert halves.num_reads == 1
     torch.dot(split.view(-1), split.view(-1))
     assert halves.num_reads == 2
+
+
+def test_the_halves_alone_are_not_copied(split):
+    with pytest.raises(TypeError, match="copy the parameter"):
+        copy.deepcopy(split.__dict__)
