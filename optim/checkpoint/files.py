@@ -1,7 +1,8 @@
 """The files of a checkpoint: written durably, listed with size and SHA-256, put in place by renaming.
 
 A checkpoint with tag T is the folder T. It is written as ``T.partial``, and only renamed when every byte of it is on
-the drive. One that is saved again is ``T.replaced`` for the moment between two renames. ``latest`` names the newest.
+the drive. One that is saved again is ``T.replaced`` for the moment between two renames. ``latest`` names the newest. A
+folder is only ever removed if it has our marker in it, and is no symbolic link.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from nvme_offload.offload.errors import CheckpointError, StateError
 LATEST = "latest"
 MANIFEST = "manifest.json"
 PARTIAL, REPLACED = ".partial", ".replaced"
-_KNOWN = {MANIFEST, ".metadata", ".metadata.tmp", "state.json", "objects.pt"}
+MARKER = ".nvme-offload-checkpoint"
+"""An empty file in every folder that we made: what we may remove again, whatever it is called."""
+_UNMARKED = ".nvme-offload-unmarked"
+"""What a folder is called as long as it has no marker yet, or no more."""
+_KNOWN = {MANIFEST, LATEST, ".metadata", ".metadata.tmp", "state.json", "objects.pt"}
 _CHUNK_BYTES = 1 << 22
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -138,24 +143,28 @@ def begin(root: Path, tag: str) -> Path:
     """
     _clear_up(root)
     final, partial = root / tag, root / (tag + PARTIAL)
-    for path, is_ours in ((partial, False), (final, (final / MANIFEST).is_file())):
-        if path.exists() and not is_ours:
+    is_checkpoint = _is_folder(final) and (final / MANIFEST).is_file()
+    for path, is_ours in ((partial, False), (final, is_checkpoint)):
+        if os.path.lexists(path) and not is_ours:
             raise FileExistsError(errno.EEXIST, "exists and is no checkpoint of this program; choose another tag", path)
-    partial.mkdir()
-    return partial
+    unmarked = root / _UNMARKED
+    unmarked.mkdir()
+    (unmarked / MARKER).touch()
+    return unmarked.rename(partial)
 
 
 def publish(partial: Path, tag: str) -> Path:
     """Give a whole checkpoint its name, replacing one of the same tag, and make it the latest."""
     root = partial.parent
     final, replaced = root / tag, root / (tag + REPLACED)
+    write_durably(partial / LATEST, tag.encode())
     sync_folder(partial)
-    write_durably(root / (LATEST + PARTIAL), tag.encode())
     if final.exists():
+        (final / MARKER).touch()  # one of an earlier version has none
         final.rename(replaced)
     partial.rename(final)
     sync_folder(root)
-    os.replace(root / (LATEST + PARTIAL), root / LATEST)
+    os.replace(final / LATEST, root / LATEST)
     sync_folder(root)
     remove(replaced)
     return final
@@ -165,20 +174,36 @@ def discard(partial: Path, tag: str) -> None:
     """After a save that failed: leave what was there before it, and nothing else."""
     remove(partial)
     final, replaced = partial.parent / tag, partial.parent / (tag + REPLACED)
-    if replaced.is_dir() and not final.exists():
+    if _is_ours(replaced) and not os.path.lexists(final):
         replaced.rename(final)
-    (partial.parent / (LATEST + PARTIAL)).unlink(missing_ok=True)
 
 
 def remove(folder: Path) -> None:
     """Remove a folder of ours, and nothing in it that is not ours."""
-    if not folder.is_dir():
+    if not _is_ours(folder):
         return
     for path in folder.iterdir():
         if path.name in _KNOWN or path.suffix == ".distcp":
             path.unlink()
-    with contextlib.suppress(OSError):  # something of somebody else's is in it
-        folder.rmdir()
+    if any(path.name != MARKER for path in folder.iterdir()):
+        return  # something of somebody else's
+    unmarked = folder.rename(folder.with_name(_UNMARKED))
+    (unmarked / MARKER).unlink()
+    unmarked.rmdir()
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether it is a folder itself, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a folder that we made."""
+    return _is_folder(path) and _is_file(path / MARKER)
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def find(root: Path, tag: str | None) -> Path | None:
@@ -256,17 +281,17 @@ def verify(path: Path, record: FileRecord) -> None:
 
 def _clear_up(root: Path) -> None:
     """Undo what a killed save left behind; the whole checkpoint that it was replacing gets its name back."""
-    for replaced in root.glob("*" + REPLACED):
+    if _is_folder(unmarked := root / _UNMARKED):
+        (unmarked / MARKER).unlink(missing_ok=True)
+        unmarked.rmdir()
+    for replaced in filter(_is_ours, list(root.glob("*" + REPLACED))):
         final = replaced.with_name(replaced.name.removesuffix(REPLACED))
-        if final.exists():
+        if os.path.lexists(final):
             remove(replaced)
         elif (replaced / MANIFEST).is_file():
             replaced.rename(final)
-    for partial in root.glob("*" + PARTIAL):
-        if partial.name == LATEST + PARTIAL:
-            partial.unlink()
-        else:
-            remove(partial)
+    for partial in list(root.glob("*" + PARTIAL)):
+        remove(partial)
 
 
 def _digest(files: Mapping[str, Any]) -> str:

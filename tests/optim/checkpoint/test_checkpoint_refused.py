@@ -61,7 +61,7 @@ def flip(data, position):
 
 
 def test_a_file_that_is_missing_cut_off_or_changed_is_named(engine, saved):
-    names = sorted(path.name for path in saved.iterdir())
+    names = sorted(path.name for path in saved.iterdir() if path.name != files.MARKER)
     assert names == [".metadata", "__0_0.distcp", "manifest.json", "objects.pt", "state.json"]
     for name in names:
         path, whole = saved / name, (saved / name).read_bytes()
@@ -264,6 +264,44 @@ def test_folders_of_others_stay(engine, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest", "mine", "mine2.partial"]
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "all of it"
     assert (tmp_path / "mine2.partial" / "thesis.tex").read_text() == "all of it"
+
+
+def contents(root):
+    return {str(path.relative_to(root)): path.is_dir() or path.read_bytes() for path in sorted(root.rglob("*"))}
+
+
+def test_what_others_call_like_ours_is_not_touched(engine, tmp_path):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    engine.save_checkpoint(elsewhere, "best")
+    root.mkdir()
+    for name in ("a.partial", "b.replaced", "c.partial", "latest.partial"):
+        (root / name).mkdir()
+        for file in ("state.json", "results.distcp", "manifest.json", "latest"):
+            (root / name / file).write_text("theirs")
+    (root / "c").mkdir()
+    (root / "d.partial").write_text("theirs")
+    (root / "e.partial").mkdir()
+    for name in ("f.partial", "g.replaced", "h"):
+        (root / name).symlink_to(elsewhere / "best")
+    before, linked = contents(root), contents(elsewhere)
+    engine.save_checkpoint(root, "next")
+    engine.save_checkpoint(root, "next")
+    with pytest.raises(FileExistsError, match="exists and is no checkpoint of this program"):
+        engine.save_checkpoint(root, "h")
+    assert contents(elsewhere) == linked
+    after = contents(root)
+    assert {name: after.get(name) for name in before} == before
+    assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"next", "latest"}
+    assert (root / "h").is_symlink()
+    assert engine.load_checkpoint(root, "h")[0] == str(root / "h")
+
+
+def test_a_checkpoint_of_an_earlier_version_is_replaced(engine, tmp_path):
+    engine.save_checkpoint(tmp_path, "a")
+    (tmp_path / "a" / files.MARKER).unlink()
+    engine.save_checkpoint(tmp_path, "a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest"]
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "a")
 
 
 def test_a_tier_that_fails_while_saving_leaves_nothing(engine, saved, monkeypatch):
