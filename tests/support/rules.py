@@ -40,6 +40,12 @@ class RuleCase:
     def make(self, params: Params, offload: Any, **changes: Any) -> OffloadOptimizer:
         return optimizer_class(self.name)(params, **{**self.settings, **changes}, offload=offload)
 
+    @property
+    def section_params(self) -> dict[str, Any]:
+        """`settings` as a file has them."""
+        params = {key: list(value) if isinstance(value, tuple) else value for key, value in self.settings.items()}
+        return {**params, "adam_w_mode": False} if self.name == "Adam" else params
+
     def make_torch(self, params: Params, **changes: Any) -> torch.optim.Optimizer:
         return self.torch_class(params, **{**self.settings, **changes})
 
@@ -59,4 +65,6 @@ _MOMENT_VARIANTS = (
 CASES = [
     RuleCase("AdamW", {"lr": 1e-3, **_MOMENTS}, torch.optim.AdamW, _MOMENT_VARIANTS),
 ]
+NAMES = {case.name: case for case in CASES}
+"""One case of each optimizer."""
 VARIANTS = [(case, changes) for case in CASES for changes in case.variants]

@@ -1,0 +1,296 @@
+"""What holds for every optimizer: bits, torch's numbers, traffic, groups, state dicts, ranks, checkpoints.
+
+A new optimizer comes under all of these tests with a line in `tests.support.rules`.
+"""
+
+import inspect
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from nvme_offload import initialize
+from nvme_offload.offload.config.optimizer import OPTIMIZERS
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.optim.kernels import MasterForm
+from nvme_offload.optim.layout.subgroup import FORM_OF_DTYPE, state_itemsize
+from nvme_offload.optim.optimizers import optimizer_class
+from tests.optim.zero.test_sharded import assert_same, full_state
+from tests.support.ranks import run_ranks
+from tests.support.resuming import fresh_engine, scalars_of, steps_of
+from tests.support.rules import CASES, NAMES, VARIANTS
+from tests.support.training import (
+    BLOCK,
+    MILLION,
+    assert_same_training,
+    param,
+    params_of,
+    section,
+    set_grads,
+    storage_io,
+)
+
+SHAPES = [(251, 257), (7,), (), (65537,), (0,), (3, 5, 7)]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(drive):
+    yield
+    assert list(drive.iterdir()) == []
+
+
+def difference(ours, theirs):
+    """Norm of the difference over norm of the weights."""
+    ours, theirs = (torch.cat([w.detach().double().flatten() for w in weights]) for weights in (ours, theirs))
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def masters_of(optimizer):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = optimizer.state_dict()["state"]
+    return [state[i].get("master", p.detach()) for i, p in enumerate(params)]
+
+
+def test_every_optimizer_of_the_table_has_a_case_and_a_class():
+    assert {case.name for case in CASES} == set(OPTIMIZERS)
+    for name, hyperparameters in OPTIMIZERS.items():
+        found = inspect.signature(optimizer_class(name).__init__).parameters
+        defaults = {key: found[key].default for key in hyperparameters}
+        assert optimizer_class(name).rule.name == name
+        if name == "AdamW":
+            defaults["weight_decay"] = 0.0  # DeepSpeed's, in the section
+        assert defaults == dict(hyperparameters)
+
+
+@every_case
+@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
+def test_nvme_memory_and_the_twin_agree_bit_for_bit(case, grad_dtype, drive):
+    shapes = [shape for shape in SHAPES for _ in DTYPES]
+    runs = [params_of(shapes, *DTYPES) for _ in range(3)]
+    twin = case.twin(runs[2], clip=1.0)
+    settings = [section(drive, buffers=2, clip=1.0), section(None, clip=1.0)]
+    with case.make(runs[0], settings[0]) as nvme, case.make(runs[1], settings[1]) as memory:
+        for step in range(6):
+            set_grads(runs[2], step, without=[1])
+            for params in runs:
+                for p, like in zip(params, runs[2], strict=True):
+                    p.grad_dtype = None
+                    p.grad = None if like.grad is None else like.grad.to(grad_dtype)
+            nvme.step()
+            memory.step()
+            twin.step([p.grad for p in runs[2]])
+        assert nvme.stats().clip_coef < 1, "clipping acts"
+        assert_same_training(nvme, memory)
+        twin.assert_equals(nvme)
+
+
+@pytest.mark.parametrize(("case", "changes"), VARIANTS, ids=str)
+def test_stays_with_torch_on_fp32_masters(case, changes, drive):
+    params = params_of([(251, 257), (65537,)], torch.bfloat16, torch.float16, torch.float32)
+    masters = [Parameter(p.detach().float()) for p in params]
+    theirs = case.make_torch(masters, **changes)
+    with case.make(params, section(drive), **changes) as ours:
+        for step in range(100):
+            set_grads(params, step)
+            for p, master in zip(params, masters, strict=True):
+                master.grad = p.grad.float()
+            ours.step()
+            theirs.step()
+        assert difference(masters_of(ours), masters) <= 1e-6
+
+
+@every_case
+def test_bytes_per_parameter_each_way(case, drive):
+    """By the kernel's counters: of a bf16 parameter 2 of the lower half and 4 of each state, and rounding to blocks."""
+    total, wanted = 20 * MILLION, 2 + 4 * len(case.rule.states)
+    p = param((total,))
+    p.grad = torch.full_like(p, 0.01)
+    with case.make([p], section(drive, buffers=2, sub_group_size=MILLION)) as optimizer:
+        for step in range(3):
+            before, engine_before = storage_io(), optimizer.stats()
+            optimizer.step()
+            optimizer.synchronize()
+            after, engine_after = storage_io(), optimizer.stats()
+            if step == 0:
+                continue
+            left = engine_after.staging_bytes  # what the step before left there is not read again
+            for moved in (after[0] - before[0], engine_after.bytes_read - engine_before.bytes_read):
+                assert wanted * total - left <= moved <= (wanted + 0.1) * total - left / 2
+            for moved in (after[1] - before[1], engine_after.bytes_written - engine_before.bytes_written):
+                assert wanted * total <= moved <= (wanted + 0.1) * total
+
+
+@every_case
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_state_has_the_bytes_that_the_rule_says(case, dtype, drive):
+    with case.make([param((4 * BLOCK,), dtype)], section(drive)) as optimizer:
+        assert optimizer.stats().state_bytes == 4 * BLOCK * state_itemsize(FORM_OF_DTYPE[dtype], case.rule.states)
+        set_grads(optimizer.param_groups[0]["params"], 0)
+        optimizer.step()
+        optimizer.synchronize()
+        assert optimizer.stats().bytes_written == optimizer.stats().state_bytes
+
+
+@every_case
+def test_groups_schedulers_and_torchs_own_state_dict(case, drive):
+    """Begun with torch, continued here, with two groups and a schedule."""
+    begun, ours = ([param(shape, torch.float32, seed=i) for i, shape in enumerate(SHAPES)] for _ in range(2))
+
+    def groups(params):
+        return [{"params": params[:2]}, {"params": params[2:], "lr": 2 * case.settings["lr"]}]
+
+    def train(params, optimizer, steps):
+        for step in steps:
+            set_grads(params, step)
+            optimizer.step()
+            schedules[optimizer].step()
+
+    with case.make(groups(ours), section(drive)) as optimizer:
+        theirs = case.make_torch(groups(begun))
+        schedules = {
+            each: torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in (optimizer, theirs)
+        }
+        train(begun, theirs, range(3))
+        with torch.no_grad():
+            for p, q in zip(ours, begun, strict=True):
+                p.copy_(q)
+        optimizer.load_state_dict(theirs.state_dict())
+        schedules[optimizer].load_state_dict(schedules[theirs].state_dict())
+        train(begun, theirs, range(3, 6))
+        train(ours, optimizer, range(3, 6))
+        assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in theirs.param_groups]
+        assert difference(ours, begun) <= 1e-6
+
+
+@every_case
+def test_a_state_dict_goes_on_on_another_tier(case, drive):
+    straight, resumed = (params_of(SHAPES, *DTYPES) for _ in range(2))
+    with case.make(straight, section(drive)) as first, case.make(resumed, section(None)) as second:
+        for step in range(3):
+            set_grads(straight, step)
+            first.step()
+        assert set(first.state[straight[0]]) == {"step", "master", *(state.name for state in case.rule.states)}
+        with torch.no_grad():
+            for p, q in zip(straight, resumed, strict=True):
+                q.copy_(p)
+        second.load_state_dict(first.state_dict())
+        for step in range(3, 5):
+            for params, optimizer in ((straight, first), (resumed, second)):
+                set_grads(params, step)
+                optimizer.step()
+        assert_same_training(first, second)
+
+
+@every_case
+def test_a_parameter_that_comes_later_begins_afresh(case, drive):
+    first, late = param((BLOCK + 1,)), param((BLOCK,), seed=1)
+    twins = [case.twin([first]), case.twin([late])]
+    with case.make([first], section(drive)) as optimizer:
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": [late]})
+            set_grads([first, late], step)
+            optimizer.step()
+            twins[0].step([first.grad])
+            if step >= 2:
+                twins[1].step([late.grad])
+        for state in case.rule.states:
+            for p, twin in zip((first, late), twins, strict=True):
+                assert (optimizer.state[p][state.name].numpy() == twin.states[state.name][0]).all()
+
+
+@every_case
+def test_arguments_that_are_not_supported_are_named(case):
+    owner = f"Offload{case.name}"
+    with case.make([param((8,))], section(), fused=True, foreach=False) as optimizer:
+        assert "fused" not in optimizer.param_groups[0]
+    for name in case.rule.refused:
+        case.make([param((8,))], section(), **{name: False}).close()
+        with pytest.raises(TypeError, match=f"{owner}: {name} = True is not supported"):
+            case.make([param((8,))], section(), **{name: True})
+        with pytest.raises(ValueError, match=f"group 0: {name} = True: is not supported"):
+            case.make([{"params": [param((8,))], name: True}], section())
+    with pytest.raises(TypeError, match=f"{owner} has no argument 'speed'"):
+        case.make([param((8,))], section(), speed=True)
+
+
+@every_case
+def test_hyperparameters_that_cannot_be_are_named(case):
+    for name, value in case.settings.items():
+        bad = (-0.1, 2.0) if isinstance(value, tuple) else -0.1
+        if isinstance(value, bool):
+            continue
+        with pytest.raises(ValueError, match=rf"parameter group 0: {name} = \(?-0.1"):
+            case.make([param((8,))], section(), **{name: bad})
+        with case.make([param((8,))], section()) as optimizer:
+            set_grads(optimizer.param_groups[0]["params"], 0)
+            optimizer.param_groups[0][name] = "much"
+            with pytest.raises(ValueError, match=f"parameter group 0: {name} = 'much'"):
+                optimizer.step()
+            assert optimizer.stats().steps == 0
+
+
+@every_case
+def test_the_section_makes_it(case, tmp_path):
+    config = OffloadConfig.from_dict(
+        {
+            "optimizer": {"type": case.name.lower(), "params": case.section_params},
+            "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
+        }
+    )
+    torch.manual_seed(0)
+    with initialize(torch.nn.Linear(64, 64), config) as engine:
+        assert type(engine.optimizer) is optimizer_class(case.name)
+        group = engine.optimizer.param_groups[0]
+        assert {key: group[key] for key in case.settings} == dict(case.settings)
+        itemsize = state_itemsize(MasterForm.ITSELF, case.rule.states)
+        [row, _] = engine.precision_plan.to_dict()["parameters"]
+        assert row["bytes_per_parameter"].get("nvme", 0) == itemsize
+
+
+def save_and_resume(rank, world_size, root, drive, name):
+    """Two ranks, shards of unequal size: the same bits on both tiers, and a checkpoint that goes on on the other."""
+    [case] = (case for case in CASES if str(case) == name)
+    optimizer = {"optimizer": {"type": case.name, "params": case.section_params}}
+    with (
+        fresh_engine("bf16", drive, **optimizer) as first,
+        fresh_engine("bf16", None, **optimizer) as memory,
+        fresh_engine("bf16", None, seed=1, **optimizer) as other,
+    ):
+        assert steps_of(first, rank, range(3)) == steps_of(memory, rank, range(3))
+        states = [full_state(engine.module, engine.optimizer) for engine in (first, memory)]
+        assert_same(*states)
+        first.save_checkpoint(root)
+        other.load_checkpoint(root)
+        assert_same(full_state(other.module, other.optimizer), states[0])
+        first.module.num_batches *= 0
+        other.module.num_batches *= 0
+        assert steps_of(first, rank, range(3, 5)) == steps_of(other, rank, range(3, 5))
+        final = full_state(first.module, first.optimizer)
+        assert_same(full_state(other.module, other.optimizer), final)
+    return states[0]
+
+
+@every_case
+@pytest.mark.usefixtures("alone")
+def test_two_ranks_and_a_checkpoint_on_another_number_of_ranks_and_tier(case, tmp_path, drive):
+    saved, theirs = run_ranks(save_and_resume, 2, tmp_path / "saved", drive, str(case))
+    assert_same(saved, theirs)
+    optimizer = {"optimizer": {"type": case.name, "params": case.section_params}}
+    with fresh_engine("bf16", drive, seed=2, **optimizer) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert_same(full_state(engine.module, engine.optimizer), saved)
+        assert scalars_of(engine)["global_steps"] == 3
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.skipif(len(NAMES) < 2, reason="there is one optimizer")
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    optimizers = [{"optimizer": {"type": case.name, "params": case.section_params}} for case in NAMES.values()]
+    with fresh_engine("fp32", **optimizers[0]) as engine:
+        engine.save_checkpoint(tmp_path)
+    for name, optimizer in list(zip(NAMES, optimizers, strict=True))[1:]:
+        with fresh_engine("fp32", **optimizer) as engine, pytest.raises(ValueError, match=f"this run has {name}"):
+            engine.load_checkpoint(tmp_path)
