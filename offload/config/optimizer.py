@@ -10,6 +10,7 @@ from nvme_offload.offload.config.reader import Section, contradiction, key
 
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
 }
 """Every optimizer with its hyperparameters and their defaults: torch's, but for DeepSpeed's weight decay of AdamW.
 
@@ -18,14 +19,13 @@ The section, the reference page, `offload plan` and `initialize` follow. An opti
 """
 
 _OF_TYPE = "of the type"
-_SPELLINGS = {"adam": "Adam"} | {name.lower(): name for name in OPTIMIZERS}
-_TYPES = list(dict.fromkeys((*OPTIMIZERS, "Adam")))
+_SPELLINGS = {name.lower(): name for name in OPTIMIZERS}
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 OptimizerType = Annotated[
     str,
-    GetPydanticSchema(lambda _source, _handler: core_schema.literal_schema(_TYPES)),
+    GetPydanticSchema(lambda _source, _handler: core_schema.literal_schema(list(OPTIMIZERS))),
     BeforeValidator(lambda value: _SPELLINGS.get(value.lower(), value) if isinstance(value, str) else value),
 ]
 
@@ -44,8 +44,7 @@ class OptimizerParams(Section):
     weight_decay: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
     """Weight decay, 0 or more. AdamW's default is DeepSpeed's; `OffloadAdamW` by itself has torch's 0.01."""
     adam_w_mode: bool = key(True, "true or false", "same")
-    """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, which is accepted where
-    `weight_decay` is 0, because there it is the same."""
+    """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, that is for `OffloadAdam`."""
 
     IGNORED: ClassVar = {"torch_adam": "the update is always this package's own kernel, and its result is torch's"}
     ONLY: ClassVar = {
@@ -59,7 +58,7 @@ class OptimizerConfig(Section):
     """The optimizer that `initialize` makes."""
 
     type: OptimizerType = key("AdamW", "one of these", "same, no default")
-    """The optimizer. `Adam` is AdamW too, as in DeepSpeed, unless `params.adam_w_mode` is `false`."""
+    """The optimizer. `Adam` is AdamW, as in DeepSpeed, unless `params.adam_w_mode` is `false`."""
     params: OptimizerParams = OptimizerParams()
     """Hyperparameters of the optimizer, in torch's spelling."""
 
@@ -68,7 +67,7 @@ class OptimizerConfig(Section):
     @property
     def kind(self) -> str:
         """Which of `OPTIMIZERS` it is."""
-        return "AdamW" if self.type == "Adam" else self.type
+        return "AdamW" if self.type == "Adam" and self.params.adam_w_mode else self.type
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -78,9 +77,6 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.type == "Adam" and not self.params.adam_w_mode and self.params.weight_decay:
-            why = f"L2 with params.weight_decay = {self.params.weight_decay} is not there"
-            raise contradiction("params.adam_w_mode", f"{why}; write true, or a weight_decay of 0")
         known = OPTIMIZERS[self.kind]
         for name in OptimizerParams.model_fields:
             if name not in known and name != "adam_w_mode" and getattr(self.params, name) is not None:

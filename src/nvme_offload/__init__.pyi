@@ -1,4 +1,4 @@
-"""Types of the public names; see `__init__.py`, which imports them when they are used."""
+"""The public names: type checkers read them here, and so does `__init__.py`, which imports each when it is used."""
 
 from nvme_offload.offload.config import OffloadConfig
 from nvme_offload.offload.errors import (
@@ -17,6 +17,7 @@ from nvme_offload.offload.errors import (
 )
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
+from nvme_offload.optim.adam import OffloadAdam
 from nvme_offload.optim.adamw import OffloadAdamW
 from nvme_offload.optim.full_values import (
     get_full_grad,
@@ -44,6 +45,7 @@ __all__ = [
     "ConfigWarning",
     "CorruptionError",
     "ForkError",
+    "OffloadAdam",
     "OffloadAdamW",
     "OffloadConfig",
     "OffloadEngine",

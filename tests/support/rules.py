@@ -64,6 +64,7 @@ _MOMENT_VARIANTS = (
 
 CASES = [
     RuleCase("AdamW", {"lr": 1e-3, **_MOMENTS}, torch.optim.AdamW, _MOMENT_VARIANTS),
+    RuleCase("Adam", {"lr": 1e-3, **_MOMENTS}, torch.optim.Adam, _MOMENT_VARIANTS),
 ]
 NAMES = {case.name: case for case in CASES}
 """One case of each optimizer."""

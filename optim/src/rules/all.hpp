@@ -2,6 +2,7 @@
 // states of one element; it returns the new master. loops.cpp includes this.
 #include "moments.hpp"
 //
+#include "adam.hpp"
 #include "adamw.hpp"
 
-using AllRules = RuleList<AdamW>;
+using AllRules = RuleList<AdamW, Adam>;

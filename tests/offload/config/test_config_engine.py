@@ -98,7 +98,6 @@ BAD = [
     (adam(betas=[0.9]), "optimizer.params.betas[1] = null", "two numbers, each 0 or more and below 1"),
     (adam(betas=[0.9, 0.99, 0.999]), "optimizer.params.betas = [0.9, 0.99, 0.999]", "two numbers"),
     (adam(betas=[0.9, 1.0]), "optimizer.params.betas[1] = 1.0", "two numbers, each 0 or more and below 1"),
-    (adam(adam_w_mode=False, weight_decay=0.1), "optimizer.params.adam_w_mode = false", "params.weight_decay = 0.1"),
     (adam(amsgrad=True), "optimizer.params.amsgrad = true", "there is no AMSGrad; write false"),
     (adam(max_grad_norm=1.0), "optimizer.params.max_grad_norm = 1.0", "write gradient_clipping"),
     ({"scheduler": {"type": "OneCycle"}}, 'scheduler.type = "OneCycle"', "'WarmupLR', 'WarmupDecayLR' or"),
@@ -315,8 +314,10 @@ def test_optimizer_reaches_offload_adamw(kind):
     assert config.optimizer.hyperparameters == expected
 
 
-def test_l2_of_nothing_is_no_weight_decay():
-    assert OffloadConfig.from_dict(adam(adam_w_mode=False)).optimizer.hyperparameters["weight_decay"] == 0
+def test_adam_is_adamw_unless_it_says_otherwise():
+    assert OffloadConfig.from_dict(adam(weight_decay=0.1)).optimizer.kind == "AdamW"
+    l2 = OffloadConfig.from_dict(adam(adam_w_mode=False, weight_decay=0.1)).optimizer
+    assert (l2.kind, l2.hyperparameters["weight_decay"]) == ("Adam", 0.1)
 
 
 SCHEDULES = [

@@ -1,0 +1,59 @@
+"""Adam whose state lives on a tier: an L2 penalty where there is weight decay, Kingma and Ba, arXiv:1412.6980."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.optim.rules.adam import Adam
+
+
+class OffloadAdam(OffloadOptimizer):
+    """`torch.optim.Adam` with its state on NVMe or in host memory, the same bits either way.
+
+    Weight decay is an L2 penalty, added to the gradient; `OffloadAdamW` decays the weights themselves. All else is as
+    `OffloadAdamW` says.
+
+    Args:
+        params: parameters, or dicts of parameter groups, as for any torch optimizer.
+        lr: learning rate.
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the denominator.
+        weight_decay: factor of the L2 penalty.
+        maximize: ascend instead of descend.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file.
+        norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
+        torch_arguments: what else ``torch.optim.Adam`` takes. ``fused`` and ``foreach`` change nothing; ``amsgrad``,
+            ``capturable``, ``differentiable`` and ``decoupled_weight_decay`` must be false.
+
+    Raises:
+        ConfigError: the section is wrong.
+        TypeError: an argument that this optimizer does not have.
+        ValueError: a hyperparameter or a parameter cannot be used; names it.
+        OutOfSpaceError: the paths cannot hold the state; names bytes needed and free, and leaves nothing behind.
+        SwapIOError: a path cannot be used.
+    """
+
+    rule = Adam()
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        offload: OffloadConfig | Mapping[str, Any] | str | Path,
+        norm_group: dist.ProcessGroup | None = None,
+        **torch_arguments: Any,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, offload, norm_group, torch_arguments)

@@ -1,0 +1,49 @@
+"""Adam: Kingma and Ba, arXiv:1412.6980, with an L2 penalty where there is weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from nvme_offload.optim.rules.adamw import moment_scalars
+from nvme_offload.optim.rules.rule import State, UpdateRule, check_betas, check_numbers, rounded
+
+
+class AdamScalars(NamedTuple):
+    """The scalars of one step, each exactly an fp32 number, in the order of the kernel."""
+
+    weight_decay: float
+    beta1_complement: float
+    """1 - beta1"""
+    beta2: float
+    beta2_complement: float
+    """1 - beta2"""
+    step_size: float
+    """lr / (1 - beta1**step)"""
+    bias_correction2_sqrt: float
+    """sqrt(1 - beta2**step)"""
+    eps: float
+
+
+@dataclass(frozen=True)
+class Adam(UpdateRule):
+    """Two moments with bias correction, of a gradient that the weight decay was added to."""
+
+    name = kernel = "Adam"
+    states = (State("exp_avg"), State("exp_avg_sq"))
+    refused = ("amsgrad", "capturable", "differentiable", "decoupled_weight_decay")
+
+    def check(self, group: Mapping[str, Any], number: int) -> None:
+        """Check the hyperparameters of a parameter group.
+
+        Raises:
+            ValueError: names the group, the key, the value and what is allowed.
+        """
+        check_numbers(group, number, "lr", "eps", "weight_decay")
+        check_betas(group, number)
+        super().check(group, number)
+
+    def scalars(self, group: Mapping[str, Any], step: int) -> AdamScalars:
+        """What the kernel takes of a step."""
+        return AdamScalars(*rounded(group["weight_decay"], *moment_scalars(group, step)))
