@@ -99,6 +99,21 @@ def objects_bytes(training: Training, client_state: Mapping[str, Any] | None) ->
     return _saved(objects)
 
 
+def check_same_optimizer(folder: Path, training: Training) -> None:
+    """Look whether the checkpoint is of an optimizer of this kind: others may have states of the same names.
+
+    Raises:
+        CheckpointError: the file that says so cannot be read.
+        ValueError: it is of another one.
+    """
+    try:
+        saved = json.loads((folder / STATE).read_bytes()).get("optimizer", _FIRST_OPTIMIZER)
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(folder / STATE, f"is not the state of a run: {error!r}") from error
+    if saved != (own := training.optimizer.rule.name):
+        raise ValueError(f"the checkpoint is of a run with {saved}, this run has {own}; nothing was changed")
+
+
 def read_state(folder: Path, training: Training, contents: Contents) -> RunState:
     """Read both files of a checkpoint and check them; nothing is changed.
 
@@ -112,7 +127,6 @@ def read_state(folder: Path, training: Training, contents: Contents) -> RunState
             raise CheckpointError(folder / STATE, f"has format {state['format']}; this version reads {FORMAT}")
         groups = [(group["params"], dict(group["options"])) for group in state["param_groups"]]
         loss_scale, kind, global_steps = state["loss_scale"], state["lr_scheduler"], int(state["global_steps"])
-        optimizer = state.get("optimizer", _FIRST_OPTIMIZER)
     except (ValueError, LookupError, TypeError) as error:
         raise CheckpointError(folder / STATE, f"is not the state of a run: {error!r}") from error
     try:
@@ -121,8 +135,6 @@ def read_state(folder: Path, training: Training, contents: Contents) -> RunState
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(folder / OBJECTS, f"cannot be loaded without running code: {reason}") from error
-    if optimizer != (rule := training.optimizer.rule.name):
-        raise ValueError(f"the checkpoint is of a run with {optimizer}, this run has {rule}; nothing was changed")
     own = type(training.lr_scheduler).__name__ if training.lr_scheduler else None
     if kind and own and kind != own:
         raise ValueError(f"the checkpoint has the schedule of a {kind}, this run a {own}; nothing was changed")

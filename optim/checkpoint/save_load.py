@@ -34,6 +34,7 @@ from nvme_offload.optim.checkpoint.run_state import (
     RunState,
     Training,
     apply_state,
+    check_same_optimizer,
     names_of_groups,
     objects_bytes,
     read_state,
@@ -134,6 +135,7 @@ def load(training: Training, root: Path, tag: str | None) -> Loaded | None:
 
     def compare() -> tuple[Metadata, RunState]:
         take_on_stages(contents, stages)
+        check_same_optimizer(folder, training)
         metadata = read_metadata(folder, manifest)
         check_fits(contents, metadata)
         return metadata, read_state(folder, training, contents)
