@@ -24,6 +24,7 @@ def test_names():
         "OffloadConfig",
         "OffloadEngine",
         "OffloadError",
+        "OffloadLion",
         "OptimizerStats",
         "OutOfSpaceError",
         "Span",

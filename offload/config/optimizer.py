@@ -11,6 +11,7 @@ from nvme_offload.offload.config.reader import Section, contradiction, key
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     "Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
 }
 """Every optimizer with its hyperparameters and their defaults: torch's, but for DeepSpeed's weight decay of AdamW.
 

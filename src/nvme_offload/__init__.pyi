@@ -27,6 +27,7 @@ from nvme_offload.optim.full_values import (
     set_full_optimizer_state,
     set_full_param,
 )
+from nvme_offload.optim.lion import OffloadLion
 from nvme_offload.optim.stats import (
     OptimizerStats,
     Span,
@@ -50,6 +51,7 @@ __all__ = [
     "OffloadConfig",
     "OffloadEngine",
     "OffloadError",
+    "OffloadLion",
     "OptimizerStats",
     "OutOfSpaceError",
     "Span",

@@ -53,6 +53,25 @@ class RuleCase:
         return Twin(params, settings={"maximize": False, **self.settings}, rule=self.rule, **options)
 
 
+class PlainLion(torch.optim.Optimizer):
+    """Lion over fp32 parameters, written from the paper: torch has none."""
+
+    def __init__(self, params: Params, lr: float, betas: tuple[float, float], weight_decay: float, maximize=False):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in group["params"]:
+                grad = -p.grad if group["maximize"] else p.grad
+                state = self.state[p]
+                mean = state.get("exp_avg", torch.zeros_like(p))
+                update = torch.sign(beta1 * mean + (1 - beta1) * grad)
+                state["exp_avg"] = beta2 * mean + (1 - beta2) * grad
+                p.copy_(p * (1 - lr * group["weight_decay"]) - lr * update)
+
+
 _MOMENTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 _MOMENT_VARIANTS = (
     {},
@@ -65,6 +84,13 @@ _MOMENT_VARIANTS = (
 CASES = [
     RuleCase("AdamW", {"lr": 1e-3, **_MOMENTS}, torch.optim.AdamW, _MOMENT_VARIANTS),
     RuleCase("Adam", {"lr": 1e-3, **_MOMENTS}, torch.optim.Adam, _MOMENT_VARIANTS),
+    RuleCase(
+        "Lion",
+        {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1},
+        PlainLion,
+        ({}, {"betas": (0.0, 0.5)}, {"weight_decay": 0.0}, {"maximize": True}),
+        smooth=False,
+    ),
 ]
 NAMES = {case.name: case for case in CASES}
 """One case of each optimizer."""

@@ -4,5 +4,6 @@
 //
 #include "adam.hpp"
 #include "adamw.hpp"
+#include "lion.hpp"
 
-using AllRules = RuleList<AdamW, Adam>;
+using AllRules = RuleList<AdamW, Adam, Lion>;

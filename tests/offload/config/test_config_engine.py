@@ -89,8 +89,8 @@ BAD = [
     ({"train_micro_batch_size_per_gpu": 1.5}, "train_micro_batch_size_per_gpu = 1.5", "a whole number, 1 or more"),
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0", "a whole number, 1 or more"),
     # optimizer and scheduler
-    ({"optimizer": {"type": "Lamb"}}, 'optimizer.type = "Lamb"', "'AdamW' or 'Adam'"),
-    ({"optimizer": {"type": None}}, "optimizer.type = null", "'AdamW' or 'Adam'"),
+    ({"optimizer": {"type": "Lamb"}}, 'optimizer.type = "Lamb"', "'AdamW', "),
+    ({"optimizer": {"type": None}}, "optimizer.type = null", "'AdamW', "),
     ({"optimizer": {"lr": 1e-3}}, "optimizer.lr = 0.001", "lr belongs in optimizer.params; write optimizer.params.lr"),
     (adam(lr="auto"), 'optimizer.params.lr = "auto"', "write a number, 0 or more (default of the type)"),
     (adam(lr=-1), "optimizer.params.lr = -1", "a number, 0 or more"),

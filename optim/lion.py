@@ -1,0 +1,58 @@
+"""Lion whose state lives on a tier: Chen et al., arXiv:2302.06675."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.optim.rules.lion import Lion
+
+
+class OffloadLion(OffloadOptimizer):
+    """Lion with its state on NVMe or in host memory, the same bits either way.
+
+    It moves every weight by the learning rate, up or down, and keeps one state: 6 bytes per bf16 parameter. Its authors
+    advise a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by as much. All else is as
+    `OffloadAdamW` says.
+
+    Args:
+        params: parameters, or dicts of parameter groups, as for any torch optimizer.
+        lr: learning rate.
+        betas: how much of the mean counts beside the gradient, and how much of it is kept; each in [0, 1).
+        weight_decay: decoupled weight decay.
+        maximize: ascend instead of descend.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file.
+        norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
+        torch_arguments: what torch's optimizers take besides. ``fused`` and ``foreach`` change nothing; ``capturable``
+            and ``differentiable`` must be false.
+
+    Raises:
+        ConfigError: the section is wrong.
+        TypeError: an argument that this optimizer does not have.
+        ValueError: a hyperparameter or a parameter cannot be used; names it.
+        OutOfSpaceError: the paths cannot hold the state; names bytes needed and free, and leaves nothing behind.
+        SwapIOError: a path cannot be used.
+    """
+
+    rule = Lion()
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        offload: OffloadConfig | Mapping[str, Any] | str | Path,
+        norm_group: dist.ProcessGroup | None = None,
+        **torch_arguments: Any,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, offload, norm_group, torch_arguments)

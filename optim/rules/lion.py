@@ -1,0 +1,46 @@
+"""Lion: Chen et al., arXiv:2302.06675."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from nvme_offload.optim.rules.rule import State, UpdateRule, check_betas, check_numbers, rounded
+
+
+class LionScalars(NamedTuple):
+    """The scalars of one step, each exactly an fp32 number, in the order of the kernel."""
+
+    decay: float
+    """1 - lr * weight_decay"""
+    lr: float
+    beta1: float
+    beta1_complement: float
+    """1 - beta1"""
+    beta2: float
+    beta2_complement: float
+    """1 - beta2"""
+
+
+@dataclass(frozen=True)
+class Lion(UpdateRule):
+    """The sign of a mean of gradients, and a weight decay beside it."""
+
+    name = kernel = "Lion"
+    states = (State("exp_avg"),)
+
+    def check(self, group: Mapping[str, Any], number: int) -> None:
+        """Check the hyperparameters of a parameter group.
+
+        Raises:
+            ValueError: names the group, the key, the value and what is allowed.
+        """
+        check_numbers(group, number, "lr", "weight_decay")
+        check_betas(group, number)
+        super().check(group, number)
+
+    def scalars(self, group: Mapping[str, Any], step: int) -> LionScalars:
+        """What the kernel takes of a step."""
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        return LionScalars(*rounded(1 - lr * group["weight_decay"], lr, beta1, 1 - beta1, beta2, 1 - beta2))
