@@ -19,6 +19,7 @@ def test_names():
         "ConfigWarning",
         "CorruptionError",
         "ForkError",
+        "OffloadAdagrad",
         "OffloadAdam",
         "OffloadAdamW",
         "OffloadConfig",

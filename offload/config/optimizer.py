@@ -12,6 +12,13 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     "Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    "Adagrad": {
+        "lr": 1e-2,
+        "lr_decay": 0.0,
+        "weight_decay": 0.0,
+        "initial_accumulator_value": 0.0,
+        "eps": 1e-10,
+    },
 }
 """Every optimizer with its hyperparameters and their defaults: torch's, but for DeepSpeed's weight decay of AdamW.
 
@@ -44,6 +51,10 @@ class OptimizerParams(Section):
     """Added to the denominator, 0 or more."""
     weight_decay: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
     """Weight decay, 0 or more. AdamW's default is DeepSpeed's; `OffloadAdamW` by itself has torch's 0.01."""
+    lr_decay: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
+    """The learning rate is divided by 1 + (step - 1) * lr_decay, 0 or more."""
+    initial_accumulator_value: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
+    """What the sum of squares begins with, 0 or more."""
     adam_w_mode: bool = key(True, "true or false", "same")
     """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, that is for `OffloadAdam`."""
 

@@ -17,6 +17,7 @@ from nvme_offload.offload.errors import (
 )
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
+from nvme_offload.optim.adagrad import OffloadAdagrad
 from nvme_offload.optim.adam import OffloadAdam
 from nvme_offload.optim.adamw import OffloadAdamW
 from nvme_offload.optim.full_values import (
@@ -46,6 +47,7 @@ __all__ = [
     "ConfigWarning",
     "CorruptionError",
     "ForkError",
+    "OffloadAdagrad",
     "OffloadAdam",
     "OffloadAdamW",
     "OffloadConfig",

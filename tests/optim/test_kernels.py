@@ -187,11 +187,12 @@ def test_denormal_gradients_count_under_flush_denormal():
 @pytest.mark.parametrize(("case", "changes"), VARIANTS, ids=str)
 def test_stays_with_torch_for_100_steps(case, changes):
     numel = 100_003
-    settings = {"lr": case.settings["lr"], "grad_scale": 1.0, **changes}
+    case = case.changed(**changes)
+    settings = {**case.settings, "grad_scale": 1.0}
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(numel, generator=generator) * 0.02
     reference = torch.nn.Parameter(weights.clone())
-    optimizer = case.make_torch([reference], **changes)
+    optimizer = case.make_torch([reference])
     pool = KernelPool(2)
     state = State.of(weights.numpy(), MasterForm.SPLIT, case)
     for step in range(1, 101):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ class RuleCase:
 
     def __str__(self) -> str:
         return ",".join([self.name, *(f"{key}={self.settings[key]}" for key in self.rule.shaping)])
+
+    def changed(self, **changes: Any) -> RuleCase:
+        return replace(self, settings={**self.settings, **changes})
 
     @property
     def rule(self) -> UpdateRule:
@@ -90,6 +93,12 @@ CASES = [
         PlainLion,
         ({}, {"betas": (0.0, 0.5)}, {"weight_decay": 0.0}, {"maximize": True}),
         smooth=False,
+    ),
+    RuleCase(
+        "Adagrad",
+        {"lr": 1e-2, "lr_decay": 0.01, "weight_decay": 0.1, "initial_accumulator_value": 0.1, "eps": 1e-10},
+        torch.optim.Adagrad,
+        ({}, {"lr_decay": 0.0}, {"weight_decay": 0.0}, {"maximize": True}, {"initial_accumulator_value": 0.0}),
     ),
 ]
 NAMES = {case.name: case for case in CASES}

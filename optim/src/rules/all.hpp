@@ -2,8 +2,9 @@
 // states of one element; it returns the new master. loops.cpp includes this.
 #include "moments.hpp"
 //
+#include "adagrad.hpp"
 #include "adam.hpp"
 #include "adamw.hpp"
 #include "lion.hpp"
 
-using AllRules = RuleList<AdamW, Adam, Lion>;
+using AllRules = RuleList<AdamW, Adam, Lion, Adagrad>;

@@ -232,6 +232,22 @@ def test_hyperparameters_that_cannot_be_are_named(case):
             assert optimizer.stats().steps == 0
 
 
+def test_a_group_keeps_the_states_that_it_was_made_with():
+    case = NAMES["Adagrad"]
+    params = [param((8,)), param((8,), seed=1)]
+    groups = [{"params": params[:1]}, {"params": params[1:], "initial_accumulator_value": 0.5}]
+    with case.make(groups, section()) as optimizer:
+        births = [float(optimizer.state[p]["sum"][0]) for p in params]
+        assert births == [float(torch.tensor(0.1)), 0.5]
+        optimizer.param_groups[1]["initial_accumulator_value"] = 0.25
+        set_grads(params, 0)
+        with pytest.raises(
+            ValueError, match=r"group 1: initial_accumulator_value = 0.25: its state is then sum \(from"
+        ):
+            optimizer.step()
+        assert optimizer.stats().steps == 0
+
+
 @every_case
 def test_the_section_makes_it(case, tmp_path):
     config = OffloadConfig.from_dict(

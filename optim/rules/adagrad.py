@@ -1,0 +1,47 @@
+"""Adagrad: Duchi, Hazan and Singer, JMLR 12 (2011)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from nvme_offload.optim.rules.rule import State, UpdateRule, check_numbers, rounded
+
+
+class AdagradScalars(NamedTuple):
+    """The scalars of one step, each exactly an fp32 number, in the order of the kernel."""
+
+    step_size: float
+    """lr / (1 + (step - 1) * lr_decay)"""
+    weight_decay: float
+    eps: float
+
+
+@dataclass(frozen=True)
+class Adagrad(UpdateRule):
+    """The gradient over the root of the sum of its squares; the sum begins at a value of the group's choice."""
+
+    states: tuple[State, ...] = (State("sum"),)
+
+    name = kernel = "Adagrad"
+    refused = ("differentiable",)
+    shaping = ("initial_accumulator_value",)
+
+    def of(self, group: Mapping[str, Any]) -> Adagrad:
+        """The rule of a parameter group, whose hyperparameters `check` has passed."""
+        return Adagrad((State("sum", birth=float(group["initial_accumulator_value"])),))
+
+    def check(self, group: Mapping[str, Any], number: int) -> None:
+        """Check the hyperparameters of a parameter group.
+
+        Raises:
+            ValueError: names the group, the key, the value and what is allowed.
+        """
+        check_numbers(group, number, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
+        super().check(group, number)
+
+    def scalars(self, group: Mapping[str, Any], step: int) -> AdagradScalars:
+        """What the kernel takes of a step."""
+        step_size = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
+        return AdagradScalars(*rounded(step_size, group["weight_decay"], group["eps"]))
