@@ -26,6 +26,7 @@ def test_names():
         "OffloadEngine",
         "OffloadError",
         "OffloadLion",
+        "OffloadSGD",
         "OptimizerStats",
         "OutOfSpaceError",
         "Span",

@@ -19,6 +19,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
         "initial_accumulator_value": 0.0,
         "eps": 1e-10,
     },
+    "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
 }
 """Every optimizer with its hyperparameters and their defaults: torch's, but for DeepSpeed's weight decay of AdamW.
 
@@ -55,6 +56,12 @@ class OptimizerParams(Section):
     """The learning rate is divided by 1 + (step - 1) * lr_decay, 0 or more."""
     initial_accumulator_value: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
     """What the sum of squares begins with, 0 or more."""
+    momentum: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
+    """How much of the buffer of gradients is kept, 0 or more; with 0 there is no buffer."""
+    dampening: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
+    """How much of a gradient does not enter the buffer, 0 or more."""
+    nesterov: bool | None = key(None, "true or false", "same", shown=_OF_TYPE)
+    """Look ahead along the buffer; needs a momentum, and no dampening."""
     adam_w_mode: bool = key(True, "true or false", "same")
     """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, that is for `OffloadAdam`."""
 

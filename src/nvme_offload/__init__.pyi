@@ -29,6 +29,7 @@ from nvme_offload.optim.full_values import (
     set_full_param,
 )
 from nvme_offload.optim.lion import OffloadLion
+from nvme_offload.optim.sgd import OffloadSGD
 from nvme_offload.optim.stats import (
     OptimizerStats,
     Span,
@@ -54,6 +55,7 @@ __all__ = [
     "OffloadEngine",
     "OffloadError",
     "OffloadLion",
+    "OffloadSGD",
     "OptimizerStats",
     "OutOfSpaceError",
     "Span",

@@ -100,7 +100,19 @@ CASES = [
         torch.optim.Adagrad,
         ({}, {"lr_decay": 0.0}, {"weight_decay": 0.0}, {"maximize": True}, {"initial_accumulator_value": 0.0}),
     ),
+    RuleCase(
+        "SGD",
+        {"lr": 1e-2, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.1, "nesterov": False},
+        torch.optim.SGD,
+        ({}, {"dampening": 0.0, "nesterov": True}, {"weight_decay": 0.0}, {"maximize": True}),
+    ),
+    RuleCase(
+        "SGD",
+        {"lr": 1e-2, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.1, "nesterov": False},
+        torch.optim.SGD,
+        ({}, {"weight_decay": 0.0}, {"maximize": True}),
+    ),
 ]
-NAMES = {case.name: case for case in CASES}
+NAMES = {case.name: case for case in reversed(CASES)}
 """One case of each optimizer."""
 VARIANTS = [(case, changes) for case in CASES for changes in case.variants]

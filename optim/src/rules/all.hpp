@@ -6,5 +6,6 @@
 #include "adam.hpp"
 #include "adamw.hpp"
 #include "lion.hpp"
+#include "sgd.hpp"
 
-using AllRules = RuleList<AdamW, Adam, Lion, Adagrad>;
+using AllRules = RuleList<AdamW, Adam, Lion, Adagrad, SGD, SGDMomentum>;

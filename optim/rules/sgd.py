@@ -1,0 +1,76 @@
+"""Stochastic gradient descent, with momentum or without: as torch has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from nvme_offload.optim.rules.rule import State, UpdateRule, check_numbers, rounded
+
+
+class SGDScalars(NamedTuple):
+    """The scalars of one step without momentum, each exactly an fp32 number, in the order of the kernel."""
+
+    lr: float
+    weight_decay: float
+
+
+class SGDMomentumScalars(NamedTuple):
+    """The scalars of one step with momentum, each exactly an fp32 number, in the order of the kernel."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    kept: float
+    """Of the buffer: momentum, but in the first step nothing."""
+    gain: float
+    """Of the gradient: 1 - dampening, but in the first step 1."""
+    nesterov: float
+    """1 or 0"""
+
+
+@dataclass(frozen=True)
+class SGD(UpdateRule):
+    """The gradient itself, or a buffer that it is gathered in: a group without momentum has no state at all."""
+
+    states: tuple[State, ...] = (State("momentum_buffer"),)
+    kernel: str = "SGD with momentum"
+
+    name = "SGD"
+    refused = ("differentiable",)
+    shaping = ("momentum",)
+
+    def of(self, group: Mapping[str, Any]) -> SGD:
+        """The rule of a parameter group, whose hyperparameters `check` has passed."""
+        return SGD() if group["momentum"] else SGD(states=(), kernel="SGD")
+
+    def check(self, group: Mapping[str, Any], number: int) -> None:
+        """Check the hyperparameters of a parameter group.
+
+        Raises:
+            ValueError: names the group, the key, the value and what is allowed.
+        """
+        check_numbers(group, number, "lr", "momentum", "dampening", "weight_decay")
+        super().check(group, number)
+        if group["nesterov"] and not (group["momentum"] and group["dampening"] == 0):
+            raise ValueError(
+                f"parameter group {number}: nesterov = {group['nesterov']!r} with momentum = {group['momentum']!r} and "
+                f"dampening = {group['dampening']!r}: it needs a momentum, and a dampening of 0"
+            )
+
+    def scalars(self, group: Mapping[str, Any], step: int) -> SGDScalars | SGDMomentumScalars:
+        """What the kernel takes of a step."""
+        lr, weight_decay, momentum = float(group["lr"]), group["weight_decay"], group["momentum"]
+        if not self.states:
+            return SGDScalars(*rounded(lr, weight_decay))
+        kept, gain = (0.0, 1.0) if step == 1 else (momentum, 1 - group["dampening"])
+        return SGDMomentumScalars(*rounded(lr, weight_decay, momentum, kept, gain, bool(group["nesterov"])))
+
+    def adopted(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """State entries of one parameter as torch's SGD saved them: it counts no steps, a buffer says that there were.
+
+        A buffer of None is one that torch has not made yet.
+        """
+        given = {name: value for name, value in entries.items() if value is not None}
+        return {"step": 1.0, **given} if "momentum_buffer" in given else given

@@ -1,0 +1,68 @@
+"""Stochastic gradient descent whose state, if it has any, lives on a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.optim.rules.sgd import SGD
+
+
+class OffloadSGD(OffloadOptimizer):
+    """`torch.optim.SGD` with its state on NVMe or in host memory, the same bits either way.
+
+    With momentum it has one state, 6 bytes per bf16 parameter; without, none: only the lower halves of bf16 parameters
+    and the masters of fp16 parameters are on the tier. All else is as `OffloadAdamW` says.
+
+    Args:
+        params: parameters, or dicts of parameter groups, as for any torch optimizer.
+        lr: learning rate.
+        momentum: how much of the buffer is kept. A group that is added with 0 has no buffer and never gets one.
+        dampening: how much of the gradient does not enter the buffer, but for the first.
+        weight_decay: factor of an L2 penalty, which is added to the gradient.
+        nesterov: look ahead along the buffer. Needs a momentum and no dampening.
+        maximize: ascend instead of descend.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file.
+        norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
+        torch_arguments: what else ``torch.optim.SGD`` takes. ``fused`` and ``foreach`` change nothing;
+            ``differentiable`` must be false.
+
+    Raises:
+        ConfigError: the section is wrong.
+        TypeError: an argument that this optimizer does not have.
+        ValueError: a hyperparameter or a parameter cannot be used; names it.
+        OutOfSpaceError: the paths cannot hold the state; names bytes needed and free, and leaves nothing behind.
+        SwapIOError: a path cannot be used.
+    """
+
+    rule = SGD()
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        offload: OffloadConfig | Mapping[str, Any] | str | Path,
+        norm_group: dist.ProcessGroup | None = None,
+        **torch_arguments: Any,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, offload, norm_group, torch_arguments)
