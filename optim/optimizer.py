@@ -27,11 +27,12 @@ from nvme_offload.optim.state.entries import (
     read_entries,
     write_entries,
 )
-from nvme_offload.optim.state.masters import StepInputs, StepScalars, update_subgroup
+from nvme_offload.optim.state.masters import StepInputs, update_subgroup
 from nvme_offload.optim.state.progress import UnfinishedStep
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.stats import Meter, OptimizerStats, Span
 from nvme_offload.optim.tiers.halves import split_shard
+from nvme_offload.optim.tiles import StepScalars
 from nvme_offload.optim.warn import warn_user
 
 
@@ -65,10 +66,10 @@ class OffloadOptimizer(Optimizer):
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
         defaults: dict[str, Any],
         offload: OffloadConfig | Mapping[str, Any] | str | Path,
-        norm_group: dist.ProcessGroup | None,
-        torch_arguments: Mapping[str, Any],
+        norm_group: dist.ProcessGroup | None = None,
+        torch_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        self._check_torch_arguments(torch_arguments)
+        self._check_torch_arguments(torch_arguments or {})
         self.config = OffloadConfig.of(offload)
         self._meter = Meter()
         self._forward_order = True

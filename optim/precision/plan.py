@@ -19,6 +19,7 @@ from nvme_offload.optim.kernels import MasterForm
 from nvme_offload.optim.layout.subgroup import state_itemsize
 from nvme_offload.optim.precision.text import PlanRow, as_text, name_pattern
 from nvme_offload.optim.rules.registry import rule_of
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.warn import warn_user
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,7 +84,11 @@ class PrecisionPlan:
 
     @classmethod
     def of(
-        cls, config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None = None
+        cls,
+        config: OffloadConfig,
+        model: nn.Module,
+        elsewhere: Collection[torch.dtype] | None = None,
+        rule: UpdateRule | None = None,
     ) -> PrecisionPlan:
         """Plan a plain module, before it is sharded and in the dtypes it came with.
 
@@ -92,6 +97,7 @@ class PrecisionPlan:
             model: with 16-bit and fp32 parameters in one model, those in fp32 stay fp32.
             elsewhere: where `model` is one stage of a pipeline, the dtypes of the other stages' parameters; a name in
                 the section may then match nothing here.
+            rule: of the optimizer; left out, the section's.
 
         Raises:
             ConfigError: keys that do not go together for this model; a name in the section that matches nothing.
@@ -109,7 +115,7 @@ class PrecisionPlan:
         return cls(
             config,
             parameters,
-            _rows(config, model, parameters),
+            _rows(config, model, parameters, rule or rule_of(config.optimizer)),
             {name: item.dtype for name, item in model.named_buffers()},
         )
 
@@ -188,7 +194,9 @@ def precision_of(
     )
 
 
-def _rows(config: OffloadConfig, model: nn.Module, parameters: Mapping[str, ParameterPrecision]) -> Iterable[PlanRow]:
+def _rows(
+    config: OffloadConfig, model: nn.Module, parameters: Mapping[str, ParameterPrecision], rule: UpdateRule
+) -> Iterable[PlanRow]:
     """Parameters whose names differ in numbers only, together; tied ones count once."""
     named = list(model.named_parameters())
     alike: dict[str, set[tuple[bool, ParameterPrecision]]] = {}
@@ -200,14 +208,16 @@ def _rows(config: OffloadConfig, model: nn.Module, parameters: Mapping[str, Para
         if len(alike[pattern]) > 1:
             pattern = name_pattern(name, most=1)  # the layer; the numbers after it tell them apart
         precision, trainable = parameters[name], param.requires_grad
-        row = PlanRow(pattern, trainable, precision, _bytes(config, param, precision))
+        row = PlanRow(pattern, trainable, precision, _bytes(config, param, precision, rule))
         row = rows.setdefault((pattern, trainable, precision), row)
         row.tensors += 1
         row.numel += param.numel()
     return rows.values()
 
 
-def _bytes(config: OffloadConfig, param: nn.Parameter, precision: ParameterPrecision) -> dict[str, int]:
+def _bytes(
+    config: OffloadConfig, param: nn.Parameter, precision: ParameterPrecision, rule: UpdateRule
+) -> dict[str, int]:
     """Bytes per parameter of one shard, by tier: what is kept between steps, with the gradient at its largest."""
     zero = config.zero_optimization
     memory = "cuda" if param.device.type == "cuda" else "memory"  # one on meta is born in memory
@@ -222,7 +232,7 @@ def _bytes(config: OffloadConfig, param: nn.Parameter, precision: ParameterPreci
     for tier, size in (
         (storage, precision.storage.itemsize),
         (gradient, precision.accumulate.itemsize),
-        (state, state_itemsize(precision.master, rule_of(config.optimizer).states)),
+        (state, state_itemsize(precision.master, rule.states)),
     ):
         sizes[tier] = sizes.get(tier, 0) + size
     return sizes

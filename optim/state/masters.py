@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
 from nvme_offload.offload.shards.param_tier import TieredUpper
-from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool, MasterForm, Segment, make_segment
+from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool, MasterForm, make_segment
 from nvme_offload.optim.layout.flat import Layout, flat_view, storage_of
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.pipeline import Memory
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
+from nvme_offload.optim.tiles import RunTensors, StepScalars, update_in_torch
 
 
 @dataclass
@@ -74,14 +75,6 @@ class ParamTable:
         if table is None:
             return None
         return table[run.start // BLOCK_NUMEL : -(-run.stop // BLOCK_NUMEL)]
-
-
-class StepScalars(NamedTuple):
-    """What one update of a parameter takes besides tensors, each exactly an fp32 number."""
-
-    of_rule: tuple[float, ...]
-    grad_scale: float
-    """What the gradient is multiplied by: unscaling and clipping in one factor, negative to maximize."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +145,7 @@ def update_subgroup(
     """
     subgroup = slot.subgroup
     copies = mirror.take(subgroup) if mirror else None
-    segments: list[Segment] = []
+    work: list[RunTensors] = []
     for run in subgroup.runs:
         if run.param not in inputs.grads:
             continue
@@ -160,25 +153,36 @@ def update_subgroup(
         grad = _flat(inputs.grads[run.param])[run.start : run.stop]
         if copies is not None:
             param, grad = copies.param(run, param.dtype), copies.grad(run, grad.dtype)
-        scalars = inputs.scalars[run.param]
-        segments.append(
-            make_segment(
-                param=param,
-                grad=grad,
-                master=section_view(subgroup, memory, "master", run),
-                states=state_views(subgroup, memory, run),
-                checksums=table.checksums_of(run),
-                rule=subgroup.rule,
-                scalars=scalars.of_rule,
-                grad_scale=scalars.grad_scale,
-            )
-        )
-    changed_blocks = sum(pool.update(segments))
+        master, states = section_view(subgroup, memory, "master", run), state_views(subgroup, memory, run)
+        work.append(RunTensors(param, grad, master, states, table.checksums_of(run), inputs.scalars[run.param]))
+    update = _update_natively if subgroup.rule.kernel else _update_in_torch
+    changed_blocks = update(subgroup.rule, work, pool)
     if mirror and copies is not None:
         mirror.store(subgroup, copies, table.params, inputs.grads)
     # The kernel writes by address: without this, a graph kept from before the step would use the new values unnoticed.
     increment_version([table.leaves[run.param] for run in subgroup.runs if run.param in inputs.grads])
     return changed_blocks
+
+
+def _update_natively(rule: UpdateRule, work: Sequence[RunTensors], pool: KernelPool) -> int:
+    segments = [
+        make_segment(
+            param=run.param,
+            grad=run.grad,
+            master=run.master,
+            states=run.states,
+            checksums=run.checksums,
+            rule=rule,
+            scalars=run.scalars.of_rule,
+            grad_scale=run.scalars.grad_scale,
+        )
+        for run in work
+    ]
+    return sum(pool.update(segments))
+
+
+def _update_in_torch(rule: UpdateRule, work: Sequence[RunTensors], pool: KernelPool) -> int:
+    return sum(update_in_torch(rule, run, pool) for run in work)
 
 
 def write_master(

@@ -18,7 +18,7 @@ from nvme_offload.offload.storage.tier_plan import Unit
 from nvme_offload.optim.kernels import MasterForm
 from nvme_offload.optim.layout.subgroup import ParamToPlace, plan_subgroups
 from nvme_offload.optim.precision.plan import PrecisionPlan
-from nvme_offload.optim.rules.registry import rule_of
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.halves import ROOT
@@ -37,7 +37,12 @@ class _Shard:
 
 
 def check_blocks_fit(
-    config: OffloadConfig, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, precision: PrecisionPlan
+    config: OffloadConfig,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    precision: PrecisionPlan,
+    rule: UpdateRule,
 ) -> None:
     """Look whether every block will fit into a staging buffer, and the staging buffers into the host budget.
 
@@ -49,6 +54,7 @@ def check_blocks_fit(
         blocks: what will be gathered together; the rest of the model is one more block.
         mesh: its last dimension shards.
         precision: of this model.
+        rule: of the optimizer.
 
     Raises:
         ConfigError: names the block, its bytes and the key to raise; or the budget and what is needed.
@@ -78,14 +84,18 @@ def check_blocks_fit(
             for name, shards in on_tiers
         ]
         units += [staging_unit(GRADS, grads, config.offload_gradients.buffer_count), *grads]
-    _plan(config, [shards for _, shards in groups], units, with_mirrors=mesh.device_type == "cuda")
+    _plan(config, rule, [shards for _, shards in groups], units, with_mirrors=mesh.device_type == "cuda")
 
 
 def _plan(
-    config: OffloadConfig, groups: Sequence[Sequence[_Shard]], units: Sequence[Unit], *, with_mirrors: bool
+    config: OffloadConfig,
+    rule: UpdateRule,
+    groups: Sequence[Sequence[_Shard]],
+    units: Sequence[Unit],
+    *,
+    with_mirrors: bool,
 ) -> None:
     """Plan as `StateStore` will, which raises where the host budget is too small."""
-    rule = rule_of(config.optimizer)
     placement, section = StatePlacement(config, rule), config.zero_optimization.offload_optimizer
     staging_bytes = sum(unit.size_bytes for unit in units if unit.kind == STAGING)
     dtypes = {True: torch.bfloat16, False: torch.float32}

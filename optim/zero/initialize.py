@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.layout.flat import storage_of
 from nvme_offload.optim.layout.subgroup import FORM_OF_DTYPE
+from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.optimizers import optimizer_class
 from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.rules.registry import rule_of
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.zero.block_checks import check_blocks_fit
 from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.meshes import MeshRoles, check_not_sharded, check_same_on_ranks, dtypes_of_stages
@@ -26,6 +30,7 @@ from nvme_offload.optim.zero.section_checks import check_supported, completed_fo
 from nvme_offload.optim.zero.sharding import default_mesh, find_blocks, match_blocks, shard_with_precision
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
+OptimizerFactory = Callable[..., OffloadOptimizer]
 
 
 def initialize(
@@ -37,6 +42,7 @@ def initialize(
     blocks: Iterable[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     init: Callable[[nn.Module], object] | None = None,
+    optimizer: OptimizerFactory | None = None,
 ) -> OffloadEngine:
     """Shard a plain module with FSDP2, give it its precision and tiers, and return the engine around it.
 
@@ -55,6 +61,8 @@ def initialize(
         weights: of a model on meta: a ``.safetensors`` file, a folder or an index in the Hugging Face layout. Without
             it, the model's own initialisers give the values, from rank 0's random numbers.
         init: of a model on meta: called with each module after its own initialiser.
+        optimizer: a subclass of `OffloadOptimizer`, or ``functools.partial`` of one with hyperparameters, in place of
+            the ``optimizer`` section: for rules of your own.
 
     Raises:
         ConfigError: the section is wrong, or asks for what cannot be done with this model or this many ranks.
@@ -73,8 +81,10 @@ def initialize(
     check_not_sharded(model, roles)
     check_same_on_ranks(mesh, roles, config, model)
     config = completed_for(config, roles.num_data_parallel_ranks)
-    plan = PrecisionPlan.of(config, model, dtypes_of_stages(model, roles))
-    check_blocks_fit(config, model, chosen, roles.data_parallel, plan)
+    make_optimizer = optimizer or partial(optimizer_class(config.optimizer.kind), **config.optimizer.hyperparameters)
+    rule = _rule_of(optimizer) if optimizer else rule_of(config.optimizer)
+    plan = PrecisionPlan.of(config, model, dtypes_of_stages(model, roles), rule)
+    check_blocks_fit(config, model, chosen, roles.data_parallel, plan, rule)
     shard_with_precision(
         model,
         chosen,
@@ -83,19 +93,35 @@ def initialize(
         reshard_after_forward=config.zero_optimization.stage == 3,
         give_shards=birth.give_shards if birth is not None else None,
     )
-    # Frozen ones too, as in torch: they have no state before their first gradient.
-    params = [param for param in model.parameters() if param.requires_grad or storage_of(param).dtype in FORM_OF_DTYPE]
-    optimizer = optimizer_class(config.optimizer.kind)(
-        params, offload=config, norm_group=roles.pipeline_group, **config.optimizer.hyperparameters
-    )
+    made = make_optimizer(_params_of(model), offload=config, norm_group=roles.pipeline_group)
     try:
         if birth is not None:
-            birth.fill(optimizer._store, chosen, roles.data_parallel)
-        scheduler = _checked(lr_scheduler(optimizer)) if lr_scheduler else scheduler_of(config, optimizer)
+            birth.fill(made._store, chosen, roles.data_parallel)
+        scheduler = _checked(lr_scheduler(made)) if lr_scheduler else scheduler_of(config, made)
     except BaseException:
-        optimizer.close()
+        made.close()
         raise
-    return OffloadEngine(model, optimizer, scheduler, config, mesh, plan)
+    return OffloadEngine(model, made, scheduler, config, mesh, plan)
+
+
+def _params_of(model: nn.Module) -> list[nn.Parameter]:
+    """What the optimizer gets: frozen ones too, as in torch; they have no state before their first gradient."""
+    return [param for param in model.parameters() if param.requires_grad or storage_of(param).dtype in FORM_OF_DTYPE]
+
+
+def _rule_of(optimizer: OptimizerFactory) -> UpdateRule:
+    """Of the optimizer that will be made.
+
+    Raises:
+        TypeError: it is none of ours.
+    """
+    found = optimizer.func if isinstance(optimizer, partial) else optimizer
+    if not (isinstance(found, type) and issubclass(found, OffloadOptimizer)):
+        raise TypeError(
+            f"initialize: optimizer = {optimizer!r}: pass a subclass of OffloadOptimizer, or functools.partial of one; "
+            "an optimizer that keeps its state in memory cannot be offloaded"
+        )
+    return found.rule
 
 
 def _checked(scheduler: LRScheduler) -> LRScheduler:

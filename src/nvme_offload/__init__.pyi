@@ -29,6 +29,8 @@ from nvme_offload.optim.full_values import (
     set_full_param,
 )
 from nvme_offload.optim.lion import OffloadLion
+from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.optim.rules.rule import State, UpdateRule
 from nvme_offload.optim.sgd import OffloadSGD
 from nvme_offload.optim.stats import (
     OptimizerStats,
@@ -55,14 +57,17 @@ __all__ = [
     "OffloadEngine",
     "OffloadError",
     "OffloadLion",
+    "OffloadOptimizer",
     "OffloadSGD",
     "OptimizerStats",
     "OutOfSpaceError",
     "Span",
+    "State",
     "StateError",
     "SwapIOError",
     "TensorSwapper",
     "Transfer",
+    "UpdateRule",
     "WeightsError",
     "get_full_grad",
     "get_full_optimizer_state",

@@ -19,7 +19,7 @@ from nvme_offload.optim import _kernels, kernels
 from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool, MasterForm, available_isas, make_segment, num_blocks
 from nvme_offload.optim.rules.reference import join_reference, split_reference, step_reference, twin_of
 from nvme_offload.optim.rules.rule import UpdateRule, rounded
-from nvme_offload.optim.state.masters import StepScalars
+from nvme_offload.optim.tiles import StepScalars
 from tests.support.rules import CASES, VARIANTS, RuleCase
 
 NUMELS = (0, 1, 7, 64, 65535, 65536, 65537, 200003)

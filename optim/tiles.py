@@ -1,0 +1,80 @@
+"""Updates in torch operators, for rules without a native kernel: the same masters, states and checks, tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool, num_blocks
+from nvme_offload.optim.rules.rule import UpdateRule
+
+
+class StepScalars(NamedTuple):
+    """What one update of a parameter takes besides tensors, each exactly an fp32 number."""
+
+    of_rule: tuple[float, ...]
+    grad_scale: float
+    """What the gradient is multiplied by: unscaling and clipping in one factor, negative to maximize."""
+
+
+class RunTensors(NamedTuple):
+    """A run of elements of one parameter with all that its update needs, 1D [numel] each."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    master: torch.Tensor | None
+    """uint16 beside bf16, fp32 beside fp16, None for an fp32 parameter."""
+    states: Sequence[torch.Tensor]
+    checksums: torch.Tensor | None
+    """int64 per block, of the parameter as the last update left it."""
+    scalars: StepScalars
+
+
+def update_in_torch(rule: UpdateRule, run: RunTensors, pool: KernelPool) -> int:
+    """Update one run by the rule's own `update`, which sees fp32 tensors of at most `BLOCK_NUMEL` elements.
+
+    As in the native kernels, a block whose parameter no longer matches its checksum gets its master from the parameter
+    as found.
+
+    Returns:
+        The number of such blocks.
+    """
+    changed = 0
+    for number in range(num_blocks(run.param.numel())):
+        part = slice(number * BLOCK_NUMEL, (number + 1) * BLOCK_NUMEL)
+        param, lower = run.param[part], None if run.master is None else run.master[part]
+        known = None if run.checksums is None else run.checksums[number : number + 1]
+        is_changed = known is not None and not torch.equal(pool.block_checksums(param), known)
+        changed += is_changed
+        master = _master_of(param, lower, is_changed=is_changed, pool=pool)
+        states = [state[part].float() for state in run.states]
+        grad = run.grad[part].float() * run.scalars.grad_scale
+        rule.update(master, grad, states, run.scalars.of_rule)
+        for state, updated in zip(run.states, states, strict=True):
+            state[part].copy_(updated)  # where it is fp32, it is the same memory
+        _put_back(master, param, lower, pool)
+        if known is not None:
+            pool.block_checksums(param, out=known)
+    return changed
+
+
+def _master_of(param: torch.Tensor, lower: torch.Tensor | None, *, is_changed: bool, pool: KernelPool) -> torch.Tensor:
+    """The master weights of a tile, fp32, to be updated in place."""
+    if lower is None:
+        return param
+    if is_changed:
+        return param.float()
+    return pool.join(param, lower) if lower.dtype is torch.uint16 else lower
+
+
+def _put_back(master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor | None, pool: KernelPool) -> None:
+    """Keep updated master weights where the form has them."""
+    if lower is None:
+        return
+    if lower.dtype is torch.uint16:
+        pool.split(master, out=(param, lower))
+    else:
+        lower.copy_(master)
+        param.copy_(pool.fp32_to_fp16(master))
