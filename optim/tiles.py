@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool, num_blocks
+from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.layout.master import BLOCK_NUMEL, num_blocks
 from nvme_offload.optim.rules.rule import UpdateRule
 
 

@@ -17,7 +17,8 @@ from nvme_offload.optim.birth.initializers import Init, Initializers, check_init
 from nvme_offload.optim.birth.master_writer import MasterWriter
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor, units
 from nvme_offload.optim.birth.weight_files import WeightSource
-from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool
+from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.layout.master import BLOCK_NUMEL
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.tiers.halves import (
     ResidentHalves,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from nvme_offload.optim.kernels import BLOCK_NUMEL
+from nvme_offload.optim.layout.master import BLOCK_NUMEL
 from nvme_offload.optim.state.masters import write_master
 from nvme_offload.optim.state.pipeline import Memory
 from nvme_offload.optim.state.slots import SlotRecord

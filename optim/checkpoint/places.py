@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.optim.kernels import BLOCK_NUMEL
 from nvme_offload.optim.layout.flat import flat_view
+from nvme_offload.optim.layout.master import BLOCK_NUMEL
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.state.entries import read_run, write_run
 from nvme_offload.optim.state.pipeline import Memory

@@ -8,26 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from nvme_offload.optim.kernels import BLOCK_NUMEL, MasterForm
-from nvme_offload.optim.rules.rule import State, UpdateRule
+from nvme_offload.optim.layout.master import BLOCK_NUMEL, FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
+from nvme_offload.optim.rules.rule import UpdateRule
 
 SECTION_ALIGNMENT = 64
 """Every section of an extent and every run in it starts at a cache line."""
 
 _RUN_ALIGNMENT = 32  # elements: 64 bytes of the narrowest section
-
-FORM_OF_DTYPE = {
-    torch.bfloat16: MasterForm.SPLIT,
-    torch.float16: MasterForm.FULL,
-    torch.float32: MasterForm.ITSELF,
-}
-MASTER_DTYPE = {MasterForm.SPLIT: torch.uint16, MasterForm.FULL: torch.float32, MasterForm.ITSELF: None}
-
-
-def state_itemsize(form: MasterForm, states: Sequence[State]) -> int:
-    """Bytes of state per parameter on the tier: with two fp32 states 10 for bf16, 12 for fp16, 8 for fp32."""
-    dtype = MASTER_DTYPE[form]
-    return sum(state.dtype.itemsize for state in states) + (dtype.itemsize if dtype else 0)
 
 
 class Run(NamedTuple):

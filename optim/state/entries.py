@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor, sharded_like
 from nvme_offload.offload.errors import StateError
-from nvme_offload.optim.kernels import MasterForm
 from nvme_offload.optim.layout.flat import flat_view, unflatten
-from nvme_offload.optim.layout.subgroup import FORM_OF_DTYPE, Run
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MasterForm
+from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.masters import read_master, section_view, write_master
 from nvme_offload.optim.state.pipeline import Memory, holding

@@ -10,8 +10,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from nvme_offload.offload.shards.param_tier import TieredUpper
-from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool, MasterForm, make_segment
+from nvme_offload.optim.kernels import KernelPool, make_segment
 from nvme_offload.optim.layout.flat import Layout, flat_view, storage_of
+from nvme_offload.optim.layout.master import BLOCK_NUMEL, MasterForm
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.device_mirror import DeviceMirror

@@ -11,8 +11,8 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import auto_host_budget
 from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit, plan_tiers
 from nvme_offload.offload.units import MiB, format_bytes
-from nvme_offload.optim.kernels import BLOCK_NUMEL, MasterForm
-from nvme_offload.optim.layout.subgroup import Subgroup, state_itemsize
+from nvme_offload.optim.layout.master import BLOCK_NUMEL, MasterForm, state_itemsize
+from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.pipeline import KIND

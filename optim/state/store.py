@@ -16,9 +16,10 @@ from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.shards.param_tier import TieredUpper
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier_plan import TierPlan, Unit, plan_tiers
-from nvme_offload.optim.kernels import KernelPool, MasterForm, num_blocks
+from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.flat import Layout, storage_of
-from nvme_offload.optim.layout.subgroup import FORM_OF_DTYPE, ParamToPlace, Subgroup, plan_subgroups
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MasterForm, num_blocks
+from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.masters import ParamTable, give_birth

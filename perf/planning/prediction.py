@@ -17,8 +17,8 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
-from nvme_offload.optim.kernels import BLOCK_NUMEL
-from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups, state_itemsize
+from nvme_offload.optim.layout.master import BLOCK_NUMEL, state_itemsize
+from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.state.device_mirror import DeviceMirror

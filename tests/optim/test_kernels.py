@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from nvme_offload.optim import _kernels, kernels
-from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool, MasterForm, available_isas, make_segment, num_blocks
+from nvme_offload.optim.kernels import KernelPool, available_isas, make_segment
+from nvme_offload.optim.layout.master import BLOCK_NUMEL, MasterForm, num_blocks
 from nvme_offload.optim.rules.reference import join_reference, split_reference, step_reference, twin_of
 from nvme_offload.optim.rules.rule import UpdateRule, rounded
 from nvme_offload.optim.tiles import StepScalars

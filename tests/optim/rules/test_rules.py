@@ -12,8 +12,7 @@ from torch.nn import Parameter
 from nvme_offload import initialize
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.optim.kernels import MasterForm
-from nvme_offload.optim.layout.subgroup import FORM_OF_DTYPE, state_itemsize
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.optimizers import optimizer_class
 from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.ranks import run_ranks
