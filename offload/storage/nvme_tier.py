@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -80,7 +81,7 @@ class NvmeTier:
                 max_operations=MAX_OPERATIONS,
                 faults=faults,
             )
-            self._opened: OpenedEngine = open_engine(aio.engine, options)
+            self._opened: OpenedEngine = _open_engine(aio.engine, options, self.space.paths[0])
         except BaseException:
             self.space.close()
             raise
@@ -229,6 +230,18 @@ class NvmeTier:
             raise ClosedError("NVMe tier")
         if (pid := os.getpid()) != self._owner_pid:
             raise ForkError("NVMe tier", self._owner_pid, pid)
+
+
+def _open_engine(name: str, options: EngineOptions, path: Path) -> OpenedEngine:
+    """`open_engine`; what the system refuses (descriptors, memory, threads) is said with its remedy."""
+    try:
+        return open_engine(name, options)
+    except SwapIOError:
+        raise
+    except OSError as error:
+        raise SwapIOError(
+            error.errno or errno.EIO, path=path, offset=0, size_bytes=0, direction="allocate", extent="the I/O engine"
+        ) from error
 
 
 def _shut(owner_pid: int, engine: Engine, space: SwapSpace, under_way: set[_Flight]) -> None:

@@ -200,3 +200,25 @@ transfer = swapper.swap_out("x", torch.ones(1 << 20))
 """
     run_with_swapper(code, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_without_descriptors_is_told_which_limit_to_raise(tmp_path):
+    code = """
+import resource
+from nvme_offload.offload.errors import SwapIOError
+first = open_swapper()
+first.swap_out("x", torch.arange(1000)).wait()
+used = max(map(int, os.listdir("/proc/self/fd")))
+said = set()
+for more in range(3, 9):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, 1 << 14))
+    try:
+        open_swapper().close()
+    except SwapIOError as error:
+        said.add("`ulimit -n`" in str(error))
+assert said == {True}, said
+assert len(list(path.iterdir())) == 1
+assert torch.equal(first.swap_in("x").wait(30), torch.arange(1000))
+first.close()
+"""
+    run_with_swapper(code, tmp_path)
