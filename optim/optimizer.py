@@ -29,11 +29,13 @@ from nvme_offload.optim.state.entries import (
 )
 from nvme_offload.optim.state.masters import StepInputs, update_subgroup
 from nvme_offload.optim.state.progress import UnfinishedStep
+from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.stats import Meter, OptimizerStats, Span
 from nvme_offload.optim.tiers.halves import split_shard
 from nvme_offload.optim.tiles import StepScalars
 from nvme_offload.optim.warn import warn_user
+from nvme_offload.optim.whole_params import WholeParams
 
 
 class OffloadOptimizer(Optimizer):
@@ -206,12 +208,12 @@ class OffloadOptimizer(Optimizer):
         grad_scale = self._grad_scale(grads)
         inputs = None
         if grads and grad_scale is not None:
-            inputs = StepInputs(grads, self._scalars(grads, grad_scale))
+            inputs = StepInputs(grads, self._scalars(grads, grad_scale), self._whole_params(grads))
         self._clip_first = 1.0  # not earlier: where a hyperparameter is refused, the step is still to come
         if inputs is not None:
-            slots = [slot for slot in store.slots if any(run.param in grads for run in slot.subgroup.runs)]
-            slots = store.blocks.in_order(slots)
-            order = slots if self._forward_order else slots[::-1]
+            order = self._ordered(
+                [slot for slot in store.slots if any(run.param in grads for run in slot.subgroup.runs)]
+            )
             store.unfinished = UnfinishedStep(
                 self._meter.steps + 1, order, inputs, split=store.has_split_params, owner=store.owner
             )
@@ -447,6 +449,22 @@ class OffloadOptimizer(Optimizer):
                 scalars[index] = by_step[key]
         return scalars
 
+    def _ordered(self, slots: list[SlotRecord]) -> list[SlotRecord]:
+        """Subgroups in the order of this step, which is the same on every rank as far as whole parameters go."""
+        if self.rule.whole:
+            slots = sorted(slots, key=lambda slot: slot.subgroup.runs[0].param)
+        slots = self._store.blocks.in_order(slots)
+        return slots if self._forward_order else slots[::-1]
+
+    def _whole_params(self, grads: Mapping[int, torch.Tensor]) -> WholeParams:
+        """Those that will be updated whole, in the order of `_ordered`; on ranks that have nothing of one, too."""
+        store = self._store
+        indices = sorted(index for index in grads if store.rule_of(index).whole)
+        if store.blocks.exist:
+            indices.sort(key=lambda index: store.blocks.number_of(store.table.leaves[index]))
+        order = indices if self._forward_order else indices[::-1]
+        return WholeParams(store.table.leaves, order, self.rule.gathered_dtype)
+
     def _go_on(self, step: UnfinishedStep, inputs: StepInputs) -> None:
         """Do what is left of a step. Ctrl-C is honoured between subgroups, so that the step can be finished later."""
         with DeferredInterrupt() as interrupt:
@@ -501,6 +519,7 @@ class OffloadOptimizer(Optimizer):
                 step.done = position + 1
                 step.updating = False
                 store.pipeline.release(slot)
+        inputs.whole.finish()
 
     def _report_changed(self, changed_blocks: int) -> None:
         self._meter.resplit_blocks += changed_blocks

@@ -98,7 +98,8 @@ def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: in
 
     A subgroup holds parameters of one group, one master form and one block of the tiers, at most `max_numel` elements
     (rounded up to `BLOCK_NUMEL`) and at most `max_bytes` of state. Parameters are cut at multiples of `BLOCK_NUMEL`
-    only. Empty ones are left out.
+    only, those of a rule that needs them whole not at all: each has a subgroup of its own, so that ranks whose shards
+    differ in size agree on the order. Empty ones are left out.
 
     Args:
         params: what to place.
@@ -118,7 +119,7 @@ def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: in
 
     for param in params:
         kind = (param.group, FORM_OF_DTYPE[param.dtype], param.rule, param.block)
-        if kind != current:
+        if kind != current or param.rule.whole:
             close()
             current = kind
         itemsize = state_itemsize(kind[1], param.rule.states)
@@ -126,7 +127,7 @@ def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: in
         start = 0
         while start < param.numel:
             at = _end_of(pending)
-            numel = _fitting(param.numel - start, capacity - at)
+            numel = param.numel if param.rule.whole else _fitting(param.numel - start, capacity - at)
             if numel == 0:
                 close()
                 continue

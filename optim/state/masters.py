@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.autograd.graph import increment_version
@@ -19,7 +20,8 @@ from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.pipeline import Memory
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
-from nvme_offload.optim.tiles import RunTensors, StepScalars, update_in_torch
+from nvme_offload.optim.tiles import RunTensors, StepScalars, update_in_torch, update_whole
+from nvme_offload.optim.whole_params import WholeParams
 
 
 @dataclass
@@ -86,6 +88,8 @@ class StepInputs:
     """Flat gradient by parameter index; parameters without a gradient are absent."""
     scalars: Mapping[int, StepScalars]
     """By parameter index: the bias corrections follow each parameter's own step."""
+    whole: WholeParams
+    """Those that their rule needs whole."""
 
 
 def _flat(grad: torch.Tensor) -> torch.Tensor:
@@ -146,7 +150,8 @@ def update_subgroup(
     """
     subgroup = slot.subgroup
     copies = mirror.take(subgroup) if mirror else None
-    work: list[RunTensors] = []
+    rule = subgroup.rule
+    work: dict[int, RunTensors] = {}
     for run in subgroup.runs:
         if run.param not in inputs.grads:
             continue
@@ -155,9 +160,17 @@ def update_subgroup(
         if copies is not None:
             param, grad = copies.param(run, param.dtype), copies.grad(run, grad.dtype)
         master, states = section_view(subgroup, memory, "master", run), state_views(subgroup, memory, run)
-        work.append(RunTensors(param, grad, master, states, table.checksums_of(run), inputs.scalars[run.param]))
-    update = _update_natively if subgroup.rule.kernel else _update_in_torch
-    changed_blocks = update(subgroup.rule, work, pool)
+        scalars = inputs.scalars[run.param]
+        work[run.param] = RunTensors(param, grad, master, states, table.checksums_of(run), scalars)
+    if rule.whole:
+        changed_blocks = sum(
+            update_whole(rule, run, table.params[index], pool, partial(inputs.whole.through, index))
+            for index, run in work.items()
+        )
+    elif rule.kernel:
+        changed_blocks = _update_natively(rule, list(work.values()), pool)
+    else:
+        changed_blocks = sum(update_in_torch(rule, run, pool) for run in work.values())
     if mirror and copies is not None:
         mirror.store(subgroup, copies, table.params, inputs.grads)
     # The kernel writes by address: without this, a graph kept from before the step would use the new values unnoticed.
@@ -180,10 +193,6 @@ def _update_natively(rule: UpdateRule, work: Sequence[RunTensors], pool: KernelP
         for run in work
     ]
     return sum(pool.update(segments))
-
-
-def _update_in_torch(rule: UpdateRule, work: Sequence[RunTensors], pool: KernelPool) -> int:
-    return sum(update_in_torch(rule, run, pool) for run in work)
 
 
 def write_master(

@@ -63,6 +63,27 @@ class StatePlacement:
             share = min(share, (self.host_budget - host_state_bytes) // num_shares)
         return max(share // mmap.PAGESIZE * mmap.PAGESIZE, self._largest_block_bytes)
 
+    def check_whole(self, rule: UpdateRule, needed_bytes: int, name: str) -> None:
+        """Look whether a staging buffer holds the state of a parameter that its rule needs whole.
+
+        Raises:
+            ConfigError: it does not; names the parameter and what is needed.
+        """
+        section = self._section
+        share = section.staging_budget // section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE
+        if not rule.whole or not self._on_nvme or needed_bytes <= share:
+            return
+        least = format_bytes(-(-needed_bytes // MiB) * MiB * section.buffer_count)
+        what = (
+            f"{rule.name} needs matrices whole, and the state of {name} ({format_bytes(needed_bytes)}) is larger than"
+        )
+        raise ConfigError(
+            [
+                f"zero_optimization.offload_optimizer.staging_budget = {format_bytes(section.staging_budget)}: {what} "
+                f"a staging buffer ({format_bytes(share)}); write at least {least}, or a smaller buffer_count"
+            ]
+        )
+
     def plan(
         self,
         placed: Sequence[SlotRecord],

@@ -18,7 +18,7 @@ from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier_plan import TierPlan, Unit, plan_tiers
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.flat import Layout, storage_of
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MasterForm, num_blocks
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MasterForm, num_blocks, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.device_mirror import DeviceMirror
@@ -347,6 +347,9 @@ class StateStore:
         taken = self.host_state_bytes + sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
         max_bytes = self._placement.max_subgroup_bytes(taken, bool(self._cuda_devices))
         max_numel = self.config.zero_optimization.sub_group_size
+        for place in places:
+            needed = place.numel * state_itemsize(FORM_OF_DTYPE[place.dtype], place.rule.states)
+            self._placement.check_whole(place.rule, needed, self.table.names[place.index])
         return plan_subgroups(places, max_bytes, max_numel, first=len(self.slots))
 
     def _plan(self, subgroups: Sequence[Subgroup], blocks: Sequence[Unit]) -> TierPlan:

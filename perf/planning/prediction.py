@@ -245,6 +245,9 @@ def _state_plan(job: Job, machine: Machine) -> _StatePlan:
         for number, group in enumerate(job.shape.groups)
         for numel in group
     ]
+    for shard in shards:
+        needed = shard.numel * state_itemsize(precision.master, rule.states)
+        placement.check_whole(rule, needed, f"a parameter of {shard.numel * machine.ranks} elements")
     fixed = sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
     max_bytes = placement.max_subgroup_bytes(fixed, on_device)
     itemsize = max(state_itemsize(precision.master, rule.states), 1)  # none at all: as many elements as one may have
