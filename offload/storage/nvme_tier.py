@@ -68,6 +68,7 @@ class NvmeTier:
     ) -> None:
         aio = config.aio
         self._owner_pid = os.getpid()
+        self._closed = False
         self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
         self._under_way: set[_Flight] = set()
         self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
@@ -180,7 +181,10 @@ class NvmeTier:
     def close(self) -> None:
         """Wait for what is under way, close the engine, delete the swap files. Idempotent; no-op in a forked child."""
         if os.getpid() == self._owner_pid:
-            self._finalizer()
+            self._closed = True
+            # Not by the finalizer, which runs once: what is interrupted here is done by the next call.
+            _shut(self._owner_pid, self._opened.engine, self.space, self._under_way)
+            self._finalizer.detach()
 
     def _start(
         self, op: Op, extent: Extent, buffer: StagingBuffer, what: str, kind: str, size_bytes: int | None
@@ -226,7 +230,7 @@ class NvmeTier:
             min(pending, key=lambda operation: operation.submitted_ns).wait()
 
     def _check_usable(self) -> None:
-        if not self._finalizer.alive:
+        if self._closed:
             raise ClosedError("NVMe tier")
         if (pid := os.getpid()) != self._owner_pid:
             raise ForkError("NVMe tier", self._owner_pid, pid)

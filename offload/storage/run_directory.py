@@ -59,6 +59,10 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Delete the directory with everything in it and drop the lock. Idempotent; does nothing in a forked child."""
+        if self._finalizer.alive and os.getpid() == self._owner_pid:
+            # Before the finalizer, which runs once: what is interrupted here is done by the next call.
+            with contextlib.suppress(OSError):  # somebody else put something there
+                _delete(self.path)
         self._finalizer()
 
     def _drop_in_child(self) -> None:
