@@ -74,7 +74,6 @@ class OffloadOptimizer(Optimizer):
         self._check_torch_arguments(torch_arguments or {})
         self.config = OffloadConfig.of(offload)
         self._meter = Meter()
-        self._forward_order = True
         self._total_norm = float("nan")
         self._clip_coef = 1.0
         self._norm_group = norm_group
@@ -117,11 +116,12 @@ class OffloadOptimizer(Optimizer):
             Nothing was added then.
         """
         self._store.check_usable()
-        super().add_param_group(param_group)
-        number = len(self.param_groups) - 1
-        group = self.param_groups[-1]
+        number = len(self.param_groups)
         table = self._store.table
+        first = len(table.params)
         try:
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
             self.rule.check(group, number)
             rule = self.rule.of(group)
             places = range(len(group["params"]))
@@ -134,16 +134,12 @@ class OffloadOptimizer(Optimizer):
                 rule.check_param(param, name)
             check_no_overlap([*table.params, *map(storage_of, new)], [*table.names, *new.values()])
             added = self._store.add_params(number, rule, list(new), list(new.values()))
-        except BaseException:
-            self.param_groups.pop()
-            raise
-        if self._complete:
-            try:
+            if self._complete:
                 self._store.place_trainable(added)
-            except BaseException:
-                self._store.drop_params(added)
-                self.param_groups.pop()
-                raise
+        except BaseException:
+            del self.param_groups[number:]
+            self._store.drop_params(first)
+            raise
 
     @not_compiled
     @torch.no_grad()
@@ -157,18 +153,24 @@ class OffloadOptimizer(Optimizer):
             StateError: the step before stopped halfway; see `finish_step`.
             SwapIOError: a read or write failed, perhaps one that ran behind the step before. A note says what is done.
             ValueError: a gradient cannot be used, or somebody exchanged the parameters; nothing has changed.
+            KeyboardInterrupt: between two subgroups, or when all is done. A note says which.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._store.check_usable()
+        if self._store.unfinished is not None:
+            raise self._store.unfinished.refusal("a finished step")
+        number = self._meter.steps + 1
         try:
-            with self._meter.stepping():
-                self._step()
-        except BaseException:
+            with DeferredInterrupt() as interrupt, self._meter.stepping():
+                self._step(interrupt)
+        except BaseException as error:
             # GradScaler removes these after a step that returned. Left behind, they would scale the next one too.
             self.__dict__.pop("grad_scale", None)
             self.__dict__.pop("found_inf", None)
+            error.add_note(self._where_it_stands(number))
             raise
         return loss
 
@@ -195,11 +197,8 @@ class OffloadOptimizer(Optimizer):
             self.__dict__.pop("found_inf", None)
         return self._meter.skipped_steps == skipped_before
 
-    def _step(self) -> None:
+    def _step(self, interrupt: DeferredInterrupt) -> None:
         store = self._store
-        store.check_usable()
-        if store.unfinished is not None:
-            raise store.unfinished.refusal("a finished step")
         self._meter.spans.clear()
         grads = self._collect_grads()
         if not grads and self._norm_group is None:
@@ -209,15 +208,19 @@ class OffloadOptimizer(Optimizer):
         inputs = None
         if grads and grad_scale is not None:
             inputs = StepInputs(grads, self._scalars(grads, grad_scale), self._whole_params(grads))
-        self._clip_first = 1.0  # not earlier: where a hyperparameter is refused, the step is still to come
         if inputs is not None:
             order = self._ordered(
                 [slot for slot in store.slots if any(run.param in grads for run in slot.subgroup.runs)]
             )
-            store.unfinished = UnfinishedStep(
-                self._meter.steps + 1, order, inputs, split=store.has_split_params, owner=store.owner
+            counts = {index: store.steps[index] + 1 for index in grads}
+            step = UnfinishedStep(
+                self._meter.steps + 1, order, inputs, counts, split=store.has_split_params, owner=store.owner
             )
-            self._go_on(store.unfinished, inputs)
+            # Not earlier: where a hyperparameter is refused, the step is still to come. And no call in between: whoever
+            # interrupts finds the factor, or a step that has it.
+            store.unfinished = step
+            self._clip_first = 1.0
+            self._go_on(step, inputs, interrupt)
 
     @not_compiled
     @torch.no_grad()
@@ -271,8 +274,22 @@ class OffloadOptimizer(Optimizer):
             raise StateError(type(self).__name__, "a step that stopped halfway", "no such step")
         self._store.table.check_layouts()
         inputs = unfinished.check_resumable()
-        self._store.pipeline.forget_failures()
-        self._go_on(unfinished, inputs)
+        try:
+            with DeferredInterrupt() as interrupt:
+                self._store.pipeline.forget_failures()
+                self._go_on(unfinished, inputs, interrupt)
+        except BaseException as error:
+            error.add_note(self._where_it_stands(unfinished.number))
+            raise
+
+    def _where_it_stands(self, number: int) -> str:
+        """What has been done of a step that an exception comes out of, and the way on."""
+        unfinished = self._store.unfinished
+        if unfinished is not None:
+            return f"{unfinished.situation}. {unfinished.way_on}"
+        if self._meter.steps >= number:
+            return f"Step {number} is complete."
+        return f"Step {number} has updated nothing: parameters and state are as before, and step() can be called again."
 
     def synchronize(self) -> None:
         """Wait for the writes that still run behind the latest step.
@@ -342,6 +359,7 @@ class OffloadOptimizer(Optimizer):
         last = self.register_load_state_dict_pre_hook(OffloadOptimizer._take_over)  # type: ignore[arg-type]
         try:
             super().load_state_dict(state_dict)
+            self._store.unfinished = None
         finally:
             last.remove()
 
@@ -353,7 +371,6 @@ class OffloadOptimizer(Optimizer):
         store.pipeline.forget_failures()
         store.unfinished = UnfinishedStep.of_load(split=store.has_split_params, owner=store.owner)
         write_entries(store, entries)
-        store.unfinished = None
         return {"state": {}, "param_groups": groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -423,6 +440,7 @@ class OffloadOptimizer(Optimizer):
         self._total_norm = norm * inv_scale
         if not math.isfinite(self._total_norm):
             self._meter.skipped_steps += 1
+            self._clip_first = 1.0
             if found_inf is None:
                 warn_user(
                     f"gradient norm is {self._total_norm}: step skipped, parameters and state are as before "
@@ -454,7 +472,7 @@ class OffloadOptimizer(Optimizer):
         if self.rule.whole:
             slots = sorted(slots, key=lambda slot: slot.subgroup.runs[0].param)
         slots = self._store.blocks.in_order(slots)
-        return slots if self._forward_order else slots[::-1]
+        return slots if self._meter.steps % 2 == 0 else slots[::-1]
 
     def _whole_params(self, grads: Mapping[int, torch.Tensor]) -> WholeParams:
         """Those that will be updated whole, in the order of `_ordered`; on ranks that have nothing of one, too."""
@@ -462,29 +480,24 @@ class OffloadOptimizer(Optimizer):
         indices = sorted(index for index in grads if store.rule_of(index).whole)
         if store.blocks.exist:
             indices.sort(key=lambda index: store.blocks.number_of(store.table.leaves[index]))
-        order = indices if self._forward_order else indices[::-1]
+        order = indices if self._meter.steps % 2 == 0 else indices[::-1]
         return WholeParams(store.table.leaves, order, self.rule.gathered_dtype)
 
-    def _go_on(self, step: UnfinishedStep, inputs: StepInputs) -> None:
+    def _go_on(self, step: UnfinishedStep, inputs: StepInputs, interrupt: DeferredInterrupt) -> None:
         """Do what is left of a step. Ctrl-C is honoured between subgroups, so that the step can be finished later."""
-        with DeferredInterrupt() as interrupt:
 
-            def on_pause() -> None:
-                interrupt.deliver()
-                self._store.blocks.advance()
+        def on_pause() -> None:
+            interrupt.deliver()
+            self._store.blocks.advance()
 
-            try:
-                self._update_subgroups(step, inputs, on_pause)
-            except BaseException as error:
-                error.add_note(f"{step.situation}. {step.way_on}")
-                raise
-            for index in inputs.grads:
-                self._store.steps[index] += 1
-            self._meter.steps += 1
-            self._forward_order = not self._forward_order
-            self._store.blocks.end_step(step.order)
-            self._store.unfinished = None
-            self._store.blocks.advance()  # last: whatever stops it, the step is done
+        self._update_subgroups(step, inputs, on_pause)
+        # Set and not counted on, so that it may be cut short and done once more.
+        for index, count in step.counts.items():
+            self._store.steps[index] = count
+        self._meter.steps = step.number
+        self._store.blocks.end_step(step.order)
+        self._store.unfinished = None
+        self._store.blocks.advance()  # last: whatever stops it, the step is done
         self._report_changed(step.changed_blocks)
 
     def _update_subgroups(self, step: UnfinishedStep, inputs: StepInputs, on_pause: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -24,16 +24,25 @@ class UnfinishedStep:
         number: of the step, counted from 1.
         order: subgroups in the order of this step.
         inputs: gradients and scalars, as they were when the step began.
+        counts: updates that each parameter will have had, by index.
         split: whether there are split parameters, of which the state has a half.
         owner: name of the optimizer, for messages.
     """
 
     def __init__(
-        self, number: int, order: Sequence[SlotRecord], inputs: StepInputs | None, *, split: bool, owner: str
+        self,
+        number: int,
+        order: Sequence[SlotRecord],
+        inputs: StepInputs | None,
+        counts: Mapping[int, int],
+        *,
+        split: bool,
+        owner: str,
     ) -> None:
         self.number = number
         self.order = order
         self.inputs = inputs
+        self.counts = counts
         self.done = 0
         """Subgroups updated."""
         self.updating = False
@@ -47,7 +56,7 @@ class UnfinishedStep:
     @classmethod
     def of_load(cls, *, split: bool, owner: str) -> UnfinishedStep:
         """What an interrupted ``load_state_dict`` leaves: a state that is neither old nor new."""
-        broken = cls(0, [], None, split=split, owner=owner)
+        broken = cls(0, [], None, {}, split=split, owner=owner)
         broken.updating = True
         return broken
 

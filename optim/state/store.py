@@ -72,6 +72,7 @@ class StateStore:
         self.mirror: DeviceMirror | None = None
         self._groups: list[int] = []
         self._placed: set[int] = set()
+        self._untidy = False
         self._owner_pid = os.getpid()
         self._closed = False
         self._placement = StatePlacement(config, rule)
@@ -121,16 +122,17 @@ class StateStore:
         remember_store(self)
         return range(first, len(self.table.params))
 
-    def drop_params(self, indices: range) -> None:
-        """Forget the latest group of parameters, which have no place yet."""
-        for index in reversed(indices):
-            table = self.table
-            del self.indices[table.leaves[index]]
-            table.first_lower.pop(index, None)
-            table.uppers.pop(index, None)
-            for column in (table.leaves, table.params, table.names, table.checksums, table.layouts):
-                del column[index]
-            del self.steps[index], self._rules[index], self._groups[index]
+    def drop_params(self, first: int) -> None:
+        """Forget the parameters from index `first` on, which have no place yet, as far as they were taken on."""
+        table = self.table
+        for leaf in [leaf for leaf, index in self.indices.items() if index >= first]:
+            del self.indices[leaf]
+        for by_index in (table.first_lower, table.uppers):
+            for index in [index for index in by_index if index >= first]:
+                del by_index[index]
+        for column in (table.leaves, table.params, table.names, table.checksums, table.layouts):
+            del column[first:]
+        del self.steps[first:], self._rules[first:], self._groups[first:]
 
     def members(self, groups: Iterable[Mapping[str, Any]]) -> list[int]:
         """Indices of the parameters that are in the optimizer's groups now; the state of others rests.
@@ -205,6 +207,7 @@ class StateStore:
             SwapIOError: what is in host memory could not be written to its tier.
             Nothing was placed then.
         """
+        self._tidy_up()
         missing = [index for index in indices if index not in self._placed]
         groups = self.blocks.admit([self.table.leaves[index] for index in missing])
         records: list[SlotRecord] = []
@@ -216,14 +219,24 @@ class StateStore:
             self._give_up(records)
             self.blocks.drop(groups)
             raise
+        placed = self._placed.union(missing)
+        # No call in between: a signal handler sees all of it or nothing.
         self.slots += records
         self.plan = plan
-        self._let_go_of_lower_halves(records)
+        self._placed = placed
+        self._untidy = True
+        self._tidy_up()
+
+    def _tidy_up(self) -> None:
+        """Let go of what `ensure_placed` brought elsewhere. Cut short, it is done again by the next one."""
+        if not self._untidy:
+            return
+        self._let_go_of_lower_halves()
         for index, leaf in enumerate(self.table.leaves):
             if (halves := split_halves(leaf)) is not None:
                 self._note_upper(index, halves)
         self.table.params[:] = [storage_of(leaf) for leaf in self.table.leaves]  # lets go of what was resident
-        self._placed.update(missing)
+        self._untidy = False
 
     def _place(self, missing: Sequence[int], groups: Sequence[GatherGroup], records: list[SlotRecord]) -> TierPlan:
         """Promise places and fill in `records`, one for each new subgroup; returns the plan with them in it."""
@@ -314,14 +327,14 @@ class StateStore:
             self.pipeline.release(record)
         self.pipeline.synchronize()
 
-    def _let_go_of_lower_halves(self, records: Sequence[SlotRecord]) -> None:
+    def _let_go_of_lower_halves(self) -> None:
         """From now on those on the tier count."""
-        for index in self._resident_lower_halves(records):
+        for index in self._placed & self.table.first_lower.keys():
             split = split_shard(self.table.leaves[index])
             assert split is not None
-            assert isinstance(split.halves, ResidentHalves)
+            if isinstance(split.halves, ResidentHalves):  # not where this was cut short before
+                split.use_halves(TierHalves(self, index, split.halves))
             del self.table.first_lower[index]
-            split.use_halves(TierHalves(self, index, split.halves))
 
     def _resident_lower_halves(self, records: Sequence[SlotRecord]) -> set[int]:
         """Indices of the parameters in these subgroups whose lower halves are still in memory."""
