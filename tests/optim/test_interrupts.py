@@ -66,7 +66,7 @@ class Pair:
             raise
         pipeline = self.optimizer._store.pipeline
         assert pipeline.pool.num_free + len(pipeline.residents) == pipeline.pool.num_buffers
-        assert all(slot.buffer.owner is slot for slot in pipeline.residents)
+        assert len({slot.buffer.place for slot in pipeline.residents}) == len(pipeline.residents)
 
 
 def struck(interrupt, call):
