@@ -102,6 +102,16 @@ class NvmeTier:
         """Granularity of offsets, sizes and addresses, in bytes."""
         return self.space.alignment
 
+    @property
+    def direct(self) -> bool:
+        """Whether every path does direct I/O."""
+        return self.space.direct
+
+    @property
+    def opened(self) -> OpenedEngine:
+        """The engine, and why it and no other."""
+        return self._opened
+
     def reserve(self, sizes: Sequence[int]) -> list[Extent]:
         """One extent per size, with the space of all of them promised.
 
