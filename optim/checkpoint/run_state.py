@@ -171,8 +171,8 @@ def _apply(what: str, own: LRScheduler | LossScaler | None, saved: dict[str, Any
 
 def names_of_groups(optimizer: OffloadOptimizer, contents: Contents) -> list[list[str]]:
     """Qualified names of the parameters of each parameter group; those that were always frozen have no state."""
-    indices = optimizer._store.indices
-    groups = [[indices[param] for param in group["params"]] for group in optimizer.param_groups]
+    table = optimizer.store.table
+    groups = [[table.of(param).index for param in group["params"]] for group in optimizer.param_groups]
     return [[contents.names[index] for index in group if index in contents.names] for group in groups]
 
 

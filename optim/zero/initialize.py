@@ -96,7 +96,7 @@ def initialize(
     made = make_optimizer(_params_of(model), offload=config, norm_group=roles.pipeline_group)
     try:
         if birth is not None:
-            birth.fill(made._store, chosen, roles.data_parallel)
+            birth.fill(made.store, chosen, roles.data_parallel)
         scheduler = _checked(lr_scheduler(made)) if lr_scheduler else scheduler_of(config, made)
     except BaseException:
         made.close()

@@ -108,7 +108,7 @@ class StepTarget(AbstractContextManager["StepTarget"]):
         self._section = section(settings, budget // STEP_BUFFERS, STEP_BUFFERS)
         self._param = self._parameter(settings.size // STATE_BYTES_PER_PARAMETER)
         self.optimizer = OffloadAdamW([self._param], lr=1e-6, offload=self._section)
-        tier = self.optimizer._store.tier
+        tier = self.optimizer.store.tier
         assert tier is not None  # the section says nvme
         self.engine, self.direct, self._tier = tier.opened, tier.direct, tier
 

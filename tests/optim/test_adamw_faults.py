@@ -39,7 +39,7 @@ def expected():
 
 def all_buffers_are_accounted_for(optimizer):
     """After this, every buffer is free and every byte is on the drive."""
-    pool, pipeline = optimizer._store.pool, optimizer._store.pipeline
+    pool, pipeline = optimizer.store.pool, optimizer.store.pipeline
     assert pool.num_free + len(pipeline.residents) == pool.num_buffers
     pipeline.drop_copies()
     return pool.num_free == pool.num_buffers
@@ -100,7 +100,7 @@ def until_it_works(optimizer, code, call):
             call()
         except SwapIOError as error:
             check_error(error, code)
-            if optimizer._store.unfinished is not None:
+            if optimizer.store.unfinished is not None:
                 call = optimizer.finish_step
         else:
             return attempt
@@ -163,7 +163,7 @@ def test_a_failed_step_is_finished_when_the_drive_is_well_again(make_adamw, monk
             with pytest.raises(SwapIOError):
                 finish_and_wait(optimizer)  # not yet
             drive.healthy = True
-            if optimizer._store.unfinished is not None:
+            if optimizer.store.unfinished is not None:
                 optimizer.finish_step()
             optimizer.synchronize()
     if not failed:
@@ -187,7 +187,7 @@ def test_what_failed_before_the_cause_was_removed_is_not_reported_again(make_ada
     set_grads(params, 0)
     with pytest.raises(SwapIOError):
         optimizer.step()
-    assert sum(slot.transfer is not None for slot in optimizer._store.pipeline.residents) > 1
+    assert sum(slot.transfer is not None for slot in optimizer.store.pipeline.residents) > 1
     drive.healthy = True
     optimizer.finish_step()
     for step in range(1, STEPS):
@@ -235,7 +235,7 @@ def test_a_step_does_not_wait_for_the_writes_of_the_one_before(make_adamw, monke
     params, optimizer, _ = make_faulty(make_adamw, None)
     set_grads(params, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer._store.pipeline, "synchronize", lambda: pytest.fail("it waits"))
+        patch.setattr(optimizer.store.pipeline, "synchronize", lambda: pytest.fail("it waits"))
         for _ in range(2):
             optimizer.step()
 
@@ -260,7 +260,7 @@ def test_state_is_rescued_from_a_drive_that_takes_no_more_writes(make_adamw, mon
         optimizer.step()
     optimizer.synchronize()
     Failing(tier, monkeypatch, Op.WRITE)
-    pipeline = optimizer._store.pipeline
+    pipeline = optimizer.store.pipeline
     for slot in pipeline.residents:
         pipeline.will_change(slot)
     with pytest.raises(SwapIOError):
@@ -291,7 +291,7 @@ def test_a_flipped_bit_is_found_where_checksums_are_on(make_adamw, drive):
         set_grads(params, step)
         optimizer.step()
     optimizer.synchronize()
-    slot = next(slot for slot in optimizer._store.slots if slot.buffer is None)
+    slot = next(slot for slot in optimizer.store.slots if slot.buffer is None)
     (stripe,) = slot.extent.stripes
     (file,) = drive.glob("*/swap")
     place = stripe.offset + slot.subgroup.size_bytes - 1  # the smallest slot has 108 bytes; what follows is padding

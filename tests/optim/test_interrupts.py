@@ -64,7 +64,7 @@ class Pair:
         except BaseException as error:
             error.add_note(f"struck at {place}")
             raise
-        pipeline = self.optimizer._store.pipeline
+        pipeline = self.optimizer.store.pipeline
         assert pipeline.pool.num_free + len(pipeline.residents) == pipeline.pool.num_buffers
         assert len({slot.buffer.place for slot in pipeline.residents}) == len(pipeline.residents)
 
@@ -143,12 +143,12 @@ def test_finishing_can_be_cut_short_too(make_adamw, monkeypatch, strike, stride)
         optimizer = pair.optimizer
         pair.set_grads()
         pair.twin.step()
-        advance = optimizer._store.blocks.advance
+        advance = optimizer.store.blocks.advance
         with monkeypatch.context() as patch:
-            patch.setattr(optimizer._store.blocks, "advance", raise_struck)
+            patch.setattr(optimizer.store.blocks, "advance", raise_struck)
             with pytest.raises(Struck):
                 optimizer.step()
-        assert optimizer._store.blocks.advance == advance
+        assert optimizer.store.blocks.advance == advance
         assert optimizer.has_unfinished_step
         struck(interrupt, optimizer.finish_step)
         if optimizer.has_unfinished_step:

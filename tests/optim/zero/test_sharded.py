@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nvme_offload import OffloadAdamW, split_parameters
-from nvme_offload.optim.state.masters import update_subgroup
+from nvme_offload.optim.step import update_subgroup
 from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.ranks import run_ranks
 from tests.support.tiers import section as tiers_section
@@ -365,7 +365,7 @@ def test_the_way_back_that_a_stopped_step_names_with_split_parameters(alone, mon
 
         backward(model, 0, 1)
         with monkeypatch.context() as patch:
-            patch.setattr("nvme_offload.optim.optimizer.update_subgroup", cut_off)
+            patch.setattr("nvme_offload.optim.step.update_subgroup", cut_off)
             with pytest.raises(KeyboardInterrupt) as stopped:
                 optimizer.step()
         way_on = "cannot be finished: load a checkpoint with load_state_dict, the optimizer's, then the model's"
