@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from nvme_offload import OffloadAdamW, initialize
 from nvme_offload.offload.errors import ConfigError
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.layered_model import Part, batch, loss_of, named_state, train, weights
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
 
 BF16 = {"bf16": {"enabled": True}}
 STEPS, CLIP, ADAMW = 3, 0.1, {"lr": 1e-3, "weight_decay": 0.1}

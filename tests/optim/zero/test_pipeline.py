@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from nvme_offload import OffloadAdamW, initialize, split_parameters
 from nvme_offload.optim.zero.sharding import PIPELINES_REDUCE_ONCE
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.layered_model import NUM_BLOCKS, Part, batch, loss_of, named_state, train, weights
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
 
 NUM_MICRO_BATCHES, STEPS = 4, 3
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
