@@ -419,6 +419,7 @@ def test_calls_from_several_threads_take_turns():
     assert not wrong
 
 
+@pytest.mark.quiet
 def test_the_gil_is_free_while_a_kernel_runs():
     pool = KernelPool(1, isa="portable")
     state = State.of(np.ones(2**23, np.float32), MasterForm.FULL)
