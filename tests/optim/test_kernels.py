@@ -84,7 +84,7 @@ class State:
         )
 
     def differs_from(self, twin: "Twin") -> list[str]:
-        param, master = stored(twin.master, twin.form)
+        param, master = twin.stored
         pairs = {"param": (self.param, param)}
         if master is not None:
             pairs["master"] = self.master, master
@@ -110,11 +110,13 @@ class Twin:
         self.formula = twin_of(case.name)
         self.master = weights
         self.states = [np.full_like(weights, state.birth) for state in case.rule.states]
+        self.stored = stored(weights, form)
 
     def update(self, grad: torch.Tensor, scalars: StepScalars) -> None:
         self.master, *self.states = step_reference(
             self.formula, self.master, grad.float().numpy(), self.states, scalars.of_rule, scalars.grad_scale
         )
+        self.stored = stored(self.master, self.form)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from tests.support.sharded_model import assert_same, backward, full_state, shard
 from tests.support.sharded_model import make as make_groups
 from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, section, train_step
 
-STEPS = 20
+STEPS = 8
 MIXES = [  # parameters, gradients, optimizer state
     ("none", "none", "cpu"),
     ("cpu", "cpu", "cpu"),

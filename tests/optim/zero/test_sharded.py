@@ -27,6 +27,8 @@ from tests.support.sharded_model import (
 )
 from tests.support.tiers import section as tiers_section
 
+STEPS = 12
+
 
 def train(rank, dtype, steps, config):
     """The full state, the norms, counters and the tier plan."""
@@ -44,10 +46,10 @@ def train(rank, dtype, steps, config):
 
 def train_on_every_tier(rank, world_size, path, dtype):
     """States on NVMe, in host memory, and half and half: compared here, on every rank."""
-    nvme, nvme_norms, stats, plan = train(rank, dtype, 30, section("nvme", path))
-    cpu, cpu_norms, *_ = train(rank, dtype, 30, section("cpu", path))
+    nvme, nvme_norms, stats, plan = train(rank, dtype, STEPS, section("nvme", path))
+    cpu, cpu_norms, *_ = train(rank, dtype, STEPS, section("cpu", path))
     budget = plan.bytes_on("host") + int(0.6 * plan.bytes_on("nvme"))
-    half, half_norms, split, _ = train(rank, dtype, 30, section("nvme", path, host_budget=budget))
+    half, half_norms, split, _ = train(rank, dtype, STEPS, section("nvme", path, host_budget=budget))
     assert_same(nvme, cpu)
     assert_same(half, cpu)
     assert nvme_norms == cpu_norms == half_norms
