@@ -135,14 +135,14 @@ def overflow(mesh):
     config = section(fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
     pipeline, seen = Pipeline(mesh, "1F1B", config), []
     with warnings.catch_warnings(action="error", category=RuntimeWarning), pipeline.engine as engine:
+        before = full_state(engine.module, engine.optimizer)
         for step, overflows in enumerate([False, True, False]):
-            before = full_state(engine.module, engine.optimizer)
             pipeline.run(step)
             if overflows and mesh.get_local_rank("pp") == mesh.get_local_rank("dp_shard") == 0:
                 next(engine.module.parameters()).grad.to_local().view(-1)[0] = math.inf
             engine.step()
             after = full_state(engine.module, engine.optimizer)
-            same = all(torch.equal(value, before[key]) for key, value in after.items())
+            same, before = all(torch.equal(value, before[key]) for key, value in after.items()), after
             seen.append((same, engine.loss_scale, engine.optimizer.stats().skipped_steps))
     return seen
 
