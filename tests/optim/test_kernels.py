@@ -145,7 +145,7 @@ def test_every_isa_and_thread_count_gives_the_bits_of_the_twin(case, form, grad_
     weights = (torch.randn(numel, generator=generator) * 0.02).numpy()
     twin = Twin(weights, form, case)
     states = [State.of(weights, form, case) for _ in POOLS]
-    for step in range(1, 21):
+    for step in range(1, 11):
         grad = (torch.randn(numel, generator=generator) * 0.01).to(grad_dtype)
         scalars = scalars_at(step, case, maximize=step % 5 == 0)
         twin.update(grad, scalars)
