@@ -3,14 +3,13 @@
 import errno
 import functools
 import os
-import weakref
 
 import pytest
 import torch
 
 from nvme_offload.aio_native import FaultSpec, Op, _native
 from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
-from nvme_offload.offload.storage.extent import Extent
+from tests.support.failing_drive import Failing
 from tests.support.training import BLOCK, Twin, assert_same_training, faulty_drive, params_of, set_grads
 
 SHAPES = [(BLOCK + 5,), (2 * BLOCK,), (9,)]
@@ -121,26 +120,6 @@ def finish_and_wait(optimizer):
     """Where only the last write is left, the wait for it says what is wrong."""
     optimizer.finish_step()
     optimizer.synchronize()
-
-
-class Failing:
-    """Makes the operations of one direction fail from the `first` on, until it is repaired."""
-
-    def __init__(self, tier, monkeypatch, op, first=1):
-        self.healthy, self.op, self.left = False, op, first
-        # A descriptor that is open for the other direction: EBADF, where completions come from.
-        self._bad_fd = os.open(os.devnull, os.O_WRONLY if op is Op.READ else os.O_RDONLY)
-        weakref.finalize(self, os.close, self._bad_fd)
-        start = tier._start
-
-        def submit(op, extent, buffer, what, kind, size_bytes):
-            if op is self.op and not self.healthy:
-                self.left -= 1
-                if self.left <= 0:
-                    extent = Extent(extent.size_bytes, tuple(s._replace(fd=self._bad_fd) for s in extent.stripes))
-            return start(op, extent, buffer, what, kind, size_bytes)
-
-        monkeypatch.setattr(tier, "_start", submit)
 
 
 @pytest.mark.parametrize("first", [1, 2, 4])

@@ -321,6 +321,7 @@ print(json.dumps(report))
 """
 
 
+@pytest.mark.quiet
 def test_ctrl_c_on_a_slow_drive(drive):
     """A real signal from another thread while the step waits: it is heard at once, not after the transfer."""
     report = json.loads(run_child(SLOW_DRIVE, drive))

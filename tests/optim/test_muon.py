@@ -11,9 +11,9 @@ from nvme_offload.offload.units import MiB
 from nvme_offload.optim.rules.adamw import AdamW
 from nvme_offload.optim.rules.muon import Muon
 from nvme_offload.optim.state.placement import StatePlacement
-from tests.optim.zero.test_sharded import ACCUMULATION, assert_same, full_state, loss_of, sharded_model
-from tests.optim.zero.test_sharded import section as sharded_section
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import ACCUMULATION, assert_same, full_state, loss_of, sharded_model
+from tests.support.sharded_model import section as sharded_section
 from tests.support.training import MILLION, assert_same_bits, assert_same_training, param, params_of, section, set_grads
 
 SHAPES = [(64, 192), (192, 64), (251, 257), (300, 300), (1, 5), (7, 1)]

@@ -14,8 +14,8 @@ from nvme_offload.offload._torch_private import storage_info
 from nvme_offload.offload.errors import CheckpointError, StateError, SwapIOError
 from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint import places as checkpoint_places
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.resuming import ResumedModel, fresh_engine, loss_of, scalars_of, section, steps_of
+from tests.support.sharded_model import assert_same, full_state
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -15,10 +15,10 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.optimizers import optimizer_class
 from nvme_offload.optim.rules.registry import rule_named
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.ranks import run_ranks
 from tests.support.resuming import fresh_engine, scalars_of, steps_of
 from tests.support.rules import CASES, NAMES, VARIANTS
+from tests.support.sharded_model import assert_same, full_state
 from tests.support.training import (
     BLOCK,
     MILLION,

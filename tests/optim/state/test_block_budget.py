@@ -12,7 +12,7 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.shards.param_tier import ResidentUpper
 from nvme_offload.optim.tiers.halves import split_halves
 from nvme_offload.optim.zero.sharding import default_mesh
-from tests.optim.zero.test_sharded import assert_same, backward, full_state, sharded_model
+from tests.support.sharded_model import assert_same, backward, full_state, sharded_model
 from tests.support.tiers import Model, loss_of, make, section, train_step
 from tests.support.training import run_child
 

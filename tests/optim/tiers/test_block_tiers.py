@@ -8,12 +8,12 @@ import torch
 from nvme_offload import get_full_grad, initialize, set_full_grad
 from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.zero.sharding import default_mesh
-from tests.optim.zero.test_sharded import assert_same, backward, full_state, sharded_model
-from tests.optim.zero.test_sharded import make as make_groups
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, backward, full_state, sharded_model
+from tests.support.sharded_model import make as make_groups
 from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, section, train_step
 
-STEPS = 20
+STEPS = 8
 MIXES = [  # parameters, gradients, optimizer state
     ("none", "none", "cpu"),
     ("cpu", "cpu", "cpu"),

@@ -17,10 +17,10 @@ from nvme_offload.offload.errors import ClosedError, ConfigError, OutOfSpaceErro
 from nvme_offload.offload.storage.extent import Stripe
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.zero.sharding import default_mesh
-from tests.optim.test_adamw_faults import Failing
-from tests.optim.zero.test_sharded import assert_same, backward, full_state, sharded_model
-from tests.optim.zero.test_sharded import make as make_groups
+from tests.support.failing_drive import Failing
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, backward, full_state, sharded_model
+from tests.support.sharded_model import make as make_groups
 from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, section, train_step
 
 CAN_GO_ON = hasattr(FSDPModule, "reset_iter_state")
