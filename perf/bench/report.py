@@ -1,66 +1,23 @@
-"""What was measured, in words, tables and files."""
+"""What `offload bench` measured, in words and tables."""
 
 from __future__ import annotations
 
-import json
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 from rich.table import Table
 
 from nvme_offload.offload.units import MiB, format_bytes
 from nvme_offload.perf.bench.comparison import Quad
 from nvme_offload.perf.measure.environment import describe
+from nvme_offload.perf.measure.quantiles import percentile
+from nvme_offload.perf.measure.results import page
 from nvme_offload.perf.measure.tensor_workloads import STEPS_PER_PASS
 from nvme_offload.perf.measure.workloads import Sample, Settings
 
 PERCENTILES = (50, 95, 99, 100)
-RESULTS = Path(__file__).parent.parent / "results"
-
-
-class Progress:
-    """Bars on a terminal, plain lines elsewhere. Goes to standard error: standard output is for results."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def say(self, line: str) -> None:
-        """One line that stays."""
-        self._console.print(line, highlight=False, soft_wrap=True)
-
-    @contextmanager
-    def phase(self, name: str, total: int | None) -> Iterator[Callable[[str], None]]:
-        """Gives what is to be called, with a short text or none, after each of `total` pieces of work."""
-        if not self._console.is_terminal:
-            self.say(f"{name} ...")
-            last = ""
-
-            def note(text: str) -> None:
-                nonlocal last
-                last = text
-
-            start = time.monotonic()
-            yield note
-            self.say(f"{name}: {time.monotonic() - start:.1f} s{', ' + last if last else ''}")
-            return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
-        with Bars(*columns, TimeElapsedColumn(), console=self._console, transient=True) as bars:
-            task = bars.add_task(name, total=total, text="")
-            yield lambda text: bars.update(task, advance=1, text=text)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that `percent` of all values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def summary(samples: Sequence[Sample], settings: Settings) -> dict[str, Any]:
@@ -181,23 +138,3 @@ def markdown(document: dict[str, Any]) -> str:
     config = document["config"]
     title = f"offload bench: {config['target']}, engine {document['engine']['name']}"
     return page(title, document["environment"], head, rows, comparison_lines(document))
-
-
-def page(
-    title: str, facts: dict[str, Any], head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
-) -> str:
-    """A table with the environment under it."""
-    lines = [f"# {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    lines += ["", *(f"- {note}" for note in (*notes, *describe(facts)))]
-    return "\n".join(lines) + "\n"
-
-
-def save(folder: Path, name: str, document: dict[str, Any], text: str) -> list[Path]:
-    """Write a document as JSON and as Markdown under a name that says when it was measured."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stamp = document["environment"]["time"].replace(":", "").replace("+0000", "Z")
-    paths = [folder / f"{stamp}-{name}.{suffix}" for suffix in ("json", "md")]
-    paths[0].write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    paths[1].write_text(text, encoding="utf-8")
-    return paths

@@ -20,9 +20,10 @@ from nvme_offload.aio_native import ENGINES, EngineOptions, EngineUnavailable
 from nvme_offload.aio_native.uring import UringEngine
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.units import MiB
-from nvme_offload.perf.bench import command as bench
 from nvme_offload.perf.bench import report
+from nvme_offload.perf.bench import run as bench
 from nvme_offload.perf.cli import app
+from nvme_offload.perf.measure.quantiles import percentile
 from nvme_offload.perf.measure.workloads import RawTarget, Region, Settings
 
 SMALL = ("--size", "8MiB", "--bs", "64KiB", "--iodepth", "8", "--runtime", "0", "--direct", "optional")
@@ -72,7 +73,7 @@ def test_table_for_people_and_saved_results(tmp_path):
 
 def test_the_result_is_printed_although_it_cannot_be_saved(tmp_path, monkeypatch):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr("nvme_offload.perf.cli.save", Mock(side_effect=full))
+    monkeypatch.setattr("nvme_offload.perf.bench.command.save", Mock(side_effect=full))
     result = run("--path", tmp_path, *SMALL, "--rw", "read", "--json", "--save", tmp_path)
     assert result.exit_code == 1
     assert json.loads(result.stdout)["results"]["read"]["samples"]
@@ -224,8 +225,8 @@ def test_overhead_per_block(tmp_path):
 
 def test_percentiles():
     values = list(range(1, 101))
-    assert [report.percentile(values, percent) for percent in (50, 95, 99, 100)] == [50, 95, 99, 100]
-    assert report.percentile([7], 50) == 7
+    assert [percentile(values, percent) for percent in (50, 95, 99, 100)] == [50, 95, 99, 100]
+    assert percentile([7], 50) == 7
 
 
 def test_every_engine_is_offered():
