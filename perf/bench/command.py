@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 from rich.console import Console
 
+from nvme_offload.aio_native.registry import REGISTRY
 from nvme_offload.offload.config.section import AioConfig
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.bench.report import markdown, show
-from nvme_offload.perf.bench.run import EngineName, Plan, TargetName, run_bench
+from nvme_offload.perf.bench.run import Plan, TargetName, run_bench
 from nvme_offload.perf.measure.command_line import (
     DEFAULT_SIZE,
     HERE,
@@ -21,13 +22,14 @@ from nvme_offload.perf.measure.command_line import (
     Paths,
     Size,
     byte_option,
+    choice_option,
     failures_in_words,
     say_saved,
 )
 from nvme_offload.perf.measure.knobs import check_save
 from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.measure.results import save
-from nvme_offload.perf.measure.workloads import Rw, Settings
+from nvme_offload.perf.measure.settings import Rw, Settings
 
 RwChoice = Literal["read", "write", "mixed", "all"]
 
@@ -42,7 +44,9 @@ def bench(
     iodepth: Annotated[int, typer.Option(help="Requests in flight on each ring.")] = _AIO.queue_depth,
     size: Size = DEFAULT_SIZE,
     numjobs: Annotated[int, typer.Option(help="Rings, each with a thread.")] = _AIO.rings,
-    ioengine: Annotated[EngineName, typer.Option(help="What does the I/O.")] = _AIO.engine,
+    ioengine: Annotated[str, choice_option("--ioengine", choices=("auto", *REGISTRY), text="What does the I/O.")] = (
+        _AIO.engine
+    ),
     direct: Direct = _AIO.direct,
     runtime: Annotated[float, typer.Option(help="Seconds of passes in each direction.")] = 5.0,
     rw: Annotated[RwChoice, typer.Option(help="mixed: an optimizer step's 1:1 pattern.")] = "all",

@@ -13,11 +13,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nvme_offload.aio_native.registry import ENGINES
 from nvme_offload.perf.demo.children import RunFailedError, follow, uninterrupted
 from nvme_offload.perf.demo.options import (
     PRESETS,
     ComputeDevice,
-    Engine,
     ModelSize,
     choose_swap_parent,
     file_system_type,
@@ -26,6 +26,7 @@ from nvme_offload.perf.demo.options import (
 from nvme_offload.perf.demo.progress import meter
 from nvme_offload.perf.demo.records import RunResult, RunSettings
 from nvme_offload.perf.measure import machine
+from nvme_offload.perf.measure.command_line import choice_option
 
 MEASURING_STEPS = 3
 FEWEST_STEPS = 4
@@ -44,7 +45,7 @@ class Plan:
     size: ModelSize
     steps: int | None
     budget: float
-    engine: Engine
+    engine: str
     device: ComputeDevice
     seed: int
     swap_parent: Path
@@ -61,7 +62,7 @@ class Plan:
             stop_after=steps,
             seconds=None,
             seed=self.seed,
-            engine=self.engine.value,
+            engine=self.engine,
             compute_device=self.device.value,
             swap_path=None if swap_path is None else str(swap_path),
             threads=machine.num_cpus(),
@@ -191,7 +192,7 @@ def main(
         Path | None,
         typer.Option(help="Directory for the swap file, on the drive to use. Default: --out, or another on a drive."),
     ] = None,
-    engine: Annotated[Engine, typer.Option(help="Engine of the I/O.")] = Engine.AUTO,
+    engine: Annotated[str, choice_option("--engine", choices=("auto", *ENGINES), text="Engine of the I/O.")] = "auto",
     device: Annotated[ComputeDevice, typer.Option(help="Where forward and backward run.")] = ComputeDevice.CPU,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
     out: Annotated[Path, typer.Option(help="Directory for pictures and results.")] = Path("demo-out"),

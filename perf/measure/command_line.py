@@ -37,7 +37,7 @@ def choice_option(*names: str, choices: Sequence[str], text: str) -> Any:
 
     def chosen(word: str) -> str:
         if word not in choices:
-            raise typer.BadParameter(f"{word!r} is not one of {', '.join(choices)}")
+            raise typer.BadParameter(f"{word!r} is not one of {', '.join(map(repr, choices))}")
         return word
 
     return typer.Option(*names, parser=chosen, metavar="|".join(choices), help=text)

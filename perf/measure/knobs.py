@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nvme_offload.offload.units import KiB, format_bytes
-from nvme_offload.perf.measure.workloads import Settings
+from nvme_offload.perf.measure.settings import Settings
 
 LIMITS = {"bs": (4 * KiB, 1 << 30), "iodepth": (1, 4096), "numjobs": (1, 64)}
 MIN_BLOCKS = 64

@@ -32,7 +32,8 @@ from nvme_offload.perf.measure.environment import environment
 from nvme_offload.perf.measure.knobs import KnobError, check_folder, check_settings, check_space
 from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.measure.quantiles import percentile
-from nvme_offload.perf.measure.workloads import RawTarget, Region, Settings
+from nvme_offload.perf.measure.settings import Settings
+from nvme_offload.perf.measure.workloads import RawTarget, Region
 
 COARSE_BLOCKS = (256 * KiB, MiB, 4 * MiB)
 COARSE_DEPTHS = (4, 16, 64)
