@@ -12,7 +12,7 @@ from rich.console import Console
 from nvme_offload.aio_native.registry import REGISTRY
 from nvme_offload.offload.config.section import AioConfig
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.perf.bench.report import markdown, show
+from nvme_offload.perf.bench.report import markdown, show, summarized
 from nvme_offload.perf.bench.run import Plan, TargetName, run_bench
 from nvme_offload.perf.measure.command_line import (
     DEFAULT_SIZE,
@@ -92,7 +92,7 @@ def bench(
         show(document, Console())
     if save_to:  # last: a disk that is full by now must not cost what was measured
         with failures_in_words():
-            say_saved(save(save_to, f"bench-{target}", document, markdown(document)))
+            say_saved(save(save_to, f"bench-{target}", summarized(document), markdown(document)))
 
 
 def _rounds(compare_fio: bool, quads: int | None) -> int:

@@ -14,8 +14,9 @@ from nvme_offload.perf.bench.comparison import Quad
 from nvme_offload.perf.measure.environment import describe
 from nvme_offload.perf.measure.quantiles import percentile
 from nvme_offload.perf.measure.results import page
+from nvme_offload.perf.measure.settings import Settings
 from nvme_offload.perf.measure.tensor_workloads import STEPS_PER_PASS
-from nvme_offload.perf.measure.workloads import Sample, Settings
+from nvme_offload.perf.measure.workloads import Sample
 
 PERCENTILES = (50, 95, 99, 100)
 
@@ -39,6 +40,8 @@ def summary(samples: Sequence[Sample], settings: Settings) -> dict[str, Any]:
         "cpu_seconds_per_gb": cpu_seconds / (bytes_moved / 1e9),
         "cpu_us_per_mib": cpu_seconds * 1e6 / (bytes_moved / MiB),
         "num_samples": len(samples),
+        "total_bytes": bytes_moved,
+        "total_seconds": sum(sample.seconds for sample in samples),
     }
 
 
@@ -128,6 +131,24 @@ def comparison_lines(document: dict[str, Any]) -> list[str]:
             f"quotient {result['quotient']:.3f} (95 %: {low:.3f} to {high:.3f}, {len(result['quads'])} quads){verdict}"
         )
     return lines
+
+
+def summarized(document: dict[str, Any]) -> dict[str, Any]:
+    """A document of `offload bench` without single passes and runs: what is kept in a file."""
+    results = {rw: {"summary": result["summary"]} for rw, result in document["results"].items()}
+    kept = {**document, "results": results}
+    if "comparison" in document:
+        kept["comparison"] = {name: _without_rates(value) for name, value in document["comparison"].items()}
+    return kept
+
+
+def _without_rates(compared: Any) -> Any:
+    if not isinstance(compared, dict):
+        return compared
+    figures = {name: value for name, value in compared.items() if name not in ("quads", "controls")}
+    for name, quads in (("ratios", compared["quads"]), ("control_ratios", compared["controls"])):
+        figures[name] = [round(Quad(tuple(rates)).ratio, 4) for rates in quads]
+    return figures
 
 
 def markdown(document: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from nvme_offload.aio_native.registry import ENGINES
+from nvme_offload.perf.demo import report
 from nvme_offload.perf.demo.children import RunFailedError, follow, uninterrupted
 from nvme_offload.perf.demo.options import (
     PRESETS,
@@ -27,6 +28,7 @@ from nvme_offload.perf.demo.progress import meter
 from nvme_offload.perf.demo.records import RunResult, RunSettings
 from nvme_offload.perf.measure import machine
 from nvme_offload.perf.measure.command_line import choice_option
+from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
 
 MEASURING_STEPS = 3
 FEWEST_STEPS = 4
@@ -128,12 +130,6 @@ class Demo:
 
     def conclude(self, nvme: RunResult, memory: RunResult) -> bool:
         """Table, pictures, file and verdict."""
-        from nvme_offload.perf.demo import (
-            report,  # matplotlib is slow to import, and a wrong option should be told at once
-        )
-        from nvme_offload.perf.demo.curves import draw_curves
-        from nvme_offload.perf.demo.timeline import draw_timeline
-
         console, out = self.console, self.plan.out
         differing = report.differences(nvme, memory)
         console.print()
@@ -142,14 +138,16 @@ class Demo:
             console.print(f"This processor is slow at bf16: forward and backward computed in {nvme.arithmetic}.")
         engine, reason = nvme.stats["engine"], nvme.stats["engine_reason"]
         console.print(f"engine of the run on NVMe: {engine} ({reason})", markup=False, highlight=False)
-        step = draw_timeline(nvme, out / "timeline.png")
-        draw_curves(nvme, memory, out / "loss.png")
+        step = self.draw(nvme, memory)
         options = dataclasses.asdict(self.plan) | {"timeline_step": step}
         runs = {"nvme": nvme, "cpu": memory}
         report.write_results(out / "results.json", options, self.plan.swap_parent, runs, differing)
         console.print()
-        console.print(f"timeline of step {step + 1}: {out / 'timeline.png'}", highlight=False, soft_wrap=True)
-        console.print(f"loss curves:        {out / 'loss.png'}", highlight=False, soft_wrap=True)
+        if step is None:
+            console.print(NO_PICTURE, markup=False, highlight=False, soft_wrap=True)
+        else:
+            console.print(f"timeline of step {step + 1}: {out / 'timeline.png'}", highlight=False, soft_wrap=True)
+            console.print(f"loss curves:        {out / 'loss.png'}", highlight=False, soft_wrap=True)
         console.print(f"everything:         {out / 'results.json'}", highlight=False, soft_wrap=True)
         console.print()
         if differing:
@@ -162,6 +160,17 @@ class Demo:
             highlight=False,
         )
         return True
+
+    def draw(self, nvme: RunResult, memory: RunResult) -> int | None:
+        """Draw both pictures; returns the step that the timeline shows, None where nothing can be drawn."""
+        if not can_draw():
+            return None
+        # matplotlib is slow to import, and a wrong option should be told at once
+        from nvme_offload.perf.demo.curves import draw_curves
+        from nvme_offload.perf.demo.timeline import draw_timeline
+
+        draw_curves(nvme, memory, self.plan.out / "loss.png")
+        return draw_timeline(nvme, self.plan.out / "timeline.png")
 
 
 def _check_space(plan: Plan) -> None:

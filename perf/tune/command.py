@@ -21,8 +21,8 @@ from nvme_offload.perf.measure.command_line import (
     say_saved,
 )
 from nvme_offload.perf.measure.environment import describe
+from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
 from nvme_offload.perf.measure.progress import Progress
-from nvme_offload.perf.tune.picture import draw
 from nvme_offload.perf.tune.search import Search, run_tune
 
 _AIO = AioConfig()
@@ -49,9 +49,14 @@ def tune(
 
 
 def save(output: Path, document: dict[str, Any]) -> list[Path]:
-    """Write the section, and the picture beside it."""
-    picture = output.with_suffix(".png")
+    """Write the section, and the picture beside it where one can be drawn."""
     output.write_text(json.dumps(document["section"], indent=2) + "\n", encoding="utf-8")
+    if not can_draw():
+        typer.echo(NO_PICTURE, err=True)
+        return [output]
+    from nvme_offload.perf.tune.picture import draw
+
+    picture = output.with_suffix(".png")
     draw(document, picture)
     return [output, picture]
 

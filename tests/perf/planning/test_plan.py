@@ -228,17 +228,17 @@ def test_a_section_that_initialize_refuses_is_refused(ranks, changes, words, tmp
 
 
 def test_a_bench_that_did_not_measure_the_drives_is_refused(tmp_path):
-    sample = {"size_bytes": 10**9, "seconds": 0.5}
+    summary = {"total_bytes": 10**9, "total_seconds": 0.5}
     measured = {
         "verified": True,
         "engine": {"direct": True},
-        "results": {rw: {"samples": [sample]} for rw in ("read", "write", "mixed")},
+        "results": {rw: {"summary": summary} for rw in ("read", "write", "mixed")},
     }
     for changes, words in (
         ({}, ""),
         ({"verified": False}, "the null engine moves no bytes"),
         ({"engine": {"direct": False}}, "--direct required"),
-        ({"results": {**measured["results"], "write": {"samples": [sample | {"size_bytes": 0}]}}}, "is no result"),
+        ({"results": {**measured["results"], "write": {"summary": summary | {"total_bytes": 0}}}}, "is no result"),
     ):
         file = tmp_path / "bench.json"
         file.write_text(json.dumps(measured | changes))
