@@ -7,7 +7,7 @@ import select
 import weakref
 from contextlib import suppress
 
-from nvme_offload.aio_native import Operation
+from nvme_offload.aio_native.engine import Operation
 
 
 class Bell:

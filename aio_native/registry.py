@@ -3,15 +3,50 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 
 from nvme_offload.aio_native.engine import Engine, EngineOptions, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
-ENGINES = ("io_uring", "pyuring", "aiofiles")
-"""In the order in which ``auto`` tries them: fastest first."""
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """Where an engine is, and what is expected of it."""
+
+    module: str
+    class_name: str
+    rank: int | None
+    """When ``auto`` tries it: fastest first. None: it moves no bytes, and only `offload bench` offers it."""
+    least_share: float | None
+    """Of fio's bandwidth in the same minute: less is not the speed of the drive. None: it is not judged."""
+    summary: str
+    """What the engine is, in a few words."""
+
+    def open(self, options: EngineOptions) -> Engine:
+        """Import the engine and open it.
+
+        Raises:
+            EngineUnavailable: it cannot run here.
+        """
+        engine: Engine = getattr(import_module(self.module), self.class_name)(options)
+        return engine
+
+
+_HERE = "nvme_offload.aio_native"
+REGISTRY: Mapping[str, EngineEntry] = {
+    "io_uring": EngineEntry(f"{_HERE}.uring", "UringEngine", 1, 0.97, "C++, liburing"),
+    "pyuring": EngineEntry(f"{_HERE}.pyuring", "PyuringEngine", 2, 0.90, "its binding from PyPI"),
+    "aiofiles": EngineEntry(f"{_HERE}.aiofiles_engine", "AiofilesEngine", 3, None, "runs anywhere"),
+    "null": EngineEntry(f"{_HERE}.null", "NullEngine", None, None, "no byte moves"),
+}
+"""Every engine. The section, its reference page, bench, tune, doctor and demo offer what stands here."""
+
+_RANKED = [(entry.rank, name) for name, entry in REGISTRY.items() if entry.rank is not None]
+ENGINES = tuple(name for _, name in sorted(_RANKED))
+"""The engines that move bytes, in the order in which ``auto`` tries them."""
 
 _said: set[str] = set()
 
@@ -24,36 +59,10 @@ class OpenedEngine:
     reason: str
 
 
-def _io_uring(options: EngineOptions) -> Engine:
-    from nvme_offload.aio_native.uring import UringEngine
-
-    return UringEngine(options)
-
-
-def _pyuring(options: EngineOptions) -> Engine:
-    from nvme_offload.aio_native.pyuring import PyuringEngine
-
-    return PyuringEngine(options)
-
-
-def _aiofiles(options: EngineOptions) -> Engine:
-    from nvme_offload.aio_native.aiofiles_engine import AiofilesEngine
-
-    return AiofilesEngine(options)
-
-
-def _null(options: EngineOptions) -> Engine:
-    from nvme_offload.aio_native.null import NullEngine
-
-    return NullEngine(options)
-
-
-_OPEN: dict[str, Callable[[EngineOptions], Engine]] = {
-    "io_uring": _io_uring,
-    "pyuring": _pyuring,
-    "aiofiles": _aiofiles,
-    "null": _null,
-}
+def describe_engines() -> str:
+    """The engines that ``auto`` tries, in its order, in words."""
+    *others, last = [f"{name} ({REGISTRY[name].summary})" for name in ENGINES]
+    return f"{', '.join(others)} and {last}"
 
 
 def open_engine(name: str, options: EngineOptions) -> OpenedEngine:
@@ -66,10 +75,12 @@ def open_engine(name: str, options: EngineOptions) -> OpenedEngine:
         EngineUnavailable: the named engine cannot run here. ``auto`` raises it only if nothing works.
     """
     if name != "auto":
-        if name not in _OPEN:
-            raise ValueError(f"aio.engine = {name!r}: there is no such engine; choose one of auto, {', '.join(_OPEN)}")
+        if name not in REGISTRY:
+            raise ValueError(
+                f"aio.engine = {name!r}: there is no such engine; choose one of auto, {', '.join(REGISTRY)}"
+            )
         try:
-            return OpenedEngine(_OPEN[name](options), "asked for")
+            return OpenedEngine(REGISTRY[name].open(options), "asked for")
         except EngineUnavailable as error:
             raise EngineUnavailable(
                 f"aio.engine = {name!r}: {str(error).rstrip('.')}. Or set aio.engine to auto"
@@ -78,7 +89,7 @@ def open_engine(name: str, options: EngineOptions) -> OpenedEngine:
     """Names by why not: io_uring and pyuring mostly fail for the same reason, which is then said once."""
     for candidate in ENGINES:
         try:
-            engine = _OPEN[candidate](options)
+            engine = REGISTRY[candidate].open(options)
         except EngineUnavailable as error:
             passed_over.setdefault(str(error).rstrip("."), []).append(candidate)
             continue

@@ -14,9 +14,57 @@ LAYERS = ("aio_native", "offload", "optim", "perf")
 SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FUNCTION_LINES = 70
+FOLDERS_BOTTOM_UP = {
+    "aio_native": (
+        {"_native", "faults", "uring_refusal"},
+        {"engine"},
+        {"bell", "operation", "segments"},
+        {"requests"},
+        {"injection"},
+        {"python_engine"},
+        {"aiofiles_engine", "null", "pyuring", "uring"},
+        {"registry"},
+    ),
+    "offload": (
+        {"_torch_private", "units"},
+        {"errors"},
+        {"host"},
+        {"config"},
+        {"storage"},
+        {"staging"},
+        {"shards", "swapper"},
+        {"weights"},
+    ),
+    "perf": (
+        {"measure"},
+        {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
+        {"cli"},
+    ),
+}
+"""The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""
 PRIVATE_TORCH = re.compile(
     r"\btorch(\.\w+)*\._[a-z]\w*|^\s*(from|import) torch(\.\w+)*\._\w+|\._version\b", re.MULTILINE
 )
+
+TYPES_ONLY = {
+    "optim/checkpoint/places.py",
+    "optim/full_values.py",
+    "optim/precision/text.py",
+    "optim/state/entries.py",
+    "optim/tiers/gatherers.py",
+    "optim/tiers/halves.py",
+}
+"""Modules that import something for its type alone, which hides a circle. This list may only shrink."""
+REACHED_THROUGH = {
+    "optim/checkpoint/run_state.py": {"optimizer._store"},
+    "optim/checkpoint/save_load.py": {"training.optimizer._store"},
+    "optim/zero/engine.py": {"self.optimizer._meter"},
+    "optim/zero/initialize.py": {"made._store"},
+    "perf/measure/tensor_workloads.py": {"self.optimizer._store"},
+}
+"""Private attributes of others that a module touches. This list may only shrink."""
+PUBLIC_IN_SPITE = {"_asdict", "_fields", "_make", "_replace", "_getframe", "_init_weights"}
+"""Of NamedTuple, sys and transformers, whose documentation offers them."""
 
 assert len(SOURCES) > 20, "the sources were not found"
 
@@ -51,6 +99,84 @@ def test_imports_go_one_way(path):
     assert not wrong, (
         f"{path.name} imports {sorted(wrong)}: the arrow is {' <- '.join(LAYERS)}, and no torch in the first"
     )
+
+
+def rooms_of(package):
+    """Every module and folder with modules directly in `package`."""
+    files = {path.relative_to(ROOT / package).parts[0] for path in (ROOT / package).rglob("*.py*") if path.is_file()}
+    return {Path(name).stem for name in files if "cache" not in name} - {"__init__"}
+
+
+def imported_rooms(tree, package):
+    """Rooms of `package` that a module imports from; `__init__` for names of the package itself."""
+    prefix = f"{FACE}.{package}"
+    for module in imported_modules(tree):
+        if module.startswith(prefix + "."):
+            room = module.removeprefix(prefix + ".").split(".")[0]
+            yield room if room in rooms_of(package) else "__init__"
+
+
+def level_of(room, levels):
+    return next((number for number, rooms in enumerate(levels) if room in rooms), len(levels))
+
+
+@pytest.mark.parametrize("package", FOLDERS_BOTTOM_UP)
+def test_every_room_has_its_level(package):
+    listed = [room for rooms in FOLDERS_BOTTOM_UP[package] for room in rooms]
+    assert sorted(listed) == sorted(rooms_of(package))
+
+
+@pytest.mark.parametrize("package", FOLDERS_BOTTOM_UP)
+def test_imports_inside_a_package_go_down(package):
+    levels = FOLDERS_BOTTOM_UP[package]
+    wrong = []
+    for path in (ROOT / package).rglob("*.py"):
+        room = Path(path.relative_to(ROOT / package).parts[0]).stem
+        for other in sorted(set(imported_rooms(parsed(path), package)) - {room}):
+            if level_of(other, levels) >= level_of(room, levels):
+                wrong.append(f"{path.relative_to(ROOT)} imports {other}, which does not lie below {room}")
+    assert not wrong, "\n".join(wrong)
+
+
+def types_only(tree):
+    return any(
+        isinstance(node, ast.Name | ast.Attribute) and "TYPE_CHECKING" in ast.dump(node) for node in ast.walk(tree)
+    )
+
+
+def private_attributes_of_others(tree):
+    """Names of attributes with an underscore that are taken of anything but self, and are not this module's own."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    own = {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and is_self(node.value)}
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in attributes:
+        private = node.attr.startswith("_") and not node.attr.endswith("__") and node.attr not in PUBLIC_IN_SPITE
+        if private and not is_self(node.value) and node.attr not in own:
+            yield f"{ast.unparse(node.value)}.{node.attr}"
+
+
+def is_self(node):
+    called = node.func if isinstance(node, ast.Call) else node
+    return isinstance(called, ast.Name) and called.id in ("self", "cls", "super")
+
+
+def test_nothing_is_imported_for_its_type_alone():
+    found = {str(path.relative_to(ROOT)) for path in SOURCES if types_only(parsed(path))}
+    assert not found - TYPES_ONLY, "hand in a Protocol or a callable, or move what both need to the ground"
+    assert not TYPES_ONLY - found, "done: take them off the list"
+
+
+def test_nobody_reaches_into_another():
+    found = {
+        str(path.relative_to(ROOT)): places
+        for path in SOURCES
+        if path.name != "_torch_private.py" and (places := set(private_attributes_of_others(parsed(path))))
+    }
+    new = {file: places - REACHED_THROUGH.get(file, set()) for file, places in found.items()}
+    gone = {file: places - found.get(file, set()) for file, places in REACHED_THROUGH.items()}
+    assert not any(new.values()), f"give what is needed a public name: { {f: p for f, p in new.items() if p} }"
+    assert not any(gone.values()), f"done: take them off the list: { {f: p for f, p in gone.items() if p} }"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, GetPydanticSchema, model_validator
+from pydantic_core import core_schema
 
+from nvme_offload.aio_native.registry import ENGINES, describe_engines
 from nvme_offload.offload.config.optimizer import OptimizerConfig
 from nvme_offload.offload.config.reader import (
     WRAPPER,
@@ -47,12 +49,18 @@ Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(stri
 Weights = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
 
 
+EngineName = Annotated[
+    Literal["auto"] | str, GetPydanticSchema(lambda _source, _handler: core_schema.literal_schema(["auto", *ENGINES]))
+]
+_ABOUT_ENGINES = (
+    f"The engine that does the I/O. `auto` takes the first of {describe_engines()} that works, and says which and why."
+)
+
+
 class AioConfig(Section):
     """How bytes move between memory and files."""
 
-    engine: Literal["auto", "io_uring", "pyuring", "aiofiles"] = key("auto", "one of these")
-    """The engine that does the I/O. `auto` takes the first of io_uring (C++, liburing), pyuring (its binding
-    from PyPI) and aiofiles (runs anywhere) that works, and says which and why."""
+    engine: EngineName = key("auto", "one of these", description=_ABOUT_ENGINES)
     block_size: ByteCount = key(
         MiB,
         '4 KiB..1 GiB, a multiple of 4 KiB, as "1MiB"',

@@ -2,225 +2,109 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-import torch
+import typer
+from rich.console import Console
 
-from nvme_offload.offload.units import KiB, format_bytes
-from nvme_offload.perf.bench.comparison import Comparison, Quad, compare, comparison_of
-from nvme_offload.perf.bench.fio import Fio, find_fio
-from nvme_offload.perf.bench.report import Progress, describe_quad, summary
-from nvme_offload.perf.measure.environment import environment
-from nvme_offload.perf.measure.tensor_workloads import (
-    MAX_SWAPPER_RINGS,
-    MIN_STEP_STAGING_BYTES,
-    STEPS_PER_PASS,
-    StepTarget,
-    SwapperTarget,
+from nvme_offload.aio_native.registry import REGISTRY
+from nvme_offload.offload.config.section import AioConfig
+from nvme_offload.offload.units import format_bytes
+from nvme_offload.perf.bench.report import markdown, show, summarized
+from nvme_offload.perf.bench.run import Plan, TargetName, run_bench
+from nvme_offload.perf.measure.command_line import (
+    DEFAULT_SIZE,
+    HERE,
+    Direct,
+    Json,
+    Paths,
+    Size,
+    byte_option,
+    choice_option,
+    failures_in_words,
+    say_saved,
 )
-from nvme_offload.perf.measure.workloads import RawTarget, Region, Rw, Sample, Settings, Target
+from nvme_offload.perf.measure.knobs import check_save
+from nvme_offload.perf.measure.progress import Progress
+from nvme_offload.perf.measure.results import save
+from nvme_offload.perf.measure.settings import Rw, Settings
 
-TargetName = Literal["raw", "swapper", "step"]
-EngineName = Literal["auto", "io_uring", "pyuring", "aiofiles", "null"]
+RwChoice = Literal["read", "write", "mixed", "all"]
 
-LIMITS = {"bs": (4 * KiB, 1 << 30), "iodepth": (1, 4096), "numjobs": (1, 64), "quads": (0, 10_000)}
-MIN_BLOCKS = 64
-"""A region of fewer blocks says nothing about a drive."""
-ACCEPTED = {"raw": {"io_uring": 0.97, "pyuring": 0.90}, "step": {"io_uring": 0.90}}
-"""The least quotient against fio that we call the speed of the drive, by target and engine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What one call of the command measures."""
-
-    settings: Settings
-    target: TargetName
-    directions: tuple[Rw, ...]
-    runtime: float
-    """Seconds of passes in each direction; at least one pass."""
-    quads: int = 0
-    """Quads against fio in each direction; 0 leaves fio out."""
-    fio_tuned: bool = True
-
-    @property
-    def pass_bytes(self) -> int:
-        """Bytes of one pass: each byte of the region once; steps read and write them."""
-        return self.settings.size * (2 * STEPS_PER_PASS if self.target == "step" else 1)
+QUADS = 20
+_AIO = AioConfig()
+_BLOCK: Any = format_bytes(_AIO.block_size)  # shown so in the help, parsed as if typed
 
 
-class KnobError(ValueError):
-    """A knob has a value that cannot be used."""
+def bench(
+    path: Paths = HERE,
+    bs: Annotated[int, byte_option("--bs", text="Bytes of one request.")] = _BLOCK,
+    iodepth: Annotated[int, typer.Option(help="Requests in flight on each ring.")] = _AIO.queue_depth,
+    size: Size = DEFAULT_SIZE,
+    numjobs: Annotated[int, typer.Option(help="Rings, each with a thread.")] = _AIO.rings,
+    ioengine: Annotated[str, choice_option("--ioengine", choices=("auto", *REGISTRY), text="What does the I/O.")] = (
+        _AIO.engine
+    ),
+    direct: Direct = _AIO.direct,
+    runtime: Annotated[float, typer.Option(help="Seconds of passes in each direction.")] = 5.0,
+    rw: Annotated[RwChoice, typer.Option(help="mixed: an optimizer step's 1:1 pattern.")] = "all",
+    target: Annotated[TargetName, typer.Option(help="The engine, TensorSwapper, or OffloadAdamW.step().")] = "raw",
+    device: Annotated[str, typer.Option(help="Where the tensors of swapper and step are: cpu or cuda.")] = "cpu",
+    compare_fio: Annotated[bool, typer.Option("--compare-fio", help="Measure fio in the same minute.")] = False,
+    quads: Annotated[
+        int | None, typer.Option(help="Rounds of --compare-fio in each direction.", show_default=str(QUADS))
+    ] = None,
+    fio_tuned: Annotated[bool, typer.Option(help="Give fio huge pages and registered buffers, too.")] = True,
+    as_json: Json = False,
+    save_to: Annotated[Path | None, typer.Option("--save", help="Folder for the results: JSON and Markdown.")] = None,
+) -> None:
+    """Measure bandwidth, IOPS, latency and processor time of reading, writing and both.
 
-    def __init__(self, knob: str, why: str) -> None:
-        super().__init__(why)
-        self.knob = knob
-
-
-def check(plan: Plan) -> None:
-    """Find everything that cannot work before anything starts.
-
-    Raises:
-        KnobError: names the knob and what to write instead.
-        FioError: fio is asked for and missing.
+    Everything is written before it is read, and verified before it is timed. Knobs are named as in fio.
     """
-    settings = plan.settings
-    for knob, value in {**asdict(settings), "quads": plan.quads}.items():
-        low, high = LIMITS.get(knob, (None, None))
-        if low is not None and high is not None and not low <= value <= high:
-            raise KnobError(knob, f"{value} is out of range; choose {low} to {high}")
-    if settings.bs % (4 * KiB):
-        raise KnobError("bs", f"{settings.bs} bytes is no multiple of 4 KiB, which direct I/O needs")
-    if settings.size < (least := MIN_BLOCKS * settings.bs * settings.numjobs):
-        raise KnobError("size", f"{format_bytes(settings.size)} is too small for these blocks; at least {least} bytes")
-    if not plan.runtime >= 0:  # so that nan is refused, too
-        raise KnobError("runtime", f"{plan.runtime} seconds is negative, or no number")
-    _check_target(plan)
-    if plan.quads:
-        find_fio()
-        if len(settings.paths) > 1:
-            raise KnobError("path", "--compare-fio works on one path: fio does not stripe as we do")
-    for path, needed in space_needed(plan).items():
-        _check_space(path, needed)
-
-
-def _check_target(plan: Plan) -> None:
-    settings = plan.settings
-    if settings.ioengine == "null" and (plan.target != "raw" or plan.quads):
-        raise KnobError("ioengine", "null moves no bytes: use it with --target raw and without --compare-fio")
-    if plan.target == "step" and plan.directions != ("mixed",):
-        raise KnobError("rw", "a step reads and writes: use --rw mixed (or all) with --target step")
-    least = 8 * MIN_STEP_STAGING_BYTES
-    if plan.target == "step" and settings.size < least:
-        raise KnobError("size", f"so little state stays in the staging buffers; at least {format_bytes(least)}")
-    if plan.target == "swapper" and settings.numjobs > MAX_SWAPPER_RINGS:
-        why = "each ring needs 8 staging buffers and a swapper has 64 at most"
-        raise KnobError("numjobs", f"{why}; choose 1 to {MAX_SWAPPER_RINGS} with --target swapper")
-    if settings.device == "cpu":
-        return
-    if settings.device != "cuda" or not torch.cuda.is_available():
-        raise KnobError("device", f"{settings.device!r} is not available here; choose cpu")
-    if plan.target == "raw":
-        raise KnobError("device", "--target raw knows no tensors; use --target swapper or step")
-
-
-def space_needed(plan: Plan) -> dict[Path, int]:
-    """Bytes on each path: the region, what the target needs besides, and fio's own file."""
-    settings = plan.settings
-    # A swapper keeps the old value until the new one is complete; a step is verified with a second, small optimizer.
-    slack = {"raw": 0, "swapper": settings.size, "step": settings.size // 16}[plan.target]
-    region = (settings.size + slack) // len(settings.paths)
-    return dict.fromkeys(settings.paths, region + (settings.size if plan.quads else 0))
-
-
-def check_folder(knob: str, path: Path) -> None:
-    """Find out before measuring whether files can be made in `path`."""
-    if not path.is_dir():
-        raise KnobError(knob, f"{path} is no directory")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise KnobError(knob, f"{path} is not writable")
-
-
-def check_save(folder: Path) -> None:
-    """Find out before measuring whether `folder` takes the results; what is missing of it is made afterwards."""
-    check_folder("save", next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place)))
-
-
-def _check_space(path: Path, needed: int) -> None:
-    check_folder("path", path)
-    system = os.statvfs(path)
-    free = system.f_bavail * system.f_frsize
-    if free < needed:
-        raise KnobError(
-            "size", f"{path} has {format_bytes(free)} free and {format_bytes(needed)} is needed; nothing was written"
-        )
-
-
-@contextmanager
-def open_target(plan: Plan) -> Iterator[RawTarget | SwapperTarget | StepTarget]:
-    """The target of a plan, closed and removed at the end."""
-    settings = plan.settings
-    if plan.target == "swapper":
-        with SwapperTarget(settings) as swapper:
-            yield swapper
-    elif plan.target == "step":
-        with StepTarget(settings) as step:
-            yield step
+    every: tuple[Rw, ...] = ("mixed",) if target == "step" else get_args(Rw)
+    wanted = Plan(
+        settings=Settings(
+            paths=tuple(path),
+            size=size,
+            bs=bs,
+            iodepth=iodepth,
+            numjobs=numjobs,
+            ioengine=ioengine,
+            direct=direct,
+            device=device,
+        ),
+        target=target,
+        directions=every if rw == "all" else (rw,),
+        runtime=runtime,
+        quads=_rounds(compare_fio, quads),
+        fio_tuned=_tuned(compare_fio, fio_tuned),
+    )
+    with failures_in_words():
+        if save_to:
+            check_save(save_to)
+        document = run_bench(wanted, Progress(Console(stderr=True)))
+    if as_json:
+        typer.echo(json.dumps(document))
     else:
-        with Region(settings.paths, settings.size, settings.direct) as region, RawTarget(settings, region) as raw:
-            yield raw
+        show(document, Console())
+    if save_to:  # last: a disk that is full by now must not cost what was measured
+        with failures_in_words():
+            say_saved(save(save_to, f"bench-{target}", summarized(document), markdown(document)))
 
 
-def run_bench(plan: Plan, progress: Progress) -> dict[str, Any]:
-    """Everything the plan asks for, as the document that ``--json`` prints."""
-    check(plan)
-    document: dict[str, Any] = {
-        "config": {
-            **asdict(plan),
-            "settings": asdict(plan.settings) | {"paths": [str(p) for p in plan.settings.paths]},
-        },
-        "environment": environment(list(plan.settings.paths)),
-        "results": {},
-    }
-    with open_target(plan) as target:
-        document["engine"] = {
-            "name": target.engine.engine.name,
-            "reason": target.engine.reason,
-            "direct": target.direct,
-        }
-        with progress.phase("writing and verifying", 1) as advance:
-            target.prepare()
-            advance("")
-        document["verified"] = plan.settings.ioengine != "null"
-        for rw in plan.directions:
-            samples = measure(target, plan, rw, progress)
-            document["results"][rw] = {
-                "samples": [asdict(sample) | {"bw_bytes": sample.bw_bytes} for sample in samples],
-                "summary": summary(samples, plan.settings),
-            }
-        if plan.quads:
-            document["comparison"] = compare_with_fio(target, plan, progress)
-    return document
+def _rounds(compare_fio: bool, quads: int | None) -> int:
+    """Quads to measure; 0 leaves fio out, which is said by leaving out `--compare-fio`."""
+    if quads is not None and not compare_fio:
+        raise typer.BadParameter("it counts the rounds of --compare-fio; give that, too", param_hint="'--quads'")
+    if quads == 0:
+        raise typer.BadParameter("0 rounds compare nothing; leave out --compare-fio", param_hint="'--quads'")
+    return 0 if not compare_fio else QUADS if quads is None else quads
 
 
-def measure(target: Target, plan: Plan, rw: Rw, progress: Progress) -> list[Sample]:
-    """Passes until the time is used up."""
-    samples: list[Sample] = []
-    target.run(rw, plan.pass_bytes)  # not counted: the first pass in a direction also warms up
-    deadline = time.monotonic() + plan.runtime
-    with progress.phase(rw, None) as advance:
-        while not samples or time.monotonic() < deadline:
-            samples.append(target.run(rw, plan.pass_bytes))
-            advance(f"{samples[-1].bw_bytes / 1e9:.2f} GB/s")
-    return samples
-
-
-def compare_with_fio(target: Target, plan: Plan, progress: Progress) -> dict[str, Any]:
-    """Quads and controls in every direction, each said as soon as it is there."""
-    document: dict[str, Any] = {"tuned": plan.fio_tuned}
-    with Fio(plan.settings, tuned=plan.fio_tuned) as fio:
-        document |= {"version": fio.version, "command": fio.command("mixed", plan.pass_bytes)[1:]}
-        for rw in plan.directions:
-            pairs = []
-            with progress.phase(f"{rw} beside fio", plan.quads) as advance:
-                for pair in _pairs(target, fio, plan, rw):
-                    pairs.append(pair)
-                    progress.say(describe_quad(rw, len(pairs), pair))
-                    advance("")
-            document[rw] = comparison_of(pairs).as_dict() | _verdict(comparison_of(pairs), plan, target)
-    return document
-
-
-def _pairs(target: Target, fio: Fio, plan: Plan, rw: Rw) -> Iterator[tuple[Quad, Quad]]:
-    return compare(lambda: target.run(rw, plan.pass_bytes).bw_bytes, lambda: fio.run(rw, plan.pass_bytes), plan.quads)
-
-
-def _verdict(comparison: Comparison, plan: Plan, target: Target) -> dict[str, Any]:
-    least = ACCEPTED.get(plan.target, {}).get(target.engine.engine.name)
-    return {"least": least, "accepted": None if least is None else comparison.quotient >= least}
+def _tuned(compare_fio: bool, fio_tuned: bool) -> bool:
+    if not fio_tuned and not compare_fio:
+        raise typer.BadParameter("it is about the fio of --compare-fio; give that, too", param_hint="'--no-fio-tuned'")
+    return fio_tuned

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from nvme_offload.offload.storage.run_directory import FIO_NAME, RunDirectory
-from nvme_offload.perf.measure.workloads import Rw, Settings
+from nvme_offload.perf.measure.settings import Rw, Settings
 
 _RW = {"read": "read", "write": "write", "mixed": "rw"}
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

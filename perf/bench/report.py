@@ -1,66 +1,24 @@
-"""What was measured, in words, tables and files."""
+"""What `offload bench` measured, in words and tables."""
 
 from __future__ import annotations
 
-import json
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 from rich.table import Table
 
 from nvme_offload.offload.units import MiB, format_bytes
 from nvme_offload.perf.bench.comparison import Quad
 from nvme_offload.perf.measure.environment import describe
+from nvme_offload.perf.measure.quantiles import percentile
+from nvme_offload.perf.measure.results import page
+from nvme_offload.perf.measure.settings import Settings
 from nvme_offload.perf.measure.tensor_workloads import STEPS_PER_PASS
-from nvme_offload.perf.measure.workloads import Sample, Settings
+from nvme_offload.perf.measure.workloads import Sample
 
 PERCENTILES = (50, 95, 99, 100)
-RESULTS = Path(__file__).parent.parent / "results"
-
-
-class Progress:
-    """Bars on a terminal, plain lines elsewhere. Goes to standard error: standard output is for results."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def say(self, line: str) -> None:
-        """One line that stays."""
-        self._console.print(line, highlight=False, soft_wrap=True)
-
-    @contextmanager
-    def phase(self, name: str, total: int | None) -> Iterator[Callable[[str], None]]:
-        """Gives what is to be called, with a short text or none, after each of `total` pieces of work."""
-        if not self._console.is_terminal:
-            self.say(f"{name} ...")
-            last = ""
-
-            def note(text: str) -> None:
-                nonlocal last
-                last = text
-
-            start = time.monotonic()
-            yield note
-            self.say(f"{name}: {time.monotonic() - start:.1f} s{', ' + last if last else ''}")
-            return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
-        with Bars(*columns, TimeElapsedColumn(), console=self._console, transient=True) as bars:
-            task = bars.add_task(name, total=total, text="")
-            yield lambda text: bars.update(task, advance=1, text=text)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that `percent` of all values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def summary(samples: Sequence[Sample], settings: Settings) -> dict[str, Any]:
@@ -82,6 +40,8 @@ def summary(samples: Sequence[Sample], settings: Settings) -> dict[str, Any]:
         "cpu_seconds_per_gb": cpu_seconds / (bytes_moved / 1e9),
         "cpu_us_per_mib": cpu_seconds * 1e6 / (bytes_moved / MiB),
         "num_samples": len(samples),
+        "total_bytes": bytes_moved,
+        "total_seconds": sum(sample.seconds for sample in samples),
     }
 
 
@@ -173,6 +133,24 @@ def comparison_lines(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+def summarized(document: dict[str, Any]) -> dict[str, Any]:
+    """A document of `offload bench` without single passes and runs: what is kept in a file."""
+    results = {rw: {"summary": result["summary"]} for rw, result in document["results"].items()}
+    kept = {**document, "results": results}
+    if "comparison" in document:
+        kept["comparison"] = {name: _without_rates(value) for name, value in document["comparison"].items()}
+    return kept
+
+
+def _without_rates(compared: Any) -> Any:
+    if not isinstance(compared, dict):
+        return compared
+    figures = {name: value for name, value in compared.items() if name not in ("quads", "controls")}
+    for name, quads in (("ratios", compared["quads"]), ("control_ratios", compared["controls"])):
+        figures[name] = [round(Quad(tuple(rates)).ratio, 4) for rates in quads]
+    return figures
+
+
 def markdown(document: dict[str, Any]) -> str:
     """A document of `offload bench` as a Markdown page."""
     table = result_table(document)
@@ -181,23 +159,3 @@ def markdown(document: dict[str, Any]) -> str:
     config = document["config"]
     title = f"offload bench: {config['target']}, engine {document['engine']['name']}"
     return page(title, document["environment"], head, rows, comparison_lines(document))
-
-
-def page(
-    title: str, facts: dict[str, Any], head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
-) -> str:
-    """A table with the environment under it."""
-    lines = [f"# {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    lines += ["", *(f"- {note}" for note in (*notes, *describe(facts)))]
-    return "\n".join(lines) + "\n"
-
-
-def save(folder: Path, name: str, document: dict[str, Any], text: str) -> list[Path]:
-    """Write a document as JSON and as Markdown under a name that says when it was measured."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stamp = document["environment"]["time"].replace(":", "").replace("+0000", "Z")
-    paths = [folder / f"{stamp}-{name}.{suffix}" for suffix in ("json", "md")]
-    paths[0].write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    paths[1].write_text(text, encoding="utf-8")
-    return paths

@@ -9,7 +9,8 @@ import pytest
 
 from nvme_offload.aio_native import ENGINES, EngineUnavailable
 from nvme_offload.offload.units import KiB, MiB
-from nvme_offload.perf.measure.workloads import RawTarget, Region, Rw, Settings
+from nvme_offload.perf.measure.settings import Rw, Settings
+from nvme_offload.perf.measure.workloads import RawTarget, Region
 
 
 def settings(path: Path, size: int, engine: str) -> Settings:

@@ -8,8 +8,8 @@ from typing import Any, get_args
 import pytest
 
 from nvme_offload.perf.benchmarks.bench_engine import settings
+from nvme_offload.perf.measure.settings import Rw
 from nvme_offload.perf.measure.tensor_workloads import StepTarget, SwapperTarget
-from nvme_offload.perf.measure.workloads import Rw
 
 
 @pytest.mark.parametrize("rw", get_args(Rw))

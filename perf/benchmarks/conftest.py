@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nvme_offload.offload.units import format_bytes, parse_bytes
-from nvme_offload.perf.bench.report import RESULTS, page, save
 from nvme_offload.perf.measure.environment import environment
+from nvme_offload.perf.measure.results import RESULTS, page, save
 
 HEAD = ("benchmark", "GB/s", "median ms", "min ms", "max ms", "rounds")
 DEFAULT_SIZE = "256MiB"

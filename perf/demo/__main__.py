@@ -13,11 +13,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nvme_offload.aio_native.registry import ENGINES
+from nvme_offload.perf.demo import report
 from nvme_offload.perf.demo.children import RunFailedError, follow, uninterrupted
 from nvme_offload.perf.demo.options import (
     PRESETS,
     ComputeDevice,
-    Engine,
     ModelSize,
     choose_swap_parent,
     file_system_type,
@@ -26,6 +27,8 @@ from nvme_offload.perf.demo.options import (
 from nvme_offload.perf.demo.progress import meter
 from nvme_offload.perf.demo.records import RunResult, RunSettings
 from nvme_offload.perf.measure import machine
+from nvme_offload.perf.measure.command_line import choice_option
+from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
 
 MEASURING_STEPS = 3
 FEWEST_STEPS = 4
@@ -44,7 +47,7 @@ class Plan:
     size: ModelSize
     steps: int | None
     budget: float
-    engine: Engine
+    engine: str
     device: ComputeDevice
     seed: int
     swap_parent: Path
@@ -61,7 +64,7 @@ class Plan:
             stop_after=steps,
             seconds=None,
             seed=self.seed,
-            engine=self.engine.value,
+            engine=self.engine,
             compute_device=self.device.value,
             swap_path=None if swap_path is None else str(swap_path),
             threads=machine.num_cpus(),
@@ -127,12 +130,6 @@ class Demo:
 
     def conclude(self, nvme: RunResult, memory: RunResult) -> bool:
         """Table, pictures, file and verdict."""
-        from nvme_offload.perf.demo import (
-            report,  # matplotlib is slow to import, and a wrong option should be told at once
-        )
-        from nvme_offload.perf.demo.curves import draw_curves
-        from nvme_offload.perf.demo.timeline import draw_timeline
-
         console, out = self.console, self.plan.out
         differing = report.differences(nvme, memory)
         console.print()
@@ -141,14 +138,16 @@ class Demo:
             console.print(f"This processor is slow at bf16: forward and backward computed in {nvme.arithmetic}.")
         engine, reason = nvme.stats["engine"], nvme.stats["engine_reason"]
         console.print(f"engine of the run on NVMe: {engine} ({reason})", markup=False, highlight=False)
-        step = draw_timeline(nvme, out / "timeline.png")
-        draw_curves(nvme, memory, out / "loss.png")
+        step = self.draw(nvme, memory)
         options = dataclasses.asdict(self.plan) | {"timeline_step": step}
         runs = {"nvme": nvme, "cpu": memory}
         report.write_results(out / "results.json", options, self.plan.swap_parent, runs, differing)
         console.print()
-        console.print(f"timeline of step {step + 1}: {out / 'timeline.png'}", highlight=False, soft_wrap=True)
-        console.print(f"loss curves:        {out / 'loss.png'}", highlight=False, soft_wrap=True)
+        if step is None:
+            console.print(NO_PICTURE, markup=False, highlight=False, soft_wrap=True)
+        else:
+            console.print(f"timeline of step {step + 1}: {out / 'timeline.png'}", highlight=False, soft_wrap=True)
+            console.print(f"loss curves:        {out / 'loss.png'}", highlight=False, soft_wrap=True)
         console.print(f"everything:         {out / 'results.json'}", highlight=False, soft_wrap=True)
         console.print()
         if differing:
@@ -161,6 +160,17 @@ class Demo:
             highlight=False,
         )
         return True
+
+    def draw(self, nvme: RunResult, memory: RunResult) -> int | None:
+        """Draw both pictures; returns the step that the timeline shows, None where nothing can be drawn."""
+        if not can_draw():
+            return None
+        # matplotlib is slow to import, and a wrong option should be told at once
+        from nvme_offload.perf.demo.curves import draw_curves
+        from nvme_offload.perf.demo.timeline import draw_timeline
+
+        draw_curves(nvme, memory, self.plan.out / "loss.png")
+        return draw_timeline(nvme, self.plan.out / "timeline.png")
 
 
 def _check_space(plan: Plan) -> None:
@@ -191,7 +201,7 @@ def main(
         Path | None,
         typer.Option(help="Directory for the swap file, on the drive to use. Default: --out, or another on a drive."),
     ] = None,
-    engine: Annotated[Engine, typer.Option(help="Engine of the I/O.")] = Engine.AUTO,
+    engine: Annotated[str, choice_option("--engine", choices=("auto", *ENGINES), text="Engine of the I/O.")] = "auto",
     device: Annotated[ComputeDevice, typer.Option(help="Where forward and backward run.")] = ComputeDevice.CPU,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
     out: Annotated[Path, typer.Option(help="Directory for pictures and results.")] = Path("demo-out"),

@@ -16,15 +16,6 @@ SLACK_BYTES = 64 * 2**20
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 
 
-class Engine(StrEnum):
-    """Who does the I/O."""
-
-    AUTO = "auto"
-    IO_URING = "io_uring"
-    PYURING = "pyuring"
-    AIOFILES = "aiofiles"
-
-
 class ComputeDevice(StrEnum):
     """Where forward and backward run."""
 

@@ -100,7 +100,7 @@ def check_kernel(release: str | None = None) -> Finding:
             "time, and statx does not tell the alignment of direct I/O"
         )
         return problem(Level.NOTE, "kernel", release, meaning, "update to Linux 6.1 or newer", release=release)
-    meaning = "io_uring as we use it came with 5.6: the engine aiofiles serves, which is slower"
+    meaning = f"io_uring as we use it came with 5.6: the engine {ENGINES[-1]} serves, which is slower"
     return problem(Level.WARNING, "kernel", release, meaning, "update to Linux 6.1 or newer", release=release)
 
 
@@ -118,7 +118,7 @@ def check_io_uring(refusal: int) -> Finding:
     name = errno.errorcode.get(refusal, str(refusal))
     cause, remedy = _cause(refusal, sysctl, seccomp)
     found = f"refused with {name}, {os.strerror(refusal)} ({shown})"
-    meaning = f"{cause}; without io_uring the engine aiofiles serves, with a thread for each request"
+    meaning = f"{cause}; without io_uring the engine {ENGINES[-1]} serves, with a thread for each request"
     return problem(Level.WARNING, "io_uring", found, meaning, remedy, **values)
 
 
@@ -157,7 +157,7 @@ def _cause(code: int, sysctl: int | None, seccomp: int | None) -> tuple[str, str
         return cause, "ulimit -l unlimited, or a smaller aio.queue_depth" if old else "write a smaller aio.queue_depth"
     if code in (errno.EMFILE, errno.ENFILE):
         return "no file descriptor is left", "ulimit -n 4096"
-    return "io_uring_setup(2) explains this error", "write another aio.queue_depth, or aio.engine = aiofiles"
+    return "io_uring_setup(2) explains this error", f"write another aio.queue_depth, or aio.engine = {ENGINES[-1]}"
 
 
 def check_choice(config: OffloadConfig, probe: EngineProbe) -> Finding:

@@ -13,7 +13,8 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from nvme_offload.offload.units import MiB
 from nvme_offload.optim.adamw import OffloadAdamW
-from nvme_offload.perf.measure.workloads import BUFFERS_PER_RING, Gauge, Rw, Sample, Settings
+from nvme_offload.perf.measure.settings import BUFFERS_PER_RING, Rw, Settings
+from nvme_offload.perf.measure.workloads import Gauge, Sample
 
 STEP_BUFFERS = 4
 STEPS_PER_PASS = 2

@@ -18,8 +18,8 @@ from torch import nn
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import available_bytes
-from nvme_offload.offload.units import parse_bytes
 from nvme_offload.optim.zero.section_checks import check_supported, completed_for
+from nvme_offload.perf.measure.command_line import byte_option, to_bytes
 from nvme_offload.perf.planning.machine import Drives, Machine, MachineError
 from nvme_offload.perf.planning.prediction import MAX_LAYERS, Job, largest_model, predict
 from nvme_offload.perf.planning.report import show
@@ -43,7 +43,8 @@ ALL_ON_NVME: dict[str, Any] = {
 
 
 _BASELINE = """
-import contextlib, optim
+import contextlib, nvme_offload
+nvme_offload.initialize
 with contextlib.suppress(ImportError):
     from transformers import LlamaForCausalLM
 from nvme_offload.offload.host.proc import status_field
@@ -62,10 +63,7 @@ def _number(text: str) -> int:
 
 
 def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(int(text) if text.isdigit() else text.removesuffix("/s"))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    return to_bytes(text.removesuffix("/s"))
 
 
 def _count(*names: str, text: str) -> Any:
@@ -73,7 +71,7 @@ def _count(*names: str, text: str) -> Any:
 
 
 def _size(*names: str, text: str) -> Any:
-    return typer.Option(*names, parser=_bytes, metavar="BYTES", help=text)
+    return byte_option(*names, text=text, parser=_bytes)
 
 
 def plan(

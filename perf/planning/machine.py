@@ -44,7 +44,7 @@ class Drives:
 
     @classmethod
     def of_bench(cls, file: Path, terabytes_written: float | None = None) -> Drives:
-        """Of what ``offload bench --json`` measured, in all three directions.
+        """Of what ``offload bench`` measured, printed with ``--json`` or saved, in all three directions.
 
         Raises:
             MachineError: it is not such a file, a direction is missing, or it was not the drives that were measured.
@@ -52,7 +52,7 @@ class Drives:
         try:
             document = json.loads(file.read_text())
             verified, direct, results = document["verified"], document["engine"]["direct"], document["results"]
-            rates = {rw: _rate(results[rw]["samples"]) for rw in ("read", "write", "mixed")}
+            rates = {rw: _rate(results[rw]["summary"]) for rw in ("read", "write", "mixed")}
         except OSError as error:
             raise MachineError(f"{file}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
@@ -116,9 +116,9 @@ class Machine:
         return auto_budget(self.host_memory, self.ranks_per_node)
 
 
-def _rate(samples: list[dict[str, float]]) -> float:
-    """Bytes per second of all samples together."""
-    rate = sum(sample["size_bytes"] for sample in samples) / sum(sample["seconds"] for sample in samples)
+def _rate(summary: dict[str, float]) -> float:
+    """Bytes per second of all passes together."""
+    rate = summary["total_bytes"] / summary["total_seconds"]
     if not 0 < rate < inf:
         raise ValueError(f"{rate} bytes per second")
     return rate

@@ -1,306 +1,62 @@
-"""`offload tune`: the `aio` section for this drive, found on the pattern of an optimizer step.
-
-The drive's speed changes by the minute, so a trial never stands alone: the reference setting (the defaults) is
-measured before and after it, and its score is its bandwidth over theirs. The search goes from coarse to fine: a wide
-grid of block size and depth on one ring, the neighbours of the best, then engines and rings, and last several rounds
-of the finalists.
-
-The choice, in words: among the finalists whose median score is within the noise of the best, the one with the fewest
-bytes in flight; then fewer rings, then the engine that ``auto`` takes first, then the larger block. The noise is what
-medians of so many trials scatter: the 95th percentile of how far a finalist's trials lie from their median, divided by
-the square root of their number; at least 2 %.
-"""
+"""`offload tune`: search, print, save."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
-import os
-import random
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
-from nvme_offload.aio_native import ENGINES, EngineUnavailable
 from nvme_offload.offload.config.section import AioConfig
-from nvme_offload.offload.storage.swap_file import DirectPolicy
-from nvme_offload.offload.units import KiB, MiB, format_bytes
-from nvme_offload.perf.bench.command import KnobError, Plan, check, check_folder
-from nvme_offload.perf.bench.report import Progress, percentile
-from nvme_offload.perf.measure.environment import describe, environment
-from nvme_offload.perf.measure.workloads import RawTarget, Region, Settings
-from nvme_offload.perf.tune.picture import draw
+from nvme_offload.perf.measure.command_line import (
+    DEFAULT_SIZE,
+    HERE,
+    Direct,
+    Json,
+    Paths,
+    Size,
+    failures_in_words,
+    say_saved,
+)
+from nvme_offload.perf.measure.environment import describe
+from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
+from nvme_offload.perf.measure.progress import Progress
+from nvme_offload.perf.tune.search import Search, run_tune
 
-COARSE_BLOCKS = (256 * KiB, MiB, 4 * MiB)
-COARSE_DEPTHS = (4, 16, 64)
-MORE_RINGS = (2, 4)
-LEAST_BLOCK, MOST_BLOCK = 64 * KiB, 16 * MiB
-MOST_DEPTH = 256
-NUM_FINALISTS = 4
-LEAST_NOISE = 0.02
-TRIALS_PLANNED = 45
-"""About as many as a search makes; divides the time among them."""
-SEARCH_SHARE = 0.6
-"""Of the time, before the finals."""
-CLOSE = 0.9
-"""A candidate below this share of the best score is no finalist."""
-SEED = 7
+_AIO = AioConfig()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """What one call of the command is asked for."""
-
-    paths: tuple[Path, ...]
-    size: int
-    seconds: float
-    direct: DirectPolicy
-    output: Path
-    engines: tuple[str, ...] = ENGINES
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One point of the search."""
-
-    engine: str
-    block_size: int
-    queue_depth: int
-    rings: int = 1
-
-    @property
-    def bytes_in_flight(self) -> int:
-        """What the setting asks of the drive, and of memory."""
-        return self.block_size * self.queue_depth * self.rings
-
-    @property
-    def cost(self) -> tuple[int, int, int, int]:
-        """Simpler and smaller settings sort first."""
-        return self.bytes_in_flight, self.rings, ENGINES.index(self.engine), -self.block_size
-
-    def neighbours(self) -> list[Setting]:
-        """Half and twice the block, half and twice the depth, and both against each other."""
-        steps = ((0.5, 1), (2, 1), (1, 0.5), (1, 2), (2, 0.5), (0.5, 2))
-        around = (
-            Setting(engine=self.engine, block_size=int(self.block_size * b), queue_depth=int(self.queue_depth * d))
-            for b, d in steps
-        )
-        return [s for s in around if LEAST_BLOCK <= s.block_size <= MOST_BLOCK and 1 <= s.queue_depth <= MOST_DEPTH]
-
-    def __str__(self) -> str:
-        rings = f", {self.rings} rings" if self.rings > 1 else ""
-        return f"{self.engine}, {format_bytes(self.block_size)} x {self.queue_depth}{rings}"
-
-
-@dataclass
-class Scores:
-    """Every score of every setting, in the order of the search."""
-
-    by_setting: dict[Setting, list[float]] = field(default_factory=dict)
-    rates: dict[Setting, list[float]] = field(default_factory=dict)
-
-    def add(self, setting: Setting, score: float, rate: float) -> None:
-        """Note a trial."""
-        self.by_setting.setdefault(setting, []).append(score)
-        self.rates.setdefault(setting, []).append(rate)
-
-    def median(self, setting: Setting) -> float:
-        """The middle score of a setting."""
-        return median(self.by_setting[setting])
-
-    def best(self) -> Setting:
-        """The setting with the highest median."""
-        return max(self.by_setting, key=self.median)
-
-    def noise(self, finalists: list[Setting]) -> float:
-        """What repetitions scatter around their medians: 95 % of them lie within, in shares of the median."""
-        off = [
-            abs(s / self.median(f) - 1) for f in finalists for s in self.by_setting[f] if len(self.by_setting[f]) > 1
-        ]
-        return max(LEAST_NOISE, percentile(off, 95) / math.sqrt(_mean_count(self, finalists)) if off else LEAST_NOISE)
-
-    def finalists(self, reference: Setting) -> list[Setting]:
-        """The best, the simplest of those close to it, and the reference."""
-        best = self.best()
-        close = [s for s in self.by_setting if self.median(s) >= CLOSE * self.median(best)]
-        simple = sorted(close, key=lambda setting: setting.cost)[: NUM_FINALISTS - 1]
-        return list(dict.fromkeys([best, *simple, reference]))
-
-    def choose(self, finalists: list[Setting]) -> Setting:
-        """The simplest finalist within the noise of the best."""
-        best = max(self.median(finalist) for finalist in finalists)
-        noise = self.noise(finalists)
-        good = [finalist for finalist in finalists if self.median(finalist) >= (1 - noise) * best]
-        return min(good, key=lambda setting: setting.cost)
-
-
-def _mean_count(scores: Scores, finalists: list[Setting]) -> float:
-    return sum(len(scores.by_setting[finalist]) for finalist in finalists) / len(finalists)
-
-
-class Tuner:
-    """Measures settings against the reference, on one region of the drive."""
-
-    def __init__(self, search: Search, region: Region, engine: str) -> None:
-        defaults = AioConfig()
-        self.reference = Setting(engine=engine, block_size=defaults.block_size, queue_depth=defaults.queue_depth)
-        self.scores = Scores()
-        self._search = search
-        self._region = region
-        with RawTarget(self._settings(self.reference), region) as target:
-            target.prepare()
-            rate = target.run("mixed", search.size).bw_bytes
-        seconds = search.seconds / (2 * TRIALS_PLANNED) * 0.5  # the rest is opening and closing
-        self._trial_bytes = max(search.size // 8, int(rate * seconds))
-        self._last_reference = self._measure(self.reference)
-
-    def trial(self, setting: Setting) -> str:
-        """Measure a setting and the reference after it; the one before it is known. Says what came out."""
-        before = self._last_reference
-        rate = self._measure(setting)
-        after = self._last_reference = self._measure(self.reference)
-        score = rate / math.sqrt(before * after)
-        self.scores.add(setting, score, rate)
-        return f"{setting}: {rate / 1e9:.2f} GB/s, {score:.2f} of the defaults"
-
-    def _measure(self, setting: Setting) -> float:
-        with RawTarget(self._settings(setting), self._region) as target:
-            return target.run("mixed", self._trial_bytes).bw_bytes
-
-    def _settings(self, setting: Setting) -> Settings:
-        return Settings(
-            paths=self._search.paths,
-            size=self._search.size,
-            bs=setting.block_size,
-            iodepth=setting.queue_depth,
-            numjobs=setting.rings,
-            ioengine=setting.engine,
-            direct=self._search.direct,
-        )
-
-    def candidates(self) -> Iterator[Setting]:
-        """From coarse to fine; each part looks at the scores of those before."""
-        engine = self.reference.engine
-        grid = [
-            Setting(engine=engine, block_size=block, queue_depth=depth)
-            for block, depth in itertools.product(COARSE_BLOCKS, COARSE_DEPTHS)
-        ]
-        random.Random(SEED).shuffle(grid)  # a drift during the search must not look like a trend of the grid
-        yield self.reference
-        yield from grid
-        yield from self.scores.best().neighbours()
-        best = self.scores.best()
-        for other in self._search.engines:
-            yield Setting(engine=other, block_size=best.block_size, queue_depth=best.queue_depth)
-        for count in MORE_RINGS:
-            depth = max(1, best.queue_depth // count)  # as many bytes in flight
-            yield Setting(engine=engine, block_size=best.block_size, queue_depth=depth, rings=count)
-
-    def fits(self, setting: Setting) -> bool:
-        """Whether the region has enough blocks for it, and it was not tried yet."""
-        return setting not in self.scores.by_setting and 16 * setting.block_size * setting.rings <= self._search.size
-
-
-def run_tune(search: Search, progress: Progress) -> dict[str, Any]:
-    """Search and choose; returns all of it as one document."""
-    if not 0 < search.seconds < math.inf:  # nan neither
-        raise KnobError("seconds", f"{search.seconds} is no time to search in; 30 or more tells something")
-    _check_output(search.output)
-    engine: str = AioConfig().engine
-    settings = Settings(
-        paths=search.paths,
-        size=search.size,
-        bs=AioConfig().block_size,
-        iodepth=AioConfig().queue_depth,
-        numjobs=1,
-        ioengine=engine,
-        direct=search.direct,
-    )
-    check(Plan(settings=settings, target="raw", directions=("mixed",), runtime=0))
-    with Region(search.paths, search.size, search.direct) as region:
-        with RawTarget(settings, region) as target:
-            engine = target.engine.engine.name
-        started = time.monotonic()
-        tuner = Tuner(search, region, engine)
-        _search(tuner, started + SEARCH_SHARE * search.seconds, progress)
-        finalists = tuner.scores.finalists(tuner.reference)
-        _finals(tuner, finalists, started + search.seconds, progress)
-    return _conclude(search, tuner, finalists)
-
-
-def _check_output(output: Path) -> None:
-    if output == (picture := output.with_suffix(".png")):
-        raise KnobError("output", f"{output} is where the picture goes; choose another ending, such as .json")
-    check_folder("output", output.parent)
-    for file in (output, picture):
-        if os.path.lexists(file) and not (file.is_file() and os.access(file, os.W_OK)):
-            raise KnobError("output", f"{file} is no file that can be written")
-
-
-def _search(tuner: Tuner, deadline: float, progress: Progress) -> None:
-    with progress.phase("searching", TRIALS_PLANNED) as advance:
-        for setting in tuner.candidates():
-            if time.monotonic() > deadline and tuner.scores.by_setting:
-                break
-            if not tuner.fits(setting):
-                continue
-            try:
-                said = tuner.trial(setting)
-            except EngineUnavailable as error:
-                said = f"{setting}: {error}"
-            progress.say(said)
-            advance("")
-
-
-def _finals(tuner: Tuner, finalists: list[Setting], deadline: float, progress: Progress) -> None:
-    order = random.Random(SEED)
-    with progress.phase(f"{len(finalists)} finalists again", None) as advance:
-        rounds = 0
-        while not rounds or time.monotonic() < deadline:
-            for finalist in order.sample(finalists, len(finalists)):
-                advance(tuner.trial(finalist))
-            rounds += 1
-
-
-def _conclude(search: Search, tuner: Tuner, finalists: list[Setting]) -> dict[str, Any]:
-    scores = tuner.scores
-    chosen = scores.choose(finalists)
-    section = {
-        "aio": {
-            "engine": "auto" if chosen.engine == tuner.reference.engine else chosen.engine,
-            "block_size": format_bytes(chosen.block_size).replace(" ", ""),
-            "queue_depth": chosen.queue_depth,
-            "rings": chosen.rings,
-            "direct": search.direct,
-        }
-    }
-    return {
-        "section": section,
-        "chosen": asdict(chosen),
-        "score": scores.median(chosen),
-        "bw_bytes": median(scores.rates[chosen]),
-        "noise": scores.noise(finalists),
-        "finalists": [asdict(finalist) for finalist in finalists],
-        "trials": [
-            asdict(setting) | {"scores": values, "bw_bytes": scores.rates[setting]}
-            for setting, values in scores.by_setting.items()
-        ],
-        "environment": environment(list(search.paths)),
-        "output": str(search.output),
-        "picture": str(search.output.with_suffix(".png")),
-    }
+def tune(
+    path: Paths = HERE,
+    size: Size = DEFAULT_SIZE,
+    seconds: Annotated[float, typer.Option(help="Time to search, about.")] = 60.0,
+    direct: Direct = _AIO.direct,
+    output: Annotated[Path, typer.Option(help="The aio section; the picture goes beside it.")] = Path("aio.json"),
+    as_json: Json = False,
+) -> None:
+    """Search block size, depth, rings and engine for the best `aio` section, on an optimizer step's 1:1 pattern."""
+    search = Search(paths=tuple(path), size=size, seconds=seconds, direct=direct, output=output)
+    with failures_in_words():
+        document = run_tune(search, Progress(Console(stderr=True)))
+    if as_json:
+        typer.echo(json.dumps(document))
+    else:
+        show(document, Console())
+    with failures_in_words():
+        say_saved(save(output, document))
 
 
 def save(output: Path, document: dict[str, Any]) -> list[Path]:
-    """Write the section, and the picture beside it."""
-    picture = output.with_suffix(".png")
+    """Write the section, and the picture beside it where one can be drawn."""
     output.write_text(json.dumps(document["section"], indent=2) + "\n", encoding="utf-8")
+    if not can_draw():
+        typer.echo(NO_PICTURE, err=True)
+        return [output]
+    from nvme_offload.perf.tune.picture import draw
+
+    picture = output.with_suffix(".png")
     draw(document, picture)
     return [output, picture]
 

@@ -10,20 +10,23 @@ import threading
 import time
 from contextlib import ExitStack
 from itertools import count
-from typing import get_args
 from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
-from nvme_offload.aio_native import ENGINES, EngineOptions, EngineUnavailable
+from nvme_offload.aio_native import EngineOptions, EngineUnavailable
 from nvme_offload.aio_native.uring import UringEngine
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.units import MiB
-from nvme_offload.perf.bench import command as bench
 from nvme_offload.perf.bench import report
+from nvme_offload.perf.bench import run as bench
+from nvme_offload.perf.bench.comparison import Quad, comparison_of
 from nvme_offload.perf.cli import app
-from nvme_offload.perf.measure.workloads import RawTarget, Region, Settings
+from nvme_offload.perf.measure.quantiles import percentile
+from nvme_offload.perf.measure.settings import Settings
+from nvme_offload.perf.measure.workloads import RawTarget, Region
+from nvme_offload.perf.planning.machine import Drives
 
 SMALL = ("--size", "8MiB", "--bs", "64KiB", "--iodepth", "8", "--runtime", "0", "--direct", "optional")
 COMMAND = (sys.executable, "-c", "from nvme_offload.perf.cli import main; main()")
@@ -66,13 +69,38 @@ def test_table_for_people_and_saved_results(tmp_path):
         assert word in result.stdout
     (text,) = results.glob("*.md")
     assert "| read |" in text.read_text()
-    (document,) = results.glob("*.json")
-    assert json.loads(document.read_text())["results"]["read"]["samples"]
+    (file,) = results.glob("*.json")
+    document = json.loads(file.read_text())
+    assert document["results"]["read"].keys() == {"summary"}
+    assert document["results"]["read"]["summary"]["num_samples"] == 1
+    assert '"directions": ["read"]' in file.read_text(), "a list of words takes a line for each"
+
+
+def test_a_saved_comparison_has_a_ratio_for_each_quad():
+    compared = comparison_of([(Quad((3.0, 1.0, 1.0, 3.0)), Quad((2.0, 2.0, 2.0, 2.0)))] * 3).as_dict()
+    kept = report.summarized({"results": {}, "comparison": {"tuned": True, "read": compared}})["comparison"]
+    assert kept["tuned"] is True
+    assert (kept["read"]["ratios"], kept["read"]["control_ratios"]) == ([3.0] * 3, [1.0] * 3)
+    assert kept["read"]["quotient"] == 3.0
+    assert not {"quads", "controls"} & kept["read"].keys()
+
+
+def test_plan_reads_what_was_printed_and_what_was_saved(tmp_path):
+    result = run("--path", tmp_path, *SMALL, "--json", "--save", tmp_path / "results")
+    assert result.exit_code == 0, result.output
+    printed = tmp_path / "bench.json"
+    document = json.loads(result.stdout)
+    printed.write_text(json.dumps(document | {"engine": {"direct": True}}))
+    (saved,) = (tmp_path / "results").glob("*.json")
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | {"engine": {"direct": True}}))
+    assert Drives.of_bench(printed) == Drives.of_bench(saved)
+    (sample,) = document["results"]["read"]["samples"]
+    assert Drives.of_bench(saved).read == sample["bw_bytes"]
 
 
 def test_the_result_is_printed_although_it_cannot_be_saved(tmp_path, monkeypatch):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr("nvme_offload.perf.cli.save", Mock(side_effect=full))
+    monkeypatch.setattr("nvme_offload.perf.bench.command.save", Mock(side_effect=full))
     result = run("--path", tmp_path, *SMALL, "--rw", "read", "--json", "--save", tmp_path)
     assert result.exit_code == 1
     assert json.loads(result.stdout)["results"]["read"]["samples"]
@@ -224,9 +252,5 @@ def test_overhead_per_block(tmp_path):
 
 def test_percentiles():
     values = list(range(1, 101))
-    assert [report.percentile(values, percent) for percent in (50, 95, 99, 100)] == [50, 95, 99, 100]
-    assert report.percentile([7], 50) == 7
-
-
-def test_every_engine_is_offered():
-    assert {*ENGINES, "auto", "null"} == set(get_args(bench.EngineName))
+    assert [percentile(values, percent) for percent in (50, 95, 99, 100)] == [50, 95, 99, 100]
+    assert percentile([7], 50) == 7

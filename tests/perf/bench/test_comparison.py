@@ -8,7 +8,7 @@ import pytest
 
 from nvme_offload.perf.bench.comparison import Comparison, Quad, compare, comparison_of
 from nvme_offload.perf.bench.fio import Fio, FioError, bandwidth, find_fio
-from nvme_offload.perf.measure.workloads import Settings
+from nvme_offload.perf.measure.settings import Settings
 
 
 class MadeUpDrive:

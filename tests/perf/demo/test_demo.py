@@ -206,7 +206,7 @@ def test_steps_are_scaled_to_the_budget(tmp_path, monkeypatch):
         size=options.PRESETS["small"],
         steps=None,
         budget=100.0,
-        engine=options.Engine.AUTO,
+        engine="auto",
         device=options.ComputeDevice.CPU,
         seed=0,
         swap_parent=tmp_path,

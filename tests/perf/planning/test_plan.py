@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from nvme_offload import initialize
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.units import GiB
-from nvme_offload.perf.cli import app
+from nvme_offload.offload.units import GiB, MiB
+from nvme_offload.perf.cli import app, load
 from nvme_offload.perf.planning import check
+from nvme_offload.perf.planning.command import baseline_bytes
 from nvme_offload.perf.planning.machine import Drives, Machine
 from nvme_offload.perf.planning.prediction import Job, predict
 from nvme_offload.perf.planning.shape import ModelShape
@@ -227,17 +228,17 @@ def test_a_section_that_initialize_refuses_is_refused(ranks, changes, words, tmp
 
 
 def test_a_bench_that_did_not_measure_the_drives_is_refused(tmp_path):
-    sample = {"size_bytes": 10**9, "seconds": 0.5}
+    summary = {"total_bytes": 10**9, "total_seconds": 0.5}
     measured = {
         "verified": True,
         "engine": {"direct": True},
-        "results": {rw: {"samples": [sample]} for rw in ("read", "write", "mixed")},
+        "results": {rw: {"summary": summary} for rw in ("read", "write", "mixed")},
     }
     for changes, words in (
         ({}, ""),
         ({"verified": False}, "the null engine moves no bytes"),
         ({"engine": {"direct": False}}, "--direct required"),
-        ({"results": {**measured["results"], "write": {"samples": [sample | {"size_bytes": 0}]}}}, "is no result"),
+        ({"results": {**measured["results"], "write": {"summary": summary | {"total_bytes": 0}}}}, "is no result"),
     ):
         file = tmp_path / "bench.json"
         file.write_text(json.dumps(measured | changes))
@@ -281,7 +282,7 @@ def test_bad_values_are_told_in_words(arguments, words):
 
 def test_the_page_has_every_option():
     page = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
-    options = typer.main.get_command(app).commands["plan"].params
+    options = load("plan").params
     names = {(option.secondary_opts or option.opts)[0] for option in options}
     assert {"--params", "--no-checkpointing"} <= names
     assert not [name for name in sorted(names) if f"`{name}`" not in page]
@@ -293,3 +294,10 @@ def test_a_check_of_no_folder_is_refused_in_words():
     result = CliRunner().invoke(command, ["--path", "/nowhere"])
     assert result.exit_code == 2
     assert "does not exist" in result.output
+
+
+def test_the_libraries_are_weighed_from_any_folder(tmp_path, monkeypatch):
+    """In a process of its own, in which nothing of the folder may stand in for the package."""
+    (tmp_path / "optim.py").write_text("raise AssertionError('a user\\'s own module was imported')")
+    monkeypatch.chdir(tmp_path)
+    assert baseline_bytes.__wrapped__() > 100 * MiB

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.units import KiB, MiB
 from nvme_offload.perf.cli import app
-from nvme_offload.perf.tune.command import Scores, Setting
+from nvme_offload.perf.tune.command import save
+from nvme_offload.perf.tune.search import Scores, Setting
 
 DEFAULT = Setting(engine="io_uring", block_size=MiB, queue_depth=32)
 SMALL = Setting(engine="io_uring", block_size=MiB, queue_depth=8)
@@ -97,3 +98,12 @@ def test_bad_values(tmp_path, monkeypatch, arguments, said):
     assert result.exit_code == 2
     assert said in result.output
     assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_the_section_is_saved_and_the_remedy_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("nvme_offload.perf.measure.pictures.find_spec", lambda name: None)
+    output = tmp_path / "aio.json"
+    assert save(output, {"section": {"aio": {"rings": 1}}}) == [output]
+    assert json.loads(output.read_text()) == {"aio": {"rings": 1}}
+    assert "type: pip install 'nvme-offload[pictures]'" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [output]

@@ -1,0 +1,196 @@
+"""One call of `offload bench`: what it measures, checked, and the measuring itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from nvme_offload.aio_native.registry import ENGINES, REGISTRY
+from nvme_offload.offload.units import format_bytes
+from nvme_offload.perf.bench.comparison import Comparison, Quad, compare, comparison_of
+from nvme_offload.perf.bench.fio import Fio, find_fio
+from nvme_offload.perf.bench.report import describe_quad, summary
+from nvme_offload.perf.measure.environment import environment
+from nvme_offload.perf.measure.knobs import KnobError, check_range, check_settings, check_space
+from nvme_offload.perf.measure.progress import Progress
+from nvme_offload.perf.measure.settings import Rw, Settings
+from nvme_offload.perf.measure.tensor_workloads import (
+    MAX_SWAPPER_RINGS,
+    MIN_STEP_STAGING_BYTES,
+    STEPS_PER_PASS,
+    StepTarget,
+    SwapperTarget,
+)
+from nvme_offload.perf.measure.workloads import RawTarget, Region, Sample, Target
+
+TargetName = Literal["raw", "swapper", "step"]
+
+MAX_QUADS = 10_000
+LEAST_SHARE_OF_STEP = 0.90
+"""Of fio, for whole steps through the engine that ``auto`` tries first: a step also starts and ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one call of the command measures."""
+
+    settings: Settings
+    target: TargetName
+    directions: tuple[Rw, ...]
+    runtime: float
+    """Seconds of passes in each direction; at least one pass."""
+    quads: int = 0
+    """Quads against fio in each direction; 0 leaves fio out."""
+    fio_tuned: bool = True
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes of one pass: each byte of the region once; steps read and write them."""
+        return self.settings.size * (2 * STEPS_PER_PASS if self.target == "step" else 1)
+
+
+def check(plan: Plan) -> None:
+    """Find everything that cannot work before anything starts.
+
+    Raises:
+        KnobError: names the knob and what to write instead.
+        FioError: fio is asked for and missing.
+    """
+    settings = plan.settings
+    check_settings(settings)
+    check_range("quads", plan.quads, 0, MAX_QUADS)
+    if not plan.runtime >= 0:  # so that nan is refused, too
+        raise KnobError("runtime", f"{plan.runtime} seconds is negative, or no number")
+    _check_target(plan)
+    if plan.quads:
+        find_fio()
+        if len(settings.paths) > 1:
+            raise KnobError("path", "--compare-fio works on one path: fio does not stripe as we do")
+    for path, needed in space_needed(plan).items():
+        check_space(path, needed)
+
+
+def _check_target(plan: Plan) -> None:
+    settings = plan.settings
+    if settings.ioengine == "null" and (plan.target != "raw" or plan.quads):
+        raise KnobError("ioengine", "null moves no bytes: use it with --target raw and without --compare-fio")
+    if plan.target == "step" and plan.directions != ("mixed",):
+        raise KnobError("rw", "a step reads and writes: use --rw mixed (or all) with --target step")
+    least = 8 * MIN_STEP_STAGING_BYTES
+    if plan.target == "step" and settings.size < least:
+        raise KnobError("size", f"so little state stays in the staging buffers; at least {format_bytes(least)}")
+    if plan.target == "swapper" and settings.numjobs > MAX_SWAPPER_RINGS:
+        why = "each ring needs 8 staging buffers and a swapper has 64 at most"
+        raise KnobError("numjobs", f"{why}; choose 1 to {MAX_SWAPPER_RINGS} with --target swapper")
+    if settings.device == "cpu":
+        return
+    if settings.device != "cuda" or not torch.cuda.is_available():
+        raise KnobError("device", f"{settings.device!r} is not available here; choose cpu")
+    if plan.target == "raw":
+        raise KnobError("device", "--target raw knows no tensors; use --target swapper or step")
+
+
+def space_needed(plan: Plan) -> dict[Path, int]:
+    """Bytes on each path: the region, what the target needs besides, and fio's own file."""
+    settings = plan.settings
+    # A swapper keeps the old value until the new one is complete; a step is verified with a second, small optimizer.
+    slack = {"raw": 0, "swapper": settings.size, "step": settings.size // 16}[plan.target]
+    region = (settings.size + slack) // len(settings.paths)
+    return dict.fromkeys(settings.paths, region + (settings.size if plan.quads else 0))
+
+
+@contextmanager
+def open_target(plan: Plan) -> Iterator[RawTarget | SwapperTarget | StepTarget]:
+    """The target of a plan, closed and removed at the end."""
+    settings = plan.settings
+    if plan.target == "swapper":
+        with SwapperTarget(settings) as swapper:
+            yield swapper
+    elif plan.target == "step":
+        with StepTarget(settings) as step:
+            yield step
+    else:
+        with Region(settings.paths, settings.size, settings.direct) as region, RawTarget(settings, region) as raw:
+            yield raw
+
+
+def run_bench(plan: Plan, progress: Progress) -> dict[str, Any]:
+    """Everything the plan asks for, as the document that ``--json`` prints."""
+    check(plan)
+    document: dict[str, Any] = {
+        "config": {
+            **asdict(plan),
+            "settings": asdict(plan.settings) | {"paths": [str(p) for p in plan.settings.paths]},
+        },
+        "environment": environment(list(plan.settings.paths)),
+        "results": {},
+    }
+    with open_target(plan) as target:
+        document["engine"] = {
+            "name": target.engine.engine.name,
+            "reason": target.engine.reason,
+            "direct": target.direct,
+        }
+        with progress.phase("writing and verifying", 1) as advance:
+            target.prepare()
+            advance("")
+        document["verified"] = plan.settings.ioengine != "null"
+        for rw in plan.directions:
+            samples = measure(target, plan, rw, progress)
+            document["results"][rw] = {
+                "samples": [asdict(sample) | {"bw_bytes": sample.bw_bytes} for sample in samples],
+                "summary": summary(samples, plan.settings),
+            }
+        if plan.quads:
+            document["comparison"] = compare_with_fio(target, plan, progress)
+    return document
+
+
+def measure(target: Target, plan: Plan, rw: Rw, progress: Progress) -> list[Sample]:
+    """Passes until the time is used up."""
+    samples: list[Sample] = []
+    target.run(rw, plan.pass_bytes)  # not counted: the first pass in a direction also warms up
+    deadline = time.monotonic() + plan.runtime
+    with progress.phase(rw, None) as advance:
+        while not samples or time.monotonic() < deadline:
+            samples.append(target.run(rw, plan.pass_bytes))
+            advance(f"{samples[-1].bw_bytes / 1e9:.2f} GB/s")
+    return samples
+
+
+def compare_with_fio(target: Target, plan: Plan, progress: Progress) -> dict[str, Any]:
+    """Quads and controls in every direction, each said as soon as it is there."""
+    document: dict[str, Any] = {"tuned": plan.fio_tuned}
+    with Fio(plan.settings, tuned=plan.fio_tuned) as fio:
+        document |= {"version": fio.version, "command": fio.command("mixed", plan.pass_bytes)[1:]}
+        for rw in plan.directions:
+            pairs = []
+            with progress.phase(f"{rw} beside fio", plan.quads) as advance:
+                for pair in _pairs(target, fio, plan, rw):
+                    pairs.append(pair)
+                    progress.say(describe_quad(rw, len(pairs), pair))
+                    advance("")
+            document[rw] = comparison_of(pairs).as_dict() | _verdict(comparison_of(pairs), plan, target)
+    return document
+
+
+def _pairs(target: Target, fio: Fio, plan: Plan, rw: Rw) -> Iterator[tuple[Quad, Quad]]:
+    return compare(lambda: target.run(rw, plan.pass_bytes).bw_bytes, lambda: fio.run(rw, plan.pass_bytes), plan.quads)
+
+
+def _verdict(comparison: Comparison, plan: Plan, target: Target) -> dict[str, Any]:
+    least = _least_share(plan.target, target.engine.engine.name)
+    return {"least": least, "accepted": None if least is None else comparison.quotient >= least}
+
+
+def _least_share(target: TargetName, engine: str) -> float | None:
+    """The least quotient against fio that we call the speed of the drive; None where nothing is promised."""
+    if target == "raw":
+        return REGISTRY[engine].least_share
+    return LEAST_SHARE_OF_STEP if target == "step" and engine == ENGINES[0] else None

@@ -1,0 +1,41 @@
+"""Results as files: a page for people, and a document for programs beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nvme_offload.perf.measure.environment import describe
+
+RESULTS = Path(__file__).parent.parent / "results"
+
+_FLAT_LIST = re.compile(r"\[\s+([^][{}]*?)\s+\]")
+
+
+def page(
+    title: str, facts: dict[str, Any], head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
+) -> str:
+    """A table with the environment under it, in Markdown."""
+    lines = [f"# {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines += ["", *(f"- {note}" for note in (*notes, *describe(facts)))]
+    return "\n".join(lines) + "\n"
+
+
+def readable_json(document: dict[str, Any]) -> str:
+    """JSON, indented, but a list of numbers or words on one line."""
+    text = json.dumps(document, indent=1)
+    return _FLAT_LIST.sub(lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]", text) + "\n"
+
+
+def save(folder: Path, name: str, document: dict[str, Any], text: str) -> list[Path]:
+    """Write a document as JSON, and its page, under a name that says when it was measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = document["environment"]["time"].replace(":", "").replace("+0000", "Z")
+    paths = [folder / f"{stamp}-{name}.{suffix}" for suffix in ("json", "md")]
+    paths[0].write_text(readable_json(document), encoding="utf-8")
+    paths[1].write_text(text, encoding="utf-8")
+    return paths

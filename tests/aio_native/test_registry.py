@@ -1,0 +1,91 @@
+"""One table names the engines, and everything that offers them follows it."""
+
+import ast
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from nvme_offload.aio_native import ENGINES
+from nvme_offload.aio_native.python_engine import PythonEngine
+from nvme_offload.aio_native.registry import REGISTRY, open_engine
+from nvme_offload.offload.config.reference import json_schema
+from nvme_offload.perf.cli import load
+from nvme_offload.perf.demo.__main__ import app as demo
+from nvme_offload.perf.tune.search import Search
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [path for part in ("aio_native", "offload", "optim", "perf") for path in (ROOT / part).rglob("*.py")]
+
+
+def option_choices(command, name):
+    (option,) = [option for option in command.params if name in option.opts]
+    return option.metavar.split("|")
+
+
+def page(name):
+    return (ROOT / "docs" / name).read_text()
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_an_entry_leads_to_its_engine(name):
+    engine = getattr(import_module(REGISTRY[name].module), REGISTRY[name].class_name)
+    assert engine.name == name
+
+
+def test_every_python_engine_has_an_entry():
+    for path in (ROOT / "aio_native").glob("*.py"):
+        import_module(f"nvme_offload.aio_native.{path.stem}" if path.stem != "__init__" else "nvme_offload.aio_native")
+    assert {engine.name for engine in PythonEngine.__subclasses__()} < REGISTRY.keys()
+
+
+def test_auto_tries_what_moves_bytes_in_the_order_of_the_ranks():
+    assert [REGISTRY[name].rank for name in ENGINES] == sorted(entry.rank for entry in REGISTRY.values() if entry.rank)
+    assert set(REGISTRY) - set(ENGINES) == {"null"}
+
+
+def test_an_unknown_engine_is_told_which_there_are():
+    with pytest.raises(ValueError, match=rf"'libaio': there is no such engine; .* auto, {', '.join(REGISTRY)}"):
+        open_engine("libaio", None)
+
+
+def test_everything_that_offers_engines_offers_these(tmp_path):
+    assert json_schema()["$defs"]["AioConfig"]["properties"]["engine"]["enum"] == ["auto", *ENGINES]
+    assert option_choices(load("bench"), "--ioengine") == ["auto", *REGISTRY]
+    assert option_choices(typer.main.get_command(demo), "--engine") == ["auto", *ENGINES]
+    assert Search(paths=(), size=0, seconds=1, direct="required", output=tmp_path).engines == ENGINES
+
+
+def test_the_demo_refuses_others_in_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = CliRunner().invoke(demo, ["--engine", "null"])
+    assert done.exit_code == 2
+    assert f"'null' is not one of 'auto', {', '.join(map(repr, ENGINES))}" in done.output
+
+
+def test_the_pages_name_them():
+    rows = re.findall(r"^\| `(\w+)` \|", page("storage.md").split("| Engine |")[1].split("\n\n")[0], re.MULTILINE)
+    assert rows == list(ENGINES)
+    (bench,) = re.findall(r"^\| `--ioengine` \|.*$", page("benchmark.md"), re.MULTILINE)
+    (demo_row,) = re.findall(r"^\| `--engine` \|.*$", page("demo.md"), re.MULTILINE)
+    (word,) = re.findall(r"^\| engine, I/O engine \|.*$", page("README.md"), re.MULTILINE)
+    for row, names in ((bench, ("auto", *REGISTRY)), (demo_row, ("auto", *ENGINES)), (word, ENGINES)):
+        assert [name for name in dict.fromkeys(re.findall(r"`([\w-]+)`", row)) if name in names] == [*names]
+
+
+def names_in(node):
+    return {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)} & set(ENGINES)
+
+
+def test_nobody_keeps_a_list_of_their_own():
+    for path in SOURCES:
+        if path.name != "registry.py":
+            nodes = ast.walk(ast.parse(path.read_text()))
+            lists = [
+                node for node in nodes if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict | ast.ClassDef)
+            ]
+            kept = [node.lineno for node in lists if len(names_in(node)) == len(ENGINES)]
+            assert not kept, f"{path.name}:{kept}: take it from aio_native.registry"

@@ -1,0 +1,64 @@
+"""The `offload` command before any of its parts is loaded."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import nvme_offload
+from nvme_offload.perf import cli
+
+HEAVY = {"torch", "matplotlib", "numpy", "pydantic", "nvme_offload.offload", "nvme_offload.perf.bench"}
+"""Loaded with the command that needs them; torch alone takes seconds."""
+
+
+def python(*arguments):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}
+    )
+
+
+@pytest.mark.parametrize("asked", [["--help"], ["--version"], []])
+def test_help_and_version_load_nothing_heavy(asked):
+    code = f"""
+import sys
+from nvme_offload.perf.cli import app
+try:
+    app({asked}, prog_name="offload")
+except SystemExit as end:
+    assert end.code == {0 if asked else 2}
+print(*sorted({HEAVY} & sys.modules.keys()), file=sys.stderr)
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.split() == []
+    assert "offload" in done.stdout
+
+
+def test_the_module_is_the_command():
+    done = python("-m", "nvme_offload", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "Usage: offload [OPTIONS] COMMAND" in done.stdout
+    assert all(command.help in done.stdout for command in cli.COMMANDS.values())
+
+
+def test_version():
+    done = python("-m", "nvme_offload", "--version")
+    assert (done.returncode, done.stdout) == (0, f"offload {nvme_offload.__version__}\n")
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_that_is_known_up_front_is_that_of_the_command(name):
+    loaded = cli.load(name)
+    assert " ".join(loaded.help.split("\n\n")[0].split()) == cli.COMMANDS[name].help
+    done = CliRunner().invoke(cli.app, [name, "--help"])
+    assert done.exit_code == 0, done.output
+    assert f"Usage: offload {name} [OPTIONS]" in done.output
+
+
+def test_a_command_that_is_not_there():
+    done = CliRunner().invoke(cli.app, ["bensh"])
+    assert done.exit_code == 2
+    assert "No such command 'bensh'. Did you mean 'bench'?" in " ".join(done.output.split())
