@@ -101,9 +101,9 @@ def test_the_life_of_a_gradient_names_each_stage(tmp_path):
     page = ROOT / "docs" / "life_of_a_gradient.md"
     text = page.read_text(encoding="utf-8")
     stages = re.findall(r"^(\d+)\. \*\*.*?(?=^\d+\. |^#|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert stages == [str(number) for number in [*range(1, 19), *range(1, 9)]]
+    assert stages == [str(number) for number in [*range(1, 16), *range(1, 10)]]
     for stage in re.finditer(r"^\d+\. \*\*.*?(?=^\d+\. |^#|\Z)", text, re.MULTILINE | re.DOTALL):
-        own = "`p.grad` is the gradient partition" in stage[0] or "as step 1 above" in stage[0]  # torch's, or repeated
+        own = "`p.grad` is the gradient partition" in stage[0]  # torch's
         assert CLAIM.search(stage[0]) or own, f"no function is named in: {stage[0]}"
     named = [(path, name) for path, name in claims(page)]
     assert len(named) > 50
@@ -112,6 +112,16 @@ def test_the_life_of_a_gradient_names_each_stage(tmp_path):
         renamed = tmp_path / "renamed.py"
         renamed.write_text(re.sub(rf"\b{last}\b", f"{last}_2", path.read_text(encoding="utf-8")), encoding="utf-8")
         assert not is_defined(renamed, name)
+
+
+def test_the_way_of_a_gradient_is_short():
+    """What somebody who follows it has to open, and how often they have to turn back."""
+    page = (ROOT / "docs" / "life_of_a_gradient.md").read_text(encoding="utf-8")
+    way = page[page.index("## A gradient, from loss") : page.index("## A parameter, from initial")]
+    files = [match["target"] for match in CLAIM.finditer(way)]
+    visits = [file for file, before in zip(files, [None, *files], strict=False) if file != before]
+    assert len(set(visits)) <= 11, visits
+    assert len(visits) - len(set(visits)) <= 4, visits
 
 
 def test_every_page_is_in_the_index():
