@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard aio_native/src/* optim/src/* optim/src/rules/*)
 INSTALLED := $(VENV)/.installed
 ARGS ?=
+WORKERS ?= 2
 
 .PHONY: demo test check bench sanitize test-torch setup clean FORCE
 .DEFAULT_GOAL := test
@@ -13,8 +14,9 @@ ARGS ?=
 demo: setup
 	$(BIN)/python -m nvme_offload.perf.demo $(ARGS)
 
+# Two workers; what needs a quiet machine waits until nothing else runs (tests/conftest.py). One: make test WORKERS=0
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

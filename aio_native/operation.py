@@ -18,7 +18,8 @@ class PythonOperation:
     """
 
     __slots__ = (
-        "_condition",
+        "_lock",
+        "_waiting",
         "_wakers",
         "completed_ns",
         "failure",
@@ -35,8 +36,10 @@ class PythonOperation:
         self.failure: Failure | None = None
         self.submitted_ns = time.monotonic_ns()
         self.completed_ns = 0
-        # Its lock is re-entrant: a signal handler may look at the operation whose wait it interrupted.
-        self._condition = threading.Condition()
+        # Re-entrant: a signal handler may look at the operation whose wait it interrupted. No condition variable: its
+        # methods are Python, and an exception in the middle of one leaves the lock held, or not held.
+        self._lock = threading.RLock()
+        self._waiting: list[threading.Lock] = []
         self._wakers: list[int] = []
 
     def done(self) -> bool:
@@ -48,14 +51,22 @@ class PythonOperation:
 
         In the main thread signal handlers run meanwhile, and what they raise (KeyboardInterrupt) ends the wait.
         """
-        if self.done():
+        finished = threading.Lock()
+        finished.acquire()
+        with self._lock:
+            if self.done():
+                return True
+            self._waiting.append(finished)
+        if finished.acquire(timeout=-1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX)):
             return True
-        with self._condition:
-            return self._condition.wait_for(self.done, timeout)
+        with self._lock:
+            if finished in self._waiting:
+                self._waiting.remove(finished)
+        return self.done()
 
     def add_waker(self, eventfd: int) -> None:
         """Write 1 to `eventfd` when the operation is done; at once if it already is."""
-        with self._condition:
+        with self._lock:
             if not self.done():
                 # A descriptor of our own: the caller may close his first, and its number then mean another file.
                 self._wakers.append(os.dup(eventfd))
@@ -64,11 +75,13 @@ class PythonOperation:
 
     def complete(self, failure: Failure | None) -> None:
         """Make the operation done, and tell everyone who waits. For the engine only."""
-        with self._condition:
+        with self._lock:
             self.failure = failure
             self.completed_ns = time.monotonic_ns()
             wakers, self._wakers = self._wakers, []
-            self._condition.notify_all()
+            waiting, self._waiting = self._waiting, []
+        for finished in waiting:
+            finished.release()
         for eventfd in wakers:
             with contextlib.suppress(BlockingIOError):  # its counter is full: a wake-up is pending anyway
                 os.eventfd_write(eventfd, 1)

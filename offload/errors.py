@@ -41,6 +41,8 @@ _REMEDIES = {
     errno_names.EINVAL: "most often direct I/O with an unaligned address, offset or size, or a file system "
     "without direct I/O: keep aio.block_size a multiple of 4096, put nvme_path on ext4 or XFS, or set "
     'aio.direct to "optional"',
+    errno_names.EMFILE: "this process has as many files open as it may: raise the limit (`ulimit -n`), or close what "
+    "it does not need; each optimizer and each TensorSwapper has about six of its own",
     errno_names.ENODATA: "the file ended before this range did: something truncated it while it was in use; "
     "leave the files below nvme_path alone while a run is alive",
     errno_names.ENOENT: "there is no such folder: make it, or choose another nvme_path",

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor, shard_offsets, sharded_like
 from nvme_offload.optim.collective import on_every_rank
-from nvme_offload.optim.state.entries import entry_names, read_entries, set_entries
-from nvme_offload.optim.tiers.gatherers import drop_gathered, store_of
+from nvme_offload.optim.state.body import StateBody, body_of
+from nvme_offload.optim.state.entries import read_entries, set_entries
+from nvme_offload.optim.state.table import ParamRecord
+from nvme_offload.optim.tiers.gatherers import drop_gathered
 from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
 from nvme_offload.optim.tiers.halves import split_shard
-
-if TYPE_CHECKING:
-    from nvme_offload.optim.state.store import StateStore
 
 T = TypeVar("T")
 
@@ -33,9 +32,9 @@ def get_full_param(param: torch.Tensor) -> torch.Tensor:
         ValueError: it is no parameter of an open `OffloadOptimizer`.
         SwapIOError: it could not be read from its tier, on any rank.
     """
-    store, index = _owner(param, "get_full_param")
-    if "master" in entry_names(store, index):
-        return _gathered_entry(param, store, index, "master")
+    body, record = _owner(param, "get_full_param")
+    if "master" in record.entry_names:
+        return _gathered_entry(param, body, record.index, "master")
     return _gathered(param)
 
 
@@ -51,11 +50,11 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
         ValueError: it is no such parameter, or the value has another shape. Nothing was changed.
         SwapIOError: it could not be written to its tier.
     """
-    store, index = _owner(param, "set_full_param")
+    body, record = _owner(param, "set_full_param")
     part = _own_part(param, value, "set_full_param")
-    has_state = store.is_placed(index) or split_shard(param) is None  # one frozen so far has both halves in memory
-    if has_state and "master" in entry_names(store, index):
-        set_entries(store, {index: {"master": part}})
+    has_state = record.is_placed or split_shard(param) is None  # one frozen so far has both halves in memory
+    if has_state and "master" in record.entry_names:
+        set_entries(body, {record.index: {"master": part}})
     else:
         local_tensor(param).copy_(part)
         drop_gathered(param)
@@ -111,11 +110,11 @@ def get_full_optimizer_state(param: torch.Tensor, name: str) -> torch.Tensor:
         ValueError: it is no parameter of an open `OffloadOptimizer`, or has no such state.
         SwapIOError: it could not be read from its tier, on any rank.
     """
-    store, index = _owner(param, "get_full_optimizer_state")
-    _check_name(store, index, name, "get_full_optimizer_state")
+    body, record = _owner(param, "get_full_optimizer_state")
+    _check_name(record, name, "get_full_optimizer_state")
     if name == "step":
-        return torch.tensor(float(store.steps[index]))
-    return _gathered_entry(param, store, index, name)
+        return torch.tensor(float(record.steps))
+    return _gathered_entry(param, body, record.index, name)
 
 
 @torch.no_grad()
@@ -126,28 +125,28 @@ def set_full_optimizer_state(param: torch.Tensor, name: str, value: torch.Tensor
         ValueError: it is no parameter of an open `OffloadOptimizer`, has no such state, or the value has another shape.
         SwapIOError: it could not be written to its tier.
     """
-    store, index = _owner(param, "set_full_optimizer_state")
-    _check_name(store, index, name, "set_full_optimizer_state")
+    body, record = _owner(param, "set_full_optimizer_state")
+    _check_name(record, name, "set_full_optimizer_state")
     part = value if name == "step" else _own_part(param, value, "set_full_optimizer_state")
-    set_entries(store, {index: {name: part}})
+    set_entries(body, {record.index: {name: part}})
 
 
-def _owner(param: torch.Tensor, caller: str) -> tuple[StateStore, int]:
-    store = store_of(param) if isinstance(param, torch.Tensor) else None
-    index = store.indices.get(param) if store is not None else None
-    if store is None or index is None:
+def _owner(param: torch.Tensor, caller: str) -> tuple[StateBody, ParamRecord]:
+    body = body_of(param) if isinstance(param, torch.Tensor) else None
+    record = body.table.find(param) if body is not None else None
+    if body is None or record is None:
         what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
         raise ValueError(
             f"{caller}: {what} is no parameter of an OffloadOptimizer that is still there; after an evaluation "
             "FSDP2 may show gathered copies in their place: take the parameter from optimizer.param_groups, or call "
             "reshard() on the module that holds it"
         )
-    store.check_usable()
-    return store, index
+    body.check_usable()
+    return body, record
 
 
-def _check_name(store: StateStore, index: int, name: str, caller: str) -> None:
-    known = entry_names(store, index)
+def _check_name(record: ParamRecord, name: str, caller: str) -> None:
+    known = record.entry_names
     if name not in known:
         raise ValueError(f"{caller}: {name!r} is no optimizer state of this parameter; it has {', '.join(known)}")
 
@@ -164,8 +163,8 @@ def _own_part(param: torch.Tensor, value: torch.Tensor, caller: str) -> torch.Te
     return part.float()
 
 
-def _gathered_entry(param: torch.Tensor, store: StateStore, index: int, name: str) -> torch.Tensor:
-    return _gathered(_on_ranks_of(param, lambda: read_entries(store, {index: (name,)}))[index][name])
+def _gathered_entry(param: torch.Tensor, body: StateBody, index: int, name: str) -> torch.Tensor:
+    return _gathered(_on_ranks_of(param, lambda: read_entries(body, {index: (name,)}))[index][name])
 
 
 def _on_ranks_of(param: torch.Tensor, read: Callable[[], T]) -> T:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool, ordered_sum
+from nvme_offload.optim.kernels import KernelPool, ordered_sum
+from nvme_offload.optim.layout.master import BLOCK_NUMEL
 from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
 
 _Sharding = tuple[DeviceMesh, tuple[bool, ...]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 
@@ -13,18 +14,27 @@ class DeferredInterrupt:
     On leaving, the handler that was there before is restored and, if a signal came, gets it. A second Ctrl-C gets it
     at once: a drive that no longer answers must not hold the program. Outside the main thread, where Python delivers
     no signals, this does nothing.
+
+    Where the handler of another signal raises on the way out of the block, before anything here was restored, the next
+    SIGINT finds that whoever entered is gone from the stack, and goes where it belongs.
     """
 
     def __init__(self) -> None:
         self._pending = False
         self._installed = False
+        self._caller: FrameType | None = None
 
     def __enter__(self) -> DeferredInterrupt:
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.getsignal(signal.SIGINT)
             # None: a handler that Python did not install and could not restore. SIG_IGN and SIG_DFL need no deferring.
             if callable(self._previous):
-                signal.signal(signal.SIGINT, self._note)
+                self._caller = sys._getframe(1)
+                try:
+                    signal.signal(signal.SIGINT, self._note)
+                except BaseException:
+                    signal.signal(signal.SIGINT, self._previous)
+                    raise
                 self._installed = True
         return self
 
@@ -35,6 +45,7 @@ class DeferredInterrupt:
             return
         signal.signal(signal.SIGINT, self._previous)
         self._installed = False
+        self._caller = None
         pending, self._pending = self._pending, False
         if pending and not isinstance(error, KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -46,6 +57,14 @@ class DeferredInterrupt:
             self._previous(signal.SIGINT, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._pending and callable(self._previous):
+        left = frame is not None and not self._is_inside(frame)
+        if left:
+            signal.signal(signal.SIGINT, self._previous)
+        if (left or self._pending) and callable(self._previous):
             self._previous(number, frame)
-        self._pending = True
+        self._pending = not left
+
+    def _is_inside(self, frame: FrameType | None) -> bool:
+        while frame is not None and frame is not self._caller:
+            frame = frame.f_back
+        return frame is not None

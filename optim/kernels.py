@@ -14,33 +14,17 @@ import torch
 
 import nvme_offload.optim._kernels as _kernels
 from nvme_offload.optim._kernels import Segment
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, num_blocks
 from nvme_offload.optim.rules.rule import UpdateRule
 
 __all__ = [
-    "BLOCK_NUMEL",
     "GradDtype",
     "KernelPool",
-    "MasterForm",
     "Segment",
     "available_isas",
     "make_segment",
-    "num_blocks",
     "ordered_sum",
 ]
-
-BLOCK_NUMEL = _kernels.BLOCK_NUMEL
-"""Elements per block. A segment starts at a multiple of it within its parameter."""
-
-
-class MasterForm(enum.IntEnum):
-    """Where the fp32 master weights are."""
-
-    SPLIT = 0
-    """In two halves: the bf16 parameter is the upper one (``hi``), the master a uint16 tensor (``lo``)."""
-    FULL = 1
-    """In an fp32 tensor beside the fp16 parameter."""
-    ITSELF = 2
-    """The fp32 parameter is its own master."""
 
 
 class GradDtype(enum.IntEnum):
@@ -67,24 +51,12 @@ _GRAD_DTYPES = {
     torch.bfloat16: GradDtype.BF16,
     torch.float16: GradDtype.FP16,
 }
-_FORMS = {
-    torch.bfloat16: (MasterForm.SPLIT, torch.uint16),
-    torch.float16: (MasterForm.FULL, torch.float32),
-    torch.float32: (MasterForm.ITSELF, None),
-}
-
-
 _RULES = {name: number for number, name in enumerate(_kernels.rules())}
 
 
 def available_isas() -> tuple[str, ...]:
     """Names of the instruction sets that this machine runs, slowest first."""
     return tuple(_kernels.available_isas())
-
-
-def num_blocks(numel: int) -> int:
-    """Blocks in a run of ``numel`` elements."""
-    return -(-numel // BLOCK_NUMEL)
 
 
 def make_segment(
@@ -118,9 +90,10 @@ def make_segment(
         ValueError: for a rule without a kernel, a wrong dtype, a wrong number of tensors or elements, or a tensor not
             contiguous on the CPU.
     """
-    if param.dtype not in _FORMS:
+    if param.dtype not in FORM_OF_DTYPE:
         raise ValueError(f"param is {param.dtype}; the kernels take bfloat16, float16 and float32")
-    form, master_dtype = _FORMS[param.dtype]
+    form = FORM_OF_DTYPE[param.dtype]
+    master_dtype = MASTER_DTYPE[form]
     if (master is None) != (master_dtype is None):
         wanted = "an fp32 parameter is its own master" if master_dtype is None else f"{master_dtype} is needed"
         raise ValueError(f"master does not fit a parameter of {param.dtype}: {wanted}")

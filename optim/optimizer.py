@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -15,25 +14,14 @@ from nvme_offload.offload._torch_private import not_compiled, state_dict_hooks
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
-from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
-from nvme_offload.optim.interrupt import DeferredInterrupt
-from nvme_offload.optim.layout.flat import check_no_overlap, check_no_repeats, check_param, flat_grad, storage_of
-from nvme_offload.optim.rules.rule import UpdateRule, rounded, without_torch_switches
-from nvme_offload.optim.state.entries import (
-    StateView,
-    entry_names,
-    fresh_entry_of,
-    prepare_entries,
-    read_entries,
-    write_entries,
-)
-from nvme_offload.optim.state.masters import StepInputs, update_subgroup
-from nvme_offload.optim.state.progress import UnfinishedStep
+from nvme_offload.optim.groups import check_group, new_params
+from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
+from nvme_offload.optim.state.entries import fresh_entry_of, prepare_entries, read_entries, write_entries
 from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.state.view import StateView
 from nvme_offload.optim.stats import Meter, OptimizerStats, Span
+from nvme_offload.optim.step import Stepper
 from nvme_offload.optim.tiers.halves import split_shard
-from nvme_offload.optim.tiles import StepScalars
-from nvme_offload.optim.warn import warn_user
 
 
 class OffloadOptimizer(Optimizer):
@@ -72,26 +60,23 @@ class OffloadOptimizer(Optimizer):
         self._check_torch_arguments(torch_arguments or {})
         self.config = OffloadConfig.of(offload)
         self._meter = Meter()
-        self._forward_order = True
-        self._total_norm = float("nan")
-        self._clip_coef = 1.0
-        self._norm_group = norm_group
-        self._clip_first = 1.0  # by clip_grad_norm_, to be done in the next step
-        self._store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
+        self.store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
+        """The state itself, for those who save, load and fill it: see `StateBody`."""
+        self._stepper = Stepper(self.store, self.rule, self._meter, self.config.gradient_clipping, norm_group)
         self._complete = False
         try:
             super().__init__(params, defaults)
             self._complete = True
             # All groups at once: a full disk is found before the first extent is handed out.
-            self._store.place_trainable()
+            self.store.place_trainable()
         except BaseException:
-            self._store.close()
+            self.store.close()
             raise
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
         """State by parameter, read from its tier on access and written through; see `StateView`."""
-        return StateView(self._store)
+        return StateView(self.store)
 
     @state.setter
     def state(self, value: Mapping[torch.Tensor, Any]) -> None:
@@ -114,34 +99,20 @@ class OffloadOptimizer(Optimizer):
             OutOfSpaceError: the paths cannot hold their state.
             Nothing was added then.
         """
-        self._store.check_usable()
-        super().add_param_group(param_group)
-        number = len(self.param_groups) - 1
-        group = self.param_groups[-1]
-        table = self._store.table
+        self.store.check_usable()
+        number, first = len(self.param_groups), len(self.store.table)
         try:
-            self.rule.check(group, number)
-            rule = self.rule.of(group)
-            places = range(len(group["params"]))
-            names = group.get("param_names") or [f"parameter {place} of group {number}" for place in places]
-            check_no_repeats(group["params"], names)
-            pairs = zip(group["params"], names, strict=True)
-            new = {param: name for param, name in pairs if param not in self._store.indices}
-            for param, name in new.items():
-                check_param(storage_of(param), name)
-                rule.check_param(param, name)
-            check_no_overlap([*table.params, *map(storage_of, new)], [*table.names, *new.values()])
-            added = self._store.add_params(number, rule, list(new), list(new.values()))
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
+            new = new_params(self.rule, group, number, self.store.table)
+            added = self.store.add_params(number, self.rule.of(group), new)
+            if self._complete:
+                self.store.place_trainable(added)
         except BaseException:
-            self.param_groups.pop()
+            if not self.store.slots_of(range(first, len(self.store.table))):  # else all is done, and stays
+                del self.param_groups[number:]
+                self.store.table.drop(first)
             raise
-        if self._complete:
-            try:
-                self._store.place_trainable(added)
-            except BaseException:
-                self._store.drop_params(added)
-                self.param_groups.pop()
-                raise
 
     @not_compiled
     @torch.no_grad()
@@ -155,14 +126,20 @@ class OffloadOptimizer(Optimizer):
             StateError: the step before stopped halfway; see `finish_step`.
             SwapIOError: a read or write failed, perhaps one that ran behind the step before. A note says what is done.
             ValueError: a gradient cannot be used, or somebody exchanged the parameters; nothing has changed.
+            KeyboardInterrupt: between two subgroups, or when all is done. A note says which.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # torch.amp.GradScaler.step leaves these two on the optimizer while it calls us.
+        loss_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         try:
-            with self._meter.stepping():
-                self._step()
+            self._stepper.step(
+                self.param_groups,
+                None if loss_scale is None else float(loss_scale),
+                None if found_inf is None else float(found_inf) > 0,
+            )
         except BaseException:
             # GradScaler removes these after a step that returned. Left behind, they would scale the next one too.
             self.__dict__.pop("grad_scale", None)
@@ -193,30 +170,6 @@ class OffloadOptimizer(Optimizer):
             self.__dict__.pop("found_inf", None)
         return self._meter.skipped_steps == skipped_before
 
-    def _step(self) -> None:
-        store = self._store
-        store.check_usable()
-        if store.unfinished is not None:
-            raise store.unfinished.refusal("a finished step")
-        self._meter.spans.clear()
-        grads = self._collect_grads()
-        if not grads and self._norm_group is None:
-            return
-        store.ensure_placed(grads)
-        grad_scale = self._grad_scale(grads)
-        inputs = None
-        if grads and grad_scale is not None:
-            inputs = StepInputs(grads, self._scalars(grads, grad_scale))
-        self._clip_first = 1.0  # not earlier: where a hyperparameter is refused, the step is still to come
-        if inputs is not None:
-            slots = [slot for slot in store.slots if any(run.param in grads for run in slot.subgroup.runs)]
-            slots = store.blocks.in_order(slots)
-            order = slots if self._forward_order else slots[::-1]
-            store.unfinished = UnfinishedStep(
-                self._meter.steps + 1, order, inputs, split=store.has_split_params, owner=store.owner
-            )
-            self._go_on(store.unfinished, inputs)
-
     @not_compiled
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -231,28 +184,22 @@ class OffloadOptimizer(Optimizer):
         Returns:
             The norm over all ranks before clipping, fp64 on the CPU, of gradients as stored.
         """
-        self._store.check_usable()
-        grads = self._collect_grads()
-        norm = self._clip_first * total_norm(
-            self._store.table.leaves, grads, self._store.kernels, norm_group=self._norm_group
-        )
-        self._clip_first *= clip_coefficient(norm, max_norm)
-        return torch.tensor(norm, dtype=torch.float64)
+        return torch.tensor(self._stepper.clip_grads(self.param_groups, max_norm), dtype=torch.float64)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or with ``set_to_none=False`` make them zero, wherever they are."""
-        self._clip_first = 1.0
+        self._stepper.clip_first = 1.0
         super().zero_grad(set_to_none)
 
     @property
     def total_norm(self) -> float:
         """Norm of all gradients of the latest step over all ranks, unscaled, before clipping; NaN before the first."""
-        return self._total_norm
+        return self._stepper.total_norm
 
     @property
     def has_unfinished_step(self) -> bool:
         """Whether the latest step stopped halfway; see `finish_step`."""
-        return self._store.unfinished is not None
+        return self.store.unfinished is not None
 
     @not_compiled
     @torch.no_grad()
@@ -263,14 +210,10 @@ class OffloadOptimizer(Optimizer):
             StateError: there is nothing to finish, or it cannot be finished any more; says what to do.
             SwapIOError: it failed again.
         """
-        self._store.check_usable()
-        unfinished = self._store.unfinished
-        if unfinished is None:
+        self.store.check_usable()
+        if (unfinished := self.store.unfinished) is None:
             raise StateError(type(self).__name__, "a step that stopped halfway", "no such step")
-        self._store.table.check_layouts()
-        inputs = unfinished.check_resumable()
-        self._store.pipeline.forget_failures()
-        self._go_on(unfinished, inputs)
+        self._stepper.finish(unfinished)
 
     def synchronize(self) -> None:
         """Wait for the writes that still run behind the latest step.
@@ -278,13 +221,13 @@ class OffloadOptimizer(Optimizer):
         Raises:
             SwapIOError: a write failed. The bytes are still in memory; calling again writes them again.
         """
-        self._store.check_usable()
-        self._store.pipeline.synchronize()
-        self._store.blocks.synchronize()
+        self.store.check_usable()
+        self.store.pipeline.synchronize()
+        self.store.blocks.synchronize()
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files. Idempotent. No-op in a forked child."""
-        self._store.close()
+        self.store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -298,7 +241,7 @@ class OffloadOptimizer(Optimizer):
 
         The layout is torch's, with ``master`` beside the rule's states for 16-bit parameters.
         """
-        self._store.check_whole()
+        self.store.check_whole()
         before, after = state_dict_hooks(self)
         for hook in before:
             hook(self)
@@ -309,17 +252,18 @@ class OffloadOptimizer(Optimizer):
 
     def _packed_state(self) -> dict[str, Any]:
         """As torch packs it: parameters are numbered as they stand in the groups, what is in no group is left out."""
-        store = self._store
-        members = [store.indices[param] for group in self.param_groups for param in group["params"]]
-        placed = {index: entry_names(store, index) for index in members if store.is_placed(index)}
-        tensors = read_entries(store, placed)
-        numbered = {index: number for number, index in enumerate(members)}
+        table = self.store.table
+        members = [table.of(param) for group in self.param_groups for param in group["params"]]
+        placed = {number: record for number, record in enumerate(members) if record.is_placed}
+        tensors = read_entries(self.store, {record.index: record.entry_names for record in placed.values()})
+        numbered = {record.index: number for number, record in enumerate(members)}
         return {
             "state": {
-                numbered[index]: {"step": torch.tensor(float(store.steps[index])), **tensors[index]} for index in placed
+                number: {"step": torch.tensor(float(record.steps)), **tensors[record.index]}
+                for number, record in placed.items()
             },
             "param_groups": [
-                {**group, "params": [numbered[store.indices[param]] for param in group["params"]]}
+                {**group, "params": [numbered[table.of(param).index] for param in group["params"]]}
                 for group in self.param_groups
             ],
         }
@@ -335,23 +279,23 @@ class OffloadOptimizer(Optimizer):
             ValueError: it does not fit; names what. Nothing was changed.
             SwapIOError: part of the state is old and part is new; load again.
         """
-        self._store.check_usable()
+        self.store.check_usable()
         # The last of these hooks: it gets what the user's have made of the state dict.
         last = self.register_load_state_dict_pre_hook(OffloadOptimizer._take_over)  # type: ignore[arg-type]
         try:
             super().load_state_dict(state_dict)
+            self.store.unfinished = None
         finally:
             last.remove()
 
     def _take_over(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Bring a state dict to the tiers; returns what is left of it for torch: the groups."""
-        store = self._store
+        store = self.store
         groups = [without_torch_switches(group) for group in state_dict["param_groups"]]
         entries = prepare_entries(store, self._match_state({**state_dict, "param_groups": groups}))
         store.pipeline.forget_failures()
-        store.unfinished = UnfinishedStep.of_load(split=store.has_split_params, owner=store.owner)
+        store.begin_load()
         write_entries(store, entries)
-        store.unfinished = None
         return {"state": {}, "param_groups": groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -364,7 +308,7 @@ class OffloadOptimizer(Optimizer):
 
     def stats(self) -> OptimizerStats:
         """Counters since construction."""
-        store, meter = self._store, self._meter
+        store, meter = self.store, self._meter
         engine = store.tier.stats() if store.tier else None
         return OptimizerStats(
             steps=meter.steps,
@@ -381,8 +325,8 @@ class OffloadOptimizer(Optimizer):
             staging_bytes=store.staging_bytes,
             state_bytes=sum(slot.subgroup.size_bytes for slot in store.slots),
             host_state_bytes=store.host_state_bytes,
-            total_norm=self._total_norm,
-            clip_coef=self._clip_coef,
+            total_norm=self._stepper.total_norm,
+            clip_coef=self._stepper.clip_coef,
             resplit_blocks=meter.resplit_blocks,
             **store.blocks.stats(),
         )
@@ -390,125 +334,11 @@ class OffloadOptimizer(Optimizer):
     @property
     def tier_plan(self) -> TierPlan:
         """Which subgroups live where, and what that moves in a step. ``print`` shows it as a table."""
-        return self._store.plan
+        return self.store.plan
 
     def timeline(self) -> list[Span]:
         """What the latest step did and when; call `synchronize` first to have its last writes in it."""
         return sorted(self._meter.spans, key=lambda span: span.start_ns)
-
-    def _collect_grads(self) -> dict[int, torch.Tensor]:
-        """Flat gradient by parameter index, of those that are in a group and have one; empty where the shard is."""
-        table = self._store.table
-        members = self._store.members(self.param_groups)
-        table.check_layouts()
-        grads = {index: flat_grad(table.leaves[index], table.names[index]) for index in members}
-        return {index: grad for index, grad in grads.items() if grad is not None}
-
-    def _grad_scale(self, grads: Mapping[int, torch.Tensor]) -> float | None:
-        """What stored gradients are multiplied by (inv_scale x clip_coef), or None when the step must be skipped."""
-        # torch.amp.GradScaler.step leaves these two on the optimizer while it calls us.
-        scale = getattr(self, "grad_scale", None)
-        found_inf = getattr(self, "found_inf", None)
-        inv_scale = (1.0 if scale is None else 1.0 / float(scale)) * self._clip_first
-        with self._meter.computing("norm", -1):
-            norm = total_norm(
-                self._store.table.leaves,
-                grads,
-                self._store.kernels,
-                norm_group=self._norm_group,
-                found_inf=found_inf is not None and float(found_inf) > 0,
-            )
-        self._total_norm = norm * inv_scale
-        if not math.isfinite(self._total_norm):
-            self._meter.skipped_steps += 1
-            if found_inf is None:
-                warn_user(
-                    f"gradient norm is {self._total_norm}: step skipped, parameters and state are as before "
-                    "(counted in stats().skipped_steps)"
-                )
-            return None
-        self._clip_coef = clip_coefficient(self._total_norm, self.config.gradient_clipping)
-        return inv_scale * self._clip_coef
-
-    def _scalars(self, grads: Mapping[int, torch.Tensor], grad_scale: float) -> dict[int, StepScalars]:
-        scalars = {}
-        by_step: dict[tuple[int, int], StepScalars] = {}  # most parameters of a group are at the same step
-        for number, group in enumerate(self.param_groups):
-            self.check_group(group, number)  # schedulers write to them
-            rule = self.rule.of(group)
-            for param in group["params"]:
-                index = self._store.indices[param]
-                if index not in grads:
-                    continue
-                key = number, self._store.steps[index] + 1
-                if key not in by_step:
-                    [scale] = rounded(-grad_scale if group.get("maximize") else grad_scale)
-                    by_step[key] = StepScalars(rule.scalars(group, key[1]), scale)
-                scalars[index] = by_step[key]
-        return scalars
-
-    def _go_on(self, step: UnfinishedStep, inputs: StepInputs) -> None:
-        """Do what is left of a step. Ctrl-C is honoured between subgroups, so that the step can be finished later."""
-        with DeferredInterrupt() as interrupt:
-
-            def on_pause() -> None:
-                interrupt.deliver()
-                self._store.blocks.advance()
-
-            try:
-                self._update_subgroups(step, inputs, on_pause)
-            except BaseException as error:
-                error.add_note(f"{step.situation}. {step.way_on}")
-                raise
-            for index in inputs.grads:
-                self._store.steps[index] += 1
-            self._meter.steps += 1
-            self._forward_order = not self._forward_order
-            self._store.blocks.end_step(step.order)
-            self._store.unfinished = None
-            self._store.blocks.advance()  # last: whatever stops it, the step is done
-        self._report_changed(step.changed_blocks)
-
-    def _update_subgroups(self, step: UnfinishedStep, inputs: StepInputs, on_pause: Callable[[], None]) -> None:
-        store = self._store
-        store.pipeline.on_pause = on_pause
-        if store.mirror:
-            store.mirror.begin_step()
-        store.blocks.begin_step(step.order[step.done :])
-        try:
-            self._update_rest(step, inputs, on_pause)
-        finally:
-            store.pipeline.on_pause = lambda: None
-            # Also after a failure: the device must not read parameters that are still on their way to it.
-            if store.mirror:
-                store.mirror.end_step()
-
-    def _update_rest(self, step: UnfinishedStep, inputs: StepInputs, on_pause: Callable[[], None]) -> None:
-        store, meter = self._store, self._meter
-        for position in range(step.done, len(step.order)):
-            on_pause()
-            slot = step.order[position]
-            if store.mirror:
-                for ahead in step.order[position : position + 2]:
-                    store.mirror.fetch(ahead.subgroup, store.table.params, inputs.grads)
-            memory = store.pipeline.acquire(step.order, position)
-            with store.blocks.held_for_update(slot, inputs.grads):
-                step.updating = True
-                store.pipeline.will_change(slot)
-                with meter.computing("compute", slot.subgroup.index):
-                    changed = update_subgroup(slot, memory, inputs, store.table, store.kernels, store.mirror)
-                step.changed_blocks += changed
-                step.done = position + 1
-                step.updating = False
-                store.pipeline.release(slot)
-
-    def _report_changed(self, changed_blocks: int) -> None:
-        self._meter.resplit_blocks += changed_blocks
-        if changed_blocks:
-            warn_user(
-                f"{changed_blocks} blocks of 65536 elements were changed between steps by something other than this "
-                "optimizer: their master weights now start from the changed 16-bit values (the moments are kept)"
-            )
 
     def check_group(self, group: Mapping[str, Any], number: int) -> None:
         """Check hyperparameters that are to take the place of a group's.
@@ -516,15 +346,8 @@ class OffloadOptimizer(Optimizer):
         Raises:
             ValueError: one cannot be used, or asks for other states than the group has.
         """
-        self.rule.check(group, number)
-        other = self.rule.of(group)
-        for param in self.param_groups[number]["params"]:
-            if (own := self._store.rule_of(self._store.indices[param])) != other:
-                asked = ", ".join(f"{key} = {group[key]!r}" for key in self.rule.shaping)
-                raise ValueError(
-                    f"parameter group {number}: {asked}: its state is then {_listed(other)}, and it was made with "
-                    f"{_listed(own)}; make a new {type(self).__name__} for that"
-                )
+        records = [self.store.table.of(param) for param in self.param_groups[number]["params"]]
+        check_group(self.rule, group, number, records, type(self).__name__)
 
     def _check_torch_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Check arguments that torch's optimizer has and this one does not name.
@@ -557,26 +380,21 @@ class OffloadOptimizer(Optimizer):
         for number, group in enumerate(groups):
             self.check_group({**self.defaults, **group}, number)
         saved = [key for group in groups for key in group["params"]]
-        own = [self._store.indices[param] for group in self.param_groups for param in group["params"]]
+        own = [self.store.table.of(param) for group in self.param_groups for param in group["params"]]
         given = {}
-        for index, key in zip(own, saved, strict=True):
-            rule = self._store.rule_of(index)
-            entries = rule.adopted(state_dict["state"].get(key, {}))
-            known = entry_names(self._store, index)
+        for record, key in zip(own, saved, strict=True):
+            entries = record.rule.adopted(state_dict["state"].get(key, {}))
+            known = record.entry_names
             if unknown := sorted(set(entries) - {*known, "master"}):
-                name = self._store.table.names[index]
-                raise ValueError(f"state of {name} holds {unknown[0]!r}; {rule.name} has {', '.join(known)}")
-            if entries or self._store.is_placed(index):
-                store = self._store
+                raise ValueError(
+                    f"state of {record.name} holds {unknown[0]!r}; {record.rule.name} has {', '.join(known)}"
+                )
+            if entries or record.is_placed:
                 # The master of a split shard is the parameter itself: not given, it stays.
-                stays = {"master"} - set(entries) if split_shard(store.table.leaves[index]) is not None else set()
-                given[index] = {
-                    name: entries[name] if name in entries else fresh_entry_of(store, index, name)
+                stays = {"master"} - set(entries) if split_shard(record.leaf) is not None else set()
+                given[record.index] = {
+                    name: entries[name] if name in entries else fresh_entry_of(self.store, record.index, name)
                     for name in known
                     if name not in stays
                 }
         return given
-
-
-def _listed(rule: UpdateRule) -> str:
-    return ", ".join(f"{state.name} (from {state.birth:g})" for state in rule.states) or "none"

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool, num_blocks
-from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.layout.flat import unflatten
+from nvme_offload.optim.layout.master import BLOCK_NUMEL, num_blocks
+from nvme_offload.optim.rules.rule import ThroughWhole, UpdateRule
 
 
 class StepScalars(NamedTuple):
@@ -58,6 +60,40 @@ def update_in_torch(rule: UpdateRule, run: RunTensors, pool: KernelPool) -> int:
         if known is not None:
             pool.block_checksums(param, out=known)
     return changed
+
+
+def update_whole(
+    rule: UpdateRule, run: RunTensors, like: torch.Tensor, pool: KernelPool, through_whole: ThroughWhole
+) -> int:
+    """Update one parameter, or this rank's shard of it, by a rule that does not go element by element.
+
+    Args:
+        rule: its `update_whole` sees fp32 tensors in the shape of `like`.
+        run: all of the parameter.
+        like: has its shape and strides.
+        pool: kernels.
+        through_whole: see `UpdateRule.update_whole`.
+
+    Returns:
+        The number of blocks whose parameter somebody else had changed.
+    """
+    changed: list[int] = []
+    if run.checksums is not None:
+        changed = pool.block_checksums(run.param).ne(run.checksums).nonzero().flatten().tolist()
+    master = _master_of(run.param, run.master, is_changed=False, pool=pool)
+    for number in changed:
+        part = slice(number * BLOCK_NUMEL, (number + 1) * BLOCK_NUMEL)
+        master[part] = run.param[part].float()
+    states = [state.float() for state in run.states]
+    grad = run.grad.float() * run.scalars.grad_scale
+    shaped = [unflatten(each, like) for each in (master, grad, *states)]
+    rule.update_whole(shaped[0], shaped[1], shaped[2:], run.scalars.of_rule, through_whole)
+    for state, updated in zip(run.states, states, strict=True):
+        state.copy_(updated)
+    _put_back(master, run.param, run.master, pool)
+    if run.checksums is not None:
+        pool.block_checksums(run.param, out=run.checksums)
+    return len(changed)
 
 
 def _master_of(param: torch.Tensor, lower: torch.Tensor | None, *, is_changed: bool, pool: KernelPool) -> torch.Tensor:

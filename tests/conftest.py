@@ -1,10 +1,16 @@
 """Settings for every test."""
 
+import fcntl
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+# Tests that run side by side (`pytest -n 2`) share the processors: one thread each, unless a test asks for more.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Before torch is imported: its idle threads sleep instead of spinning, which on a busy two-core machine is the
 # difference between seconds and minutes.
@@ -12,6 +18,39 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A shell that starts the suite in the background has it ignore Ctrl-C, and children inherit that. Tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_GATE, _TURN = (Path(__file__).with_name(name).open("rb") for name in ("__init__.py", "conftest.py"))
+"""Files to lock, so that workers take turns. Who waits for a turn holds the gate: nobody overtakes."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With workers, what needs a quiet machine comes first: at the end there is other work to share out."""
+    if _is_worker(config):
+        items.sort(key=_needs_quiet, reverse=True)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test of a worker waits for its turn, before its own time runs; one marked `quiet` has no other beside it."""
+    if not _is_worker(item.config):
+        return (yield)
+    fcntl.flock(_GATE, fcntl.LOCK_EX)
+    fcntl.flock(_TURN, fcntl.LOCK_EX if _needs_quiet(item) else fcntl.LOCK_SH)
+    fcntl.flock(_GATE, fcntl.LOCK_UN)
+    try:
+        return (yield)
+    finally:
+        fcntl.flock(_TURN, fcntl.LOCK_UN)
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+def _needs_quiet(item: pytest.Item) -> bool:
+    """Slow tests do, too: they are large."""
+    return any(item.get_closest_marker(name) is not None for name in ("quiet", "slow"))
 
 
 @pytest.fixture

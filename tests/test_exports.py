@@ -26,6 +26,7 @@ def test_names():
         "OffloadEngine",
         "OffloadError",
         "OffloadLion",
+        "OffloadMuon",
         "OffloadOptimizer",
         "OffloadSGD",
         "OptimizerStats",

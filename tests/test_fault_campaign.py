@@ -313,7 +313,7 @@ class AdamWCase:
             self.persist(optimizer.synchronize)
         self.heal()
         self.persist(optimizer.synchronize)
-        pool, pipeline = optimizer._store.pool, optimizer._store.pipeline
+        pool, pipeline = optimizer.store.pool, optimizer.store.pipeline
         assert pool.num_free + len(pipeline.residents) == pool.num_buffers, "a buffer leaked"
         if self.draw.random() < 0.7:
             pipeline.drop_copies()  # all that is compared comes from the drive
@@ -329,7 +329,7 @@ class AdamWCase:
         while (error := outcome_of(call)[1]) is not None:
             self.case.check_error(error, self.tier)
             assert "subgroup" in str(error), error
-            if self.optimizer._store.unfinished is not None:
+            if self.optimizer.store.unfinished is not None:
                 self.check_stopped(error)
                 call = self.optimizer.finish_step
             self.patience -= 1
@@ -348,7 +348,7 @@ class AdamWCase:
     def heal(self):
         if not self.well:
             self.well = True
-            self.case.heal(self.tier, [self.optimizer._store.pool])
+            self.case.heal(self.tier, [self.optimizer.store.pool])
 
 
 # The campaign.

@@ -1,7 +1,7 @@
 """The section that says which optimizer `nvme_offload.initialize` makes, and the one table of those there are."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, GetPydanticSchema, model_validator
 from pydantic_core import core_schema
@@ -18,6 +18,17 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
         "weight_decay": 0.0,
         "initial_accumulator_value": 0.0,
         "eps": 1e-10,
+    },
+    "Muon": {
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": (3.4445, -4.7750, 2.0315),
+        "eps": 1e-7,
+        "ns_steps": 5,
+        "adjust_lr_fn": None,
+        "betas": (0.9, 0.999),
     },
     "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
 }
@@ -62,6 +73,14 @@ class OptimizerParams(Section):
     """How much of a gradient does not enter the buffer, 0 or more."""
     nesterov: bool | None = key(None, "true or false", "same", shown=_OF_TYPE)
     """Look ahead along the buffer; needs a momentum, and no dampening."""
+    ns_coefficients: Annotated[tuple[float, float, float], Field(strict=False)] | None = key(
+        None, "three numbers, as [3.4445, -4.775, 2.0315]", "same", shown=_OF_TYPE
+    )
+    """Of the Newton-Schulz iterations: three numbers."""
+    ns_steps: Annotated[int, Field(ge=0, le=99)] | None = key(None, "a whole number, 0..99", "same", shown=_OF_TYPE)
+    """Number of these iterations, 0..99."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = key(None, "one of these", "same", shown=_OF_TYPE)
+    """How the learning rate follows the shape of a matrix."""
     adam_w_mode: bool = key(True, "true or false", "same")
     """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, that is for `OffloadAdam`."""
 

@@ -201,6 +201,8 @@ def parse_file(path: Path) -> Any:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ConfigError([f"{where}: {error.msg}; write valid JSON"], str(path)) from None
+    except RecursionError:
+        raise ConfigError(["is nested too deeply; write a section as the reference has it"], str(path)) from None
     except ValueError as error:  # TOML's errors name line and column; a key given twice; not UTF-8
         raise ConfigError([str(error)], str(path)) from None
 
@@ -260,6 +262,9 @@ class _Reader:
             elif inner:
                 kept[name] = self.section(inner, value, f"{key}.", f"{written.key}.")
             else:
+                if isinstance(value, set | frozenset):
+                    self.problems.append(f"{this}: a set has no order; {written.remedy}")
+                    continue
                 kept[name] = value
                 if value == "auto" and not _takes_auto(field.annotation):
                     self.problems.append(f'{this}: Hugging Face\'s "auto" is not resolved here; {written.remedy}')
@@ -331,5 +336,8 @@ def _says(value: object, only: object) -> bool:
 
 
 def _show(value: object) -> str:
-    text = json.dumps(value, default=str, skipkeys=True)
+    try:
+        text = json.dumps(value, default=str, skipkeys=True)
+    except (ValueError, RecursionError):  # thousands of digits, or of levels, or itself inside
+        return f"a value that cannot be shown ({type(value).__name__})"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,7 @@
 """The fixed set of staging buffers between memory and files.
 
-Who holds a buffer is said in one place, at the buffer. What is free is what nobody holds: there is no second list that
-an exception between two instructions could leave behind.
+Who holds a buffer is said in one place, the pool's list of owners. What is free is what nobody holds: there is no
+second list that an exception between two instructions could leave behind.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Lease:
 class StagingBuffer:
     """One buffer of a pool, held by whoever acquired it until ``release()``. Also a context manager."""
 
-    def __init__(self, pool: BufferPool, region: HostRegion, byte_offset: int, size_bytes: int) -> None:
+    def __init__(self, pool: BufferPool, place: int, region: HostRegion, byte_offset: int, size_bytes: int) -> None:
+        self.place = place
+        """Number in the pool."""
         self._pool = weakref.ref(pool)  # no cycle: the memory goes with its last user, not with the garbage collector
         self._region = region
         self._byte_offset = byte_offset
         self.size_bytes = size_bytes
         self.address = region.address + byte_offset
-        self.owner: BufferOwner | None = None
-        """Set by the pool."""
 
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
         """1D tensor [numel] of `dtype` over the buffer's bytes from `byte_offset`."""
@@ -79,11 +79,14 @@ class BufferPool:
         self.buffer_bytes = -(-buffer_bytes // page) * page
         self.num_buffers = num_buffers
         self._regions = _map_regions(num_buffers, self.buffer_bytes)
-        self._buffers = [
-            StagingBuffer(self, region, offset, self.buffer_bytes)
-            for region in self._regions
-            for offset in range(0, region.size_bytes, self.buffer_bytes)
+        places = [
+            (region, offset) for region in self._regions for offset in range(0, region.size_bytes, self.buffer_bytes)
         ]
+        self._buffers = [
+            StagingBuffer(self, place, region, offset, self.buffer_bytes)
+            for place, (region, offset) in enumerate(places)
+        ]
+        self._owners: list[BufferOwner | None] = [None] * num_buffers
         self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
         self._released = threading.Condition(self._lock)
         self._closed = False
@@ -118,7 +121,7 @@ class BufferPool:
     @property
     def owners(self) -> list[Any]:
         """Who holds a buffer."""
-        return [owner for buffer in self._buffers if (owner := buffer.owner) is not None]
+        return [owner for owner in self._owners if owner is not None]
 
     @property
     def regions(self) -> list[tuple[int, int]]:
@@ -135,10 +138,10 @@ class BufferPool:
         with self._lock:
             self._check_open()
             for buffer in self._buffers:
-                if buffer.owner is None:
+                if self._owners[buffer.place] is None:
                     # No call in between: a signal handler sees both ends of the lease or neither.
                     owner.buffer = buffer
-                    buffer.owner = owner
+                    self._owners[buffer.place] = owner
                     return buffer
         return None
 
@@ -167,12 +170,12 @@ class BufferPool:
 
     def _take_back(self, buffer: StagingBuffer) -> None:
         with self._lock:
-            owner = buffer.owner
+            owner = self._owners[buffer.place]
             if owner is None:
                 raise AssertionError("a staging buffer was released twice")
             # No call in between, as in `try_acquire`.
             owner.buffer = None
-            buffer.owner = None
+            self._owners[buffer.place] = None
             self._released.notify()
 
     def _unpin(self) -> None:

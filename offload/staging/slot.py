@@ -8,7 +8,7 @@ all of them everywhere. So nothing here has to be undone. Five rules make every 
 1. CPython runs handlers after a call, at the entry of a function and at a jump back, and nowhere else. Fields that must
    agree are set by assignments with no call between them: `Slot.become` sets residency and transfer so, and
    `BufferPool` the two ends of a lease.
-2. Who owns a buffer stands in one place, the lease. There is no free list and no list of residents that could disagree:
+2. Who owns a buffer stands in one place, at the pool. There is no free list and no list of residents to disagree:
    both are read off the leases. So no buffer has two owners, and none is lost.
 3. Intent is written down first. A slot is READING or WRITING before its transfer is submitted; where an exception took
    the transfer away, the tier still knows which buffers it touches (`Tier.quiesce`), and `recover` waits for them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -67,6 +68,7 @@ class NvmeTier:
     ) -> None:
         aio = config.aio
         self._owner_pid = os.getpid()
+        self._closed = False
         self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
         self._under_way: set[_Flight] = set()
         self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
@@ -80,7 +82,7 @@ class NvmeTier:
                 max_operations=MAX_OPERATIONS,
                 faults=faults,
             )
-            self._opened: OpenedEngine = open_engine(aio.engine, options)
+            self._opened: OpenedEngine = _open_engine(aio.engine, options, self.space.paths[0])
         except BaseException:
             self.space.close()
             raise
@@ -99,6 +101,16 @@ class NvmeTier:
     def alignment(self) -> int:
         """Granularity of offsets, sizes and addresses, in bytes."""
         return self.space.alignment
+
+    @property
+    def direct(self) -> bool:
+        """Whether every path does direct I/O."""
+        return self.space.direct
+
+    @property
+    def opened(self) -> OpenedEngine:
+        """The engine, and why it and no other."""
+        return self._opened
 
     def reserve(self, sizes: Sequence[int]) -> list[Extent]:
         """One extent per size, with the space of all of them promised.
@@ -179,7 +191,10 @@ class NvmeTier:
     def close(self) -> None:
         """Wait for what is under way, close the engine, delete the swap files. Idempotent; no-op in a forked child."""
         if os.getpid() == self._owner_pid:
-            self._finalizer()
+            self._closed = True
+            # Not by the finalizer, which runs once: what is interrupted here is done by the next call.
+            _shut(self._owner_pid, self._opened.engine, self.space, self._under_way)
+            self._finalizer.detach()
 
     def _start(
         self, op: Op, extent: Extent, buffer: StagingBuffer, what: str, kind: str, size_bytes: int | None
@@ -225,10 +240,22 @@ class NvmeTier:
             min(pending, key=lambda operation: operation.submitted_ns).wait()
 
     def _check_usable(self) -> None:
-        if not self._finalizer.alive:
+        if self._closed:
             raise ClosedError("NVMe tier")
         if (pid := os.getpid()) != self._owner_pid:
             raise ForkError("NVMe tier", self._owner_pid, pid)
+
+
+def _open_engine(name: str, options: EngineOptions, path: Path) -> OpenedEngine:
+    """`open_engine`; what the system refuses (descriptors, memory, threads) is said with its remedy."""
+    try:
+        return open_engine(name, options)
+    except SwapIOError:
+        raise
+    except OSError as error:
+        raise SwapIOError(
+            error.errno or errno.EIO, path=path, offset=0, size_bytes=0, direction="allocate", extent="the I/O engine"
+        ) from error
 
 
 def _shut(owner_pid: int, engine: Engine, space: SwapSpace, under_way: set[_Flight]) -> None:

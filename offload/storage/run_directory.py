@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import itertools
 import logging
 import os
 import re
 import stat
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 from nvme_offload.offload.errors import SwapIOError
@@ -24,15 +25,21 @@ FIO_NAME = "fio"
 FILE_NAMES = (SWAP_NAME, FIO_NAME, LOCK_NAME)
 """All that is ever put into a run directory: the swap file, or the file of a comparison with fio, and the lock."""
 
-_RUN_NAME = re.compile(re.escape(PREFIX) + r"\d+-\d+")
+_UNLOCKED = "."
+"""Comes before the name of a directory that has no lock yet."""
+_RUN_NAME = re.compile(r"\.?" + re.escape(PREFIX) + r"\d+-\d+")
+_numbers = itertools.count()
+_MOST_ATTEMPTS = 100
 
 
 class RunDirectory:
     """A directory of mode 0700 below `path` that belongs to this object while its lock file is locked.
 
-    The lock is flock(2), which the kernel drops when the process dies however it dies. Making the directory and
-    looking for dead ones happens under a lock on `path` itself, so that a directory between its creation and its lock
-    is never taken for a dead one.
+    The lock is flock(2), which the kernel drops when the process dies however it dies. A directory gets its name when
+    it is locked, so one between its creation and its lock is never taken for a dead one, and nobody waits for anybody.
+
+    Args:
+        path: may be relative: what the working folder is later makes no difference.
 
     Raises:
         SwapIOError: `path` is missing, not a directory, read-only or not ours.
@@ -41,11 +48,8 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self._owner_pid = os.getpid()
         try:
-            with _locked_directory(path):
-                remove_leftovers(path)
-                self.path = _make_unique(path)
-                self._lock_fd = os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_leftovers(path)
+            self.path, self._lock_fd = _make_locked(path.absolute())
         except OSError as error:
             raise SwapIOError(
                 error.errno or 0, path=path, offset=0, size_bytes=0, direction="allocate", extent="nvme_path"
@@ -55,6 +59,10 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Delete the directory with everything in it and drop the lock. Idempotent; does nothing in a forked child."""
+        if self._finalizer.alive and os.getpid() == self._owner_pid:
+            # Before the finalizer, which runs once: what is interrupted here is done by the next call.
+            with contextlib.suppress(OSError):  # somebody else put something there
+                _delete(self.path)
         self._finalizer()
 
     def _drop_in_child(self) -> None:
@@ -79,28 +87,37 @@ os.register_at_fork(after_in_child=_drop_all_in_child)
 def remove_leftovers(path: Path) -> int:
     """Remove the directories of dead runs below `path`; returns the bytes set free. Live runs are left alone."""
     freed = 0
-    for directory in path.glob(PREFIX + "*"):
+    living = {directory.path.name for directory in _live}
+    with os.scandir(path) as entries:
+        names = [entry.name for entry in entries if _RUN_NAME.fullmatch(entry.name) and entry.name not in living]
+    for name in names:
         with contextlib.suppress(OSError):
-            if not _is_ours(directory):
-                continue
-            # O_CREAT: a run that died between making its directory and its lock left a directory without one.
-            lock_fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its run is alive
-                size = sum(entry.stat().st_blocks * 512 for entry in directory.iterdir())
-                _delete(directory)
-            finally:
-                os.close(lock_fd)
-            freed += size
-            logger.warning("removed what a dead run left behind: %s (%s)", directory, format_bytes(size))
+            freed += _remove_if_dead(path / name)
     return freed
+
+
+def _remove_if_dead(directory: Path) -> int:
+    """Remove the directory of a dead run; returns the bytes set free. OSError: it is alive, or not ours."""
+    if not _is_ours(directory):
+        return 0
+    # O_CREAT: a run that died between making its directory and its lock left a directory without one.
+    lock_fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its run is alive
+        if not _is_lock_of(directory, lock_fd):
+            return 0  # somebody else removed it meanwhile, and a run that began made another
+        size = sum(entry.stat().st_blocks * 512 for entry in directory.iterdir())
+        _delete(directory)
+    finally:
+        os.close(lock_fd)
+    logger.warning("removed what a dead run left behind: %s (%s)", directory, format_bytes(size))
+    return size
 
 
 def _is_ours(directory: Path) -> bool:
     """Whether a run of this package, and nobody else, made the directory and everything in it."""
     found = directory.lstat()
-    named = _RUN_NAME.fullmatch(directory.name) is not None
-    if not (named and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()):
+    if not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()):
         return False
     return all(entry.name in FILE_NAMES and entry.is_file(follow_symlinks=False) for entry in os.scandir(directory))
 
@@ -112,26 +129,54 @@ def _delete(directory: Path) -> None:
     directory.rmdir()
 
 
-@contextlib.contextmanager
-def _locked_directory(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+def _make_locked(path: Path) -> tuple[Path, int]:
+    """A new directory with a lock file that is locked, and the descriptor of that.
 
-
-def _make_unique(path: Path) -> Path:
-    number = 0
-    while True:
-        candidate = path / f"{PREFIX}{os.getpid()}-{number}"
+    It is made under a hidden name, which whoever looks for dead runs may take away before it is locked: then another
+    one is made.
+    """
+    failure: OSError | None = None
+    for _ in range(_MOST_ATTEMPTS):
+        name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
+        hidden = path / f"{_UNLOCKED}{name}"
         try:
-            candidate.mkdir(mode=0o700)
-        except FileExistsError:
-            number += 1
-        else:
-            return candidate
+            hidden.mkdir(mode=0o700)
+        except FileExistsError as error:
+            failure = error
+            continue
+        try:
+            return path / name, _lock_and_rename(hidden, path / name)
+        except (FileExistsError, FileNotFoundError, BlockingIOError) as error:
+            failure = error
+            with contextlib.suppress(OSError):
+                _delete(hidden)
+    raise failure or FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+
+def _lock_and_rename(hidden: Path, final: Path) -> int:
+    """Lock a directory and give it its name; returns the descriptor of the lock."""
+    lock_fd = os.open(hidden / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.lexists(final):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+        hidden.rename(final)
+        if not _is_lock_of(final, lock_fd):
+            with contextlib.suppress(OSError):
+                final.rmdir()
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(final / LOCK_NAME))
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return lock_fd
+
+
+def _is_lock_of(directory: Path, lock_fd: int) -> bool:
+    """Whether a descriptor is of the lock file that is in a directory now."""
+    try:
+        return os.path.samestat(os.lstat(directory / LOCK_NAME), os.fstat(lock_fd))
+    except FileNotFoundError:
+        return False
 
 
 def _remove(path: Path, lock_fd: int, owner_pid: int) -> None:

@@ -130,9 +130,9 @@ class SwapFile:
 
     def close(self) -> None:
         """Close the descriptor. The file itself belongs to its run directory."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _open(path: Path, direct: DirectPolicy) -> tuple[int, int | None]:

@@ -69,17 +69,25 @@ class _LoopWaker:
     def __init__(self) -> None:
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waiting: dict[asyncio.Future[None], Operation] = {}
-        weakref.finalize(self, os.close, self._eventfd)
+        self.close = weakref.finalize(self, os.close, self._eventfd)
+        """Also when nobody calls it."""
 
     @classmethod
     def of_running_loop(cls) -> _LoopWaker:
         loop = asyncio.get_running_loop()
         waker = cls._wakers.get(loop)
         if waker is None:
+            cls._end_of_closed_loops()
             waker = cls()
             loop.add_reader(waker._eventfd, waker._wake)
             cls._wakers[loop] = waker  # only what the loop took: epoll may have no room, and some loops no readers
         return waker
+
+    @classmethod
+    def _end_of_closed_loops(cls) -> None:
+        """Those that were closed midway: what waited in them refers to them, so that they would never go away."""
+        for loop in [known for known in list(cls._wakers) if known.is_closed()]:
+            cls._wakers.pop(loop).close()
 
     async def wait_for(self, operation: Operation) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

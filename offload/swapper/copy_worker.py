@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -40,6 +42,8 @@ class CopyWorker:
     def __init__(self, name: str, pool: BufferPool) -> None:
         self._pool = pool
         self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+        self._close_bell = weakref.finalize(self, os.close, self._bell)
+        self._calls: deque[Callable[[], None]] = deque()
         self._streams = CopyStreams()
         self._small: deque[StagedCopy] = deque()
         self._large: deque[StagedCopy] = deque()
@@ -55,13 +59,23 @@ class CopyWorker:
         self._thread.start()
 
     @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is queued or in flight."""
-        return not (self._small or self._large or self._flights)
+        return not (self._calls or self._small or self._large or self._flights)
 
     def submit(self, copy: StagedCopy) -> None:
         """Queue a copy and return at once. From any thread."""
         (self._large if copy.num_pieces > 1 else self._small).append(copy)
+        self.ring()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have the thread call a function soon. From any thread."""
+        self._calls.append(function)
         self.ring()
 
     def ring(self) -> None:
@@ -71,23 +85,30 @@ class CopyWorker:
     def stop(self) -> None:
         """End the thread when all is done."""
         self._stopping = True
-        self.ring()
-        if self._thread.ident is not None:
+        if self.alive:
+            self.ring()
             self._thread.join()
 
     def free(self) -> None:
-        """Close the bell, once the engine that rings it is closed too."""
-        os.close(self._bell)
+        """Close the bell, once the engine that rings it is closed too. Idempotent."""
+        self._close_bell()
 
     def _main(self) -> None:
         # A caller's tensor may be an inference tensor, which can only be written in this mode; others do not mind.
         with torch.inference_mode():
             while not (self._stopping and self.idle):
                 # One of each in turn: a freed buffer is in use again before the next long copy.
+                called = self._call_one()
                 started = self._start_one()
                 finished = self._finish_one()
-                if not (started or finished):
+                if not (called or started or finished):
                     os.eventfd_read(self._bell)
+
+    def _call_one(self) -> bool:
+        if not self._calls:
+            return False
+        self._calls.popleft()()
+        return True
 
     def _start_one(self) -> bool:
         """Begin the next piece; False if there is none, or no buffer for it."""

@@ -127,14 +127,31 @@ class SlotRecord:
     under_way: bool = False
     failure: str = ""
     """Why the last swap_out failed; empty if it did not."""
+    deleted: bool = False
+    """Its name was given up, and perhaps another record has it."""
 
     @property
     def newest(self) -> TensorSpec | None:
         """What a swap_in called now would return: the last value given, complete or not. None if there is none."""
         for task in reversed(self.tasks):
+            if task.verb is Verb.DELETE:
+                return None
             if task.verb is Verb.SWAP_OUT:
                 return task.spec
         return self.stored.spec if self.stored else None
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether nobody may find it by its name: it was deleted, or nothing was ever begun."""
+        if self.tasks:
+            return self.tasks[-1].verb is Verb.DELETE
+        return self.deleted or (self.stored is None and not self.failure)
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """Host memory promised to prefetched copies of it."""
+        due = sum(task.spec.size_bytes for task in self.tasks if task.verb is Verb.PREFETCH)
+        return due + (self.prefetched.nbytes if self.prefetched is not None else 0)
 
     @property
     def prefetch_due(self) -> bool:
@@ -155,6 +172,13 @@ class SlotRecord:
                 f"tensor {self.name!r}", f"{' or '.join(expected)} before {residency.value}", self.residency.value
             )
         self.residency = residency
+
+    def drop_prefetched(self) -> None:
+        """Let the host copy go, if there is one."""
+        if self.prefetched is not None:
+            # No call in between: a signal handler sees both or neither.
+            self.prefetched = None
+            self.residency = Residency.STORED
 
     def require_value(self) -> TensorSpec:
         """What a swap_in called now would return.

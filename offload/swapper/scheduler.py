@@ -1,4 +1,9 @@
-"""Runs the tasks of every record in order, those of different records side by side, over one tier and one pool."""
+"""Runs the tasks of every record in order, those of different records side by side, over one tier and one pool.
+
+A caller does one thing: it appends a task to its record. Whatever is read from that or follows from it (what is busy,
+how much is promised, what runs next) is derived, or done by the threads, where no signal handler runs. So a caller that
+is interrupted anywhere leaves a task that is there, and then runs, or one that is not.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nvme_offload.aio_native import FaultSpec
+import torch
+
+from nvme_offload.aio_native import FaultSpec, Op
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
@@ -19,12 +26,14 @@ from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
 
 logger = logging.getLogger(__name__)
 
+_LOOK_AGAIN_SECONDS = 0.1  # somebody else may close the swapper meanwhile
+
 
 class SlotScheduler:
     """Owns the tier, the staging buffers and the two threads that copy.
 
-    Everything about records happens under `lock`: callers hold it when they call, and the threads take it when a
-    copy is done. I/O and copies happen outside it.
+    Everything about records happens under `lock`: callers hold it when they enqueue, and the threads take it to begin
+    a task and when a copy is done. I/O and copies happen outside it.
 
     Args:
         config: the whole section; `offload_optimizer.device` is `nvme`.
@@ -34,10 +43,12 @@ class SlotScheduler:
     def __init__(self, config: OffloadConfig, faults: FaultSpec | None) -> None:
         offload = config.zero_optimization.offload_optimizer
         self.lock = threading.RLock()  # re-entrant: a signal handler may call what it interrupted
-        self.prefetched_bytes = 0
         self.num_prefetch_hits = 0
-        self._all_done = threading.Condition(self.lock)
-        self._num_tasks = 0
+        self._busy: set[SlotRecord] = set()
+        """Has every record with a task, and perhaps others for a moment."""
+        self._prefetching: set[SlotRecord] = set()
+        """Has every record with a prefetched copy or a task for one, and perhaps others for a moment."""
+        self._waiting: list[threading.Lock] = []
         self._checksums = config.aio.checksums
         self._begin: dict[Verb, Callable[[SlotRecord, Task], None]] = {
             Verb.SWAP_OUT: self._begin_swap_out,
@@ -63,15 +74,48 @@ class SlotScheduler:
             raise
 
     def enqueue(self, record: SlotRecord, task: Task) -> TensorTransfer[Any]:
-        """Run a task after those of its record that are waiting already."""
-        self._num_tasks += 1
+        """Run a task after those of its record that are waiting already. The lock must be held."""
+        # The thread is woken first and waits for the lock. Cut short before the last line, it finds nothing to do.
+        worker = self._writer if task.verb is Verb.SWAP_OUT else self._reader
+        worker.call(partial(self._resume, record))
+        self._busy.add(record)
+        if task.verb is Verb.PREFETCH:
+            self._prefetching.add(record)
         record.tasks.append(task)
-        self._advance(record)
         return task.transfer
 
+    @property
+    def prefetched_bytes(self) -> int:
+        """Host memory promised to prefetched copies."""
+        return sum(record.prefetch_bytes for record in self._prefetching)
+
+    def hand_over(self, record: SlotRecord, prefetched: torch.Tensor) -> TensorTransfer[torch.Tensor]:
+        """A transfer, done already, of a prefetched copy, which is the caller's from now on. The lock must be held."""
+        transfer = TensorTransfer[torch.Tensor](Op.READ, prefetched.nbytes)
+        transfer.finish(prefetched)
+        self.num_prefetch_hits += 1
+        record.drop_prefetched()  # last: cut short before, the copy is still there
+        return transfer
+
     def wait_all(self) -> None:
-        """Wait until no task is waiting or under way."""
-        self._all_done.wait_for(lambda: self._num_tasks == 0)
+        """Wait until no task is waiting or under way. The lock must not be held."""
+        while True:
+            done = threading.Lock()
+            with self.lock:
+                if not self._busy:
+                    return
+                done.acquire()
+                self._waiting.append(done)
+            done.acquire()
+
+    def catch_up(self) -> None:
+        """Wait until the threads have begun what they were called for. The lock must not be held."""
+        for worker in self._workers:
+            begun = threading.Lock()
+            begun.acquire()
+            worker.call(begun.release)
+            while worker.alive and not begun.acquire(timeout=_LOOK_AGAIN_SECONDS):
+                pass
 
     def close(self) -> None:
         """End the threads, delete the files, free the memory. All tasks must be done, the lock not held."""
@@ -89,11 +133,23 @@ class SlotScheduler:
         self._writer.start(self._reader)
         self._reader.start(self._writer)
 
+    def _resume(self, record: SlotRecord) -> None:
+        with self.lock:
+            self._advance(record)
+
     def _advance(self, record: SlotRecord) -> None:
         while record.tasks and not record.under_way:
             record.under_way = True
             task = record.tasks[0]
             self._begin[task.verb](record, task)
+        if not record.prefetch_bytes:
+            self._prefetching.discard(record)
+        if not record.tasks:
+            self._busy.discard(record)
+        if not self._busy:
+            waiting, self._waiting = self._waiting, []
+            for done in waiting:
+                done.release()
 
     def _end(self, record: SlotRecord, task: Task, error: Exception | None = None) -> None:
         record.tasks.popleft()
@@ -105,14 +161,11 @@ class SlotScheduler:
             task.transfer.finish(task.result)
         else:
             task.transfer.fail(error)
-        self._num_tasks -= 1
-        if self._num_tasks == 0:
-            self._all_done.notify_all()
 
     # swap_out
 
     def _begin_swap_out(self, record: SlotRecord, task: Task) -> None:
-        self._drop_prefetched(record)
+        record.drop_prefetched()
         record.become(Residency.WRITING)
         alignment = self.tier.alignment
         starts = piece_starts(task.spec.size_bytes, self.pool.num_buffers, self.pool.buffer_bytes, alignment)
@@ -147,8 +200,6 @@ class SlotScheduler:
                 readers.append(task)
         for task in readers:
             record.tasks.remove(task)
-            if task.verb is Verb.PREFETCH:
-                self.prefetched_bytes -= task.spec.size_bytes
             self._settle(task, error)
 
     # swap_in and prefetch
@@ -161,7 +212,7 @@ class SlotScheduler:
             self._read(record, task, on_done)
             return
         self.num_prefetch_hits += 1
-        self._drop_prefetched(record)
+        record.drop_prefetched()
         if task.replaceable:
             task.result = prefetched
             self._end(record, task)
@@ -186,7 +237,6 @@ class SlotScheduler:
                 record.become(Residency.PREFETCHED)
             else:
                 logger.warning("prefetch of tensor %r failed, swap_in reads it again: %s", record.name, copy.error)
-                self.prefetched_bytes -= task.spec.size_bytes
                 record.become(Residency.STORED)
             self._end(record, task, copy.error)
             self._advance(record)
@@ -198,22 +248,17 @@ class SlotScheduler:
     # evict and delete
 
     def _evict(self, record: SlotRecord, task: Task) -> None:
-        self._drop_prefetched(record)
+        record.drop_prefetched()
         self._end(record, task)
 
     def _delete(self, record: SlotRecord, task: Task) -> None:
-        self._drop_prefetched(record)
+        record.drop_prefetched()
         if record.stored is not None:
             self._free(record.stored.pieces)
             record.stored = None
             record.become(Residency.ABSENT)
+        record.deleted = True
         self._end(record, task)
-
-    def _drop_prefetched(self, record: SlotRecord) -> None:
-        if record.prefetched is not None:
-            self.prefetched_bytes -= record.prefetched.nbytes
-            record.prefetched = None
-            record.become(Residency.STORED)
 
     def _free(self, pieces: list[Piece] | tuple[()]) -> None:
         for piece in pieces:

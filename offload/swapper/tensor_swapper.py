@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -82,7 +82,7 @@ class TensorSwapper:
         """Bytes of host memory that prefetched copies may take."""
         self._owner_pid = os.getpid()
         self._closed = False
-        self._freed = False
+        self._closing = threading.RLock()
         self._pin_with_first_cuda_tensor = offload.pin_memory is None
         self._records: dict[str, SlotRecord] = {}
         self._scheduler = SlotScheduler(self.config, faults)
@@ -117,10 +117,16 @@ class TensorSwapper:
         """
         _check_dense(name, tensor)
         source = tensor.detach()
-        with self._usable():
+        self._check_usable()
+        with self._lock:
+            self._check_open()
             task = self._task(Verb.SWAP_OUT, TensorSpec.of(source), source)
-            record = self._records.setdefault(name, SlotRecord(name))
-            return self._scheduler.enqueue(record, task)
+            record = self._records.get(name)
+            if record is None or record.forgotten:
+                self._records.pop(name, None)  # a new value has a new place in the order of names
+                record = self._records[name] = SlotRecord(name)
+            self._scheduler.enqueue(record, task)
+        return task.transfer
 
     def swap_in(self, name: str, out: torch.Tensor | None = None) -> Transfer[torch.Tensor]:
         """Read the tensor `name` and return at once; the transfer's result is the tensor.
@@ -135,18 +141,16 @@ class TensorSwapper:
             StateError: nothing is stored under it because its swap_out failed.
             ValueError: `out` has another shape or dtype, or elements that share memory.
         """
-        with self._usable():
+        self._check_usable()
+        with self._lock:
+            self._check_open()
             record = self._record(name)
             spec = record.require_value()
-            if out is None:
-                result = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+            if out is None and spec.device.type == "cpu" and not record.tasks and record.prefetched is not None:
+                transfer = self._scheduler.hand_over(record, record.prefetched)
             else:
-                _check_target(name, out, spec)
-                result = out
-            task = self._task(Verb.SWAP_IN, spec, result.detach())
-            task.result = result
-            task.replaceable = out is None and spec.device.type == "cpu"
-            return self._scheduler.enqueue(record, task)
+                transfer = self._scheduler.enqueue(record, self._swap_in_task(name, spec, out))
+        return transfer
 
     def prefetch(self, name: str) -> bool:
         """Start reading `name` into host memory, so that the next swap_in finds it there; that one takes the copy.
@@ -160,7 +164,9 @@ class TensorSwapper:
             KeyError: no tensor has this name.
             StateError: nothing is stored under it because its swap_out failed.
         """
-        with self._usable():
+        self._check_usable()
+        with self._lock:
+            self._check_open()
             record = self._record(name)
             spec = record.require_value()
             if record.prefetch_due:
@@ -170,45 +176,60 @@ class TensorSwapper:
             pinned = self.pool.pinned and spec.device.type == "cuda"
             target = torch.empty(spec.shape, dtype=spec.dtype, device="cpu", pin_memory=pinned)
             task = self._task(Verb.PREFETCH, spec, target)
-            self._scheduler.prefetched_bytes += spec.size_bytes
             self._scheduler.enqueue(record, task)
             return True
 
     def evict(self, name: str) -> None:
         """Drop the prefetched copy of `name`, if there is one; the value stays on the file."""
-        with self._usable():
+        self._check_usable()
+        with self._lock:
+            self._check_open()
             self._scheduler.enqueue(self._record(name), self._task(Verb.EVICT))
 
     def delete(self, name: str) -> None:
         """Forget `name` at once. Its space is given back when the calls made for it before are done."""
-        with self._usable():
-            record = self._record(name)
+        self._check_usable()
+        with self._lock:
+            self._check_open()
+            self._scheduler.enqueue(self._record(name), self._task(Verb.DELETE))
             del self._records[name]
-            self._scheduler.enqueue(record, self._task(Verb.DELETE))
 
     def names(self) -> list[str]:
         """Names with a value, complete or on its way, in the order in which they were first used."""
-        with self._usable():
+        self._check_usable()
+        with self._lock:
+            self._check_open()
             return [name for name, record in self._records.items() if record.newest]
 
     def __contains__(self, name: object) -> bool:
-        with self._usable():
+        self._check_usable()
+        with self._lock:
+            self._check_open()
             record = self._records.get(name) if isinstance(name, str) else None
             return record is not None and record.newest is not None
 
     def nbytes(self, name: str) -> int:
         """Bytes of the tensor `name`, without alignment. Raises as swap_in does."""
-        with self._usable():
+        self._check_usable()
+        with self._lock:
+            self._check_open()
             return self._record(name).require_value().size_bytes
 
     def residency(self, name: str) -> Residency:
         """Which copies of `name` exist at this moment."""
-        with self._usable():
-            return self._record(name).residency
+        self._check_usable()
+        with self._lock:
+            self._check_open()
+            record = self._record(name)
+        self._scheduler.catch_up()
+        return record.residency
 
     def stats(self) -> SwapperStats:
         """What is held and what has been done."""
-        with self._usable():
+        self._check_usable()
+        self._scheduler.catch_up()
+        with self._lock:
+            self._check_open()
             stored = [record.stored for record in self._records.values() if record.stored]
             return SwapperStats(
                 num_tensors=len(self.names()),
@@ -226,8 +247,8 @@ class TensorSwapper:
 
     def synchronize(self) -> None:
         """Wait until nothing is under way. Failures are raised by the transfers they belong to, and logged."""
-        with self._usable():
-            self._scheduler.wait_all()
+        self._check_usable()
+        self._scheduler.wait_all()
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the files. Idempotent; no-op in a forked child."""
@@ -235,9 +256,8 @@ class TensorSwapper:
             return
         with self._lock:
             self._closed = True
-            self._scheduler.wait_all()
-            first, self._freed = not self._freed, True
-        if first:
+        self._scheduler.wait_all()
+        with self._closing:  # each part once more does no harm: an interrupted close can be repeated
             self._scheduler.close()
             self._records.clear()
 
@@ -249,23 +269,24 @@ class TensorSwapper:
     ) -> None:
         self.close()
 
-    @contextmanager
-    def _usable(self) -> Iterator[None]:
-        """Hold the lock, or say why the swapper cannot be used."""
+    def _check_usable(self) -> None:
+        """Say why the swapper cannot be used."""
         # First the process: in a forked child the lock may be held by a thread that exists in the parent only.
         if (pid := os.getpid()) != self._owner_pid:
             raise ForkError("TensorSwapper", self._owner_pid, pid)
-        with self._lock:
-            if self._closed:
-                raise ClosedError("TensorSwapper")
-            yield
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("TensorSwapper")
 
     def _record(self, name: str) -> SlotRecord:
-        if name not in self._records:
+        record = self._records.get(name)
+        if record is None or record.forgotten:
             near = get_close_matches(str(name), self._records, n=3)
             known = f"the nearest names are {', '.join(map(repr, near))}" if near else "no name is similar"
             raise KeyError(f"no tensor is named {name!r}; {known}")
-        return self._records[name]
+        return record
 
     def _task(self, verb: Verb, spec: TensorSpec = NO_TENSOR, tensor: torch.Tensor | None = None) -> Task:
         ready = None
@@ -275,6 +296,17 @@ class TensorSwapper:
         op = Op.WRITE if verb is Verb.SWAP_OUT else Op.READ
         transfer = TensorTransfer[Any](op, spec.size_bytes)
         return Task(verb=verb, transfer=transfer, spec=spec, tensor=tensor, ready=ready)
+
+    def _swap_in_task(self, name: str, spec: TensorSpec, out: torch.Tensor | None) -> Task:
+        if out is None:
+            result = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+        else:
+            _check_target(name, out, spec)
+            result = out
+        task = self._task(Verb.SWAP_IN, spec, result.detach())
+        task.result = result
+        task.replaceable = out is None and spec.device.type == "cpu"
+        return task
 
     def _pin_once(self) -> None:
         """Where the configuration leaves it open, buffers are pinned for the first CUDA tensor, if CUDA allows it."""

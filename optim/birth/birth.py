@@ -17,11 +17,12 @@ from nvme_offload.optim.birth.initializers import Init, Initializers, check_init
 from nvme_offload.optim.birth.master_writer import MasterWriter
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor, units
 from nvme_offload.optim.birth.weight_files import WeightSource
-from nvme_offload.optim.kernels import BLOCK_NUMEL, KernelPool
-from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.layout.master import BLOCK_NUMEL
+from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.tier_halves import TierHalves
 from nvme_offload.optim.tiers.halves import (
     ResidentHalves,
-    TierHalves,
     UnbornHalves,
     gather_groups,
     install_halves,
@@ -100,11 +101,11 @@ class Birth:
                 install_halves(record, SplitTensor(halves, shard), give_shard)
                 keep_grad_in(record.sharded_param, accumulation_dtype)
 
-    def fill(self, store: StateStore, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    def fill(self, body: StateBody, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
         """Give every parameter and buffer its value.
 
         Args:
-            store: state of the optimizer that owns the parameters; none of it is born.
+            body: state of the optimizer that owns the parameters; none of it is born.
             blocks: what is in memory together while it is initialised.
             mesh: whose ranks draw the same random numbers.
 
@@ -112,12 +113,12 @@ class Birth:
             ValueError: nobody fills a parameter or buffer.
             WeightsError, SwapIOError: a file could not be read, the tier not be written.
         """
-        for leaf, index in store.indices.items():
-            split = split_shard(leaf)
+        for record in body.table:
+            split = split_shard(record.leaf)
             if split is not None and isinstance(split.halves, UnbornHalves):
-                split.use_halves(TierHalves(store, index, split.halves))
+                split.use_halves(TierHalves(body, record.index, split.halves))
         device = torch.device(mesh.device_type)
-        with shared_random_numbers(mesh), MasterWriter(store) as writer:
+        with shared_random_numbers(mesh), MasterWriter(body) as writer:
             initializers = Initializers(self._model, self._plan, self._init, device)
             if self._source is None:
                 self._fill_from_initializers(initializers, writer, blocks)

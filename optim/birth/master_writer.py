@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from nvme_offload.optim.kernels import BLOCK_NUMEL
+from nvme_offload.optim.layout.master import BLOCK_NUMEL
+from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.masters import write_master
 from nvme_offload.optim.state.pipeline import Memory
 from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.store import StateStore
 
 _PIECE_NUMEL = 64 * BLOCK_NUMEL
 
@@ -22,13 +22,13 @@ class MasterWriter:
     parameters that come in the order of the optimizer cost one write of each subgroup, and no read.
 
     Args:
-        store: the optimizer's state.
+        body: the optimizer's state.
     """
 
-    def __init__(self, store: StateStore) -> None:
-        self._store = store
+    def __init__(self, body: StateBody) -> None:
+        self._body = body
         self._slots: dict[int, list[SlotRecord]] = {}
-        for slot in store.slots:
+        for slot in body.slots:
             for run in slot.subgroup.runs:
                 self._slots.setdefault(run.param, []).append(slot)
         self._held: tuple[SlotRecord, Memory] | None = None
@@ -44,8 +44,8 @@ class MasterWriter:
         Raises:
             SwapIOError: the tier could not be written.
         """
-        store = self._store
-        index = store.indices[param]
+        body = self._body
+        index = body.table.of(param).index
         for slot in self._slots.get(index, ()):
             memory = self._hold(slot)
             for run in slot.subgroup.runs:
@@ -55,7 +55,7 @@ class MasterWriter:
                     stop = min(start + _PIECE_NUMEL, run.stop)
                     piece = run._replace(start=start, stop=stop, at=run.at + start - run.start)
                     masters = values(start, stop).float().contiguous()
-                    write_master(piece, masters, slot.subgroup, memory, store.table, store.kernels)
+                    write_master(piece, masters, slot.subgroup, memory, body.table, body.kernels)
 
     def __enter__(self) -> MasterWriter:
         return self
@@ -63,15 +63,15 @@ class MasterWriter:
     def __exit__(self, kind: object, *exception: object) -> None:
         if kind is None:
             self._let_go()
-            self._store.pipeline.synchronize()
-            self._store.blocks.synchronize()
+            self._body.pipeline.synchronize()
+            self._body.blocks.synchronize()
 
     def _hold(self, slot: SlotRecord) -> Memory:
         if self._held is not None and self._held[0] is slot:
             return self._held[1]
         self._let_go()
-        memory = self._store.pipeline.acquire([slot], 0)
-        self._store.pipeline.will_change(slot)
+        memory = self._body.pipeline.acquire([slot], 0)
+        self._body.pipeline.will_change(slot)
         self._held = slot, memory
         return memory
 
@@ -79,4 +79,4 @@ class MasterWriter:
         if self._held is not None:
             slot, _ = self._held
             self._held = None
-            self._store.pipeline.release(slot)
+            self._body.pipeline.release(slot)

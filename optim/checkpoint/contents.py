@@ -42,8 +42,7 @@ from nvme_offload.optim.checkpoint.places import (
     pieces,
 )
 from nvme_offload.optim.layout.flat import is_dense
-from nvme_offload.optim.state.entries import entry_names
-from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.state.body import StateBody
 
 _MODEL, _OPTIMIZER = "model", "optim.state"
 
@@ -89,7 +88,7 @@ class Contents:
         return name
 
 
-def contents_of(model: nn.Module, store: StateStore, window: TierWindow) -> Contents:
+def contents_of(model: nn.Module, body: StateBody, window: TierWindow) -> Contents:
     """What a checkpoint of this model and this optimizer consists of.
 
     Raises:
@@ -104,24 +103,25 @@ def contents_of(model: nn.Module, store: StateStore, window: TierWindow) -> Cont
         if known != name:
             contents.tied[f"{_MODEL}.{name}"] = f"{_MODEL}.{known}"
             continue
-        index = store.indices.get(value)
-        if index is not None and not store.is_placed(index):
-            index = None  # frozen from the start: it has no state
-        if index is not None:
-            contents.names[index] = name
-        has_master = index is not None and "master" in entry_names(store, index)
+        record = body.table.find(value)
+        if record is not None and not record.is_placed:
+            record = None  # frozen from the start: it has no state
+        if record is not None:
+            contents.names[record.index] = name
+        has_master = record is not None and "master" in record.entry_names
         entry = contents.add(Kind(value.shape, torch.float32 if has_master else value.dtype), _MODEL, name)
         if not has_master:
             contents.items += _plain_items(entry, value)
-    for index in set(filter(store.is_placed, store.indices.values())) - contents.names.keys():
-        raise ValueError(f"{store.table.names[index]} of the optimizer is not in the model's state dict")
+    for record in body.table:
+        if record.is_placed and record.index not in contents.names:
+            raise ValueError(f"{record.name} of the optimizer is not in the model's state dict")
     for index, name in contents.names.items():
-        contents.steps[index] = torch.tensor(float(store.steps[index]))
+        contents.steps[index] = torch.tensor(float(body.table[index].steps))
         entry = contents.add(Kind(torch.Size(()), torch.float32), _OPTIMIZER, name, "step")
         contents.items += _plain_items(entry, contents.steps[index])
-        for state in store.rule_of(index).states:
-            contents.add(Kind(store.table.leaves[index].shape, torch.float32), _OPTIMIZER, name, state.name)
-    contents.items += _tier_items(store, window, contents.names)
+        for state in body.table[index].rule.states:
+            contents.add(Kind(body.table[index].leaf.shape, torch.float32), _OPTIMIZER, name, state.name)
+    contents.items += _tier_items(body, window, contents.names)
     return contents
 
 
@@ -138,10 +138,10 @@ def _plain_items(name: str, tensor: torch.Tensor) -> Iterator[Item]:
             yield Item(name, chunk, place)
 
 
-def _tier_items(store: StateStore, window: TierWindow, names: Mapping[int, str]) -> Iterator[Item]:
+def _tier_items(body: StateBody, window: TierWindow, names: Mapping[int, str]) -> Iterator[Item]:
     """Of all sections of all subgroups, one subgroup after the other."""
-    parts = {index: Part.of(store.table.leaves[index]) for index in names}
-    for slot in store.slots:
+    parts = {index: Part.of(body.table[index].leaf) for index in names}
+    for slot in body.slots:
         for run in slot.subgroup.runs:
             for piece in pieces(run):
                 for section in slot.subgroup.sections:

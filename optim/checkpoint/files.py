@@ -251,7 +251,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         return {name: FileRecord(**record) for name, record in files.items()}
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror}; load another checkpoint") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(path, f"is damaged: {error}; load another checkpoint") from error
 
 

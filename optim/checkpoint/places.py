@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.optim.kernels import BLOCK_NUMEL
 from nvme_offload.optim.layout.flat import flat_view
+from nvme_offload.optim.layout.master import BLOCK_NUMEL
 from nvme_offload.optim.layout.subgroup import Run
+from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.entries import read_run, write_run
 from nvme_offload.optim.state.pipeline import Memory
 from nvme_offload.optim.state.slots import Residency, SlotRecord
-
-if TYPE_CHECKING:
-    from nvme_offload.optim.state.store import StateStore
 
 MAX_CHUNK_NUMEL = 16 * 2**20
 """64 MiB of fp32: more of it is never in memory at once, beside what the tiers have anyway."""
@@ -88,12 +86,12 @@ class TierWindow:
     """The one subgroup whose state is being read or written.
 
     Args:
-        store: the optimizer's state.
+        body: the optimizer's state.
         order: the subgroups in the order in which they will be read.
     """
 
-    def __init__(self, store: StateStore, order: Sequence[SlotRecord]) -> None:
-        self.store = store
+    def __init__(self, body: StateBody, order: Sequence[SlotRecord]) -> None:
+        self.body = body
         self._order = order
         self._positions = {slot.subgroup.index: position for position, slot in enumerate(order)}
         self._changed: SlotRecord | None = None
@@ -102,7 +100,7 @@ class TierWindow:
 
     def read(self, slot: SlotRecord) -> Memory:
         """The state of a subgroup; reads of those that follow in the order are under way."""
-        return self.store.pipeline.acquire(self._order, self._positions[slot.subgroup.index], for_change=False)
+        return self.body.pipeline.acquire(self._order, self._positions[slot.subgroup.index], for_change=False)
 
     def change(self, slot: SlotRecord) -> Memory:
         """The state of a subgroup, to be overwritten; the one before is written behind.
@@ -113,8 +111,8 @@ class TierWindow:
             return self._memory
         self.release()
         load = slot.subgroup.index in self._begun
-        self._memory = self.store.pipeline.acquire([slot], 0, load=load)
-        self.store.pipeline.will_change(slot)
+        self._memory = self.body.pipeline.acquire([slot], 0, load=load)
+        self.body.pipeline.will_change(slot)
         self._changed = slot
         self._begun.add(slot.subgroup.index)
         return self._memory
@@ -122,7 +120,7 @@ class TierWindow:
     def release(self) -> None:
         """Done with what is being changed."""
         if self._changed is not None:
-            self.store.pipeline.release(self._changed)
+            self.body.pipeline.release(self._changed)
             self._changed = self._memory = None
 
 
@@ -146,18 +144,18 @@ class OnTier:
 
     def read(self) -> torch.Tensor:
         """The state where it lies, or the master joined."""
-        store, slot = self._window.store, self._slot
+        body, slot = self._window.body, self._slot
         if slot.residency is not Residency.UNBORN:
-            return read_run(store, slot, self._window.read(slot), self._run, self._name)
+            return read_run(body, slot, self._window.read(slot), self._run, self._name)
         for state in slot.subgroup.rule.states:
             if state.name == self._name:
                 return torch.full((self._run.numel,), state.birth)
-        return store.table.copy_of(self._run).float()
+        return body.table[self._run.param].copy_of(self._run).float()
 
     def open(self) -> torch.Tensor:
         """The state where it lies, or a copy of what is not fp32 there."""
         memory = self._window.change(self._slot)
-        values = read_run(self._window.store, self._slot, memory, self._run, self._name)
+        values = read_run(self._window.body, self._slot, memory, self._run, self._name)
         dtype, _ = self._slot.subgroup.sections[self._name]
         if self._name == "master" or dtype is not torch.float32:
             self._copy = values
@@ -167,7 +165,7 @@ class OnTier:
         """Write a copy back; a state in fp32 is where it belongs."""
         if self._copy is not None:
             memory = self._window.change(self._slot)
-            write_run(self._window.store, self._slot, memory, self._run, self._name, self._copy)
+            write_run(self._window.body, self._slot, memory, self._run, self._name, self._copy)
             self._copy = None
 
 

@@ -127,7 +127,9 @@ def read_state(folder: Path, training: Training, contents: Contents) -> RunState
             raise CheckpointError(folder / STATE, f"has format {state['format']}; this version reads {FORMAT}")
         groups = [(group["params"], dict(group["options"])) for group in state["param_groups"]]
         loss_scale, kind, global_steps = state["loss_scale"], state["lr_scheduler"], int(state["global_steps"])
-    except (ValueError, LookupError, TypeError) as error:
+        if global_steps < 0:
+            raise CheckpointError(folder / STATE, f"has global_steps = {global_steps}, which must be 0 or more")
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointError(folder / STATE, f"is not the state of a run: {error!r}") from error
     try:
         objects = torch.load(folder / OBJECTS, map_location="cpu", weights_only=True)
@@ -169,8 +171,8 @@ def _apply(what: str, own: LRScheduler | LossScaler | None, saved: dict[str, Any
 
 def names_of_groups(optimizer: OffloadOptimizer, contents: Contents) -> list[list[str]]:
     """Qualified names of the parameters of each parameter group; those that were always frozen have no state."""
-    indices = optimizer._store.indices
-    groups = [[indices[param] for param in group["params"]] for group in optimizer.param_groups]
+    table = optimizer.store.table
+    groups = [[table.of(param).index for param in group["params"]] for group in optimizer.param_groups]
     return [[contents.names[index] for index in group if index in contents.names] for group in groups]
 
 

@@ -42,7 +42,6 @@ from nvme_offload.optim.checkpoint.run_state import (
 )
 from nvme_offload.optim.checkpoint.storage import METADATA, StreamedWriter, VerifiedReader, read_metadata
 from nvme_offload.optim.collective import on_every_rank, on_first_rank
-from nvme_offload.optim.state.progress import UnfinishedStep
 from nvme_offload.optim.warn import warn_user
 
 
@@ -66,7 +65,7 @@ def save(training: Training, root: Path, tag: str | None, client_state: Mapping[
         CheckpointWriteError: the drive is full or failed. Nothing of it is left, earlier checkpoints are as they were.
         SwapIOError: state could not be read from its tier; as above.
     """
-    store, group = training.optimizer._store, training.group
+    store, group = training.optimizer.store, training.group
 
     def prepare() -> tuple[str, Contents]:
         own_tag = f"global_step{training.global_steps}" if tag is None else str(tag)
@@ -121,7 +120,7 @@ def load(training: Training, root: Path, tag: str | None) -> Loaded | None:
         return None
     manifest = on_every_rank(lambda: files.read_manifest(folder), group)
     on_every_rank(lambda: _verify_share(folder, manifest, group), group)
-    store = training.optimizer._store
+    store = training.optimizer.store
 
     def prepare() -> tuple[TierWindow, Contents]:
         store.check_usable()
@@ -142,7 +141,7 @@ def load(training: Training, root: Path, tag: str | None) -> Loaded | None:
 
     metadata, state = on_every_rank(compare, group)
     store.pipeline.forget_failures()
-    store.unfinished = UnfinishedStep.of_load(split=store.has_split_params, owner=store.owner)
+    store.begin_load()
     planner = StreamedLoadPlanner(contents)
 
     def finish() -> None:
@@ -154,14 +153,14 @@ def load(training: Training, root: Path, tag: str | None) -> Loaded | None:
         load_items({}, storage_reader=VerifiedReader(folder, metadata), planner=planner, process_group=group)
     on_every_rank(finish, group)
     for index, step in contents.steps.items():
-        store.steps[index] = int(step)
+        store.table[index].steps = int(step)
     apply_state(state, training)
     store.unfinished = None
     return Loaded(folder, state.client_state, state.global_steps)
 
 
 def _contents_of(training: Training, window: TierWindow) -> Contents:
-    contents = contents_of(training.model, training.optimizer._store, window)
+    contents = contents_of(training.model, training.optimizer.store, window)
     contents.group_names = names_of_groups(training.optimizer, contents)
     return contents
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.shards.stand_in import StandIn
-from nvme_offload.optim.layout.subgroup import FORM_OF_DTYPE
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

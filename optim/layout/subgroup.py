@@ -8,26 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from nvme_offload.optim.kernels import BLOCK_NUMEL, MasterForm
-from nvme_offload.optim.rules.rule import State, UpdateRule
+from nvme_offload.optim.layout.master import BLOCK_NUMEL, FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
+from nvme_offload.optim.rules.rule import UpdateRule
 
 SECTION_ALIGNMENT = 64
 """Every section of an extent and every run in it starts at a cache line."""
 
 _RUN_ALIGNMENT = 32  # elements: 64 bytes of the narrowest section
-
-FORM_OF_DTYPE = {
-    torch.bfloat16: MasterForm.SPLIT,
-    torch.float16: MasterForm.FULL,
-    torch.float32: MasterForm.ITSELF,
-}
-MASTER_DTYPE = {MasterForm.SPLIT: torch.uint16, MasterForm.FULL: torch.float32, MasterForm.ITSELF: None}
-
-
-def state_itemsize(form: MasterForm, states: Sequence[State]) -> int:
-    """Bytes of state per parameter on the tier: with two fp32 states 10 for bf16, 12 for fp16, 8 for fp32."""
-    dtype = MASTER_DTYPE[form]
-    return sum(state.dtype.itemsize for state in states) + (dtype.itemsize if dtype else 0)
 
 
 class Run(NamedTuple):
@@ -111,7 +98,8 @@ def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: in
 
     A subgroup holds parameters of one group, one master form and one block of the tiers, at most `max_numel` elements
     (rounded up to `BLOCK_NUMEL`) and at most `max_bytes` of state. Parameters are cut at multiples of `BLOCK_NUMEL`
-    only. Empty ones are left out.
+    only, those of a rule that needs them whole not at all: each has a subgroup of its own, so that ranks whose shards
+    differ in size agree on the order. Empty ones are left out.
 
     Args:
         params: what to place.
@@ -131,7 +119,7 @@ def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: in
 
     for param in params:
         kind = (param.group, FORM_OF_DTYPE[param.dtype], param.rule, param.block)
-        if kind != current:
+        if kind != current or param.rule.whole:
             close()
             current = kind
         itemsize = state_itemsize(kind[1], param.rule.states)
@@ -139,7 +127,7 @@ def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: in
         start = 0
         while start < param.numel:
             at = _end_of(pending)
-            numel = _fitting(param.numel - start, capacity - at)
+            numel = param.numel if param.rule.whole else _fitting(param.numel - start, capacity - at)
             if numel == 0:
                 close()
                 continue

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.optim.kernels import MasterForm
-from nvme_offload.optim.layout.subgroup import state_itemsize
+from nvme_offload.optim.layout.master import MasterForm, state_itemsize
 from nvme_offload.optim.precision.text import PlanRow, as_text, name_pattern
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule

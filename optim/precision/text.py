@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvme_offload.optim.kernels import MasterForm
+from nvme_offload.optim.layout.master import MasterForm
 
 if TYPE_CHECKING:
     from nvme_offload.optim.precision.plan import ParameterPrecision

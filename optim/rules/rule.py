@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +20,10 @@ class State(NamedTuple):
     """Before the first update."""
     dtype: torch.dtype = torch.float32
     """As it is stored. Native kernels know fp32 alone."""
+
+
+ThroughWhole = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
+"""From this rank's part of a tensor, through a function of the whole, to this rank's part of the result."""
 
 
 class UpdateRule:
@@ -39,6 +43,12 @@ class UpdateRule:
     """Options of torch's optimizer of that name that must be false here."""
     shaping: ClassVar[tuple[str, ...]] = ()
     """Hyperparameters that decide which states there are: what they decided when a group was added stays."""
+
+    whole: bool = False
+    """Whether an update needs whole parameters: `update_whole` does it, and nothing is cut. Without a kernel only."""
+
+    gathered_dtype: torch.dtype = torch.float32
+    """What `update_whole` gets to see of other ranks' parts."""
 
     def of(self, group: Mapping[str, Any]) -> UpdateRule:
         """The rule of a parameter group, whose hyperparameters `check` has passed."""
@@ -83,6 +93,27 @@ class UpdateRule:
             scalars: of this step.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither a kernel nor an update of its own")
+
+    def update_whole(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        scalars: Any,
+        through_whole: ThroughWhole,
+    ) -> None:
+        """Update this rank's part of a parameter in place, in the parameter's shape; for a rule that is `whole`.
+
+        Args:
+            master: fp32, master weights.
+            grad: fp32, unscaled and clipped, negative with ``maximize``; may be overwritten.
+            states: fp32 each.
+            scalars: of this step.
+            through_whole: call it exactly once. It gathers its first argument from all ranks, gives the whole to its
+                second, and returns this rank's part of what that returns. Where the parameter is not sharded, nothing
+                is gathered.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no update of whole parameters")
 
     def adopted(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """State entries of one parameter as torch's optimizer saved them, in the words of this one."""

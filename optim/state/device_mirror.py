@@ -113,7 +113,7 @@ class DeviceMirror:
         mirror.wait()
         return mirror
 
-    def store(
+    def copy_back(
         self, subgroup: Subgroup, mirror: _Mirror, params: Sequence[torch.Tensor], grads: Mapping[int, torch.Tensor]
     ) -> None:
         """Start copying the updated parameters back to the device; the mirror is free after it."""

@@ -11,8 +11,8 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import auto_host_budget
 from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit, plan_tiers
 from nvme_offload.offload.units import MiB, format_bytes
-from nvme_offload.optim.kernels import BLOCK_NUMEL, MasterForm
-from nvme_offload.optim.layout.subgroup import Subgroup, state_itemsize
+from nvme_offload.optim.layout.master import BLOCK_NUMEL, MasterForm, state_itemsize
+from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.pipeline import KIND
@@ -62,6 +62,27 @@ class StatePlacement:
             num_shares = num_buffers + (self._mirrors_in_buffers if with_mirrors else 0)
             share = min(share, (self.host_budget - host_state_bytes) // num_shares)
         return max(share // mmap.PAGESIZE * mmap.PAGESIZE, self._largest_block_bytes)
+
+    def check_whole(self, rule: UpdateRule, needed_bytes: int, name: str) -> None:
+        """Look whether a staging buffer holds the state of a parameter that its rule needs whole.
+
+        Raises:
+            ConfigError: it does not; names the parameter and what is needed.
+        """
+        section = self._section
+        share = section.staging_budget // section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE
+        if not rule.whole or not self._on_nvme or needed_bytes <= share:
+            return
+        least = format_bytes(-(-needed_bytes // MiB) * MiB * section.buffer_count)
+        what = (
+            f"{rule.name} needs matrices whole, and the state of {name} ({format_bytes(needed_bytes)}) is larger than"
+        )
+        raise ConfigError(
+            [
+                f"zero_optimization.offload_optimizer.staging_budget = {format_bytes(section.staging_budget)}: {what} "
+                f"a staging buffer ({format_bytes(share)}); write at least {least}, or a smaller buffer_count"
+            ]
+        )
 
     def plan(
         self,

@@ -1,20 +1,34 @@
-"""A step that stopped halfway: what was done, and whether the rest can still be done."""
+"""A step under way: what it works with, what is done, and whether the rest can still be done."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from nvme_offload.offload._torch_private import version_of
 from nvme_offload.offload.errors import StateError
-from nvme_offload.optim.state.masters import StepInputs
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
+from nvme_offload.optim.tiles import StepScalars
+from nvme_offload.optim.whole_params import WholeParams
 
 _CHECKPOINT = "load a checkpoint with load_state_dict, "
 _MODEL_FIRST = "the model's before the optimizer's (fp32 parameters are in no other)"
 _MODEL_LAST = "the optimizer's, then the model's (split parameters cannot be written before)"
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step needs besides the state; fixed when the step begins."""
+
+    grads: Mapping[int, torch.Tensor]
+    """Flat gradient by parameter index; parameters without a gradient are absent."""
+    scalars: Mapping[int, StepScalars]
+    """By parameter index: the bias corrections follow each parameter's own step."""
+    whole: WholeParams
+    """Those that their rule needs whole."""
 
 
 class UnfinishedStep:
@@ -24,16 +38,25 @@ class UnfinishedStep:
         number: of the step, counted from 1.
         order: subgroups in the order of this step.
         inputs: gradients and scalars, as they were when the step began.
+        counts: updates that each parameter will have had, by index.
         split: whether there are split parameters, of which the state has a half.
         owner: name of the optimizer, for messages.
     """
 
     def __init__(
-        self, number: int, order: Sequence[SlotRecord], inputs: StepInputs | None, *, split: bool, owner: str
+        self,
+        number: int,
+        order: Sequence[SlotRecord],
+        inputs: StepInputs | None,
+        counts: Mapping[int, int],
+        *,
+        split: bool,
+        owner: str,
     ) -> None:
         self.number = number
         self.order = order
         self.inputs = inputs
+        self.counts = counts
         self.done = 0
         """Subgroups updated."""
         self.updating = False
@@ -47,7 +70,7 @@ class UnfinishedStep:
     @classmethod
     def of_load(cls, *, split: bool, owner: str) -> UnfinishedStep:
         """What an interrupted ``load_state_dict`` leaves: a state that is neither old nor new."""
-        broken = cls(0, [], None, split=split, owner=owner)
+        broken = cls(0, [], None, {}, split=split, owner=owner)
         broken.updating = True
         return broken
 

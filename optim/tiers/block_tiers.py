@@ -19,10 +19,10 @@ from nvme_offload.offload.staging.block_cache import Block, BlockCache
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.grad_tier import GradTier, PartitionStandIn
-from nvme_offload.optim.tiers.halves import GatherGroup, ResidentHalves, TierHalves, UnbornHalves, split_halves
+from nvme_offload.optim.tiers.halves import GatherGroup, Halves, split_halves
 from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
 from nvme_offload.optim.warn import warn_user
 
@@ -178,18 +178,14 @@ class BlockTiers:
             if isinstance(half.upper, UnbornUpper):
                 half.upper = ResidentUpper(torch.zeros(half.upper.padded_shape, dtype=torch.bfloat16))
 
-    def in_order(self, slots: list[SlotRecord]) -> list[SlotRecord]:
-        """Subgroups of one block one after the other, also where parameter groups share the block."""
-        return sorted(slots, key=lambda slot: slot.subgroup.block) if self.exist else slots
-
-    def begin_step(self, order: Sequence[SlotRecord]) -> None:
+    def begin_step(self, order: Sequence[Subgroup]) -> None:
         """A step will go through these subgroups in this order: read their blocks ahead."""
         if self.grads is not None:
             self.grads.begin_step()
         for cache, blocks in self._caches():
             cache.order.begin_step(_indices(order, blocks))
 
-    def end_step(self, order: Sequence[SlotRecord]) -> None:
+    def end_step(self, order: Sequence[Subgroup]) -> None:
         """A step has gone in this order: the next one goes in the other."""
         for cache, blocks in self._caches():
             cache.order.end_step(_indices(order[::-1], blocks))
@@ -200,19 +196,19 @@ class BlockTiers:
             cache.advance()
 
     @contextmanager
-    def held_for_update(self, slot: SlotRecord, grads: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    def held_for_update(self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor]) -> Iterator[None]:
         """Keep the parameters and gradients of a subgroup in memory while a step updates it.
 
         Raises:
             SwapIOError: one of them cannot be read; nothing was updated.
         """
-        number = slot.subgroup.block
+        number = subgroup.block
         with ExitStack() as held:
             if self.grads is not None and (block := self._grad_blocks.get(number)) is not None:
                 self.grads.cache.order.note_in_step(block.index)
                 if not self.grads.cache.order.is_next_in_step(block.index):
                     self.grads.end_use(block)
-                if any(isinstance(grads.get(run.param), PartitionStandIn) for run in slot.subgroup.runs):
+                if any(isinstance(grads.get(run.param), PartitionStandIn) for run in subgroup.runs):
                     held.enter_context(self.grads.cache.holding(block))
             if self.params is not None and (block := self._param_blocks.get(number)) is not None:
                 self.params.cache.order.note_in_step(block.index)
@@ -283,12 +279,12 @@ class BlockTiers:
         raise ConfigError([f'{name}.device = "nvme": {why} split_parameters before the optimizer is made'])
 
 
-def _indices(order: Sequence[SlotRecord], blocks: Mapping[int, Block]) -> list[int]:
+def _indices(order: Sequence[Subgroup], blocks: Mapping[int, Block]) -> list[int]:
     """Where in their cache the blocks are that these subgroups need; those that stay in memory are left out."""
-    return [blocks[slot.subgroup.block].index for slot in order if slot.subgroup.block in blocks]
+    return [blocks[subgroup.block].index for subgroup in order if subgroup.block in blocks]
 
 
-def _halves_of(group: GatherGroup) -> list[ResidentHalves | UnbornHalves | TierHalves]:
+def _halves_of(group: GatherGroup) -> list[Halves]:
     return [halves for leaf in group.params if (halves := split_halves(leaf)) is not None]
 
 

@@ -1,9 +1,9 @@
-"""Whom a parameter belongs to: the optimizer that has its state, and the part of the model that gathers it."""
+"""Which part of a model gathers a parameter."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,26 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload.offload._torch_private import fsdp_params
 
-if TYPE_CHECKING:
-    from nvme_offload.optim.state.store import StateStore
-
 # Neither attributes of the parameters, which would be copied and pickled with them, nor weak references to them, with
 # which `Module.to` cannot exchange a sharded parameter.
-_stores: list[weakref.ref[StateStore]] = []
 _gatherers: dict[int, weakref.ref[Any]] = {}
-
-
-def remember_store(store: StateStore) -> None:
-    """Note that there is a store, to be asked for its parameters. The latest counts."""
-    _stores[:] = [known for known in _stores if known() is not None]
-    if all(known() is not store for known in _stores):
-        _stores.append(weakref.ref(store))
-
-
-def store_of(param: torch.Tensor) -> StateStore | None:
-    """Where the state of a parameter is, if it is anywhere."""
-    stores = (known() for known in reversed(_stores))
-    return next((store for store in stores if store is not None and param in store.indices), None)
 
 
 def remember_gatherers(model: nn.Module) -> None:

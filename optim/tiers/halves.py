@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,12 +23,7 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.shards.param_tier import ResidentUpper, UnbornUpper, UpperHalf
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.state.entries import read_entries, set_entries
 from nvme_offload.optim.tiers.gatherers import remember_gatherers
-
-if TYPE_CHECKING:
-    from nvme_offload.optim.state.store import StateStore
-
 
 ROOT = "the root module"
 """What the block of parameters is called that is in no named part of the model."""
@@ -49,8 +44,14 @@ class GatherGroup:
     padded_shapes: list[torch.Size] = field(default_factory=list)
 
 
-class _Halves:
-    """What all halves have in common: an upper one that FSDP2 gathers, from wherever it is."""
+class Halves:
+    """What all halves have in common: an upper one that FSDP2 gathers, from wherever it is.
+
+    Args:
+        owner: the module that gathers them.
+        group: what is gathered together.
+        upper: the upper half.
+    """
 
     def __init__(self, owner: FSDPModule, group: GatherGroup, upper: UpperHalf) -> None:
         self.owner = owner
@@ -80,7 +81,7 @@ class _Halves:
         return self.upper.declared(shape)
 
 
-class ResidentHalves(_Halves):
+class ResidentHalves(Halves):
     """The lower half in memory: a parameter between `split_parameters` and the construction of its optimizer.
 
     A frozen parameter stays like this until it has its first gradient.
@@ -125,7 +126,7 @@ class ResidentHalves(_Halves):
         self.owner.reshard()
 
 
-class UnbornHalves(_Halves):
+class UnbornHalves(Halves):
     """Halves of a parameter that has no value yet: a place for the upper one, and nothing for the lower one.
 
     A model built on the meta device has them until its optimizer is made; see `optim.birth.birth`.
@@ -151,31 +152,6 @@ class UnbornHalves(_Halves):
     def write(self, values: torch.Tensor) -> None:
         """Raises StateError: there is no place for the lower half."""
         raise StateError("a parameter of a model that was on meta", "an optimizer", "none: initialize() makes it")
-
-
-class TierHalves(_Halves):
-    """The lower half in the optimizer's state, on whatever tier that is.
-
-    Args:
-        store: the optimizer's state.
-        index: of the parameter in it.
-        before: where the halves were; the upper one stays where it is.
-    """
-
-    def __init__(self, store: StateStore, index: int, before: ResidentHalves | UnbornHalves) -> None:
-        super().__init__(before.owner, before.group, before.upper)
-        self.accumulation_dtype = before.accumulation_dtype
-        self.store = store
-        self._index = index
-
-    def read(self) -> torch.Tensor:
-        """Both halves joined, fp32."""
-        master = read_entries(self.store, {self._index: ("master",)})[self._index]["master"]
-        return local_tensor(master).to(self.device)
-
-    def write(self, values: torch.Tensor) -> None:
-        """Split fp32 values into the halves."""
-        set_entries(self.store, {self._index: {"master": values}})
 
 
 def split_parameters(model: nn.Module, accumulation_dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -235,7 +211,7 @@ def install_halves(record: Any, local: SplitTensor, install: Callable[[Any, Spli
         install: how FSDP2 gets it.
     """
     install(record, local)
-    assert isinstance(local.halves, _Halves)
+    assert isinstance(local.halves, Halves)
     local.halves.group.params.append(record.sharded_param)
     local.halves.group.padded_shapes.append(record.padded_sharded_param_size)
 
@@ -255,11 +231,10 @@ def split_shard(leaf: torch.Tensor) -> SplitTensor | None:
     return local if isinstance(local, SplitTensor) else None
 
 
-def split_halves(leaf: torch.Tensor) -> ResidentHalves | UnbornHalves | TierHalves | None:
+def split_halves(leaf: torch.Tensor) -> Halves | None:
     """Where the halves of a parameter are, if it is a split shard."""
     split = split_shard(leaf)
-    known = ResidentHalves | UnbornHalves | TierHalves
-    return split.halves if split is not None and isinstance(split.halves, known) else None
+    return split.halves if split is not None and isinstance(split.halves, Halves) else None
 
 
 def keep_grad_in(param: torch.Tensor, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.shards.param_tier import BUFFER_SIZE_KEY, block_layout, check_block_sizes
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.storage.tier_plan import Unit
-from nvme_offload.optim.kernels import MasterForm
+from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.layout.subgroup import ParamToPlace, plan_subgroups
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.rules.rule import UpdateRule

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.layout.flat import storage_of
-from nvme_offload.optim.layout.subgroup import FORM_OF_DTYPE
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.optimizers import optimizer_class
 from nvme_offload.optim.precision.plan import PrecisionPlan
@@ -96,7 +96,7 @@ def initialize(
     made = make_optimizer(_params_of(model), offload=config, norm_group=roles.pipeline_group)
     try:
         if birth is not None:
-            birth.fill(made._store, chosen, roles.data_parallel)
+            birth.fill(made.store, chosen, roles.data_parallel)
         scheduler = _checked(lr_scheduler(made)) if lr_scheduler else scheduler_of(config, made)
     except BaseException:
         made.close()

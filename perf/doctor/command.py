@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -76,17 +76,24 @@ def _read_config(file: Path | None) -> tuple[OffloadConfig, list[Finding]]:
         meaning = "a run stops when it starts; everything below is about the defaults"
         remedy = "correct it; docs/configuration.md lists every key"
         return OffloadConfig(), [problem(Level.ERROR, "section", text, meaning, remedy) for text in problems]
-    findings = [
-        problem(Level.NOTE, "section", line.strip(), "this key has no effect here; it can stay")
-        for warning in caught
-        if issubclass(warning.category, ConfigWarning)
-        for line in str(warning.message).splitlines()[1:]
-    ]
+    findings = [finding for warning in caught for finding in _warned(warning)]
     if not _nvme_paths(config):
         found = f"zero_optimization.offload_optimizer.device = {config.zero_optimization.offload_optimizer.device}"
         meaning = "with this configuration nothing goes to NVMe"
         findings.append(problem(Level.NOTE, "device", found, meaning, 'write "nvme", and an nvme_path beside it'))
     return config, findings or [ok("section", "valid")]
+
+
+def _warned(warning: warnings.WarningMessage) -> Iterator[Finding]:
+    """What a `ConfigWarning` lists: below each of its headlines, a line for each key."""
+    name, meaning = "", ""
+    for line in str(warning.message).splitlines() if issubclass(warning.category, ConfigWarning) else ():
+        if line.startswith("  "):
+            yield problem(Level.NOTE, name, line.strip(), meaning)
+        elif "left out" in line:
+            name, meaning = "left out", "in DeepSpeed, for which this section was written, its default is another"
+        else:
+            name, meaning = "section", "this key has no effect here; it can stay"
 
 
 def _nvme_paths(config: OffloadConfig) -> list[Path]:

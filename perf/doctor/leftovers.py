@@ -6,8 +6,6 @@ import contextlib
 import fcntl
 import os
 import shlex
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,9 +13,6 @@ from typing import Literal
 from nvme_offload.offload.storage.run_directory import LOCK_NAME, PREFIX
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.doctor.findings import Finding, Level, ok, problem
-
-PATIENCE_S = 2.0
-"""A run that starts holds the lock on the path for a moment."""
 
 State = Literal["live", "dead", "unknown"]
 
@@ -32,35 +27,8 @@ class FoundRun:
 
 
 def find_runs(path: Path) -> list[FoundRun]:
-    """The run directories below `path`.
-
-    The path is locked while their locks are tried: otherwise a run that starts at this moment could find its own
-    new lock taken by us, and give up.
-    """
-    with _shared_lock(path):
-        return [FoundRun(run.name, _state(run), _size(run)) for run in sorted(path.glob(PREFIX + "*")) if run.is_dir()]
-
-
-@contextlib.contextmanager
-def _shared_lock(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _wait_for_lock(fd, time.monotonic() + PATIENCE_S)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _wait_for_lock(fd: int, deadline: float) -> None:
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
-        else:
-            return
+    """The run directories below `path`. A run that begins at this moment is locked when it gets such a name."""
+    return [FoundRun(run.name, _state(run), _size(run)) for run in sorted(path.glob(PREFIX + "*")) if run.is_dir()]
 
 
 def _state(run: Path) -> State:
@@ -92,8 +60,6 @@ def check_runs(path: Path) -> Finding:
     """What other runs have on this path."""
     try:
         runs = find_runs(path)
-    except BlockingIOError:
-        return ok("other runs", "one is starting or cleaning up at this moment", runs=None)
     except OSError as error:
         return problem(Level.NOTE, "other runs", f"cannot be looked for: {error.strerror}", "a run will fail here, too")
     values = {"runs": [{"name": run.name, "state": run.state, "size_bytes": run.size_bytes} for run in runs]}

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from nvme_offload.aio_native import OpenedEngine
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from nvme_offload.offload.units import MiB
 from nvme_offload.optim.adamw import OffloadAdamW
@@ -53,10 +51,6 @@ def section(settings: Settings, buffer_bytes: int, num_buffers: int) -> OffloadC
     )
 
 
-def _opened(tier: NvmeTier) -> OpenedEngine:
-    return OpenedEngine(tier.engine, tier.engine_reason)
-
-
 class SwapperTarget(AbstractContextManager["SwapperTarget"]):
     """Tensors of one transfer each, swapped out and in by name; copies between tensor and staging buffer included."""
 
@@ -64,8 +58,8 @@ class SwapperTarget(AbstractContextManager["SwapperTarget"]):
         self._settings = settings
         step = settings.transfer_bytes
         self._swapper = TensorSwapper(section(settings, step, settings.num_buffers))
-        self.engine = _opened(self._swapper.tier)
-        self.direct = self._swapper.tier.space.direct
+        self.engine = self._swapper.tier.opened
+        self.direct = self._swapper.tier.direct
         numel, device = step // 4, settings.device
         self._tensors = {
             f"tensor {index}": torch.randint(-(2**31), 2**31 - 1, (numel,), dtype=torch.int32, device=device)
@@ -115,9 +109,9 @@ class StepTarget(AbstractContextManager["StepTarget"]):
         self._section = section(settings, budget // STEP_BUFFERS, STEP_BUFFERS)
         self._param = self._parameter(settings.size // STATE_BYTES_PER_PARAMETER)
         self.optimizer = OffloadAdamW([self._param], lr=1e-6, offload=self._section)
-        tier = self.optimizer._store.tier
+        tier = self.optimizer.store.tier
         assert tier is not None  # the section says nvme
-        self.engine, self.direct, self._tier = _opened(tier), tier.space.direct, tier
+        self.engine, self.direct, self._tier = tier.opened, tier.direct, tier
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

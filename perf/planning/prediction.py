@@ -17,8 +17,8 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
-from nvme_offload.optim.kernels import BLOCK_NUMEL
-from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups, state_itemsize
+from nvme_offload.optim.layout.master import BLOCK_NUMEL, state_itemsize
+from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.state.device_mirror import DeviceMirror
@@ -245,6 +245,9 @@ def _state_plan(job: Job, machine: Machine) -> _StatePlan:
         for number, group in enumerate(job.shape.groups)
         for numel in group
     ]
+    for shard in shards:
+        needed = shard.numel * state_itemsize(precision.master, rule.states)
+        placement.check_whole(rule, needed, f"a parameter of {shard.numel * machine.ranks} elements")
     fixed = sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
     max_bytes = placement.max_subgroup_bytes(fixed, on_device)
     itemsize = max(state_itemsize(precision.master, rule.states), 1)  # none at all: as many elements as one may have

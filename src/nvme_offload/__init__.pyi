@@ -29,6 +29,7 @@ from nvme_offload.optim.full_values import (
     set_full_param,
 )
 from nvme_offload.optim.lion import OffloadLion
+from nvme_offload.optim.muon import OffloadMuon
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.rules.rule import State, UpdateRule
 from nvme_offload.optim.sgd import OffloadSGD
@@ -57,6 +58,7 @@ __all__ = [
     "OffloadEngine",
     "OffloadError",
     "OffloadLion",
+    "OffloadMuon",
     "OffloadOptimizer",
     "OffloadSGD",
     "OptimizerStats",

@@ -84,7 +84,7 @@ def test_nvme_gives_the_bits_of_host_memory(
     optimizer = train(make_adamw, "nvme", DTYPES[dtypes], buffers=buffers, sub_group_size=sub_group_size)
     assert optimizer.stats().bytes_written > 0
     assert_same_bits(snapshot(optimizer), in_memory(dtypes))
-    assert optimizer._store.pool.num_buffers == buffers
+    assert optimizer.store.pool.num_buffers == buffers
     assert optimizer.stats().clip_coef < 1
 
 
@@ -229,7 +229,7 @@ def test_state_of_a_parameter_that_shares_a_subgroup_but_had_no_gradient(make_ad
     """Its first block is born with its neighbour, its other blocks are not: the master is the parameter in both."""
     params = params_of([(1000,), (3 * BLOCK + 5,)], torch.bfloat16)
     optimizer = make_adamw(params, device, sub_group_size=2 * BLOCK)
-    assert [len(slot.subgroup.runs) for slot in optimizer._store.slots] == [2, 1, 1]
+    assert [len(slot.subgroup.runs) for slot in optimizer.store.slots] == [2, 1, 1]
     set_grads(params, 0, without=[1])
     optimizer.step()
     assert_same_bits(optimizer.state_dict()["state"][1]["master"], params[1].detach().float())

@@ -3,14 +3,13 @@
 import errno
 import functools
 import os
-import weakref
 
 import pytest
 import torch
 
 from nvme_offload.aio_native import FaultSpec, Op, _native
 from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
-from nvme_offload.offload.storage.extent import Extent
+from tests.support.failing_drive import Failing
 from tests.support.training import BLOCK, Twin, assert_same_training, faulty_drive, params_of, set_grads
 
 SHAPES = [(BLOCK + 5,), (2 * BLOCK,), (9,)]
@@ -39,7 +38,7 @@ def expected():
 
 def all_buffers_are_accounted_for(optimizer):
     """After this, every buffer is free and every byte is on the drive."""
-    pool, pipeline = optimizer._store.pool, optimizer._store.pipeline
+    pool, pipeline = optimizer.store.pool, optimizer.store.pipeline
     assert pool.num_free + len(pipeline.residents) == pool.num_buffers
     pipeline.drop_copies()
     return pool.num_free == pool.num_buffers
@@ -100,7 +99,7 @@ def until_it_works(optimizer, code, call):
             call()
         except SwapIOError as error:
             check_error(error, code)
-            if optimizer._store.unfinished is not None:
+            if optimizer.store.unfinished is not None:
                 call = optimizer.finish_step
         else:
             return attempt
@@ -123,26 +122,6 @@ def finish_and_wait(optimizer):
     optimizer.synchronize()
 
 
-class Failing:
-    """Makes the operations of one direction fail from the `first` on, until it is repaired."""
-
-    def __init__(self, tier, monkeypatch, op, first=1):
-        self.healthy, self.op, self.left = False, op, first
-        # A descriptor that is open for the other direction: EBADF, where completions come from.
-        self._bad_fd = os.open(os.devnull, os.O_WRONLY if op is Op.READ else os.O_RDONLY)
-        weakref.finalize(self, os.close, self._bad_fd)
-        start = tier._start
-
-        def submit(op, extent, buffer, what, kind, size_bytes):
-            if op is self.op and not self.healthy:
-                self.left -= 1
-                if self.left <= 0:
-                    extent = Extent(extent.size_bytes, tuple(s._replace(fd=self._bad_fd) for s in extent.stripes))
-            return start(op, extent, buffer, what, kind, size_bytes)
-
-        monkeypatch.setattr(tier, "_start", submit)
-
-
 @pytest.mark.parametrize("first", [1, 2, 4])
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=["read", "write"])
 @pytest.mark.parametrize("buffers", [2, 3])
@@ -163,7 +142,7 @@ def test_a_failed_step_is_finished_when_the_drive_is_well_again(make_adamw, monk
             with pytest.raises(SwapIOError):
                 finish_and_wait(optimizer)  # not yet
             drive.healthy = True
-            if optimizer._store.unfinished is not None:
+            if optimizer.store.unfinished is not None:
                 optimizer.finish_step()
             optimizer.synchronize()
     if not failed:
@@ -187,7 +166,7 @@ def test_what_failed_before_the_cause_was_removed_is_not_reported_again(make_ada
     set_grads(params, 0)
     with pytest.raises(SwapIOError):
         optimizer.step()
-    assert sum(slot.transfer is not None for slot in optimizer._store.pipeline.residents) > 1
+    assert sum(slot.transfer is not None for slot in optimizer.store.pipeline.residents) > 1
     drive.healthy = True
     optimizer.finish_step()
     for step in range(1, STEPS):
@@ -235,7 +214,7 @@ def test_a_step_does_not_wait_for_the_writes_of_the_one_before(make_adamw, monke
     params, optimizer, _ = make_faulty(make_adamw, None)
     set_grads(params, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer._store.pipeline, "synchronize", lambda: pytest.fail("it waits"))
+        patch.setattr(optimizer.store.pipeline, "synchronize", lambda: pytest.fail("it waits"))
         for _ in range(2):
             optimizer.step()
 
@@ -260,7 +239,7 @@ def test_state_is_rescued_from_a_drive_that_takes_no_more_writes(make_adamw, mon
         optimizer.step()
     optimizer.synchronize()
     Failing(tier, monkeypatch, Op.WRITE)
-    pipeline = optimizer._store.pipeline
+    pipeline = optimizer.store.pipeline
     for slot in pipeline.residents:
         pipeline.will_change(slot)
     with pytest.raises(SwapIOError):
@@ -291,7 +270,7 @@ def test_a_flipped_bit_is_found_where_checksums_are_on(make_adamw, drive):
         set_grads(params, step)
         optimizer.step()
     optimizer.synchronize()
-    slot = next(slot for slot in optimizer._store.slots if slot.buffer is None)
+    slot = next(slot for slot in optimizer.store.slots if slot.buffer is None)
     (stripe,) = slot.extent.stripes
     (file,) = drive.glob("*/swap")
     place = stripe.offset + slot.subgroup.size_bytes - 1  # the smallest slot has 108 bytes; what follows is padding

@@ -79,7 +79,7 @@ def test_a_parameter_moved_to_another_group_gets_its_hyperparameters(make_adamw,
         optimizer.step()
     for i, p in enumerate(params):
         assert (bits(p) == twin.param_bits(i)).all()
-        assert (bits(optimizer.state[p]["exp_avg"]) == twin.exp_avgs[i].view("int32")).all()
+        assert (bits(optimizer.state[p]["exp_avg"]) == twin.states["exp_avg"][i].view("int32")).all()
 
 
 def test_a_state_dict_holds_what_is_in_the_groups_in_their_order(make_adamw):

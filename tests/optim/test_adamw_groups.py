@@ -45,9 +45,9 @@ def test_a_group_added_in_mid_training(make_adamw, device, numel):
 def test_groups_keep_their_own_order_of_elements_and_never_share_a_subgroup(make_adamw):
     params = params_of([(10,)] * 6, torch.bfloat16, torch.float32)
     optimizer = make_adamw([{"params": params[:3]}, {"params": params[3:]}], sub_group_size=1 << 22)
-    kinds = [(slot.subgroup.group, slot.subgroup.form) for slot in optimizer._store.slots]
+    kinds = [(slot.subgroup.group, slot.subgroup.form) for slot in optimizer.store.slots]
     assert [group for group, _ in kinds] == sorted(group for group, _ in kinds)
-    for slot in optimizer._store.slots:
+    for slot in optimizer.store.slots:
         assert len({params[run.param].dtype for run in slot.subgroup.runs}) == 1
 
 
@@ -170,7 +170,7 @@ def test_a_group_refused_by_any_error_leaves_nothing_behind(make_adamw, monkeypa
 
     optimizer = make_adamw([param((300,))])
     with monkeypatch.context() as patch:
-        patch.setattr("nvme_offload.optim.optimizer.check_param", interrupted)
+        patch.setattr("nvme_offload.optim.groups.check_param", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.add_param_group({"params": [param((5,))]})
     assert len(optimizer.param_groups) == len(optimizer.state) == 1
@@ -188,7 +188,7 @@ def test_a_group_that_finds_no_space_leaves_nothing_behind(make_adamw, monkeypat
 
     late = param((70_000,))
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer._store.tier.space, "allocate_all", full)
+        patch.setattr(optimizer.store.tier.space, "allocate_all", full)
         with pytest.raises(OutOfSpaceError):
             optimizer.add_param_group({"params": [late]})
     assert late not in optimizer.state

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import nvme_offload.optim.optimizer
 import nvme_offload.optim.state.store
+import nvme_offload.optim.step
 from nvme_offload.aio_native import FaultSpec
 from nvme_offload.offload.errors import StateError, SwapIOError
 from nvme_offload.optim.state.pipeline import StepPipeline
@@ -46,7 +46,7 @@ def interrupt_after(monkeypatch):
     """SIGINT arrives inside the n-th kernel call from now."""
 
     def arrange(number, signals=1):
-        update, calls = nvme_offload.optim.optimizer.update_subgroup, []
+        update, calls = nvme_offload.optim.step.update_subgroup, []
 
         def interrupted(*arguments):
             calls.append(arguments)
@@ -55,7 +55,7 @@ def interrupt_after(monkeypatch):
                     os.kill(os.getpid(), signal.SIGINT)
             return update(*arguments)
 
-        monkeypatch.setattr(nvme_offload.optim.optimizer, "update_subgroup", interrupted)
+        monkeypatch.setattr(nvme_offload.optim.step, "update_subgroup", interrupted)
 
     yield arrange
     monkeypatch.undo()
@@ -206,10 +206,10 @@ def test_a_checkpoint_can_be_loaded_while_subgroups_without_state_hold_every_buf
         patch.setattr(nvme_offload.optim.state.store, "give_birth", broken)
         with pytest.raises(ArithmeticError):
             optimizer.step()
-    assert [slot.residency.value for slot in optimizer._store.pipeline.residents] == ["unborn"] * 4
+    assert [slot.residency.value for slot in optimizer.store.pipeline.residents] == ["unborn"] * 4
     optimizer.load_state_dict(checkpoint)
     assert_same_bits(optimizer.state_dict()["state"], checkpoint["state"])
-    assert optimizer._store.pool.num_free + len(optimizer._store.pipeline.residents) == 4
+    assert optimizer.store.pool.num_free + len(optimizer.store.pipeline.residents) == 4
 
 
 def test_an_interrupted_load_says_so_and_can_be_repeated(make_adamw, monkeypatch):
@@ -321,6 +321,7 @@ print(json.dumps(report))
 """
 
 
+@pytest.mark.quiet
 def test_ctrl_c_on_a_slow_drive(drive):
     """A real signal from another thread while the step waits: it is heard at once, not after the transfer."""
     report = json.loads(run_child(SLOW_DRIVE, drive))

@@ -296,4 +296,4 @@ def test_loading_needs_no_second_copy_of_what_already_fits(make_adamw):
 
     params, optimizer = trained(make_adamw)
     saved = torch.zeros(params[0].shape)
-    assert _check_entry(optimizer._store, 0, "exp_avg", saved).data_ptr() == saved.data_ptr()
+    assert _check_entry(optimizer.store, 0, "exp_avg", saved).data_ptr() == saved.data_ptr()

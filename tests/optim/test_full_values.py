@@ -30,9 +30,9 @@ from nvme_offload import (
 from nvme_offload.offload.errors import ClosedError, SwapIOError
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.optim.state.pipeline import StepPipeline
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.ranks import run_ranks
 from tests.support.resuming import MODES, ResumedModel, fresh_engine, loss_of, next_loss, scalars_of, steps_of
+from tests.support.sharded_model import assert_same, full_state
 
 
 def everything(engine):

@@ -7,10 +7,10 @@ import torch
 
 from nvme_offload import OffloadLion, OffloadOptimizer, State, UpdateRule, initialize
 from nvme_offload.optim.rules.lion import Lion
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.ranks import run_ranks
 from tests.support.resuming import ResumedModel, steps_of
 from tests.support.resuming import section as engine_section
+from tests.support.sharded_model import assert_same, full_state
 from tests.support.training import assert_same_bits, assert_same_training, params_of, section, set_grads
 
 SHAPES = [(251, 257), (7,), (), (65537,), (0,), (200_003,)]

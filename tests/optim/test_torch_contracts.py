@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from nvme_offload import OffloadAdamW, initialize
 from nvme_offload.optim.zero.sharding import default_mesh
-from tests.optim.zero.test_sharded import assert_same, full_state
+from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import EVERYTHING, make, train_step
 from tests.support.tiers import section as section_of_tiers
 from tests.support.training import (

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from nvme_offload import get_full_param, initialize, set_full_param
-from tests.optim.zero.test_engine import BF16, FP16, backward, fresh_model, section
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
+from tests.support.small_engine import BF16, FP16, backward, fresh_model, section
 from tests.support.tiers import EVERYTHING, Model, train_step
 from tests.support.tiers import section as section_of_tiers
 

@@ -19,6 +19,7 @@ class _InterruptedError(Exception):
 class HandleConformance(EngineTools):
     """Submitting, waiting, waking, being busy."""
 
+    @pytest.mark.quiet
     def test_submit_returns_at_once_and_answers_busy(self):
         engine, fd = self.open_slow(max_operations=2), self.file(bytes(8 * BLOCK))
         memory = Memory(8 * BLOCK)

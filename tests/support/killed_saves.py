@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from nvme_offload.optim.checkpoint import files as checkpoint_files
-from tests.optim.zero.test_sharded import full_state
 from tests.support.resuming import fresh_engine, steps_of
+from tests.support.sharded_model import full_state
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 WRITES_PER_EVENT = 2000  # torch.save writes in small portions

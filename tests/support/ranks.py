@@ -1,8 +1,8 @@
 """Real process groups (gloo, on loopback) for tests that need ranks."""
 
 import os
-import socket
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -29,9 +29,9 @@ def run_ranks(function, world_size, *args):
     A failure in any rank is raised here with that rank's own traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        port, environment = _free_port(), dict(os.environ)
+        environment = dict(os.environ)
         processes = [
-            _FORKSERVER.Process(target=_run_rank, args=(function, rank, world_size, port, folder, environment, args))
+            _FORKSERVER.Process(target=_run_rank, args=(function, rank, world_size, folder, environment, args))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -50,13 +50,14 @@ def run_ranks(function, world_size, *args):
         return [torch.load(Path(folder) / f"rank{rank}.result", weights_only=False) for rank in range(world_size)]
 
 
-def _run_rank(function, rank, world_size, port, folder, environment, args):
+def _run_rank(function, rank, world_size, folder, environment, args):
     os.environ.clear()
     os.environ.update(environment)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        store = _store_of(rank, world_size, Path(folder))
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
         result = function(rank, world_size, *args)
         torch.save(result, Path(folder) / f"rank{rank}.result")
         dist.barrier()
@@ -67,7 +68,14 @@ def _run_rank(function, rank, world_size, port, folder, environment, args):
     os._exit(0)
 
 
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _store_of(rank, world_size, folder):
+    """Rank 0 serves it on a port that it finds free and keeps; whoever runs beside this test cannot take it."""
+    place, written = folder / "port", folder / "port.written"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        written.write_text(str(store.port))
+        written.rename(place)
+        return store
+    while not place.exists():
+        time.sleep(0.002)
+    return dist.TCPStore("127.0.0.1", int(place.read_text()), world_size)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from nvme_offload import initialize
-from tests.optim.zero.test_sharded import VOCABULARY, Model
+from tests.support.sharded_model import VOCABULARY, Model
 
 MODES = {
     "fp32": {},

@@ -26,7 +26,7 @@ def train(path: str | Path, engine: str, *, num_steps: int = 4) -> dict[str, Any
         "gradient_clipping": 1.0,
     }
     optimizer = OffloadAdamW(params, lr=1e-2, offload=section)
-    tier = optimizer._store.tier
+    tier = optimizer.store.tier
     assert tier is not None
     try:
         for _ in range(num_steps):

@@ -6,7 +6,8 @@ struct AdamW {
   explicit AdamW(const float* scalars) : decay(scalars[0]), moments(scalars + 1) {}
 
   float operator()(float grad, float master, float& exp_avg, float& exp_avg_sq) const {
-    return master * decay - moments(grad, exp_avg, exp_avg_sq);
+    const float denom = moments(grad, exp_avg, exp_avg_sq);  // before all else: root and division take longest
+    return master * decay - (moments.step_size * exp_avg) / denom;
   }
 
   float decay;  // 1 - lr * weight_decay

@@ -12,12 +12,11 @@ struct Moments {
         near_grad(scalars[0] >= 0.5f),
         weight(near_grad ? scalars[0] - 1.0f : scalars[0]) {}
 
-  // Takes the gradient into the moments; returns by how much that moves the master.
+  // Takes the gradient into the moments; returns what step_size * exp_avg is divided by.
   float operator()(float grad, float& exp_avg, float& exp_avg_sq) const {
     exp_avg = (near_grad ? grad : exp_avg) + weight * (grad - exp_avg);
     exp_avg_sq = exp_avg_sq * beta2 + (beta2_complement * grad) * grad;
-    const float denom = __builtin_sqrtf(exp_avg_sq) / bias_correction2_sqrt + eps;
-    return (step_size * exp_avg) / denom;
+    return __builtin_sqrtf(exp_avg_sq) / bias_correction2_sqrt + eps;
   }
 
   float beta2;

@@ -549,3 +549,41 @@ def test_misuse_errors_are_runtime_errors_with_words():
     assert str(ForkError("pool", 1, 2)).startswith("pool was made in process 1 and is used in process 2; ")
     assert str(StateError("layer.0", "on_nvme", "in_flight")) == "layer.0: expected on_nvme, actual in_flight"
     assert "0x00000001 was written, 0x00000002 was read" in str(CorruptionError("/nvme/swap", "layer.0", 1, 2))
+
+
+def inside(levels):
+    value = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"gradient_clipping": 10**5000}, r"gradient_clipping = a value that cannot be shown \(int\)"),
+        ({"xyzzy": 10**5000}, r"xyzzy = a value that cannot be shown \(int\): unknown key"),
+        ({"xyzzy": inside(100_000)}, r"xyzzy = a value that cannot be shown \(list\): unknown key"),
+        ({"aio": {"path_weights": {1.0, 2.0}}}, r"aio\.path_weights = .*: a set has no order; write a list"),
+        ({"optimizer": {"params": {"betas": {0.9, 1.5}}}}, r"optimizer\.params\.betas = .*: a set has no order"),
+    ],
+    ids=["digits", "digits of an unknown key", "levels", "weights", "betas"],
+)
+def test_values_that_python_itself_stumbles_over_are_named(data, words):
+    with pytest.raises(ConfigError, match=words):
+        OffloadConfig.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("deep.json", "[" * 200_000, "nested too deeply"),
+        ("deep.toml", "a = " + "[" * 100_000, "nested too deeply"),
+        ("digits.json", '{"gradient_clipping": ' + "9" * 5000 + "}", "5000 digits"),
+        ("digits.toml", "gradient_clipping = " + "9" * 5000, "5000 digits"),
+    ],
+)
+def test_files_that_python_itself_stumbles_over_are_refused(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{name}: .*{words}"):
+        OffloadConfig.from_file(tmp_path / name)

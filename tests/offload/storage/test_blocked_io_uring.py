@@ -115,10 +115,14 @@ def limited(tmp_path_factory):
     return run_confined(path, "auto", "io_uring", ordinary_user=True, memlock_bytes=64 * 1024)
 
 
+@pytest.mark.quiet
 @pytest.mark.usefixtures("_needs_io_uring")
 @pytest.mark.skipif(kernel_version() < (5, 12), reason="this kernel charges rings to RLIMIT_MEMLOCK, too")
 class TestLittleLockedMemory:
-    """64 KiB for an ordinary user. Since Linux 5.12 the ring itself does not count, registered buffers do."""
+    """64 KiB for an ordinary user. Since Linux 5.12 the ring itself does not count, registered buffers do.
+
+    They are counted per user, so that another test's would count, too.
+    """
 
     def test_plain_requests_serve_whichever_way_the_engine_was_chosen(self, limited, unconfined):
         runs, _ = limited

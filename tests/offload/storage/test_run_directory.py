@@ -1,6 +1,7 @@
 """Runs that share a path: the living are left alone, the dead are cleared away, however they died."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nvme_offload.offload.errors import SwapIOError
+from nvme_offload.offload.storage import run_directory
 from nvme_offload.offload.storage.run_directory import PREFIX, RunDirectory, remove_leftovers
 from tests.support.sandbox import ROOT, can_mount, run_python
 
@@ -141,6 +143,7 @@ def test_a_read_only_file_system(tmp_path):
     code = """
 import subprocess, sys
 from pathlib import Path
+from nvme_offload.offload.storage import run_directory
 from nvme_offload.offload.errors import SwapIOError
 from nvme_offload.offload.storage.run_directory import RunDirectory
 subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
@@ -170,3 +173,86 @@ def test_what_only_looks_like_a_run_is_left_alone(tmp_path):
     assert (clone / "model.pt").read_bytes() == b"weights"
     assert (dead / "notes.txt").read_text() == "mine"
     assert linked.is_symlink()
+
+
+def test_locks_that_others_hold_on_the_folder_keep_nobody_waiting(tmp_path):
+    """As `flock FOLDER python train.py` does, and any reader can."""
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        run = Run(tmp_path)
+        assert run.path.exists()
+        run.end()
+    finally:
+        os.close(folder)
+
+
+def test_directories_that_are_taken_away_before_they_are_locked_are_made_again(tmp_path):
+    """Two processes make and remove directories, a third looks for dead runs all the time."""
+    code = """
+import sys
+from pathlib import Path
+from nvme_offload.offload.storage.run_directory import RunDirectory, remove_leftovers
+path, role = Path(sys.argv[1]), sys.argv[2]
+print(role, flush=True)
+for _ in range(400):
+    if role == "remove":
+        remove_leftovers(path)
+        continue
+    directory = RunDirectory(path)
+    assert (directory.path / "lock").exists()
+    remove_leftovers(path)
+    assert (directory.path / "lock").exists()
+    directory.remove()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    children = [subprocess.Popen([*command, role], cwd=ROOT) for role in ("make", "make", "remove")]
+    assert [child.wait(120) for child in children] == [0, 0, 0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_died_before_its_directory_had_a_name_is_removed(tmp_path):
+    for number, lock in ((1, True), (2, False)):
+        hidden = tmp_path / f".{PREFIX}{number}-0"
+        hidden.mkdir()
+        if lock:
+            (hidden / "lock").touch()
+    (tmp_path / f".{PREFIX}notes").mkdir()
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f".{PREFIX}notes"]
+
+
+def test_names_that_are_taken_are_passed_over(tmp_path):
+    first = RunDirectory(tmp_path)
+    number = int(first.path.name.rsplit("-", 1)[1])
+    for taken in (f"{PREFIX}{os.getpid()}-{number + 1}", f".{PREFIX}{os.getpid()}-{number + 2}"):
+        (tmp_path / taken).mkdir()
+        (tmp_path / taken / "mine").touch()
+    second = RunDirectory(tmp_path)
+    assert second.path.name == f"{PREFIX}{os.getpid()}-{number + 3}"
+    assert len(list(tmp_path.glob("*/mine"))) == 2
+    first.remove()
+    second.remove()
+
+
+def test_the_working_folder_may_change(tmp_path, monkeypatch):
+    (tmp_path / "swap").mkdir()
+    (tmp_path / "other" / "swap").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    directory = RunDirectory(Path("swap"))
+    assert directory.path.parent == tmp_path / "swap"
+    monkeypatch.chdir("other")
+    directory.remove()
+    assert not list((tmp_path / "swap").iterdir())
+
+
+def test_living_directories_of_this_process_are_not_looked_into_again(tmp_path, monkeypatch):
+    """Otherwise a thousand swappers would take a million looks."""
+    looked = []
+    is_ours = run_directory._is_ours
+    monkeypatch.setattr(run_directory, "_is_ours", lambda path: looked.append(path) or is_ours(path))
+    directories = [RunDirectory(tmp_path) for _ in range(20)]
+    assert not looked
+    assert len({directory.path for directory in directories}) == 20
+    for directory in directories:
+        directory.remove()

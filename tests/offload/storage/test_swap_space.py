@@ -168,6 +168,18 @@ def test_a_range_given_back_twice_is_our_bug():
         free.give_back(offset, 4096)
 
 
+def test_allocate_all_uses_holes_before_it_asks_for_more(open_space):
+    space = open_space()
+    first, second, third = space.allocate_all([1 << 20] * 3)
+    space.free(first)
+    space.free(second)
+    held = os.fstat(space.fds[0]).st_size
+    again = space.allocate_all([1 << 20, 1 << 20])
+    assert {stripe.offset for extent in again for stripe in extent.stripes} == {0, 1 << 20}
+    assert os.fstat(space.fds[0]).st_size == held
+    assert third not in again
+
+
 def test_two_spaces_on_one_path_never_meet(open_space):
     first, second = open_space(), open_space()
     assert first.path_of(first.fds[0]) != second.path_of(second.fds[0])

@@ -195,3 +195,24 @@ def test_awaiting_leaks_no_descriptor():
     before = Resources.steady()
     asyncio.run(main())
     assert not Resources.settled(before).beyond(before)
+
+
+def test_loops_that_are_closed_midway_leave_no_descriptor():
+    def close_midway():
+        operation, transfer = make()
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(wait_for(transfer))
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        task._log_destroy_pending = False  # that is what is tested
+        operation.complete(None)
+
+    async def wait_for(transfer):
+        return await transfer
+
+    for _ in range(3):
+        close_midway()
+    before = Resources.steady()
+    for _ in range(20):
+        close_midway()
+    assert not Resources.settled(before).beyond(before)

@@ -102,6 +102,7 @@ def test_cancelling_what_awaits_a_swap_in_leaves_the_target_to_the_transfer(open
     asyncio.run(main())
 
 
+@pytest.mark.quiet
 def test_the_loop_keeps_turning_while_a_large_tensor_moves(open_swapper):
     swapper = open_swapper(staging_budget=4 * MiB)
     tensor = random_bits((64 * MiB,), torch.uint8)

@@ -200,3 +200,50 @@ transfer = swapper.swap_out("x", torch.ones(1 << 20))
 """
     run_with_swapper(code, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_mounts
+def test_a_tensor_that_does_not_fit_takes_no_byte_of_the_drive(tmp_path):
+    code = """
+subprocess.run(["mount", "-o", "remount,size=64m", path], check=True)
+swapper = open_swapper(direct="optional")
+swapper.swap_out("x", torch.ones(1000)).wait(60)
+space = swapper.tier.space
+before = os.fstat(space.fds[0]).st_blocks
+grown = []
+promise = os.posix_fallocate
+os.posix_fallocate = lambda *arguments: (grown.append(arguments), promise(*arguments))
+try:
+    swapper.swap_out("y", torch.ones(50_000_000)).wait(60)
+except OutOfSpaceError as error:
+    assert error.needed_bytes > 190_000_000, error
+else:
+    raise SystemExit("a full disk went unnoticed")
+assert grown == [], grown
+assert os.fstat(space.fds[0]).st_blocks == before
+swapper.swap_out("z", torch.ones(10_000_000)).wait(60)
+swapper.close()
+"""
+    run_with_swapper(code, tmp_path, mounts={tmp_path: "tmpfs"})
+
+
+def test_a_process_without_descriptors_is_told_which_limit_to_raise(tmp_path):
+    code = """
+import resource
+from nvme_offload.offload.errors import SwapIOError
+first = open_swapper()
+first.swap_out("x", torch.arange(1000)).wait()
+used = max(map(int, os.listdir("/proc/self/fd")))
+said = set()
+for more in range(3, 9):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, 1 << 14))
+    try:
+        open_swapper().close()
+    except SwapIOError as error:
+        said.add("`ulimit -n`" in str(error))
+assert said == {True}, said
+assert len(list(path.iterdir())) == 1
+assert torch.equal(first.swap_in("x").wait(30), torch.arange(1000))
+first.close()
+"""
+    run_with_swapper(code, tmp_path)

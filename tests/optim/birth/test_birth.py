@@ -16,9 +16,9 @@ from nvme_offload import initialize
 from nvme_offload.offload.errors import ConfigError, StateError, WeightsError
 from nvme_offload.offload.weights.reader import INDEX_FILE
 from nvme_offload.offload.weights.writer import weight_items, write_sharded
-from tests.optim.zero.test_engine import BF16, backward, section
-from tests.optim.zero.test_sharded import VOCABULARY, Model, assert_same, full_state
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import VOCABULARY, Model, assert_same, full_state
+from tests.support.small_engine import BF16, backward, section
 from tests.support.training import run_child
 
 STEPS = 5

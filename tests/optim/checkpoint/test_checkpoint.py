@@ -13,9 +13,9 @@ from nvme_offload.offload.errors import CheckpointWriteError
 from nvme_offload.optim.checkpoint import contents as checkpoint_plan
 from nvme_offload.optim.checkpoint import places as checkpoint_places
 from nvme_offload.optim.checkpoint import storage as checkpoint_storage
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.ranks import run_ranks
 from tests.support.resuming import MODES, fresh_engine, next_loss, scalars_of, steps_of
+from tests.support.sharded_model import assert_same, full_state
 
 ONE_SUBGROUP = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 

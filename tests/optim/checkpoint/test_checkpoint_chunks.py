@@ -8,7 +8,7 @@ import torch
 from nvme_offload.optim.checkpoint import places as checkpoint_places
 from nvme_offload.optim.checkpoint.geometry import Part, boxes
 from nvme_offload.optim.checkpoint.places import pieces
-from nvme_offload.optim.kernels import BLOCK_NUMEL
+from nvme_offload.optim.layout.master import BLOCK_NUMEL
 from nvme_offload.optim.layout.subgroup import Run
 
 

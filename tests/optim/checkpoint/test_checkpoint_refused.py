@@ -14,8 +14,8 @@ from nvme_offload.offload._torch_private import storage_info
 from nvme_offload.offload.errors import CheckpointError, StateError, SwapIOError
 from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint import places as checkpoint_places
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.resuming import ResumedModel, fresh_engine, loss_of, scalars_of, section, steps_of
+from tests.support.sharded_model import assert_same, full_state
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -186,7 +186,13 @@ def test_a_run_that_does_not_fit_is_said(engine, saved):
     original = json.loads((saved / "state.json").read_bytes())
     change_state(saved, format=2)
     refuse(engine, saved, CheckpointError, r"state\.json has format 2; this version reads 1")
-    change_state(saved, format=1, lr_scheduler="OneCycleLR")
+    change_state(saved, format=1, global_steps=-5)
+    refuse(engine, saved, CheckpointError, r"state\.json has global_steps = -5, which must be 0 or more")
+    (saved / "state.json").write_text("[" * 200_000)
+    rewrite_manifest(saved)
+    refuse(engine, saved, CheckpointError, r"state\.json is not the state of a run")
+    (saved / "state.json").write_text(json.dumps(original))
+    change_state(saved, lr_scheduler="OneCycleLR")
     refuse(engine, saved, ValueError, "the schedule of a OneCycleLR, this run a LambdaLR")
     change_state(saved, lr_scheduler="LambdaLR", param_groups=original["param_groups"] * 2)
     refuse(engine, saved, ValueError, "has 2 parameter groups, this run 1")

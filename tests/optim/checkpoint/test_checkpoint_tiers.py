@@ -4,8 +4,8 @@ import pytest
 from safetensors.torch import load_file
 
 from nvme_offload import initialize
-from tests.optim.zero.test_engine import BF16, backward, fresh_model, section
-from tests.optim.zero.test_sharded import assert_same, full_state
+from tests.support.sharded_model import assert_same, full_state
+from tests.support.small_engine import BF16, backward, fresh_model, section
 
 PLACES = {"everything on NVMe": ("nvme", "nvme"), "parameters on NVMe": ("nvme", "none"), "memory": ("none", "none")}
 

@@ -13,9 +13,9 @@ from nvme_offload import initialize
 from nvme_offload.offload.errors import CheckpointWriteError, WeightsError
 from nvme_offload.offload.weights import writer as safetensors_writer
 from nvme_offload.offload.weights.reader import SafetensorsReader
-from tests.optim.zero.test_sharded import full_state
 from tests.support.ranks import run_ranks
 from tests.support.resuming import MODES, fresh_engine, next_loss, steps_of
+from tests.support.sharded_model import full_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -13,9 +13,9 @@ from torch import nn
 from nvme_offload import OffloadConfig, initialize
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.optim.precision.plan import PrecisionPlan
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.precision import rounded
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
 
 VOCABULARY, WIDTH, STEPS, ACCUMULATION = 31, 16, 4, 2
 HYPERPARAMETERS = {"lr": 1e-3, "weight_decay": 0.1}

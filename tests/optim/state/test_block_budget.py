@@ -12,7 +12,7 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.shards.param_tier import ResidentUpper
 from nvme_offload.optim.tiers.halves import split_halves
 from nvme_offload.optim.zero.sharding import default_mesh
-from tests.optim.zero.test_sharded import assert_same, backward, full_state, sharded_model
+from tests.support.sharded_model import assert_same, backward, full_state, sharded_model
 from tests.support.tiers import Model, loss_of, make, section, train_step
 from tests.support.training import run_child
 
@@ -101,7 +101,7 @@ def test_a_block_may_be_on_one_tier_and_not_on_the_other(alone, tmp_path):
             for step in range(3):
                 train_step(engine, step)
             ends.append(full_state(engine.module, engine.optimizer))
-            blocks, plan = engine.optimizer._store.blocks, engine.optimizer.tier_plan
+            blocks, plan = engine.optimizer.store.blocks, engine.optimizer.tier_plan
             for group, number in blocks._numbers.items():
                 uppers = {isinstance(split_halves(leaf).upper, ResidentUpper) for leaf in group.params}
                 assert uppers == {number not in blocks._param_blocks}, "all of a group, or nothing"

@@ -17,8 +17,8 @@ def trained(make_adamw, device, *, mirrored=False):
     params = [torch.nn.Parameter(p.detach().to(device)) for p in params_of(AWKWARD_SHAPES, *DTYPES)]
     optimizer = make_adamw(params, clip=1.0, sub_group_size=65536)
     if mirrored:
-        largest = max(slot.subgroup.padded_numel for slot in optimizer._store.slots)
-        optimizer._store.mirror = DeviceMirror(torch.device("cpu"), largest, pinned=False)
+        largest = max(slot.subgroup.padded_numel for slot in optimizer.store.slots)
+        optimizer.store.mirror = DeviceMirror(torch.device("cpu"), largest, pinned=False)
     for step in range(STEPS):
         host = params_of(AWKWARD_SHAPES, *DTYPES)
         set_grads(host, step, without=(step,))
@@ -41,17 +41,17 @@ def test_a_mirror_that_cannot_be_made_leaves_the_one_before(make_adamw, monkeypa
     monkeypatch.setattr(StateStore, "_cuda_devices", property(lambda store: {torch.device("cpu")}))
     params = params_of([(100,)], *DTYPES)
     optimizer = make_adamw(params)
-    before, closed = optimizer._store.mirror, []
+    before, closed = optimizer.store.mirror, []
     monkeypatch.setattr(DeviceMirror, "close", lambda mirror: closed.append(mirror))
     with monkeypatch.context() as patch:
         patch.setattr("nvme_offload.optim.state.store.DeviceMirror.__init__", lambda *arguments, **options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             optimizer.add_param_group({"params": params_of([(3 * 65536,)], *DTYPES)})
-    assert optimizer._store.mirror is before
+    assert optimizer.store.mirror is before
     assert closed == []
     optimizer.add_param_group({"params": params_of([(3 * 65536,)], *DTYPES)})
     assert closed == [before]
-    assert optimizer._store.mirror.size_bytes > before.size_bytes
+    assert optimizer.store.mirror.size_bytes > before.size_bytes
 
 
 def test_of_two_mirrors_none_stays_pinned_when_one_cannot_be(monkeypatch):

@@ -8,12 +8,12 @@ import torch
 from nvme_offload import get_full_grad, initialize, set_full_grad
 from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.zero.sharding import default_mesh
-from tests.optim.zero.test_sharded import assert_same, backward, full_state, sharded_model
-from tests.optim.zero.test_sharded import make as make_groups
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, backward, full_state, sharded_model
+from tests.support.sharded_model import make as make_groups
 from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, section, train_step
 
-STEPS = 20
+STEPS = 8
 MIXES = [  # parameters, gradients, optimizer state
     ("none", "none", "cpu"),
     ("cpu", "cpu", "cpu"),
@@ -172,7 +172,7 @@ def test_a_plain_loop_with_parameter_groups_has_the_same_bits_and_writes_each_bl
                 written = optimizer.stats().param_bytes_written - before.param_bytes_written
                 optimizer.zero_grad()
             if tiers:
-                assert written == sum(block.size_bytes for block in optimizer._store.blocks.params.cache.blocks)
+                assert written == sum(block.size_bytes for block in optimizer.store.blocks.params.cache.blocks)
             ends.append(full_state(model, optimizer))
     assert_same(*ends)
 
@@ -244,7 +244,7 @@ def test_blocks_are_read_before_they_are_needed(alone, tmp_path):
 
 def test_gradients_that_a_step_has_used_are_not_read_ahead_again(alone, tmp_path, monkeypatch):
     with make(section(tmp_path, **EVERYTHING, accumulation=1), num_layers=8) as engine:
-        cache = engine.optimizer._store.blocks.grads.cache
+        cache = engine.optimizer.store.blocks.grads.cache
         zero_grad, read_for_nothing = engine.optimizer.zero_grad, []
 
         def drop(*arguments):
@@ -259,7 +259,7 @@ def test_gradients_that_a_step_has_used_are_not_read_ahead_again(alone, tmp_path
         engine.backward(loss_of(engine, 5))
         engine.optimizer.step()
         engine.optimizer.step()  # with the same gradients
-        assert set(engine.optimizer._store.steps) == {7}
+        assert {record.steps for record in engine.optimizer.store.table} == {7}
 
 
 def test_without_read_ahead_every_read_is_waited_for(alone, tmp_path):

@@ -17,10 +17,10 @@ from nvme_offload.offload.errors import ClosedError, ConfigError, OutOfSpaceErro
 from nvme_offload.offload.storage.extent import Stripe
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.zero.sharding import default_mesh
-from tests.optim.test_adamw_faults import Failing
-from tests.optim.zero.test_sharded import assert_same, backward, full_state, sharded_model
-from tests.optim.zero.test_sharded import make as make_groups
+from tests.support.failing_drive import Failing
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, backward, full_state, sharded_model
+from tests.support.sharded_model import make as make_groups
 from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, section, train_step
 
 CAN_GO_ON = hasattr(FSDPModule, "reset_iter_state")
@@ -112,7 +112,7 @@ def test_a_placement_that_fails_leaves_nothing_behind_and_can_be_repeated(alone,
             optimizer.zero_grad()
             model.blocks.requires_grad_(True)
             backward(model, 0, 1)
-            store = optimizer._store
+            store = optimizer.store
             tier = store.tier if kind == "state" else store.blocks.params.cache.tier
             if disturbed:
                 before, plan, bytes_taken = full_state(model, optimizer), store.plan, bytes_taken_on(tier)
@@ -142,7 +142,7 @@ def bytes_taken_on(tier):
 def unreadable(engine, kind):
     """What is on a tier of layer 3 alone, in a file whose first page cannot be read: EIO, from the kernel."""
     engine.optimizer.synchronize()
-    cache = getattr(engine.optimizer._store.blocks, kind).cache
+    cache = getattr(engine.optimizer.store.blocks, kind).cache
     drop_copies(cache)
     block = next(block for block in cache.blocks if block.name.endswith("layers.3"))
     good = block.extent
@@ -259,7 +259,7 @@ def test_what_stops_a_step_behind_its_last_update_leaves_it_done(alone, tmp_path
     with make(section(tmp_path, **EVERYTHING, accumulation=1)) as engine:
         optimizer = engine.optimizer
         engine.backward(loss_of(engine, 0))
-        cache = optimizer._store.blocks.params.cache
+        cache = optimizer.store.blocks.params.cache
         advance = cache.advance
 
         def interrupted():
@@ -272,9 +272,9 @@ def test_what_stops_a_step_behind_its_last_update_leaves_it_done(alone, tmp_path
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
         assert not optimizer.has_unfinished_step
-        assert set(optimizer._store.steps) == {1}
+        assert {record.steps for record in optimizer.store.table} == {1}
         optimizer.step()
-        assert set(optimizer._store.steps) == {2}
+        assert {record.steps for record in optimizer.store.table} == {2}
 
 
 def drop_copies(cache):

@@ -67,7 +67,7 @@ def traffic_of(rank, path, settings):
     with initialize(Model(WIDTH, NUM_BLOCKS), {**section(path, BLOCK), **settings}) as engine:
         for step in range(2):
             step_of(engine, WIDTH, 10 * step + rank)
-        tier, stats, before = engine.optimizer._store.tier, engine.optimizer.stats(), storage_io()
+        tier, stats, before = engine.optimizer.store.tier, engine.optimizer.stats(), storage_io()
         step_of(engine, WIDTH, 99 + rank)
         after, last = storage_io(), engine.optimizer.stats()
         local = sum(p.to_local().numel() for p in engine.module.parameters())

@@ -13,58 +13,26 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-import nvme_offload.optim.optimizer
+import nvme_offload.optim.step
 from nvme_offload import OffloadAdamW, OffloadConfig, OffloadEngine, initialize, split_parameters
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.optim.zero.schedulers import scheduler_of
 from nvme_offload.optim.zero.section_checks import check_supported
-from tests.optim.zero.test_sharded import VOCABULARY, Model, assert_same, full_state
 from tests.support import layered_model
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import Model, assert_same, full_state
+from tests.support.small_engine import (
+    ACCUMULATION,
+    BF16,
+    FP16,
+    HYPERPARAMETERS,
+    backward,
+    fresh_model,
+    loss_of,
+    section,
+)
 
-ACCUMULATION = 2
-HYPERPARAMETERS = {"lr": 5e-4, "weight_decay": 0.1}
-BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 10}}
 FP32_REDUCTION = {**BF16, "communication_data_type": "fp32"}
-
-
-def section(stage=3, path=None, **more):
-    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
-    return {
-        "zero_optimization": {"stage": stage, "offload_optimizer": {**offload, "staging_budget": "4MiB"}},
-        "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": HYPERPARAMETERS},
-        **more,
-    }
-
-
-def fresh_model():
-    torch.manual_seed(0)
-    model = Model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    return model
-
-
-def loss_of(model, rank, step, micro):
-    """Of a batch from the three numbers. Targets are not the inputs, so that gradients stay large."""
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    tokens = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
-    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), (tokens * 7 + 3).flatten() % VOCABULARY)
-
-
-def backward(engine, rank, step):
-    """All micro-batches but for the last `step`; returns their losses."""
-    losses = []
-    for micro in range(engine.gradient_accumulation_steps):
-        if micro:
-            engine.step()
-        loss = loss_of(engine, rank, step, micro)
-        engine.backward(loss)
-        losses.append(loss.item())
-    return losses
 
 
 def train(rank, sections, steps):
@@ -294,7 +262,7 @@ def test_a_step_that_stopped_halfway_is_completed_by_the_next_call(make_engine, 
         engine = make_engine(**BF16)
         backward(engine, 0, 0)
         if disturbed:
-            pipeline = engine.optimizer._store.pipeline
+            pipeline = engine.optimizer.store.pipeline
             with monkeypatch.context() as patch:
                 patch.setattr(pipeline, "acquire", lambda *arguments: 1 / 0)
                 with pytest.raises(ZeroDivisionError) as caught:
@@ -316,7 +284,7 @@ def test_a_step_that_stopped_halfway_is_completed_by_the_next_call(make_engine, 
 @pytest.mark.parametrize("then", ["step", "save_checkpoint"])
 def test_an_update_that_is_done_is_not_done_again(make_engine, monkeypatch, tmp_path, then):
     """Ctrl-C in the last subgroup is raised when the update is done."""
-    update = nvme_offload.optim.optimizer.update_subgroup
+    update = nvme_offload.optim.step.update_subgroup
 
     def interrupted(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
@@ -328,7 +296,7 @@ def test_an_update_that_is_done_is_not_done_again(make_engine, monkeypatch, tmp_
         backward(engine, 0, 0)
         if disturbed:
             with monkeypatch.context() as patch:
-                patch.setattr(nvme_offload.optim.optimizer, "update_subgroup", interrupted)
+                patch.setattr(nvme_offload.optim.step, "update_subgroup", interrupted)
                 with pytest.raises(KeyboardInterrupt) as caught:
                     engine.step()
             assert "The update of this step is done" in caught.value.__notes__[-1]

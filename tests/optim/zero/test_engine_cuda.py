@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from nvme_offload import initialize
-from tests.optim.zero.test_engine import BF16, FP16, fresh_model, section
-from tests.optim.zero.test_sharded import VOCABULARY, assert_same, full_state
+from tests.support.sharded_model import VOCABULARY, assert_same, full_state
+from tests.support.small_engine import BF16, FP16, fresh_model, section
 
 pytestmark = [
     pytest.mark.gpu,

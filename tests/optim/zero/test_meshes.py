@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from nvme_offload import OffloadAdamW, initialize
 from nvme_offload.offload.errors import ConfigError
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.layered_model import Part, batch, loss_of, named_state, train, weights
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
 
 BF16 = {"bf16": {"enabled": True}}
 STEPS, CLIP, ADAMW = 3, 0.1, {"lr": 1e-3, "weight_decay": 0.1}
@@ -88,19 +88,25 @@ def hybrid(rank, path):
     }
 
 
+def holds(found, expected):
+    """Whether every value is the same, bit for bit."""
+    return all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
 def overflow_in_a_copy(mesh, rank):
     """One of two ranks that hold the same gradient finds it infinite: whether the step left all as it was; scales."""
     seen = []
     config = section(fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
     with initialize(Part(), config, mesh=mesh) as engine:
+        before = named_state(engine)
         for step in range(3):
-            before = named_state(engine)
             for half in zip(*(part.chunk(2) for part in batch(step, rank)), strict=True):
                 engine.backward(loss_of(engine(half[0]), half[1]))
             if step == 1 and rank == 3:
                 next(engine.module.parameters()).grad.to_local().view(-1)[0] = math.inf
             engine.step()
-            same = all(torch.equal(value, before[name]) for name, value in named_state(engine).items())
+            after = named_state(engine)
+            same, before = holds(after, before), after
             seen.append((same, engine.loss_scale, engine.optimizer.stats().skipped_steps))
     return seen
 
@@ -126,16 +132,18 @@ def read_and_set(mesh, config, dtype):
     """Whether whole weights come out as they went in, are zero after `zero_`, and come back through torch's loading."""
     with initialize(split_over(mesh, dtype), config, mesh=mesh) as engine:
 
-        def holds(expected):
-            return all(torch.equal(v.full_tensor(), expected[k]) for k, v in engine.module.state_dict().items())
+        def weights_now():
+            return {name: value.full_tensor() for name, value in engine.module.state_dict().items()}
 
-        seen = [holds(Part().to(dtype).float().state_dict())]
+        seen = [holds(weights_now(), Part().to(dtype).float().state_dict())]
         with torch.no_grad():
             for param in engine.module.parameters():
                 param.zero_()
-        seen.append(holds({name: torch.zeros_like(value) for name, value in Part().state_dict().items()}))
+        seen.append(
+            holds(weights_now(), {name: torch.zeros_like(value) for name, value in Part().state_dict().items()})
+        )
         set_model_state_dict(engine.module, Part().state_dict(), options=StateDictOptions(full_state_dict=True))
-        return [*seen, holds(Part().state_dict())]
+        return [*seen, holds(weights_now(), Part().state_dict())]
 
 
 def sums_in_parts(mesh):
@@ -167,8 +175,8 @@ def gradient_scaler(make_scaler, mesh, rank, *, over_tensors):
         fully_shard(module, mesh=mesh["dp_shard"] if over_tensors else None)
     scaler, seen = make_scaler(), []
     with OffloadAdamW(model.parameters(), **ADAMW, offload=section()) as optimizer:
+        before = full_state(model, optimizer)
         for step in range(3):
-            before = full_state(model, optimizer)
             inputs, targets = batch(step, mesh.get_local_rank("dp_shard") if over_tensors else rank)
             scaler.scale(loss_of(model(inputs), targets)).backward()
             if step == 1 and rank == 3:
@@ -178,7 +186,8 @@ def gradient_scaler(make_scaler, mesh, rank, *, over_tensors):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            same = all(torch.equal(value, before[key]) for key, value in full_state(model, optimizer).items())
+            after = full_state(model, optimizer)
+            same, before = holds(after, before), after
             seen.append((same, scaler.get_scale(), optimizer.stats().skipped_steps))
     return seen
 
@@ -193,7 +202,7 @@ def found_inf_of_one_rank(rank):
         optimizer.grad_scale, optimizer.found_inf = torch.ones(1), torch.tensor([float(rank == 2)])
         with warnings.catch_warnings(action="error", category=FutureWarning):
             optimizer.step()
-        same = all(torch.equal(value, before[key]) for key, value in full_state(model, optimizer).items())
+        same = holds(full_state(model, optimizer), before)
         return optimizer.stats().skipped_steps, same
 
 

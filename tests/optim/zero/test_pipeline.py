@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from nvme_offload import OffloadAdamW, initialize, split_parameters
 from nvme_offload.optim.zero.sharding import PIPELINES_REDUCE_ONCE
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.layered_model import NUM_BLOCKS, Part, batch, loss_of, named_state, train, weights
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
 
 NUM_MICRO_BATCHES, STEPS = 4, 3
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
@@ -135,14 +135,14 @@ def overflow(mesh):
     config = section(fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
     pipeline, seen = Pipeline(mesh, "1F1B", config), []
     with warnings.catch_warnings(action="error", category=RuntimeWarning), pipeline.engine as engine:
+        before = full_state(engine.module, engine.optimizer)
         for step, overflows in enumerate([False, True, False]):
-            before = full_state(engine.module, engine.optimizer)
             pipeline.run(step)
             if overflows and mesh.get_local_rank("pp") == mesh.get_local_rank("dp_shard") == 0:
                 next(engine.module.parameters()).grad.to_local().view(-1)[0] = math.inf
             engine.step()
             after = full_state(engine.module, engine.optimizer)
-            same = all(torch.equal(value, before[key]) for key, value in after.items())
+            same, before = all(torch.equal(value, before[key]) for key, value in after.items()), after
             seen.append((same, engine.loss_scale, engine.optimizer.stats().skipped_steps))
     return seen
 

@@ -8,97 +8,26 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nvme_offload import OffloadAdamW, split_parameters
-from nvme_offload.optim.state.masters import update_subgroup
+from nvme_offload.optim.step import update_subgroup
 from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import (
+    VOCABULARY,
+    Model,
+    assert_same,
+    backward,
+    full_state,
+    loss_of,
+    make,
+    section,
+    sharded_model,
+)
 from tests.support.tiers import section as tiers_section
 
-VOCABULARY = 61
-ACCUMULATION = 2
-
-
-class Model(nn.Module):
-    """Two blocks and a tied embedding, in sizes that no number of ranks divides."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 37)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(37, 131), nn.GELU(), nn.Linear(131, 37), nn.LayerNorm(37)) for _ in range(2)
-        )
-        self.head = nn.Linear(37, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        return self.head(hidden)
-
-
-def sharded_model(dtype, *, mesh=None, reshard=True, split=True):
-    torch.manual_seed(0)
-    model = Model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    return split_parameters(model) if split and dtype is torch.bfloat16 else model
-
-
-def section(device, path, clip=0.5, host_budget=None):
-    offload = {"device": device, "buffer_count": 2, "staging_budget": "2MiB"}
-    if device == "nvme":
-        offload["nvme_path"] = str(path)
-    return {
-        "zero_optimization": {"sub_group_size": 65536, "offload_optimizer": offload},
-        "aio": {"block_size": "128KiB"},
-        "gradient_clipping": clip,
-        "host_budget": host_budget,
-    }
-
-
-def loss_of(model, rank, step, micro):
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    tokens = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
-    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
-
-
-def backward(model, rank, step):
-    for micro in range(ACCUMULATION):
-        (loss_of(model, rank, step, micro) / ACCUMULATION).backward()
-
-
-def make(model, config):
-    """Weights of every part in a group of their own, so that there are several subgroups; all else in the last."""
-    parts = [model.embedding, *model.blocks]
-    groups = [{"params": [p for p in part.parameters() if p.ndim > 1], "weight_decay": 0.1} for part in parts]
-    groups.append({"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0})
-    return OffloadAdamW(groups, lr=1e-2, offload=config)
-
-
-def full_state(model, optimizer):
-    """Whole fp32 parameters, masters and moments, from all ranks."""
-    whole = {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
-    for index, entries in optimizer.state_dict()["state"].items():
-        whole |= {
-            f"{index}.{name}": value.full_tensor().clone() if isinstance(value, DTensor) else value
-            for name, value in entries.items()
-        }
-    return whole
-
-
-def assert_same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), name
+STEPS = 12
 
 
 def train(rank, dtype, steps, config):
@@ -117,10 +46,10 @@ def train(rank, dtype, steps, config):
 
 def train_on_every_tier(rank, world_size, path, dtype):
     """States on NVMe, in host memory, and half and half: compared here, on every rank."""
-    nvme, nvme_norms, stats, plan = train(rank, dtype, 30, section("nvme", path))
-    cpu, cpu_norms, *_ = train(rank, dtype, 30, section("cpu", path))
+    nvme, nvme_norms, stats, plan = train(rank, dtype, STEPS, section("nvme", path))
+    cpu, cpu_norms, *_ = train(rank, dtype, STEPS, section("cpu", path))
     budget = plan.bytes_on("host") + int(0.6 * plan.bytes_on("nvme"))
-    half, half_norms, split, _ = train(rank, dtype, 30, section("nvme", path, host_budget=budget))
+    half, half_norms, split, _ = train(rank, dtype, STEPS, section("nvme", path, host_budget=budget))
     assert_same(nvme, cpu)
     assert_same(half, cpu)
     assert nvme_norms == cpu_norms == half_norms
@@ -365,7 +294,7 @@ def test_the_way_back_that_a_stopped_step_names_with_split_parameters(alone, mon
 
         backward(model, 0, 1)
         with monkeypatch.context() as patch:
-            patch.setattr("nvme_offload.optim.optimizer.update_subgroup", cut_off)
+            patch.setattr("nvme_offload.optim.step.update_subgroup", cut_off)
             with pytest.raises(KeyboardInterrupt) as stopped:
                 optimizer.step()
         way_on = "cannot be finished: load a checkpoint with load_state_dict, the optimizer's, then the model's"

@@ -6,8 +6,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from nvme_offload import OffloadAdamW, initialize
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
 
 STEPS = 20
 VOCABULARY = 64

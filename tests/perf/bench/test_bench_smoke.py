@@ -1,6 +1,7 @@
 """The benchmark suites run, at their smallest size, and save what they found."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ ROOT = Path(__file__).parents[3]
 def pytest_in(tmp_path, *arguments):
     command = [sys.executable, "-m", "pytest", "perf/benchmarks", "-q", "-p", "no:cacheprovider"]
     options = ["--bench-size=4MiB", f"--bench-path={tmp_path}", *arguments]
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -7,7 +7,7 @@ from nvme_offload import initialize
 from nvme_offload.perf.demo.model import ByteGPT
 from nvme_offload.perf.demo.options import ModelSize
 from nvme_offload.perf.demo.training import ACCUMULATION, CONTEXT, batches
-from tests.optim.zero.test_sharded import assert_same, full_state
+from tests.support.sharded_model import assert_same, full_state
 
 STEPS = 8
 TEXT = b"The quick brown fox jumps over the lazy dog. " * 40

@@ -78,7 +78,7 @@ def measured(config, shape):
     """Bytes of an average step, by direction and kind."""
     torch.manual_seed(0)
     with initialize(LlamaForCausalLM(shape), config) as engine:
-        store = engine.optimizer._store
+        store = engine.optimizer.store
         tiers = [store.tier, *(part.cache.tier for part in (store.blocks.params, store.blocks.grads) if part)]
 
         def counted():

@@ -1,0 +1,47 @@
+"""Where the fp32 master weights are: one table for all."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+
+import nvme_offload.optim._kernels as _kernels
+from nvme_offload.optim.rules.rule import State
+
+BLOCK_NUMEL = _kernels.BLOCK_NUMEL
+"""Elements that a kernel works on at a time. A run starts at a multiple of it within its parameter."""
+
+
+class MasterForm(enum.IntEnum):
+    """Where the fp32 master weights are."""
+
+    SPLIT = 0
+    """In two halves: the bf16 parameter is the upper one (``hi``), the master a uint16 tensor (``lo``)."""
+    FULL = 1
+    """In an fp32 tensor beside the fp16 parameter."""
+    ITSELF = 2
+    """The fp32 parameter is its own master."""
+
+
+FORM_OF_DTYPE = {
+    torch.bfloat16: MasterForm.SPLIT,
+    torch.float16: MasterForm.FULL,
+    torch.float32: MasterForm.ITSELF,
+}
+"""By the dtype of a parameter; others have none."""
+
+MASTER_DTYPE = {MasterForm.SPLIT: torch.uint16, MasterForm.FULL: torch.float32, MasterForm.ITSELF: None}
+"""Of what is kept beside the parameter."""
+
+
+def num_blocks(numel: int) -> int:
+    """Blocks of `BLOCK_NUMEL` in a run of ``numel`` elements."""
+    return -(-numel // BLOCK_NUMEL)
+
+
+def state_itemsize(form: MasterForm, states: Sequence[State]) -> int:
+    """Bytes of state per parameter on the tier: with two fp32 states 10 for bf16, 12 for fp16, 8 for fp32."""
+    dtype = MASTER_DTYPE[form]
+    return sum(state.dtype.itemsize for state in states) + (dtype.itemsize if dtype else 0)

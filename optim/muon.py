@@ -1,0 +1,94 @@
+"""Muon whose state lives on a tier, and AdamW beside it for what is no matrix: Keller Jordan et al., 2024."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.optim.rules.muon import Muon
+
+
+class OffloadMuon(OffloadOptimizer):
+    """`torch.optim.Muon` with its state on NVMe or in host memory, the same bits either way.
+
+    Its one state and the lower half make 6 bytes per bf16 parameter. A matrix is never cut on its way: its state must
+    fit into a staging buffer. Of a sharded parameter the momentum is gathered over its ranks, in bf16, and every rank
+    orthogonalizes the whole.
+
+    A parameter group with ``rule = "AdamW"`` has AdamW instead, with its own ``betas``, ``eps``, ``lr`` and
+    ``weight_decay``: for biases and norms, and for embeddings and heads, which are matrices to no purpose. Given plain
+    parameters and no groups, those that are no matrices become such a group.
+
+    Args:
+        params: parameters, or dicts of parameter groups, as for any torch optimizer.
+        lr: learning rate.
+        weight_decay: decoupled weight decay.
+        momentum: how much of the buffer is kept.
+        nesterov: look ahead along the buffer.
+        ns_coefficients: of the Newton-Schulz iterations.
+        eps: smallest norm that a matrix is divided by.
+        ns_steps: number of iterations.
+        adjust_lr_fn: how the learning rate follows the shape of a matrix: None or "original", or "match_rms_adamw".
+        rule: of groups that do not say theirs: "Muon" or "AdamW".
+        betas: of groups with AdamW: decay of the two moments, each in [0, 1).
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file.
+        norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
+
+    Raises:
+        ConfigError: the section is wrong, or a staging buffer does not hold the state of a matrix; names it.
+        ValueError: a hyperparameter or a parameter cannot be used; names it.
+        OutOfSpaceError: the paths cannot hold the state; names bytes needed and free, and leaves nothing behind.
+        SwapIOError: a path cannot be used.
+    """
+
+    rule = Muon()
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        rule: str = "Muon",
+        betas: tuple[float, float] = (0.9, 0.999),
+        offload: OffloadConfig | Mapping[str, Any] | str | Path,
+        norm_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "rule": rule,
+            "betas": betas,
+        }
+        super().__init__(_grouped(list(params)), defaults, offload, norm_group)
+
+
+def _grouped(params: list[Any]) -> list[Any]:
+    """Plain parameters as a group of matrices and one of all else; anything but plain parameters as it is."""
+    if not all(isinstance(param, torch.Tensor) for param in params):
+        return params
+    others = [param for param in params if param.ndim != 2]
+    if not others or len(others) == len(params):
+        return params
+    return [
+        {"params": [param for param in params if param.ndim == 2]},
+        {"params": others, "rule": "AdamW", "eps": 1e-8},
+    ]

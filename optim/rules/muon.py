@@ -1,0 +1,139 @@
+"""Muon: Keller Jordan et al., 2024: momentum, orthogonalized matrix by matrix. As `torch.optim.Muon` does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from nvme_offload.optim.rules.adamw import AdamW
+from nvme_offload.optim.rules.rule import State, ThroughWhole, UpdateRule, check_numbers, number_of
+
+RULES = ("Muon", "AdamW")
+"""What ``rule`` of a parameter group may say."""
+ADJUSTMENTS = (None, "original", "match_rms_adamw")
+
+
+class MuonScalars(NamedTuple):
+    """The hyperparameters of one step, as torch's operators take them."""
+
+    lr: float
+    decay: float
+    """1 - lr * weight_decay"""
+    momentum: float
+    nesterov: bool
+    ns_coefficients: tuple[float, float, float]
+    eps: float
+    ns_steps: int
+    adjust_lr_fn: str | None
+
+    def step_size(self, shape: torch.Size) -> float:
+        """The learning rate of a whole matrix of this shape."""
+        rows, columns = shape
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return self.lr * (0.2 * math.sqrt(max(rows, columns)))
+        return self.lr * math.sqrt(max(1, rows / columns))
+
+
+@dataclass(frozen=True)
+class Muon(UpdateRule):
+    """A momentum that is orthogonalized as a matrix. Parameter groups with ``rule = "AdamW"`` have AdamW instead."""
+
+    name = "Muon"
+    states = (State("momentum_buffer"),)
+    refused = ()
+    shaping = ("rule",)
+    whole = True
+    gathered_dtype = torch.bfloat16
+
+    def of(self, group: Mapping[str, Any]) -> UpdateRule:
+        """The rule of a parameter group, whose hyperparameters `check` has passed."""
+        return AdamW() if group.get("rule") == "AdamW" else self
+
+    @property
+    def widest_states(self) -> tuple[State, ...]:
+        """Those of AdamW."""
+        return AdamW.states
+
+    def check(self, group: Mapping[str, Any], number: int) -> None:
+        """Check the hyperparameters of a parameter group.
+
+        Raises:
+            ValueError: names the group, the key, the value and what is allowed.
+        """
+        where = f"parameter group {number}: "
+        if group["rule"] not in RULES:
+            raise ValueError(f"{where}rule = {group['rule']!r}: must be one of {', '.join(RULES)}")
+        if group["rule"] == "AdamW":
+            AdamW().check(group, number)
+            return
+        check_numbers(group, number, "lr", "momentum", "weight_decay", "eps")
+        super().check(group, number)
+        coefficients = group["ns_coefficients"]
+        if len(coefficients) != 3 or any(math.isnan(number_of(each)) for each in coefficients):
+            raise ValueError(f"{where}ns_coefficients = {coefficients!r}: must be three numbers")
+        if not (isinstance(group["ns_steps"], int) and 0 <= group["ns_steps"] < 100):
+            raise ValueError(f"{where}ns_steps = {group['ns_steps']!r}: must be a whole number below 100")
+        if group["adjust_lr_fn"] not in ADJUSTMENTS:
+            raise ValueError(f"{where}adjust_lr_fn = {group['adjust_lr_fn']!r}: must be one of {ADJUSTMENTS}")
+
+    def check_param(self, param: torch.Tensor, name: str) -> None:
+        """Raise ValueError for a parameter that is no matrix."""
+        if param.ndim != 2:
+            raise ValueError(
+                f"{name} has shape {tuple(param.shape)}: Muon is for matrices; put it into a parameter group with "
+                'rule = "AdamW"'
+            )
+
+    def scalars(self, group: Mapping[str, Any], step: int) -> tuple[Any, ...]:
+        """What the update takes of a step: torch's operators round them to fp32."""
+        lr = float(group["lr"])
+        return MuonScalars(
+            lr,
+            1 - lr * group["weight_decay"],
+            float(group["momentum"]),
+            bool(group["nesterov"]),
+            tuple(group["ns_coefficients"]),
+            float(group["eps"]),
+            group["ns_steps"],
+            group["adjust_lr_fn"],
+        )
+
+    def update_whole(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        scalars: Any,
+        through_whole: ThroughWhole,
+    ) -> None:
+        """Update this rank's part of a matrix in place; see `UpdateRule.update_whole`."""
+        [buffer] = states
+        step_sizes: list[float] = []
+
+        def orthogonal(whole: torch.Tensor) -> torch.Tensor:
+            step_sizes.append(scalars.step_size(whole.shape))
+            return newton_schulz(whole, scalars.ns_coefficients, scalars.ns_steps, scalars.eps)
+
+        buffer.lerp_(grad, 1 - scalars.momentum)
+        direction = grad.lerp(buffer, scalars.momentum) if scalars.nesterov else buffer
+        change = through_whole(direction, orthogonal)
+        master.mul_(scalars.decay)
+        master.add_(change, alpha=-step_sizes[0])
+
+
+def newton_schulz(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """A bf16 matrix with all of its singular values brought near 1, in the order of torch's Muon. May overwrite it."""
+    a, b, c = coefficients
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if is_tall else matrix
+    x.div_(x.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x

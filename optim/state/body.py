@@ -1,0 +1,108 @@
+"""The state of an optimizer as everybody reads and writes it. Where it is placed is up to `optim.state.store`."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+
+from nvme_offload.offload.errors import ClosedError, ForkError
+from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.state.pipeline import StepPipeline
+from nvme_offload.optim.state.progress import UnfinishedStep
+from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.state.table import ParamRecord, ParamTable
+from nvme_offload.optim.tiers.block_tiers import BlockTiers
+
+
+class StateBody(ABC):
+    """Records of parameters, slots of subgroups, and how to reach them.
+
+    Args:
+        owner: the optimizer's name, for messages.
+        table: the parameters.
+        kernels: to split, join and update with.
+        pipeline: through which the state of a subgroup is reached.
+        blocks: tiers of the parameters and gradients themselves.
+    """
+
+    def __init__(
+        self, owner: str, table: ParamTable, kernels: KernelPool, pipeline: StepPipeline, blocks: BlockTiers
+    ) -> None:
+        self.owner = owner
+        self.table = table
+        self.kernels = kernels
+        self.pipeline = pipeline
+        self.blocks = blocks
+        self.slots: list[SlotRecord] = []
+        """Of all subgroups that have a place."""
+        self.unfinished: UnfinishedStep | None = None
+        """Set while a step or a load is under way, and left behind by one that stopped early."""
+        self.is_closed = False
+        self._owner_pid = os.getpid()
+        _remember(self)
+
+    @abstractmethod
+    def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
+        """Give parameters whose state has no place yet one, with all of its space promised.
+
+        Raises:
+            OutOfSpaceError: names bytes needed and free.
+            ConfigError: the host budget does not hold what must be in host memory.
+            SwapIOError: what is in host memory could not be written to its tier.
+            Nothing was placed then.
+        """
+
+    def place_trainable(self, records: Iterable[ParamRecord] | None = None) -> None:
+        """`ensure_placed` of those (by default of all) that require a gradient now; a frozen one waits for its first.
+
+        Raises:
+            OutOfSpaceError, ConfigError, SwapIOError: see `ensure_placed`.
+        """
+        wanted = self.table if records is None else records
+        self.ensure_placed([record for record in wanted if record.leaf.requires_grad])
+
+    def slots_of(self, indices: Iterable[int]) -> list[SlotRecord]:
+        """Slots that hold state of any of these parameters."""
+        wanted = set(indices)
+        return [slot for slot in self.slots if any(run.param in wanted for run in slot.subgroup.runs)]
+
+    def begin_load(self) -> None:
+        """From here on the state is neither old nor new, until somebody sets `unfinished` to None again."""
+        self.unfinished = UnfinishedStep.of_load(split=self.table.has_split_params, owner=self.owner)
+
+    @property
+    def is_own_process(self) -> bool:
+        """Whether this is the process that made it: a forked child has neither its threads nor its rings."""
+        return os.getpid() == self._owner_pid
+
+    def check_usable(self) -> None:
+        """Raise ClosedError after ``close``, ForkError in another process."""
+        if self.is_closed:
+            raise ClosedError(self.owner)
+        if not self.is_own_process:
+            raise ForkError(self.owner, self._owner_pid, os.getpid())
+
+    def check_whole(self) -> None:
+        """Raise unless all state is of the same step: see `UnfinishedStep`."""
+        self.check_usable()
+        if self.unfinished is not None:
+            raise self.unfinished.refusal("whole state")
+
+
+# Neither attributes of the parameters, which would be copied and pickled with them, nor weak references to them, with
+# which `Module.to` cannot exchange a sharded parameter.
+_bodies: list[weakref.ref[StateBody]] = []
+
+
+def _remember(body: StateBody) -> None:
+    _bodies[:] = [known for known in _bodies if known() is not None] + [weakref.ref(body)]
+
+
+def body_of(param: torch.Tensor) -> StateBody | None:
+    """Where the state of a parameter is, if it is anywhere; the latest counts."""
+    bodies = (known() for known in reversed(_bodies))
+    return next((body for body in bodies if body is not None and body.table.find(param) is not None), None)

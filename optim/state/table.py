@@ -1,0 +1,198 @@
+"""The optimizer's parameters: one record each, with all that is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nvme_offload.offload.shards.param_tier import TieredUpper
+from nvme_offload.optim.layout.flat import Layout, flat_view, storage_of
+from nvme_offload.optim.layout.master import BLOCK_NUMEL, FORM_OF_DTYPE, MasterForm, num_blocks
+from nvme_offload.optim.layout.subgroup import Run
+from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.tiers.halves import ResidentHalves, split_halves
+
+
+@dataclass(eq=False)
+class ParamRecord:
+    """A parameter, where it is, and how far its updates have come."""
+
+    index: int
+    """Its number in the optimizer; the runs of subgroups name it so."""
+    leaf: torch.Tensor
+    """As the user knows it: it carries the gradient."""
+    name: str
+    """For messages."""
+    group: int
+    """Number of the parameter group that it came with."""
+    rule: UpdateRule
+    layout: Layout = field(init=False)
+    param: torch.Tensor = field(init=False)
+    """What of it is in this process's memory: see `storage_of`."""
+    checksums: torch.Tensor | None = field(init=False)
+    """Of what the kernel last wrote to it, int64 per block of 65536 elements. None for an fp32 parameter, which is its
+    own master."""
+    steps: int = 0
+    """Updates that it has had."""
+    is_placed: bool = False
+    """Whether its state has a place (it has had state, or was trainable when it came)."""
+    first_lower: torch.Tensor | None = None
+    """Lower half, uint16, of a split shard whose subgroups are not born yet."""
+    upper: TieredUpper | None = None
+    """Where on the parameter tier it is, if it is there."""
+
+    def __post_init__(self) -> None:
+        self.param = storage_of(self.leaf)
+        self.layout = Layout.of(self.leaf)
+        blocks = num_blocks(self.param.numel())
+        self.checksums = None if self.form is MasterForm.ITSELF else torch.zeros(blocks, dtype=torch.int64)
+        halves = split_halves(self.leaf)
+        if isinstance(halves, ResidentHalves):
+            self.first_lower = halves.lower
+            self.note_upper()
+
+    @property
+    def form(self) -> MasterForm:
+        """Where its master weights are."""
+        return FORM_OF_DTYPE[self.param.dtype]
+
+    @property
+    def entry_names(self) -> tuple[str, ...]:
+        """Names of its entries in ``optimizer.state``."""
+        master = () if self.form is MasterForm.ITSELF else ("master",)
+        return ("step", *master, *(state.name for state in self.rule.states))
+
+    def note_upper(self) -> None:
+        """Look whether its upper half is on the parameter tier now."""
+        halves = split_halves(self.leaf)
+        if halves is not None and isinstance(halves.upper, TieredUpper):
+            self.upper = halves.upper
+
+    @contextmanager
+    def reaching(self, run: Run, *, change: bool) -> Iterator[torch.Tensor]:
+        """A run of it, 1D [run.numel], outside the step; what is done to it with `change` is kept.
+
+        Raises:
+            SwapIOError: it is on a tier and cannot be read.
+        """
+        with self.upper.held(change=change) if self.upper is not None else nullcontext():
+            yield self.view(run)
+
+    def copy_of(self, run: Run) -> torch.Tensor:
+        """A run of it, to be read on the CPU: a copy, unless it is in host memory for good.
+
+        Raises:
+            SwapIOError: it is on a tier and cannot be read.
+        """
+        with self.reaching(run, change=False) as param:
+            # A staging buffer may be another block's right after this.
+            return param.clone() if self.upper is not None else param.cpu()
+
+    def view(self, run: Run) -> torch.Tensor:
+        """A run of it inside the step, which holds the block of a parameter on a tier."""
+        whole = self.upper.view() if self.upper is not None else flat_view(self.param)
+        return whole[run.start : run.stop]
+
+    def checksums_of(self, run: Run) -> torch.Tensor | None:
+        """The checksums that belong to a run."""
+        if self.checksums is None:
+            return None
+        return self.checksums[run.start // BLOCK_NUMEL : -(-run.stop // BLOCK_NUMEL)]
+
+
+class ParamTable:
+    """All records, in the order in which parameters came."""
+
+    def __init__(self) -> None:
+        self._records: list[ParamRecord] = []
+        self._by_leaf: dict[torch.Tensor, ParamRecord] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[ParamRecord]:
+        return iter(self._records)
+
+    def __getitem__(self, index: int) -> ParamRecord:
+        return self._records[index]
+
+    def find(self, leaf: object) -> ParamRecord | None:
+        """The record of a parameter; None for anything else."""
+        return self._by_leaf.get(leaf) if isinstance(leaf, torch.Tensor) else None
+
+    def of(self, leaf: torch.Tensor) -> ParamRecord:
+        """The record of a parameter that is known to have one."""
+        return self._by_leaf[leaf]
+
+    def add(self, leaf: torch.Tensor, name: str, group: int, rule: UpdateRule) -> ParamRecord:
+        """Take a parameter on."""
+        record = ParamRecord(len(self._records), leaf, name, group, rule)
+        # No call in between: a signal handler sees it in both, or in the first, from which `drop` takes it.
+        self._records += (record,)
+        self._by_leaf[leaf] = record
+        return record
+
+    def drop(self, first: int) -> None:
+        """Forget the records from index `first` on, as far as they were taken on."""
+        for leaf in [leaf for leaf, record in self._by_leaf.items() if record.index >= first]:
+            del self._by_leaf[leaf]
+        del self._records[first:]
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """All parameters, as the user knows them."""
+        return [record.leaf for record in self._records]
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """What of them is in this process's memory."""
+        return [record.param for record in self._records]
+
+    @property
+    def has_split_params(self) -> bool:
+        """Whether the state has the lower half of any parameter."""
+        return any(split_halves(record.leaf) is not None for record in self._records)
+
+    def look_again(self) -> None:
+        """Look where parameters are now; what they were in before is let go."""
+        for record in self._records:
+            record.param = storage_of(record.leaf)
+
+    def check_layouts(self) -> None:
+        """Look where parameters are now; raise ValueError for one that no longer lies in memory as it did."""
+        self.look_again()
+        for record in self._records:
+            if (found := Layout.of(record.leaf)) != record.layout:
+                raise ValueError(
+                    f"{record.name} was {record.layout} and is now {found}: make the optimizer after converting a model"
+                )
+
+    def members(self, groups: Iterable[Mapping[str, Any]]) -> list[ParamRecord]:
+        """Those that are in the optimizer's groups now, in the order of the table; the state of others rests.
+
+        Raises:
+            ValueError: somebody put others in their place, which would never be updated, or one into two places.
+        """
+        places: dict[int, str] = {}
+        for number, group in enumerate(groups):
+            for place, param in enumerate(group["params"]):
+                where = f"parameter {place} of group {number}"
+                record = self.find(param)
+                if record is None:
+                    raise ValueError(
+                        f"{where} (shape {tuple(param.shape)}) is not one that this "
+                        "optimizer was made with. Whoever shards a model later puts other parameters in their place, "
+                        "as accelerate's FSDP does: shard it first (initialize, or fully_shard), then make the "
+                        "optimizer. New parameters come with add_param_group"
+                    )
+                if record.index in places:
+                    raise ValueError(
+                        f"{places[record.index]} and {where} are the same parameter ({record.name}): which "
+                        "hyperparameters it has would be chance; remove it from one of the two"
+                    )
+                places[record.index] = where
+        return [self._records[index] for index in sorted(places)]

@@ -1,0 +1,58 @@
+"""Whole parameters for rules that need them: gathered over ranks one by one, in one order on all of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nvme_offload.offload._torch_private import local_tensor, shard_offsets, sharded_like
+
+
+class WholeParams:
+    """The gathers of one step. A rank whose shard of a parameter is empty has no state of it, and joins all the same.
+
+    Args:
+        leaves: all parameters.
+        order: which of them are needed whole, by index, in the order in which every rank comes to them.
+        dtype: what is gathered.
+    """
+
+    def __init__(self, leaves: Sequence[torch.Tensor], order: Iterable[int], dtype: torch.dtype) -> None:
+        self._leaves = leaves
+        self._pending = deque(order)
+        self._dtype = dtype
+
+    def through(self, index: int, part: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """This rank's part of what `function` makes of the whole tensor of which `part` is this rank's part.
+
+        Args:
+            index: of the parameter.
+            part: in the shape of this rank's shard.
+            function: gets a copy, which it may overwrite.
+        """
+        self._join_until(index)
+        self._pending.popleft()
+        leaf = self._leaves[index]
+        if not isinstance(leaf, DTensor):
+            return function(part.to(self._dtype, copy=True))
+        result = function(self._gathered(leaf, part))
+        for dim, (start, length) in enumerate(zip(shard_offsets(leaf), part.shape, strict=True)):
+            result = result.narrow(dim, start, length)
+        return result.to(part.device)
+
+    def finish(self) -> None:
+        """Join in what is left: those of which this rank has nothing."""
+        self._join_until(None)
+
+    def _join_until(self, index: int | None) -> None:
+        while self._pending and self._pending[0] != index:
+            leaf = self._leaves[self._pending.popleft()]
+            if isinstance(leaf, DTensor):
+                self._gathered(leaf, torch.empty(local_tensor(leaf).shape))
+
+    def _gathered(self, leaf: DTensor, part: torch.Tensor) -> torch.Tensor:
+        on_mesh = part.to(leaf.device_mesh.device_type, self._dtype, copy=True).contiguous()
+        return sharded_like(on_mesh, leaf).full_tensor()

@@ -1,0 +1,172 @@
+"""An exception between any two instructions of a swapper or a block cache: nothing hangs, leaks or is wrong."""
+
+import threading
+
+import pytest
+import torch
+
+from nvme_offload import OffloadConfig, TensorSwapper
+from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.staging.block_cache import BlockCache
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from tests.support.interrupts import Struck, every, raise_struck, send_sigint
+
+PATIENCE = 30.0
+SIZE = 8192
+
+STRIKES = pytest.mark.parametrize("strike", [raise_struck, send_sigint])
+
+
+def strided(stride):
+    """Some of the points, and all of them where there is time."""
+    return pytest.mark.parametrize("stride", [stride, pytest.param(1, marks=pytest.mark.slow)])
+
+
+def struck(interrupt, call):
+    try:
+        with interrupt:
+            call()
+    except (Struck, KeyboardInterrupt):
+        return
+
+
+OLD = torch.arange(70_000, dtype=torch.int32)
+NEW = OLD + 1
+
+CALLS = {
+    "swap_out": lambda swapper: swapper.swap_out("stored", NEW).wait(),
+    "swap_out_anew": lambda swapper: swapper.swap_out("other", NEW).wait(),
+    "swap_in": lambda swapper: swapper.swap_in("stored").wait(),
+    "swap_in_prefetched": lambda swapper: swapper.swap_in("prefetched").wait(),
+    "prefetch": lambda swapper: swapper.prefetch("stored"),
+    "evict": lambda swapper: swapper.evict("prefetched"),
+    "delete": lambda swapper: swapper.delete("stored"),
+    "synchronize": lambda swapper: (swapper.swap_out("stored", NEW), swapper.synchronize()),
+    "close": lambda swapper: swapper.close(),
+}
+
+
+def in_time(call):
+    """In a thread, so that what never ends fails here."""
+    errors = []
+
+    def run():
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "it never ends"
+    if errors:
+        raise errors[0]
+
+
+@STRIKES
+@strided(5)
+@pytest.mark.parametrize("engine", ["io_uring", "aiofiles"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_swapper_goes_on(tmp_path, name, engine, strike, stride):
+    offload = {"device": "nvme", "nvme_path": str(tmp_path), "staging_budget": "1MiB"}
+    section = {"zero_optimization": {"offload_optimizer": offload}, "aio": {"engine": engine}}
+    for interrupt in every(stride, strike):
+        swapper = TensorSwapper(section)
+        swapper.swap_out("stored", OLD)
+        swapper.swap_out("prefetched", OLD).wait()
+        swapper.prefetch("prefetched")
+        swapper.synchronize()
+        struck(interrupt, lambda swapper=swapper: CALLS[name](swapper))
+        if name != "close":
+            in_time(swapper.synchronize)
+            check(swapper, interrupt.place)
+        in_time(swapper.close)
+        assert not list(tmp_path.iterdir()), interrupt.place
+
+
+def check(swapper, place):
+    for tensor in swapper.names():
+        value = swapper.swap_in(tensor).wait(PATIENCE)
+        assert torch.equal(value, OLD) or torch.equal(value, NEW), place
+    assert swapper.stats().prefetched_bytes == 0, place
+    assert swapper.pool.num_free == swapper.pool.num_buffers, place
+    for tensor in swapper.names():
+        swapper.delete(tensor)
+    swapper.synchronize()
+    assert [file.end for file in swapper.tier.space._files] == [0], f"space leaked: {place}"
+
+
+class Cache:
+    """A cache of five blocks in two buffers, and what is in them."""
+
+    def __init__(self, folder):
+        section = {"device": "nvme", "nvme_path": str(folder)}
+        config = OffloadConfig.from_dict({"zero_optimization": {"offload_optimizer": section}})
+        self.cache = BlockCache(NvmeTier(config), "numbers", 2)
+        self.values = dict(enumerate(range(5)))
+        self.cache.add([(f"numbers {number}", SIZE) for number in range(5)])
+        for number in range(5):
+            self.fill(number, number)
+        for _ in range(2):
+            self.use_all()
+
+    def fill(self, number, value):
+        with self.cache.holding(self.cache.blocks[number], change=True, load=False) as buffer:
+            buffer.view(torch.uint8, 0, SIZE).fill_(value)
+
+    def content(self, number):
+        self.cache.order.note(number)
+        with self.cache.holding(self.cache.blocks[number]) as buffer:
+            return buffer.view(torch.uint8, 0, SIZE).unique().tolist()
+
+    def use_all(self):
+        """As a forward, a backward and a step do."""
+        for number in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0):
+            self.content(number)
+        self.cache.order.begin_step([])
+        self.cache.order.end_step([])
+
+    def check(self, place):
+        assert [self.content(number) for number in range(5)] == [[self.values[n]] for n in range(5)], place
+        self.cache.synchronize()
+        assert not any(block.holds for block in self.cache.blocks), place
+        held = len({block.buffer.place for block in self.cache.residents})
+        assert self.cache._pool.num_free + held == 2, place
+
+
+@STRIKES
+@strided(61)
+@pytest.mark.parametrize("name", ["read", "change", "synchronize"])
+def test_a_block_cache_goes_on(tmp_path, name, strike, stride):
+    subject = Cache(tmp_path)
+    for turn, interrupt in enumerate(every(stride, strike)):
+        value = 10 + turn % 200
+        if name == "read":
+            struck(interrupt, subject.use_all)
+        elif name == "synchronize":
+            subject.fill(1, value)
+            subject.values[1] = value
+            struck(interrupt, subject.cache.synchronize)
+        else:
+            struck(interrupt, lambda value=value: (subject.fill(2, value), subject.fill(3, value), subject.content(0)))
+            for number in (2, 3):  # cut short it may be anything: whoever fills a block gives up what was in it
+                subject.values[number] = value
+                subject.fill(number, value)
+        subject.check(interrupt.place)
+    subject.cache.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_holds_for_a_gather_that_was_forgotten_are_given_up(tmp_path):
+    """The rule of `on_pressure`: what nobody has on his list is nobody's."""
+    subject = Cache(tmp_path)
+    cache = subject.cache
+    cache.hold(cache.blocks[0], by="lost")
+    cache.hold(cache.blocks[1], by="kept")
+    with pytest.raises(StateError, match="all 2 are held"):
+        cache.hold(cache.blocks[2])
+    cache.on_pressure = lambda: cache.blocks[0].holders.discard("lost")
+    assert subject.content(2) == [2]
+    cache.release(cache.blocks[1], by="kept")
+    cache.close()

@@ -1,0 +1,200 @@
+"""An exception between any two instructions of the optimizer: right bits or a refusal, each buffer with one owner."""
+
+import signal
+
+import pytest
+import torch
+
+from nvme_offload.offload.errors import StateError
+from tests.support.interrupts import Struck, every, raise_struck, send_sigint
+from tests.support.training import BLOCK, assert_same_training, params_of, set_grads
+
+SHAPES = [(2 * BLOCK,), (BLOCK,), (BLOCK,)]
+DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32)
+
+STRIKES = pytest.mark.parametrize("strike", [raise_struck, send_sigint])
+
+
+def strided(stride):
+    """Some of the points, and all of them where there is time."""
+    return pytest.mark.parametrize("stride", [stride, pytest.param(1, marks=pytest.mark.slow)])
+
+
+@pytest.fixture(autouse=True)
+def default_handler():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+class Pair:
+    """An optimizer whose state is on NVMe, and one that nobody disturbs."""
+
+    def __init__(self, make_adamw):
+        self.params, self.twins = params_of(SHAPES, *DTYPES), params_of(SHAPES, *DTYPES)
+        self.optimizer = make_adamw(self.params, clip=1.0, buffers=2, sub_group_size=BLOCK)
+        self.twin = make_adamw(self.twins, "cpu", clip=1.0, sub_group_size=BLOCK)
+        self.steps = 0
+        for _ in range(2):
+            self.step()
+
+    def set_grads(self):
+        set_grads(self.params, self.steps % 4)
+        set_grads(self.twins, self.steps % 4)
+        self.steps += 1
+
+    def step(self):
+        self.set_grads()
+        self.optimizer.step()
+        self.twin.step()
+
+    def load(self):
+        checkpoint = self.twin.state_dict()
+        self.optimizer.load_state_dict(checkpoint)
+        for param, twin in zip(self.params, self.twins, strict=True):
+            param.data.copy_(twin.data)
+        self.optimizer.load_state_dict(checkpoint)
+
+    def check(self, place):
+        """Everything agrees after one more step, which uses whatever the interrupt left behind."""
+        try:
+            self.step()
+            assert_same_training(self.optimizer, self.twin)
+        except BaseException as error:
+            error.add_note(f"struck at {place}")
+            raise
+        pipeline = self.optimizer.store.pipeline
+        assert pipeline.pool.num_free + len(pipeline.residents) == pipeline.pool.num_buffers
+        assert len({slot.buffer.place for slot in pipeline.residents}) == len(pipeline.residents)
+
+
+def struck(interrupt, call):
+    """Call while an interrupt waits for its point; what came of it, or None."""
+    try:
+        with interrupt:
+            call()
+    except (Struck, KeyboardInterrupt) as error:
+        return error
+    return None
+
+
+READERS = {
+    "state_dict": lambda pair: pair.optimizer.state_dict(),
+    "entry": lambda pair: pair.optimizer.state[pair.params[1]]["exp_avg"],
+    "synchronize": lambda pair: pair.optimizer.synchronize(),
+}
+
+
+@STRIKES
+@strided(41)
+@pytest.mark.parametrize("name", READERS)
+def test_what_only_reads_changes_nothing(make_adamw, name, strike, stride):
+    pair = Pair(make_adamw)
+    for interrupt in every(stride, strike):
+        pair.step()
+        struck(interrupt, lambda: READERS[name](pair))
+        pair.check(interrupt.place)
+
+
+@STRIKES
+@strided(41)
+def test_a_step_is_finished_repeated_or_refused(make_adamw, strike, stride):
+    """And the note of whatever came out of it is true; see docs/hazards.md."""
+    pair = Pair(make_adamw)
+    for interrupt in every(stride, strike):
+        optimizer = pair.optimizer
+        pair.set_grads()
+        pair.twin.step()
+        before = optimizer.stats().steps
+        error = struck(interrupt, optimizer.step)
+        if error is not None:
+            said(optimizer, error, before, strike)
+        if optimizer.has_unfinished_step:
+            try:
+                optimizer.finish_step()
+            except StateError:
+                assert strike is raise_struck, "Ctrl-C is held back where a step could not be finished"
+                pair.load()
+        elif optimizer.stats().steps == before:
+            optimizer.step()
+        pair.check(interrupt.place)
+
+
+def said(optimizer, error, before, strike):
+    (note,) = getattr(error, "__notes__", [""])
+    halfway, complete = optimizer.has_unfinished_step, optimizer.stats().steps > before
+    if not note:  # before the call had begun, or after it
+        assert not halfway
+    elif halfway:
+        assert f"step {before + 1} stopped after" in note
+        assert ("finish_step()" in note) or strike is raise_struck
+    else:
+        assert note.startswith(
+            f"Step {before + 1} is complete" if complete else f"Step {before + 1} has updated nothing"
+        )
+
+
+@STRIKES
+@strided(41)
+def test_finishing_can_be_cut_short_too(make_adamw, monkeypatch, strike, stride):
+    pair = Pair(make_adamw)
+    for interrupt in every(stride, strike):
+        optimizer = pair.optimizer
+        pair.set_grads()
+        pair.twin.step()
+        advance = optimizer.store.blocks.advance
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer.store.blocks, "advance", raise_struck)
+            with pytest.raises(Struck):
+                optimizer.step()
+        assert optimizer.store.blocks.advance == advance
+        assert optimizer.has_unfinished_step
+        struck(interrupt, optimizer.finish_step)
+        if optimizer.has_unfinished_step:
+            try:
+                optimizer.finish_step()
+            except StateError:
+                assert strike is raise_struck
+                pair.load()
+        pair.check(interrupt.place)
+
+
+WRITERS = {
+    "load_state_dict": lambda pair, value: pair.optimizer.load_state_dict(value),
+    "entry": lambda pair, value: pair.optimizer.state[pair.params[0]].__setitem__("exp_avg", value),
+}
+
+
+@STRIKES
+@strided(97)
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_writes_is_done_undone_or_refused_until_a_load(make_adamw, name, strike, stride):
+    pair = Pair(make_adamw)
+    for interrupt in every(stride, strike):
+        pair.step()
+        checkpoint = pair.twin.state_dict()
+        value = checkpoint if name == "load_state_dict" else checkpoint["state"][0]["exp_avg"].clone()
+        struck(interrupt, lambda value=value: WRITERS[name](pair, value))
+        if pair.optimizer.has_unfinished_step:
+            with pytest.raises(StateError, match="loading a state dict stopped halfway"):
+                pair.optimizer.step()
+            pair.load()
+        pair.check(interrupt.place)
+
+
+@STRIKES
+@strided(61)
+def test_a_group_is_added_or_not(make_adamw, strike, stride):
+    for interrupt in every(stride, strike):
+        pair = Pair(make_adamw)
+        late, late_twin = (params_of([(BLOCK,)], torch.bfloat16) for _ in range(2))
+        struck(interrupt, lambda pair=pair, late=late: pair.optimizer.add_param_group({"params": late}))
+        if len(pair.optimizer.param_groups) == 1:
+            pair.optimizer.add_param_group({"params": late})
+        pair.twin.add_param_group({"params": late_twin})
+        pair.params += late
+        pair.twins += late_twin
+        pair.check(interrupt.place)
+        pair.optimizer.close()
+        pair.twin.close()

@@ -1,0 +1,27 @@
+"""A drive that fails, and is well again."""
+
+import os
+import weakref
+
+from nvme_offload.aio_native import Op
+from nvme_offload.offload.storage.extent import Extent
+
+
+class Failing:
+    """Makes the operations of one direction fail from the `first` on, until it is repaired."""
+
+    def __init__(self, tier, monkeypatch, op, first=1):
+        self.healthy, self.op, self.left = False, op, first
+        # A descriptor that is open for the other direction: EBADF, where completions come from.
+        self._bad_fd = os.open(os.devnull, os.O_WRONLY if op is Op.READ else os.O_RDONLY)
+        weakref.finalize(self, os.close, self._bad_fd)
+        start = tier._start
+
+        def submit(op, extent, buffer, what, kind, size_bytes):
+            if op is self.op and not self.healthy:
+                self.left -= 1
+                if self.left <= 0:
+                    extent = Extent(extent.size_bytes, tuple(s._replace(fd=self._bad_fd) for s in extent.stripes))
+            return start(op, extent, buffer, what, kind, size_bytes)
+
+        monkeypatch.setattr(tier, "_start", submit)

@@ -1,0 +1,95 @@
+"""An exception, or a real SIGINT, at the n-th point where CPython would run a signal handler inside our packages.
+
+CPython 3.11 and later run handlers after a call, at the entry of a function and at a jump back (`CHECK_EVAL_BREAKER` in
+its ceval.c), and nowhere else. Tracing opcodes finds those points one by one; a test goes through all of them.
+"""
+
+from __future__ import annotations
+
+import dis
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from nvme_offload import aio_native, offload, optim
+
+_OURS = tuple(f"{Path(package.__file__).parent}/" for package in (aio_native, offload, optim))
+_HANDLERS_RUN_AFTER = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
+
+
+class Struck(BaseException):
+    """What a handler raises that is nobody's to catch."""
+
+
+def raise_struck() -> None:
+    """Any handler that raises: of a SIGALRM, a watchdog, a second Ctrl-C."""
+    raise Struck
+
+
+def send_sigint() -> None:
+    """Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)
+
+
+class Interrupt:
+    """Calls `strike` at the `number`-th point inside the block, in this thread; `place` says where, if there is one.
+
+    Args:
+        number: from 1 on.
+        strike: raises, or sends a signal.
+    """
+
+    def __init__(self, number: int, strike: Callable[[], None]) -> None:
+        self.place = ""
+        self._left = number
+        self._strike = strike
+        self._previous: dict[FrameType, str | None] = {}
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(self._on_call)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+        self._previous.clear()
+
+    def _on_call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._on_opcode
+
+    def _on_opcode(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+        if event == "return":
+            self._previous.pop(frame, None)
+        elif event == "opcode":
+            before = self._previous.get(frame)
+            self._previous[frame] = _names_of(frame.f_code).get(frame.f_lasti)
+            if before in _HANDLERS_RUN_AFTER:
+                self._left -= 1
+                if self._left == 0:
+                    self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name}, after {before})"
+                    sys.settrace(None)
+                    self._strike()
+        return self._on_opcode
+
+
+@cache
+def _names_of(code: CodeType) -> dict[int, str]:
+    return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
+
+
+def every(stride: int, strike: Callable[[], None]) -> Iterator[Interrupt]:
+    """One interrupt after the other, at every `stride`-th point, until a call has no such point any more."""
+    number = 1
+    while True:
+        interrupt = Interrupt(number, strike)
+        yield interrupt
+        if not interrupt.place:
+            assert number > 1, "there was no point to strike at"
+            return
+        number += stride

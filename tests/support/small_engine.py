@@ -1,0 +1,49 @@
+"""A small model in an engine: configuration, model, batches."""
+
+import torch
+from torch import nn
+
+from tests.support.sharded_model import VOCABULARY, Model
+
+ACCUMULATION = 2
+HYPERPARAMETERS = {"lr": 5e-4, "weight_decay": 0.1}
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 10}}
+
+
+def section(stage=3, path=None, **more):
+    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
+    return {
+        "zero_optimization": {"stage": stage, "offload_optimizer": {**offload, "staging_budget": "4MiB"}},
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": HYPERPARAMETERS},
+        **more,
+    }
+
+
+def fresh_model():
+    torch.manual_seed(0)
+    model = Model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model
+
+
+def loss_of(model, rank, step, micro):
+    """Of a batch from the three numbers. Targets are not the inputs, so that gradients stay large."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    tokens = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), (tokens * 7 + 3).flatten() % VOCABULARY)
+
+
+def backward(engine, rank, step):
+    """All micro-batches but for the last `step`; returns their losses."""
+    losses = []
+    for micro in range(engine.gradient_accumulation_steps):
+        if micro:
+            engine.step()
+        loss = loss_of(engine, rank, step, micro)
+        engine.backward(loss)
+        losses.append(loss.item())
+    return losses
