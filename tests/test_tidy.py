@@ -46,22 +46,9 @@ PRIVATE_TORCH = re.compile(
     r"\btorch(\.\w+)*\._[a-z]\w*|^\s*(from|import) torch(\.\w+)*\._\w+|\._version\b", re.MULTILINE
 )
 
-TYPES_ONLY = {
-    "optim/checkpoint/places.py",
-    "optim/full_values.py",
-    "optim/precision/text.py",
-    "optim/state/entries.py",
-    "optim/tiers/gatherers.py",
-    "optim/tiers/halves.py",
-}
+TYPES_ONLY = {"optim/precision/text.py"}
 """Modules that import something for its type alone, which hides a circle. This list may only shrink."""
-REACHED_THROUGH = {
-    "optim/checkpoint/run_state.py": {"optimizer._store"},
-    "optim/checkpoint/save_load.py": {"training.optimizer._store"},
-    "optim/zero/engine.py": {"self.optimizer._meter"},
-    "optim/zero/initialize.py": {"made._store"},
-    "perf/measure/tensor_workloads.py": {"self.optimizer._store"},
-}
+REACHED_THROUGH = {"optim/zero/engine.py": {"self.optimizer._meter"}}
 """Private attributes of others that a module touches. This list may only shrink."""
 PUBLIC_IN_SPITE = {"_asdict", "_fields", "_make", "_replace", "_getframe", "_init_weights"}
 """Of NamedTuple, sys and transformers, whose documentation offers them."""
