@@ -197,6 +197,16 @@ class OffloadOptimizer(Optimizer):
         return self._stepper.total_norm
 
     @property
+    def num_steps(self) -> int:
+        """Steps taken since construction."""
+        return self._meter.steps
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps skipped since construction, because a gradient was not finite."""
+        return self._meter.skipped_steps
+
+    @property
     def has_unfinished_step(self) -> bool:
         """Whether the latest step stopped halfway; see `finish_step`."""
         return self.store.unfinished is not None

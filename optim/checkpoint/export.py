@@ -15,7 +15,7 @@ from nvme_offload.offload._torch_private import sharded_like
 from nvme_offload.offload.errors import CheckpointWriteError, SwapIOError
 from nvme_offload.offload.weights.writer import HalfRenamedError, weight_items, write_sharded
 from nvme_offload.optim.collective import on_every_rank
-from nvme_offload.optim.precision.plan import DTYPES
+from nvme_offload.optim.precision.parameter import DTYPES
 from nvme_offload.optim.tiers.halves import split_halves, split_shard
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, without_base
-from nvme_offload.optim.precision.plan import NAMES, SIXTEEN_BITS, PrecisionPlan
+from nvme_offload.optim.precision.parameter import NAMES, SIXTEEN_BITS
+from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.warn import warn_user
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,43 +15,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.optim.layout.master import MasterForm, state_itemsize
+from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS, ParameterPrecision
 from nvme_offload.optim.precision.text import PlanRow, as_text, name_pattern
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.warn import warn_user
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class ParameterPrecision:
-    """One parameter: in which dtype it is kept, used and trained."""
-
-    compute: torch.dtype | None
-    """Of forward and backward; None where autocast decides for every operator."""
-    gather: torch.dtype
-    """Of the all-gather, and of the gathered parameter."""
-    reduce: torch.dtype
-    """Of the reduce-scatter."""
-    accumulate: torch.dtype
-    """Of the gradient partition, ``p.grad``, in which micro-batches are added up."""
-    master: MasterForm = MasterForm.ITSELF
-    """Where the fp32 master weight is."""
-
-    @property
-    def storage(self) -> torch.dtype:
-        """What this rank keeps of the parameter between steps: a split one only its upper half."""
-        return torch.bfloat16 if self.master is MasterForm.SPLIT else torch.float32
-
-    @property
-    def reduces_every_micro_batch(self) -> bool:
-        """Whether a reduction may not wait for the last micro-batch.
-
-        Until then FSDP2 adds up unsharded gradients in the reduce dtype: that must be the accumulation dtype.
-        """
-        return self.reduce != self.accumulate
 
 
 class PrecisionPlan:

@@ -12,7 +12,8 @@ from typing import Any
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.optim.precision.plan import NAMES, ParameterPrecision, precision_of
+from nvme_offload.optim.precision.parameter import NAMES, ParameterPrecision
+from nvme_offload.optim.precision.plan import precision_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "precision.md"
 BEGIN, END = (

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from nvme_offload.optim.layout.master import MasterForm
-
-if TYPE_CHECKING:
-    from nvme_offload.optim.precision.plan import ParameterPrecision
+from nvme_offload.optim.precision.parameter import ParameterPrecision
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "autocast"}
 _MASTERS = {MasterForm.SPLIT: "split", MasterForm.FULL: "full fp32", MasterForm.ITSELF: "itself"}

@@ -216,7 +216,7 @@ class OffloadEngine:
             raise
 
     def _counts(self) -> tuple[int, int]:
-        return self.optimizer._meter.steps, self.optimizer._meter.skipped_steps
+        return self.optimizer.num_steps, self.optimizer.num_skipped_steps
 
     def _outcome(self) -> bool | None:
         """Of an update that an exception came out of: whether it was done (True) or skipped; None: neither, so far.

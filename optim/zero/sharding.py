@@ -22,7 +22,8 @@ from nvme_offload.optim.precision.casts import (
     guard_autocast,
     return_no_views,
 )
-from nvme_offload.optim.precision.plan import SIXTEEN_BITS, PrecisionPlan
+from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
+from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.tiers.gatherers import remember_gatherers
 from nvme_offload.optim.tiers.halves import CONVERTED, keep_grad_in, split_parameters, split_shard
 
