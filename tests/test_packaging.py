@@ -1,0 +1,210 @@
+"""What is built and installed: one name, each source once, and nobody else's modules in the way."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("aio_native", "offload", "optim", "perf")
+PAGE_WRITERS = {"offload/config/reference.py", "optim/precision/table.py"}
+"""They write pages of the documentation, which is not installed."""
+USERS = ("aio_native", "offload", "optim", "perf")
+"""Names that a user's own modules and packages may have."""
+
+
+def build(kind, source, target, scratch):
+    """A wheel or an sdist, with what is installed here; returns its path."""
+    code = (
+        f"import sys; from scikit_build_core.build import build_{kind} as build\n"
+        f"name = build({str(target)!r}, {{'build-dir': {str(scratch)!r}}})\n"
+        "print(name, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return target / done.stderr.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    return build("sdist", ROOT, tmp_path_factory.mktemp("sdist"), tmp_path_factory.mktemp("scratch"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("scratch"))
+
+
+def tracked(*folders):
+    done = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("no clone: git does not know which files belong to it")
+    return {name for name in done.stdout.split() if (ROOT / name).is_file() and not (ROOT / name).is_symlink()}
+
+
+def test_each_source_is_once_in_the_sdist(sdist):
+    with tarfile.open(sdist) as archive:
+        members = [member for member in archive if member.isfile()]
+        names = {member.name.partition("/")[2] for member in members}
+        digests = [hashlib.sha256(archive.extractfile(member).read()).hexdigest() for member in members if member.size]
+        assert not [member.name for member in archive if member.issym() or member.islnk()]
+    assert len(names) == len(members)
+    wanted = {f"src/nvme_offload/{name}" for name in tracked(*PARTS) if not name.startswith("perf/results/")}
+    assert wanted - names == set()
+    assert {name for name in names if name.startswith(PARTS)} == set(), "the links in src lead there"
+    assert {"CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml", "tests/support/script.py"} <= names
+    assert not [
+        name for name in names if name.endswith(".so") or "/results/" in name or name.startswith((".ci", "build"))
+    ]
+    for name in wanted:
+        digest = hashlib.sha256((ROOT / name.removeprefix("src/nvme_offload/")).read_bytes()).hexdigest()
+        assert digests.count(digest) <= 1 or name.endswith("__init__.py"), f"{name} is there twice"
+
+
+def assert_contents(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (entries,) = [archive.read(name).decode() for name in names if name.endswith("entry_points.txt")]
+        (metadata,) = [archive.read(name).decode() for name in names if name.endswith("/METADATA")]
+    assert {name.split("/")[0] for name in names} == {"nvme_offload", "nvme_offload-0.1.0.dist-info"}
+    assert not [name for name in names if name.endswith((".cpp", ".hpp", ".cmake", ".json", ".md"))]
+    assert not [
+        name for name in names if name.startswith(("nvme_offload/perf/benchmarks", "nvme_offload/perf/results"))
+    ]
+    sources = {name for name in tracked(*PARTS) if name.endswith((".py", ".pyi")) and "benchmarks" not in name}
+    assert {f"nvme_offload/{name}" for name in sources - PAGE_WRITERS} - names == set()
+    assert {f"nvme_offload/{name}" for name in PAGE_WRITERS} & names == set()
+    assert {"nvme_offload/py.typed", "nvme_offload/__init__.pyi", "nvme_offload/__main__.py"} <= names
+    native = sorted(name.split(".")[0] for name in names if name.endswith(".so"))
+    assert native == ["nvme_offload/aio_native/_native", "nvme_offload/optim/_kernels"]
+    assert "offload = nvme_offload.perf.cli:main" in entries
+    always = set(re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE))
+    assert always == {"aiofiles", "numpy", "pydantic", "rich", "torch", "typer"}
+
+
+@pytest.mark.slow
+def test_contents_of_the_wheel(wheel):
+    assert_contents(wheel)
+
+
+@pytest.mark.slow
+def test_a_wheel_is_built_from_the_unpacked_sdist(sdist, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    assert_contents(build("wheel", source, tmp_path, tmp_path / "scratch"))
+
+
+def pip_package(folder):
+    """A wheel of somebody else's whose modules have the names of our folders."""
+    path = folder / "their_tools-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in USERS:
+            archive.writestr(f"{name}/__init__.py", "OWNER = 'pip'\n")
+        archive.writestr(
+            "their_tools-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: their-tools\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            "their_tools-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("their_tools-1.0.dist-info/RECORD", "")
+    return path
+
+
+class Environment:
+    """A virtual environment of its own; torch and the like are those of this one."""
+
+    def __init__(self, folder):
+        venv.create(folder, with_pip=False)
+        self.bin = folder / "bin"
+        (site,) = folder.glob("lib/python3*/site-packages")
+        (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def install(self, *what):
+        command = [sys.executable, "-m", "pip", "--python", self.bin / "python", "install", "--quiet", "--no-index"]
+        options = ["--no-deps", "--no-build-isolation", "--ignore-installed", "--disable-pip-version-check"]
+        done = subprocess.run([*map(str, [*command, *options, *what])], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+    def run(self, program, *arguments, cwd, environment=None):
+        command = [str(self.bin / program), *map(str, arguments)]
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=kept | (environment or {}))
+        assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+        return done.stdout
+
+
+@pytest.fixture(scope="module", params=["wheel", "editable"])
+def installed(request, tmp_path_factory):
+    """Installed beside the other package, in both orders: theirs came before, and stays."""
+    folder = tmp_path_factory.mktemp("installed")
+    environment = Environment(folder / "venv")
+    environment.install(pip_package(folder))
+    if request.param == "wheel":
+        environment.install(request.getfixturevalue("wheel"))
+    else:
+        environment.install("-C", f"build-dir={folder / 'scratch'}", "-e", ROOT)
+    return environment
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    """A user's folder, with modules and packages of these names."""
+    folder = tmp_path / "project"
+    (folder / "drive").mkdir(parents=True)
+    (folder / "optim.py").write_text("OWNER = 'user'\n")
+    for name in set(USERS) - {"optim"}:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("OWNER = 'user'\n")
+    return folder
+
+
+def first_example():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    assert "OffloadAdamW(" in code
+    return code.replace("/mnt/nvme0", "drive")
+
+
+OWNERS = f"""
+import {", ".join(USERS)}
+assert {{m.OWNER for m in ({", ".join(USERS)})}} == {{OWNER}}, "another's module was imported"
+"""
+
+
+@pytest.mark.slow
+def test_the_readmes_example_runs_beside_a_users_modules(installed, workplace):
+    check = "\nimport nvme_offload, sys\nassert optimizer.stats().steps == 10\nprint(nvme_offload.__path__[0])\n"
+    (workplace / "train.py").write_text("OWNER = 'user'\n" + OWNERS + first_example() + check + OWNERS)
+    found = installed.run("python", "train.py", cwd=workplace)
+    assert Path(found.strip()) != Path(sysconfig.get_path("purelib"), "nvme_offload")
+    assert list((workplace / "drive").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_other_package_is_still_there(installed, tmp_path):
+    code = "OWNER = 'pip'\n" + OWNERS + "import nvme_offload; nvme_offload.TensorSwapper\n" + OWNERS
+    installed.run("python", "-c", code, cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_command_runs_beside_a_users_modules(installed, workplace):
+    version = importlib.metadata.version("nvme-offload")
+    assert installed.run("offload", "--version", cwd=workplace) == f"offload {version}\n"
+    assert installed.run("python", "-m", "nvme_offload", "--version", cwd=workplace) == f"offload {version}\n"
+    assert "Measure and check" in installed.run("offload", "--help", cwd=workplace)
+    plan = json.loads(installed.run("offload", "plan", "--params", "1e6", "--layers", "2", "--json", cwd=workplace))
+    assert plan["bytes_per_rank"]["process"]["host"] > 100 << 20, "the libraries were weighed"
+    bench = ("--path", "drive", "--size", "8MiB", "--bs", "64KiB", "--runtime", "0", "--direct", "optional", "--json")
+    assert json.loads(installed.run("offload", "bench", *bench, cwd=workplace))["verified"] is True
+    assert list((workplace / "drive").iterdir()) == []
