@@ -39,6 +39,8 @@ DTYPES = {
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+DIGEST = "sha256"
+"""In the header of a shard and in the index beside it, by file: of the bytes of its tensors. Ours; others have none."""
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -78,7 +80,7 @@ class SafetensorsReader:
 
     Raises:
         WeightsError: there is no such file, a header is damaged, a file is too short, an index names a file or
-            tensor that is not there, or shards have no index.
+            tensor that is not there, a file in another folder or one of another export, or shards have no index.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -133,6 +135,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Raises:
         WeightsError: it cannot be read, or is no intact safetensors file.
     """
+    return _read_header(path)[0]
+
+
+def _read_header(path: Path) -> tuple[dict[str, StoredTensor], str | None]:
+    """The tensors of one file, and what it says is their digest."""
     try:
         with path.open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
@@ -141,17 +148,20 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, size_bytes - 8):
                 what = f"is no safetensors file: of {size_bytes} bytes its header would be {header_bytes}"
                 raise WeightsError(path, f"{what}; {_DAMAGED}")
-            header = json.loads(file.read(header_bytes))
+            text = file.read(header_bytes)
     except OSError as error:
         raise WeightsError(path, f"cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise WeightsError(path, f"has a header that is no JSON ({error}); {_DAMAGED}") from error
     if not isinstance(header, dict):
         raise WeightsError(path, f"has a header that is no JSON object; {_DAMAGED}")
+    metadata = header.pop("__metadata__", None)
     first = 8 + header_bytes
-    tensors = {name: _stored(path, name, entry, first) for name, entry in header.items() if name != "__metadata__"}
+    tensors = {name: _stored(path, name, entry, first) for name, entry in header.items()}
     _check_coverage(path, tensors, first, size_bytes)
-    return tensors
+    return tensors, metadata.get(DIGEST) if isinstance(metadata, dict) else None
 
 
 def _check_coverage(path: Path, tensors: Mapping[str, StoredTensor], first: int, size_bytes: int) -> None:
@@ -184,9 +194,13 @@ def _stored(path: Path, name: str, entry: Any, first: int) -> StoredTensor:
 
 
 def _tensors_at(path: Path) -> dict[str, StoredTensor]:
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # a name that is too long, for example: what is missing is no error
+        raise WeightsError(path, f"cannot be opened: {error.strerror}") from error
+    if is_folder:
         return _tensors_in_folder(path)
-    if not path.is_file():
+    if not is_file:
         raise WeightsError(path, "there is no such file or folder")
     return _tensors_of_index(path) if path.suffix == ".json" else read_header(path)
 
@@ -216,19 +230,55 @@ def _tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
 
 def _tensors_of_index(index: Path) -> dict[str, StoredTensor]:
     try:
-        places = json.loads(index.read_bytes())["weight_map"]
-        sane = isinstance(places, Mapping) and all(isinstance(place, str) for place in places.values())
+        content = json.loads(index.read_bytes())
+        places, digests = content["weight_map"], content.get(DIGEST, {})
+        sane = all(
+            isinstance(texts, Mapping) and all(isinstance(text, str) for text in texts.values())
+            for texts in (places, digests)
+        )
     except OSError as error:
         raise WeightsError(index, f"cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         sane = False
     if not sane:
         raise WeightsError(index, 'is no index: it must be a JSON object with "weight_map", names to file names')
-    files = {place: index.parent / place for place in places.values()}
+    files = {place: _shard_beside(index, place) for place in places.values()}
     if absent := sorted(place for place, file in files.items() if not file.is_file()):
         lost = sum(place in absent for place in places.values())
         raise WeightsError(index, f"names {', '.join(absent)} for {lost} tensors, and there is no such file beside it")
-    headers = {place: read_header(file) for place, file in files.items()}
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    for place, file in files.items():
+        headers[place], digest = _read_header(file)
+        if place in digests and digests[place] != digest:
+            why = "an export over an earlier one was cut off, or a file was exchanged"
+            raise WeightsError(
+                index, f"names {place}, and that file is not the one it was written with: {why}; export again"
+            )
     if wrong := [f"{name} in {place}" for name, place in places.items() if name not in headers[place]]:
         raise WeightsError(index, f"names {', '.join(wrong[:4])}, and that file has no such tensor; {_DAMAGED}")
     return {name: headers[place][name] for name, place in places.items()}
+
+
+def _shard_beside(index: Path, place: str) -> Path:
+    """The file of that name in the folder of the index, or below; an index says nothing about other places.
+
+    The file itself may be a link, as all files are in the cache of the Hugging Face hub; a folder below may not.
+    """
+    folder, file = index.parent, index.parent / place
+    inside = bool(place) and "\0" not in place and not Path(place).is_absolute() and ".." not in Path(place).parts
+    try:
+        if inside and not file.parent.resolve().is_relative_to(folder.resolve()):
+            inside = False
+        file.is_file()
+    except OSError as error:
+        raise WeightsError(
+            index, f"names the file {_shortened(place)}, which cannot be opened: {error.strerror}"
+        ) from error
+    if not inside:
+        what = f"names the file {_shortened(place)}, which is not in its folder"
+        raise WeightsError(index, f"{what}: an index may only name files beside it; do not trust its source")
+    return file
+
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= 255 else f"{text[:60]!r}... ({len(text)} characters)"

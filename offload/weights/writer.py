@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
-import re
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,12 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from nvme_offload.offload.durable import make_folder, sync_folder
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.offload.weights.reader import DTYPES, INDEX_FILE, SINGLE_FILE
+from nvme_offload.offload.weights.reader import DIGEST, DTYPES, INDEX_FILE, SINGLE_FILE
+from nvme_offload.offload.weights.staging import WEIGHT_FILE, Staging
 
 _KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _PIECE_NUMEL = 1 << 22
 
 
@@ -35,9 +35,13 @@ class _Shard:
     entries: list[tuple[str, torch.Tensor, torch.dtype]] = field(default_factory=list)
     size_bytes: int = 0
     name: str = ""
+    digest: str = "0" * 64
+    """SHA-256 of the bytes of its tensors, in the order of the file; zeros until these are written."""
 
     def header(self) -> bytes:
-        described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        """Of the same length whatever the digest. A file that is alone needs none."""
+        metadata = {"format": "pt"} if self.name == SINGLE_FILE else {"format": "pt", DIGEST: self.digest}
+        described: dict[str, Any] = {"__metadata__": metadata}
         at = 0
         for name, tensor, dtype in self.entries:
             stop = at + tensor.numel() * dtype.itemsize
@@ -71,8 +75,9 @@ def write_sharded(
     """Write tensors as ``model.safetensors``, or as numbered shards and ``model.safetensors.index.json``.
 
     One tensor at a time is made whole: of a DTensor the shards of all ranks are gathered, of a split parameter the
-    halves are joined. With several ranks every rank must call this; rank 0 writes. Files are written under temporary
-    names, renamed when all are complete, the index last; then files of an earlier export in the folder are removed.
+    halves are joined. With several ranks every rank must call this; rank 0 writes. Files are written into a hidden
+    folder, renamed when all are complete, the index last; then files of an earlier export in the folder are removed,
+    as is at the beginning what a killed one left. Header of a shard and index have the digest of the shard's tensors.
 
     Args:
         path: folder; made if it does not exist.
@@ -89,8 +94,8 @@ def write_sharded(
 
     Raises:
         ValueError: a name comes twice, or a dtype has no place in safetensors.
-        OSError: the folder cannot be used, or has too little space (ENOSPC; bytes needed and free). Nothing was left
-            behind, and an earlier export is as it was.
+        OSError: the folder cannot be used, another export is writing into it (EBUSY), or it has too little space
+            (ENOSPC; bytes needed and free). Nothing was left behind, and an earlier export is as it was.
         HalfRenamedError: it failed at the very end, between two renames.
     """
     shards = _plan(list(items), dtype, max_shard_bytes)
@@ -132,6 +137,8 @@ class _Export:
         self._total = sum(shard.size_bytes for shard in shards)
         self._written = 0
         self._file: BinaryIO | None = None
+        self._digest = hashlib.sha256()
+        self._staging: Staging | None = None
         self._alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self._writes = self._alone or dist.get_rank(group) == 0
         self._error: OSError | None = None
@@ -156,7 +163,8 @@ class _Export:
             raise self._error
 
     def make_room(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
+        self._staging = Staging(self.folder)
         free_bytes = shutil.disk_usage(self.folder).free
         if free_bytes < self._total:
             what = f"needed {format_bytes(self._total)}, free {format_bytes(free_bytes)}"
@@ -164,55 +172,67 @@ class _Export:
 
     def write_shard(self, shard: _Shard) -> None:
         """Write one file; ranks that do not write, or no longer, only take part in the gathering."""
-        self.do(self._open, self._temporary(shard.name), shard.header())
+        self.do(self._begin, shard)
         for name, tensor, dtype in shard.entries:
             part = self._stored(name, tensor, dtype)
             whole = part.full_tensor() if isinstance(part, DTensor) else part
             self.do(self._write_tensor, whole, dtype)
-        self.do(self._finish)
+        self.do(self._complete, shard)
 
     def put_in_place(self) -> None:
         """Rename; at every moment the folder holds the old export, the new one, or shards without an index.
 
-        If a rename fails, or the process is killed between two, such shards stay and may be of both exports:
+        Each step is on the drive before the next begins, so this holds after a power loss, too. If a rename fails, or
+        the process is killed between two, shards without an index stay and may be of both exports:
         `SafetensorsReader` refuses them.
         """
-        index, names = self.folder / INDEX_FILE, {shard.name for shard in self._shards}
-        single = len(self._shards) == 1
+        index, single = self.folder / INDEX_FILE, len(self._shards) == 1
         if not single:
-            places = {name: shard.name for shard in self._shards for name, _, _ in shard.entries}
-            text = json.dumps({"metadata": {"total_size": self._total}, "weight_map": places}, indent=2)
-            self._open(self._temporary(INDEX_FILE), f"{text}\n".encode())
-            self._finish()
+            self._write_index()
             index.unlink(missing_ok=True)
-        self._renaming = not single
+            self._renaming = True
+            sync_folder(self.folder)
         for shard in self._shards:
-            self._temporary(shard.name).replace(self.folder / shard.name)
+            self._temporary.path(shard.name).replace(self.folder / shard.name)
+        sync_folder(self.folder)
         if not single:
-            self._temporary(INDEX_FILE).replace(index)
+            self._temporary.path(INDEX_FILE).replace(index)
+            sync_folder(self.folder)
         self._renaming = False
-        for entry in list(self.folder.iterdir()):
-            if _OURS.fullmatch(entry.name) and entry.name not in names:
-                entry.unlink()
-        if single:
-            index.unlink(missing_ok=True)
-        folder = os.open(self.folder, os.O_RDONLY)  # the names, too, outlive a power loss
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        self._remove_earlier(single)
+        sync_folder(self.folder)
+        self._temporary.remove()  # before other ranks hear that all is done
 
     def clean_up(self) -> None:
         """Close and remove what is not in place."""
         if self._file is not None:
             self._file.close()
-        if self._writes:
-            for name in [*(shard.name for shard in self._shards), INDEX_FILE]:
-                with suppress(OSError):
-                    self._temporary(name).unlink(missing_ok=True)
+        if self._staging is not None:
+            self._staging.remove()
 
-    def _temporary(self, name: str) -> Path:
-        return self.folder / f".{name}.{os.getpid()}.tmp"
+    @property
+    def _temporary(self) -> Staging:
+        assert self._staging is not None
+        return self._staging
+
+    def _remove_earlier(self, single: bool) -> None:
+        """The files of an earlier export that the new one did not replace; the index, which names them, first."""
+        if single:
+            (self.folder / INDEX_FILE).unlink(missing_ok=True)
+            sync_folder(self.folder)
+        names = {shard.name for shard in self._shards}
+        for entry in list(self.folder.iterdir()):
+            if WEIGHT_FILE.fullmatch(entry.name) and entry.name not in names:
+                entry.unlink()
+
+    def _write_index(self) -> None:
+        index = {
+            "metadata": {"total_size": self._total},
+            "weight_map": {name: shard.name for shard in self._shards for name, _, _ in shard.entries},
+            DIGEST: {shard.name: shard.digest for shard in self._shards},
+        }
+        self._open(INDEX_FILE, f"{json.dumps(index, indent=2)}\n".encode())
+        self._finish()
 
     def _explained(self, error: OSError) -> OSError:
         what = error.strerror or str(error)
@@ -222,9 +242,21 @@ class _Export:
         kind = HalfRenamedError if self._renaming else OSError
         return kind(error.errno, f"the weights were not written: {what}", os.fspath(self.folder))
 
-    def _open(self, path: Path, first: bytes) -> None:
-        self._file = path.open("wb", buffering=0)
+    def _open(self, name: str, first: bytes) -> None:
+        self._file = self._temporary.path(name).open("xb", buffering=0)
         self._write(first)
+
+    def _begin(self, shard: _Shard) -> None:
+        self._open(shard.name, shard.header())
+        self._digest = hashlib.sha256()
+
+    def _complete(self, shard: _Shard) -> None:
+        """Write the header again, now with the digest, and bring the file to the drive."""
+        assert self._file is not None
+        shard.digest = self._digest.hexdigest()
+        self._file.seek(0)
+        self._write(shard.header())
+        self._finish()
 
     def _write_tensor(self, whole: torch.Tensor, dtype: torch.dtype) -> None:
         """In pieces: a second copy of a large tensor, in another dtype, need not fit."""
@@ -232,15 +264,17 @@ class _Export:
         flat = plain.contiguous().view(-1)
         for start in range(0, flat.numel(), _PIECE_NUMEL):
             piece = flat[start : start + _PIECE_NUMEL].to(device="cpu", dtype=dtype).contiguous()
-            self._write(piece.view(torch.uint8).numpy())
+            data = piece.view(torch.uint8).numpy().data
+            self._write(data)
+            self._written += len(data)
+            if len(self._shards) > 1:  # a file that is alone belongs to no other
+                self._digest.update(data)
 
-    def _write(self, data: Any) -> None:
+    def _write(self, data: bytes | memoryview) -> None:
         assert self._file is not None
         left = memoryview(data)
         while left:
-            count = self._file.write(left)
-            self._written += count
-            left = left[count:]
+            left = left[self._file.write(left) :]
 
     def _finish(self) -> None:
         assert self._file is not None

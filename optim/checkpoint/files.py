@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from nvme_offload.offload.durable import sync_folder
 from nvme_offload.offload.errors import CheckpointError, StateError
 
 LATEST = "latest"
@@ -94,15 +95,6 @@ def write_durably(path: Path, data: bytes) -> FileRecord:
     with durable_file(path) as stream:
         stream.write(data)
     return stream.record
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the drive."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

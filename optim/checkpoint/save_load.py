@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_items
 from torch.distributed.checkpoint.state_dict_saver import save as save_items
 
+from nvme_offload.offload.durable import make_folder
 from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError, StateError, SwapIOError
 from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint.contents import (
@@ -171,7 +172,7 @@ def _partial_folder(root: Path, tag: str, group: dist.ProcessGroup | None) -> It
     with ExitStack() as on_exit:
 
         def begin() -> Path:
-            root.mkdir(parents=True, exist_ok=True)
+            make_folder(root)
             on_exit.enter_context(files.locked(root))
             return files.begin(root, tag)
 

@@ -1,8 +1,11 @@
 """Safetensors files, read and written, beside the package of that name."""
 
 import errno
+import itertools
 import json
 import os
+import shutil
+import signal
 import struct
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from torch import nn
 
 from nvme_offload.offload.errors import WeightsError
 from nvme_offload.offload.weights.reader import INDEX_FILE, SINGLE_FILE, SafetensorsReader
+from nvme_offload.offload.weights.staging import STAGING, Staging
 from nvme_offload.offload.weights.writer import weight_items, write_sharded
 from tests.support.sandbox import can_mount, run_python
 
@@ -206,6 +210,225 @@ def test_files_are_on_the_drive_before_they_get_their_names(tmp_path, monkeypatc
     monkeypatch.setattr(Path, "replace", replace_synced)
     _, files = sharded(tmp_path.resolve())
     assert len(synced) == len(files) + 2  # the index, and at the end the folder
+
+
+class NamesOnTheDrive:
+    """Notes what happens to the names in a folder, and which states of it a power loss may leave behind.
+
+    The model is that of POSIX: of the changes since the folder was last synced any subset may be there.
+    """
+
+    def __init__(self, folder, monkeypatch):
+        self._folder = folder
+        self._synced = {path.name: path.read_bytes() for path in folder.iterdir()}
+        self._pending = []
+        self.states = []
+        unlink, replace, fsync = Path.unlink, Path.replace, os.fsync
+
+        def note_unlink(path, missing_ok=False):
+            if path.parent == folder and path.exists():
+                self._change(path.name, None)
+            unlink(path, missing_ok)
+
+        def note_replace(source, target):
+            self._change(target.name, source.read_bytes())
+            return replace(source, target)
+
+        def note_fsync(fd):
+            fsync(fd)
+            if os.readlink(f"/proc/self/fd/{fd}") == str(folder):
+                self._synced, self._pending = self._with(self._pending), []
+
+        monkeypatch.setattr(Path, "unlink", note_unlink)
+        monkeypatch.setattr(Path, "replace", note_replace)
+        monkeypatch.setattr(os, "fsync", note_fsync)
+
+    def _change(self, name, content):
+        self._pending.append((name, content))
+        for count in range(len(self._pending)):  # this one is there, of those before it some
+            for others in itertools.combinations(self._pending[:-1], count):
+                self.states.append(self._with([*others, self._pending[-1]]))
+
+    def _with(self, changes):
+        state = dict(self._synced)
+        for name, content in changes:
+            state.pop(name, None)
+            if content is not None:
+                state[name] = content
+        return state
+
+
+def write_values(folder, value, num_files):
+    items = [(str(number), torch.full((1000,), value)) for number in range(3)]
+    write_sharded(folder, items, dtype=None, max_shard_bytes=4000 if num_files > 1 else 12000)
+
+
+def values_in(folder):
+    try:
+        return {float(value[0]) for value in read_all(folder).values()}
+    except WeightsError:
+        return "refused"
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 3), (1, 3), (3, 1), (1, 1)])
+def test_after_a_power_loss_an_export_is_the_old_one_the_new_one_or_refused(tmp_path, monkeypatch, before, after):
+    folder, copy = tmp_path / "weights", tmp_path / "copy"
+    write_values(folder, 1.0, before)
+    with monkeypatch.context() as patched:
+        drive = NamesOnTheDrive(folder, patched)
+        write_values(folder, 2.0, after)
+    assert len(drive.states) >= after
+    found = []
+    for state in drive.states:
+        for digests in (True, False):  # other readers do not look at them
+            shutil.rmtree(copy, ignore_errors=True)
+            copy.mkdir()
+            for name, content in state.items():
+                (copy / name).write_bytes(content)
+            if not digests and (index := copy / INDEX_FILE).exists():
+                index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+            found.append(values_in(copy))
+    assert all(values in ({1.0}, {2.0}, "refused") for values in found), found
+    assert found[-1] == values_in(folder) == {2.0}
+    if (before, after) != (3, 3):
+        assert "refused" not in found, "one of the two was whole at every moment"
+
+
+def test_a_shard_of_another_export_is_noticed(tmp_path):
+    write_values(tmp_path / "old", 1.0, 3)
+    write_values(tmp_path / "new", 2.0, 3)
+    name = "model-00002-of-00003.safetensors"
+    shutil.copy(tmp_path / "old" / name, tmp_path / "new" / name)
+    with pytest.raises(WeightsError, match=rf"names {name}, and that file is not the one it was written with.*export"):
+        SafetensorsReader(tmp_path / "new")
+    shutil.copytree(tmp_path / "old", tmp_path / "twin")
+    write_values(tmp_path / "twin", 1.0, 3)
+    assert names_and_bytes(tmp_path / "twin") == names_and_bytes(tmp_path / "old"), "the same weights, the same files"
+
+
+def names_and_bytes(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from nvme_offload.offload.weights.writer import write_sharded
+
+def killed(self):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+place = sys.argv[2]
+if place == "writing":
+    from nvme_offload.offload.weights.writer import _Export
+    _Export._finish = killed
+else:
+    Path.replace = lambda source, target: killed(source)
+write_sharded(sys.argv[1], [(str(n), torch.zeros(1000)) for n in range(3)], dtype=None, max_shard_bytes=4000)
+"""
+
+
+@pytest.mark.parametrize("place", ["writing", "renaming"])
+def test_what_a_killed_export_left_is_removed_by_the_next_into_that_folder(tmp_path, place):
+    killed = run_python(KILLED, tmp_path, place)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert any(path.stat().st_size >= 4000 for path in tmp_path.rglob("*.safetensors"))
+    for name in (".hidden.tmp", "notes.partial", "model.partial"):
+        (tmp_path / name).write_text("a stranger's")
+    write_values(tmp_path, 2.0, 1)
+    assert sorted(names_and_bytes(tmp_path)) == [".hidden.tmp", "model.partial", SINGLE_FILE, "notes.partial"]
+    assert not (tmp_path / STAGING).exists()
+    assert values_in(tmp_path) == {2.0}
+
+
+def test_what_is_not_of_an_export_stays(tmp_path):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "weights"
+    elsewhere.mkdir()
+    folder.mkdir()
+    for name in (SINGLE_FILE, INDEX_FILE, "lock"):
+        (elsewhere / name).write_text("a stranger's")
+    before = names_and_bytes(elsewhere)
+    (folder / STAGING).symlink_to(elsewhere)
+    with pytest.raises(OSError, match=r"the weights were not written: .*is in the way, and no folder of an export"):
+        write_values(folder, 1.0, 1)
+    (folder / STAGING).unlink()
+    (folder / STAGING).mkdir()
+    (folder / STAGING / SINGLE_FILE).symlink_to(elsewhere / SINGLE_FILE)
+    (folder / STAGING / "notes").write_text("a stranger's, too")
+    write_values(folder, 1.0, 1)
+    assert values_in(folder) == {1.0}
+    assert names_and_bytes(elsewhere) == before
+    assert names_and_bytes(folder / STAGING) == {"notes": b"a stranger's, too"}
+
+
+def test_a_second_export_into_the_same_folder_is_refused_while_the_first_is_under_way(tmp_path):
+    first = Staging(tmp_path)
+    before = names_and_bytes(tmp_path)
+    with pytest.raises(OSError, match="another export into this folder is under way") as caught:
+        write_values(tmp_path, 1.0, 3)
+    assert caught.value.errno == errno.EBUSY
+    assert names_and_bytes(tmp_path) == before
+    first.remove()
+    write_values(tmp_path, 1.0, 3)
+    assert values_in(tmp_path) == {1.0}
+
+
+def test_the_names_of_new_folders_are_on_the_drive_too(tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+
+    def note(fd):
+        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    write_values(tmp_path / "new" / "weights", 1.0, 1)
+    assert {str(tmp_path), str(tmp_path / "new"), str(tmp_path / "new" / "weights")} <= synced
+
+
+def index_naming(folder, place):
+    folder.mkdir(exist_ok=True)
+    index = folder / INDEX_FILE
+    index.write_text(json.dumps({"weight_map": {"a": str(place)}}))
+    return index
+
+
+def test_an_index_names_files_in_its_folder_only(tmp_path):
+    folder = tmp_path / "folder"
+    save_file({"a": torch.ones(1)}, tmp_path / "secret.safetensors")
+    (tmp_path / "folder").mkdir()
+    (folder / "up").symlink_to(tmp_path)
+    for place in (
+        "../secret.safetensors",
+        tmp_path / "secret.safetensors",
+        "up/secret.safetensors",
+        "x/../../secret",
+        "",
+    ):
+        with pytest.raises(WeightsError, match=r"which is not in its folder.*do not trust its source") as caught:
+            SafetensorsReader(index_naming(folder, place))
+        assert repr(str(place)) in str(caught.value)
+    with pytest.raises(WeightsError, match="not in its folder"):
+        SafetensorsReader(index_naming(folder, "a\0b"))
+
+
+def test_the_cache_of_the_hugging_face_hub_can_be_read(tmp_path):
+    """Every file of a snapshot is a link to a blob."""
+    snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
+    blobs.mkdir()
+    save_file({"a": torch.ones(1)}, blobs / "0123")
+    index_naming(blobs, "model-00001-of-00001.safetensors").rename(blobs / "4567")
+    snapshot.mkdir(parents=True)
+    (snapshot / "model-00001-of-00001.safetensors").symlink_to("../../blobs/0123")
+    (snapshot / INDEX_FILE).symlink_to("../../blobs/4567")
+    assert_equal(read_all(snapshot), {"a": torch.ones(1)})
+
+
+def test_names_that_no_file_can_have_are_an_error_in_words(tmp_path):
+    with pytest.raises(WeightsError, match=r"names the file 'aaa.*\(5000 characters\).*File name too long"):
+        SafetensorsReader(index_naming(tmp_path, "a" * 5000))
+    with pytest.raises(WeightsError, match="cannot be opened: File name too long"):
+        SafetensorsReader(tmp_path / ("a" * 300))
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path):

@@ -1,9 +1,11 @@
 """Saving that ends early: killed, a full disk, a file that may not grow. What was there before is what is there."""
 
 import json
+import os
 
 import pytest
 
+from tests.support.resuming import fresh_engine, steps_of
 from tests.support.sandbox import can_mount, run_python
 from tests.support.training import run_child
 
@@ -22,6 +24,21 @@ def test_killed_anywhere_the_next_run_finds_a_whole_checkpoint(tag, tmp_path):
     for where, name, loaded, left in outcomes:
         assert loaded.removesuffix(".replaced") == (tag if name == "new" else "old"), where
         assert {"old", "next", "latest"} <= set(left) <= {"old", "next", "latest", tag}, where
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_names_of_new_folders_are_on_the_drive_too(tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+
+    def note(fd):
+        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    with fresh_engine("bf16") as engine:
+        steps_of(engine, 0, range(1))
+        monkeypatch.setattr(os, "fsync", note)
+        engine.save_checkpoint(tmp_path / "new" / "run")
+    assert {str(tmp_path), str(tmp_path / "new"), str(tmp_path / "new" / "run")} <= synced
 
 
 FULL_DISK = """

@@ -1,0 +1,99 @@
+"""Where the files of an export lie until all are complete: a hidden folder of ours inside the export's own."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+from pathlib import Path
+
+from nvme_offload.offload.weights.reader import INDEX_FILE
+
+STAGING = ".nvme-offload-export"
+"""Our name, so that the next export knows what a killed one left behind."""
+
+WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""What the files of an export are called."""
+
+_LOCK = "lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_MOST_ATTEMPTS = 100
+
+
+class Staging:
+    """The hidden folder in `folder`, locked while this object has it; what a killed export left in it is removed.
+
+    The lock is flock(2) on a file of ours, which the kernel drops when the process dies however it dies.
+
+    Raises:
+        OSError: another export is under way there (EBUSY), the name is taken by something else (EEXIST), or the
+            folder cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / STAGING
+        self._lock_fd = _locked(self._path)
+        self._clear()
+
+    def path(self, name: str) -> Path:
+        """Of the file that will be called `name`."""
+        return self._path / name
+
+    def remove(self) -> None:
+        """Delete what is in it and the folder itself, and drop the lock. Idempotent."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd < 0:
+            return
+        with contextlib.suppress(OSError):  # the drive has failed, or somebody put something there: it stays
+            self._clear()
+            (self._path / _LOCK).unlink(missing_ok=True)
+            self._path.rmdir()
+        os.close(fd)
+
+    def _clear(self) -> None:
+        """Remove the files that an export puts there; never anybody else's, and nothing through a link."""
+        for entry in list(os.scandir(self._path)):
+            if WEIGHT_FILE.fullmatch(entry.name) or entry.name == INDEX_FILE:
+                os.unlink(entry.path)
+
+
+def _locked(path: Path) -> int:
+    """Make the folder if it is not there, and lock it; the descriptor of the lock."""
+    for _ in range(_MOST_ATTEMPTS):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        if path.is_symlink() or not path.is_dir():
+            raise FileExistsError(errno.EEXIST, f"{path} is in the way, and no folder of an export: move it away")
+        try:
+            fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:  # whoever had it has just removed it
+            continue
+        try:
+            _lock(fd)
+            if _is_at(path / _LOCK, fd):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+    raise OSError(errno.EBUSY, f"other exports into {path.parent} come and go: wait for their end")
+
+
+def _lock(fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OSError(errno.EBUSY, "another export into this folder is under way: wait for its end") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:  # a file system without locks: two exports must not share a folder there
+            raise
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether a descriptor is of the file that has this name now."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
