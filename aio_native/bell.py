@@ -28,7 +28,7 @@ class Bell:
             operation.add_waker(self._eventfd)
 
     def wait(self, timeout: float) -> None:
-        """Until it rings or `timeout` seconds have passed; also returns for what rang before. Signals are handled."""
+        """Wait until the bell rings or `timeout` seconds have passed; what rang before counts. Signals are handled."""
         if self._poll.poll(timeout * 1000):
             os.eventfd_read(self._eventfd)
 

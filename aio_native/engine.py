@@ -19,10 +19,10 @@ from typing import NamedTuple, Protocol
 from nvme_offload.aio_native.faults import FaultSpec
 
 DRAIN_POLL_SECONDS = 0.001
-"""Between two looks of `Engine.drain`."""
+"""Seconds between two looks that `Engine.drain` takes at what is under way."""
 
 MAX_BLOCK_SIZE = 1 << 30
-"""Bytes; the kernel cuts a single read or write short of 2 GiB."""
+"""Largest request of any engine, in bytes; the kernel cuts a single read or write short of 2 GiB."""
 
 
 class Op(enum.IntEnum):
@@ -65,19 +65,19 @@ class Operation(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Sum over the segments."""
+        """Bytes that the operation moves: the sum over its segments."""
 
     @property
     def failure(self) -> Failure | None:
-        """What went wrong, or None. Final once ``done()`` is true."""
+        """What went wrong with the operation, or None. Final once ``done()`` is true."""
 
     @property
     def submitted_ns(self) -> int:
-        """When it was handed in, on the clock of ``time.monotonic_ns``."""
+        """When the operation was handed in, on the clock of ``time.monotonic_ns``."""
 
     @property
     def completed_ns(self) -> int:
-        """When its last request completed, on the same clock; 0 before."""
+        """When the operation's last request completed, on the clock of ``time.monotonic_ns``; 0 before."""
 
     def done(self) -> bool:
         """Whether every request has completed (or was never issued because an earlier one failed)."""

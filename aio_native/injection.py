@@ -20,7 +20,7 @@ class _Held(NamedTuple):
     completion: Completion
     due_ns: int
     overtaken: bool
-    """It is seen behind the next completion that passes, if one does before it is due."""
+    """Whether the completion is seen behind the next one that passes, if one does before it is due."""
 
 
 class FaultInjector:

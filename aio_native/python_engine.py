@@ -202,7 +202,7 @@ class PythonEngine(Engine):
         self._check_process()
 
     def stats(self) -> EngineStats:
-        """Counters since the engine was opened; also after ``close``."""
+        """Counters since the engine was opened; they can be read after ``close`` too."""
         self._check_process()
         with self._lock:
             at_end = self._cpu_ns_at_end

@@ -20,7 +20,7 @@ _BELL = 0
 """Tag of the read that is always pending on the eventfd while the owner thread waits."""
 
 _TRANSIENT = (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENOMEM)
-"""With these io_uring_enter(2) takes nothing and may be called again."""
+"""Answers of io_uring_enter(2) with which it has taken nothing and may be called again."""
 
 
 class PyuringEngine(PythonEngine):
@@ -98,7 +98,7 @@ class PyuringEngine(PythonEngine):
         return first
 
     def _collect(self, completion: tuple[int, int] | None) -> list[Completion]:
-        """The given completion and all others that are there."""
+        """Take in the given completion and all others that are there."""
         completions: list[Completion] = []
         while completion is not None:
             tag, result = completion

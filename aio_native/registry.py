@@ -21,7 +21,7 @@ class EngineEntry:
     rank: int | None
     """When ``auto`` tries it: fastest first. None: it moves no bytes, and only `offload bench` offers it."""
     least_share: float | None
-    """Of fio's bandwidth in the same minute: less is not the speed of the drive. None: it is not judged."""
+    """Least acceptable share of fio's bandwidth in the same minute; None: the engine's speed is not judged."""
     summary: str
     """What the engine is, in a few words."""
 

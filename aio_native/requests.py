@@ -96,7 +96,7 @@ class Course:
 
 
 class DepthMeter:
-    """Integrates requests in flight over time."""
+    """Integrates the number of requests in flight over time, for its mean."""
 
     __slots__ = ("_changed_ns", "busy_ns", "depth", "depth_ns")
 
@@ -248,7 +248,7 @@ class RequestQueue:
         self._under_way.clear()
 
     def stats(self, cpu_ns: int) -> EngineStats:
-        """Counters so far."""
+        """Counters since the queue was made."""
         return EngineStats(
             requests=self._requests,
             retries=self._retries,

@@ -36,27 +36,27 @@ class UringOperation:
 
     @property
     def size_bytes(self) -> int:
-        """Sum over the segments."""
+        """Bytes that the operation moves: the sum over its segments."""
         return int(self._native.size_bytes)
 
     @property
     def failure(self) -> Failure | None:
-        """What went wrong, or None."""
+        """What went wrong with the operation, or None. Final once ``done()`` is true."""
         fields = self._native.failure
         return Failure(*fields) if fields else None
 
     @property
     def submitted_ns(self) -> int:
-        """When it was handed in, on the clock of ``time.monotonic_ns``."""
+        """When the operation was handed in, on the clock of ``time.monotonic_ns``."""
         return int(self._native.submitted_ns)
 
     @property
     def completed_ns(self) -> int:
-        """When its last request completed; 0 before."""
+        """When the operation's last request completed, on the clock of ``time.monotonic_ns``; 0 before."""
         return int(self._native.completed_ns)
 
     def done(self) -> bool:
-        """Whether every request has completed."""
+        """Whether every request of the operation has completed."""
         return bool(self._native.done())
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -64,7 +64,7 @@ class UringOperation:
         return bool(self._native.wait(timeout))
 
     def add_waker(self, eventfd: int) -> None:
-        """Write 1 to `eventfd` when done."""
+        """Let the engine write 1 to `eventfd` when the operation is done."""
         self._native.add_waker(eventfd)
 
 
@@ -103,7 +103,7 @@ class UringEngine(Engine):
             raise EngineUnavailable(explain_refusal(error.errno or errno.ENOSYS)) from error
 
     def submit(self, op: Op, segments: Sequence[Segment]) -> Operation | None:
-        """Hand in an operation and return at once; None when busy."""
+        """Hand in an operation and return at once; None when the engine is busy."""
         check_segments(segments, self.options.alignment)
         native = self._engine.submit(int(op), list(segments))
         return None if native is None else UringOperation(native)

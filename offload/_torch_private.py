@@ -112,7 +112,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_base(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that is no view: for results whose base nobody else holds, as of ``nn.Linear``.
+    """The memory of a tensor as one that is no view: for results whose base nobody else holds, as of ``nn.Linear``.
 
     ``Tensor._base``, ``aten::_unsafe_view``: what matrix products use for their own results. FSDP2 hooks what a module
     returns, and an operation in place on a view drops the hook.

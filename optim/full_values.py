@@ -152,7 +152,7 @@ def _check_name(record: ParamRecord, name: str, caller: str) -> None:
 
 
 def _own_part(param: torch.Tensor, value: torch.Tensor, caller: str) -> torch.Tensor:
-    """What of a whole tensor belongs to this rank."""
+    """The part of a whole tensor that belongs to this rank."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != param.shape:
         found = f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"{caller}: needs a whole tensor of shape {tuple(param.shape)}, not {found}")

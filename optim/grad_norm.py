@@ -88,7 +88,7 @@ def _groups_with_copies(shardings: Iterable[_Sharding | None]) -> list[dist.Proc
 
 
 def _gather(own: float, group: dist.ProcessGroup) -> torch.Tensor:
-    """This number of every rank of a group, fp64 [ranks] on the CPU."""
+    """Gather this number from every rank of a group: fp64 [ranks] on the CPU."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
     mine = torch.tensor([own], dtype=torch.float64, device=device)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

@@ -44,7 +44,7 @@ class OffloadOptimizer(Optimizer):
     """
 
     rule: UpdateRule
-    """Of the subclass; a group's own may differ in its states, see `UpdateRule.of`."""
+    """The rule of the subclass; a group's own may differ in its states, see `UpdateRule.of`."""
 
     _step_supports_amp_scaling = True
     """Tells ``torch.amp.GradScaler`` to leave the unscaling to us."""
@@ -198,7 +198,7 @@ class OffloadOptimizer(Optimizer):
 
     @property
     def num_steps(self) -> int:
-        """Steps taken since construction."""
+        """Steps taken since the optimizer was made."""
         return self._meter.steps
 
     @property
@@ -261,7 +261,7 @@ class OffloadOptimizer(Optimizer):
         return packed
 
     def _packed_state(self) -> dict[str, Any]:
-        """As torch packs it: parameters are numbered as they stand in the groups, what is in no group is left out."""
+        """The state as torch packs it: parameters are numbered as they stand in the groups, others are left out."""
         table = self.store.table
         members = [table.of(param) for group in self.param_groups for param in group["params"]]
         placed = {number: record for number, record in enumerate(members) if record.is_placed}
@@ -317,7 +317,7 @@ class OffloadOptimizer(Optimizer):
         raise TypeError(f"{name} cannot be pickled or copied: its state is on a tier. Use state_dict()")
 
     def stats(self) -> OptimizerStats:
-        """Counters since construction."""
+        """Counters since the optimizer was made, and figures of the latest step."""
         store, meter = self.store, self._meter
         engine = store.tier.stats() if store.tier else None
         return OptimizerStats(

@@ -34,24 +34,24 @@ class OptimizerStats:
     bytes_written: int
     """Bytes of optimizer state that went to the drive."""
     step_seconds: float
-    """Time inside ``step()``."""
+    """Seconds spent inside ``step()``."""
     wait_seconds: float
-    """Part of it spent waiting for reads and writes."""
+    """Seconds inside ``step()`` spent waiting for reads and writes."""
     compute_seconds: float
-    """Part of it spent in kernels, the norm included."""
+    """Seconds inside ``step()`` spent in kernels, the norm included."""
     achieved_depth: float
     """Mean number of requests in flight while any was."""
     engine: str
     """Name of the engine, or "host memory"."""
     engine_reason: str
-    """Why this engine and no other."""
+    """Why the I/O is done by this engine and no other."""
     num_subgroups: int
     staging_bytes: int
     """Host memory of all staging buffers and, for CUDA parameters, of the mirrors beside them."""
     state_bytes: int
     """Bytes of optimizer state, wherever it lives."""
     host_state_bytes: int
-    """Part of it that lives in host memory for good; the rest lives on NVMe."""
+    """Bytes of optimizer state that live in host memory for good; the rest lives on NVMe."""
     total_norm: float
     """Global gradient norm of the latest step, before clipping; NaN before the first."""
     clip_coef: float
@@ -61,35 +61,35 @@ class OptimizerStats:
     param_uses: int = 0
     """Times a block of the parameter tier was needed: gathers, updates, accesses from outside."""
     param_reads: int = 0
-    """Reads of such blocks. Other uses found the block still in its buffer."""
+    """Reads of blocks of the parameter tier. Other uses found the block still in its buffer."""
     param_reads_ahead: int = 0
-    """Of those, reads that were started before the block was needed."""
+    """Reads of blocks of parameters that were started before the block was needed."""
     param_reads_unused: int = 0
-    """Of those, reads whose block was given up again unused, because the order was not that of the step before."""
+    """Reads of blocks of parameters that were given up again unused: the order was not that of the step before."""
     param_wait_seconds: float = 0.0
-    """Time spent waiting for blocks of parameters."""
+    """Seconds spent waiting for blocks of parameters."""
     param_bytes_read: int = 0
     """Bytes of parameters that came from the drive."""
     param_bytes_written: int = 0
     """Bytes of parameters that went to the drive."""
     param_host_bytes: int = 0
-    """Blocks of parameters that the tier plan keeps in host memory although their tier is NVMe."""
+    """Bytes of parameters that the tier plan keeps in host memory although their tier is NVMe."""
     grad_uses: int = 0
     """Times a block of the gradient tier was needed: accumulations and updates."""
     grad_reads: int = 0
-    """Reads of such blocks."""
+    """Reads of blocks of the gradient tier."""
     grad_reads_ahead: int = 0
-    """Of those, reads that were started before the block was needed."""
+    """Reads of blocks of gradients that were started before the block was needed."""
     grad_reads_unused: int = 0
-    """Of those, reads whose block was given up again unused."""
+    """Reads of blocks of gradients that were given up again unused."""
     grad_wait_seconds: float = 0.0
-    """Time spent waiting for blocks of gradients."""
+    """Seconds spent waiting for blocks of gradients."""
     grad_bytes_read: int = 0
     """Bytes of gradients that came from the drive."""
     grad_bytes_written: int = 0
     """Bytes of gradients that went to the drive."""
     grad_host_bytes: int = 0
-    """Blocks of gradients that the tier plan keeps in host memory although their tier is NVMe."""
+    """Bytes of gradients that the tier plan keeps in host memory although their tier is NVMe."""
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Meter:
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0
     spans: list[Span] = field(default_factory=list)
-    """Of the latest step; writes that still run behind it are added when they are seen to be done."""
+    """Spans of the latest step; writes that still run behind it are added when they are seen to be done."""
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

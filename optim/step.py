@@ -45,11 +45,11 @@ class Stepper:
         self, store: StateStore, rule: UpdateRule, meter: Meter, max_norm: float, norm_group: dist.ProcessGroup | None
     ) -> None:
         self.total_norm = float("nan")
-        """Of the latest step, over all ranks, unscaled, before clipping."""
+        """Norm of the latest step's gradients, over all ranks, unscaled, before clipping."""
         self.clip_coef = 1.0
-        """What the latest step clipped by."""
+        """Factor by which the latest step clipped."""
         self.clip_first = 1.0
-        """By `clip_grads`, to be done in the next step."""
+        """Factor by which `clip_grads` wants the next step to clip."""
         self._store = store
         self._rule = rule
         self._meter = meter
@@ -203,7 +203,7 @@ class Stepper:
         return slots if self._is_forward else slots[::-1]
 
     def _whole_params(self, grads: Mapping[int, torch.Tensor]) -> WholeParams:
-        """Those that will be updated whole, in the order of `_ordered`; on ranks that have nothing of one, too."""
+        """Parameters that will be updated whole, in the order of `_ordered`; on ranks that have nothing of one, too."""
         table, blocks = self._store.table, self._store.blocks
         indices = sorted(index for index in grads if table[index].rule.whole)
         if blocks.exist:
@@ -212,7 +212,7 @@ class Stepper:
 
     @property
     def _is_forward(self) -> bool:
-        """Steps go through the subgroups in alternating directions."""
+        """Whether this step goes through the subgroups forward: directions alternate."""
         return self._meter.steps % 2 == 0
 
     def _go_on(self, step: UnfinishedStep, inputs: StepInputs, interrupt: DeferredInterrupt) -> None:

@@ -30,7 +30,7 @@ class RunTensors(NamedTuple):
     """uint16 beside bf16, fp32 beside fp16, None for an fp32 parameter."""
     states: Sequence[torch.Tensor]
     checksums: torch.Tensor | None
-    """int64 per block, of the parameter as the last update left it."""
+    """Checksums of the parameter as the last update left it, int64 per block; None for an fp32 parameter."""
     scalars: StepScalars
 
 

@@ -44,7 +44,7 @@ class WholeParams:
         return result.to(part.device)
 
     def finish(self) -> None:
-        """Join in what is left: those of which this rank has nothing."""
+        """Join in the gathers that are left: of parameters of which this rank has nothing."""
         self._join_until(None)
 
     def _join_until(self, index: int | None) -> None:

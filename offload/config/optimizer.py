@@ -60,7 +60,7 @@ class OptimizerParams(Section):
     )
     """Decay of the moments: two numbers, each 0 or more and below 1."""
     eps: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
-    """Added to the denominator, 0 or more."""
+    """What is added to the denominator, 0 or more."""
     weight_decay: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
     """Weight decay, 0 or more. AdamW's default is DeepSpeed's; `OffloadAdamW` by itself has torch's 0.01."""
     lr_decay: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
@@ -76,9 +76,9 @@ class OptimizerParams(Section):
     ns_coefficients: Annotated[tuple[float, float, float], Field(strict=False)] | None = key(
         None, "three numbers, as [3.4445, -4.775, 2.0315]", "same", shown=_OF_TYPE
     )
-    """Of the Newton-Schulz iterations: three numbers."""
+    """The three coefficients of the Newton-Schulz iterations."""
     ns_steps: Annotated[int, Field(ge=0, le=99)] | None = key(None, "a whole number, 0..99", "same", shown=_OF_TYPE)
-    """Number of these iterations, 0..99."""
+    """Number of Newton-Schulz iterations, 0..99."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = key(None, "one of these", "same", shown=_OF_TYPE)
     """How the learning rate follows the shape of a matrix."""
     adam_w_mode: bool = key(True, "true or false", "same")

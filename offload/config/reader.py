@@ -52,7 +52,7 @@ ByteBudget = Annotated[int | Literal["auto"], PlainValidator(_budget), WithJsonS
 def key(
     default: object, write: str, deepspeed: str = "", unit: str = "", *, shown: str | None = None, **limits: Any
 ) -> Any:
-    """One key: its default, what may be written, its DeepSpeed equivalent (and default there), its unit.
+    """A field of a section: default, what may be written, equivalent in DeepSpeed (and default there), unit.
 
     `shown` is what people read as its default, where `default` itself says nothing.
     """
@@ -65,7 +65,7 @@ def key(
 
 
 def each(keys: str, why: Any) -> dict[str, Any]:
-    """The same entry in one of the tables below for several keys."""
+    """A table of several keys, separated by spaces, that have one entry in common."""
     return dict.fromkeys(keys.split(), why)
 
 
@@ -104,14 +104,14 @@ class Section(BaseModel):
         json_schema_extra=_accept_more,
     )
     SPELLINGS: ClassVar[Mapping[str, str]] = {}
-    """Another spelling -> the field it sets. "section.key" is a key of a section that has no other use."""
+    """Other spellings, each with the field that it sets. "section.key" is a key of a section that has no other use."""
     IGNORED: ClassVar[Mapping[str, str]] = {}
-    """Accepted, with a warning -> why it has no meaning here."""
+    """Keys that are accepted with a warning, each with why it has no meaning here."""
     ONLY: ClassVar[Mapping[str, tuple[object, str]]] = {}
     """Accepted, with a warning, at one value -> that value, and why no other. Of a section, only the keys
     that the value names are looked at, and one that is left out has the value named."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Not accepted although DeepSpeed knows it, or although it is planned here -> what to do instead."""
+    """Keys that are refused although DeepSpeed knows them or they are planned here, each with what to do instead."""
     OTHERWISE: ClassVar[Mapping[str, str]] = {}
     """A field whose default changes results and is another in DeepSpeed -> what a section that was written for
     DeepSpeed (see `_Reader.is_deepspeed`) and leaves it out is told."""
@@ -233,7 +233,7 @@ class _Reader:
         anywhere else, or stands in a table of that name."""
 
     def left_out(self) -> Iterator[str]:
-        """What a section that was written for DeepSpeed would have had by a default that is another here."""
+        """What a DeepSpeed section leaves out where DeepSpeed's default is another than the default here."""
         for home, model in sections(self.root):
             for name, what in model.OTHERWISE.items():
                 if self.is_deepspeed and f"{home}{name}" not in self.written:

@@ -13,8 +13,8 @@ from nvme_offload.offload.units import GiB
 
 AUTO_RESERVE_BYTES = 2 * GiB
 AUTO_RESERVE_SHARE = 0.25
-"""What a budget of "auto" leaves free on a host: the larger of these. Gradients, activations and data loaders come
-after it, and the page cache wants some too."""
+"""A budget of "auto" leaves this share of a host's available memory free, or `AUTO_RESERVE_BYTES` if that is more.
+Gradients, activations and data loaders come after it, and the page cache wants some too."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class CgroupLimit:
     version: int
     limit_bytes: int
     free_bytes: int
-    """What is left, page cache that can be dropped included."""
+    """Bytes that the cgroup may still have, page cache that can be dropped included."""
 
 
 def cgroup_limit() -> CgroupLimit | None:
@@ -91,6 +91,6 @@ def auto_host_budget() -> int:
 
 
 def auto_budget(available: int, num_ranks: int) -> int:
-    """The same for a host with so many bytes available, shared by so many ranks."""
+    """Budget in bytes of one of `num_ranks` ranks that share a host with `available` bytes, less the reserve."""
     reserve = max(AUTO_RESERVE_BYTES, int(AUTO_RESERVE_SHARE * available))
     return max(0, available - reserve) // num_ranks

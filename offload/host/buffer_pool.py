@@ -39,7 +39,7 @@ class StagingBuffer:
 
     def __init__(self, pool: BufferPool, place: int, region: HostRegion, byte_offset: int, size_bytes: int) -> None:
         self.place = place
-        """Number in the pool."""
+        """The buffer's number in its pool."""
         self._pool = weakref.ref(pool)  # no cycle: the memory goes with its last user, not with the garbage collector
         self._region = region
         self._byte_offset = byte_offset
@@ -120,7 +120,7 @@ class BufferPool:
 
     @property
     def owners(self) -> list[Any]:
-        """Who holds a buffer."""
+        """The owner of every buffer that is held."""
         return [owner for owner in self._owners if owner is not None]
 
     @property
@@ -188,7 +188,7 @@ class BufferPool:
 
 
 def _map_regions(num_buffers: int, buffer_bytes: int) -> list[HostRegion]:
-    """As few regions as possible without a buffer crossing the limit of a registered region."""
+    """Map as few regions as possible, with no buffer that crosses the limit of a registered region."""
     per_region = max(1, MAX_REGISTERED_BYTES // buffer_bytes)
     regions = []
     for start in range(0, num_buffers, per_region):

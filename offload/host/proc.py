@@ -10,7 +10,7 @@ PROC = Path("/proc")
 SYS = Path("/sys")
 
 CAP_IPC_LOCK = 14
-"""With it RLIMIT_MEMLOCK does not count."""
+"""Number of the capability with which RLIMIT_MEMLOCK does not count."""
 
 
 def read(path: Path) -> str | None:
@@ -47,7 +47,7 @@ def has_capability(number: int) -> bool:
 
 
 def meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes."""
+    """The fields of /proc/meminfo, in bytes."""
     lines = re.findall(r"^(\S+):\s+(\d+) kB$", read(PROC / "meminfo") or "", re.MULTILINE)
     return {name: int(size) * 1024 for name, size in lines}
 
@@ -64,7 +64,7 @@ class Mount:
     """Type of the file system."""
     source: str
     options: tuple[str, ...]
-    """Of the mount and of the file system."""
+    """Options of the mount and of its file system."""
 
 
 def mounts() -> list[Mount]:

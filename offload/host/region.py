@@ -23,7 +23,7 @@ import torch
 from nvme_offload.offload.units import format_bytes
 
 HUGE_PAGE_BYTES = 2 << 20
-"""On x86-64 and, with 4 KiB pages, on arm64."""
+"""Bytes of a huge page, on x86-64 and, with 4 KiB pages, on arm64."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEPT_BYTES = 1 << 20

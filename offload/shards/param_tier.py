@@ -40,7 +40,7 @@ class UpperHalf(Protocol):
         """The padded tensor, for FSDP2 to copy; valid until `end_gather`, or until another group is gathered."""
 
     def end_gather(self) -> None:
-        """FSDP2 has copied it."""
+        """Let the upper half go: FSDP2 has copied it."""
 
     def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
         """The elements, 1D with the padding; what is done to them with `change` is kept."""
@@ -61,18 +61,18 @@ class ResidentUpper:
         self.device = values.device
 
     def gather(self) -> torch.Tensor:
-        """The tensor itself."""
+        """Hand FSDP2 the tensor itself, which is in memory."""
         return self.values
 
     def end_gather(self) -> None:
-        """Nothing was held."""
+        """Do nothing: a gather holds nothing of a tensor in memory."""
 
     def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
-        """The tensor itself, 1D."""
+        """Give the tensor itself, 1D, for the time of the block."""
         return nullcontext(self.values.view(-1))
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
-        """A view without the padding."""
+        """Give a view of the tensor without the padding."""
         return self.values.view(-1)[: shape.numel()].view(shape)
 
 
@@ -96,14 +96,14 @@ class UnbornUpper:
         raise StateError("a parameter", "an optimizer that gives it a place", "none yet")
 
     def end_gather(self) -> None:
-        """Nothing was held."""
+        """Do nothing: a gather holds nothing of a tensor without data."""
 
     def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
-        """There is nothing to hold; see `gather`."""
+        """Refuse, as `gather` does: there is no data to hold."""
         return nullcontext(self.gather())
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
-        """A stand-in without data."""
+        """Give a stand-in without data, of this shape."""
         like = torch.empty(shape, device="meta")
         return StandIn(like, torch.bfloat16, name="a parameter without a value", remedy="give it one first")
 
@@ -132,7 +132,7 @@ class TieredUpper:
         return self.view().view(self._padded_shape)
 
     def end_gather(self) -> None:
-        """FSDP2 has copied it."""
+        """Let the block go: FSDP2 has copied it."""
         self._tier.end_gather(self)
 
     @contextmanager
@@ -147,7 +147,7 @@ class TieredUpper:
         return self.block.buffer.view(torch.bfloat16, self._byte_offset, self._padded_shape.numel())
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
-        """A stand-in without data."""
+        """Give a stand-in without data, of this shape."""
         if self._declared is None:
             self._declared = StandIn(
                 torch.empty(shape, device="meta"),

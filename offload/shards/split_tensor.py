@@ -15,14 +15,14 @@ class Halves(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the upper half is gathered from."""
+        """Device that the upper half is gathered from."""
 
     @property
     def gathered(self) -> torch.Tensor:
         """The upper half, bf16, in the padded shape that FSDP2 gathers; valid until `end_gather`."""
 
     def end_gather(self) -> None:
-        """FSDP2 has copied the upper half."""
+        """Let the upper half go: FSDP2 has copied it."""
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
         """The upper half without padding, in the shard's shape; where it is not in memory, a stand-in for it."""
@@ -41,7 +41,7 @@ class _View(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     item: int | None
-    """Which output, for operators that return several views."""
+    """Which output of the operator it is, for those that return several views."""
 
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
         result = self.op(tensor, *self.args, **self.kwargs)
@@ -64,11 +64,11 @@ class _Source:
         self._owner = owner
 
     def joined(self) -> torch.Tensor:
-        """The value: an ordinary fp32 tensor."""
+        """The value, joined: an ordinary fp32 tensor."""
         return self.through(self.halves.read())
 
     def through(self, base: torch.Tensor) -> torch.Tensor:
-        """The view, of a joined base."""
+        """The value of the view, taken from a joined base."""
         for view in self.views:
             base = view.apply(base)
         return base
@@ -108,11 +108,11 @@ class SplitTensor(torch.Tensor):
 
     @property
     def halves(self) -> Halves:
-        """Where the data is."""
+        """Where the data of the tensor is."""
         return self._source.halves
 
     def use_halves(self, halves: Halves) -> None:
-        """Exchange where the data is; the value must be the same."""
+        """Exchange where the data of the tensor is; the value must be the same."""
         self._source.halves = halves
 
     def plain(self) -> torch.Tensor:

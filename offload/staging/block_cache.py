@@ -26,32 +26,32 @@ class Block(Slot):
     """A slot of the cache, and what its policy knows of it."""
 
     holders: set[object] = field(default_factory=set, init=False)
-    """Who needs it in its buffer."""
+    """Users that need the block in its buffer."""
     unreadable: bool = field(default=False, init=False)
-    """The latest read failed: it is not read ahead then, only by who needs it."""
+    """Whether the latest read failed: the block is not read ahead then, only by who needs it."""
     unused: bool = field(default=False, init=False)
-    """Read ahead and not used since."""
+    """Whether the block was read ahead and has not been used since."""
     deferred: bool = field(default=False, init=False)
     """DIRTY, and written when something else is needed: the next change may be to the same block."""
 
     @property
     def holds(self) -> int:
-        """Users that need it in its buffer."""
+        """How many users need the block in its buffer."""
         return len(self.holders)
 
 
 @dataclass
 class CacheStats:
-    """Counters since construction."""
+    """Counters since the cache was made."""
 
     uses: int = 0
     """Times a block was held whose bytes were needed."""
     reads: int = 0
     """Reads from the tier."""
     reads_ahead: int = 0
-    """Of those, started before anybody waited for them."""
+    """Reads that were started before anybody waited for them."""
     reads_unused: int = 0
-    """Of those, given up again without having been used: the order was not as it had been."""
+    """Reads ahead whose block was given up again unused: the order was not as it had been."""
     wait_seconds: float = 0.0
     """Time that users spent waiting for reads, or for a buffer."""
 
@@ -102,7 +102,7 @@ class BlockCache:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of each staging buffer."""
+        """Bytes of each staging buffer."""
         return self._pool.buffer_bytes
 
     def add(self, blocks: Sequence[tuple[str, int]]) -> list[Block]:

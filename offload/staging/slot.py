@@ -38,7 +38,7 @@ from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.offload.storage.transfer import Transfer
 
 FAILURES = (OSError, CorruptionError)
-"""Of a transfer: it did not happen, or brought other bytes."""
+"""Errors with which a transfer fails: it did not happen, or it brought other bytes."""
 
 _PAUSE_SECONDS = 0.1
 _UINT64 = (1 << 64) - 1  # checksums are unsigned; torch keeps them as int64
@@ -48,19 +48,19 @@ class Residency(enum.Enum):
     """Where the valid copy of a slot's bytes is."""
 
     UNBORN = "unborn"
-    """Nowhere: no byte has been written yet."""
+    """The bytes are nowhere: none has been written yet."""
     HOST = "host"
-    """In host memory of its own, for good."""
+    """The bytes are in host memory of their own, for good."""
     ON_TIER = "on tier"
-    """Only in its extent."""
+    """The bytes are only in the slot's extent."""
     READING = "reading"
-    """In its extent, and on its way to a staging buffer."""
+    """The bytes are in the slot's extent, and on their way to a staging buffer."""
     STAGED = "staged"
-    """In its extent and, equal to it, in a staging buffer: the buffer may be taken away (evict)."""
+    """The bytes are in the slot's extent and, equal, in a staging buffer, which may be taken away (evict)."""
     DIRTY = "dirty"
-    """Only in a staging buffer, which must not be given up before it is written."""
+    """The bytes are only in a staging buffer, which must not be given up before it is written."""
     WRITING = "writing"
-    """In a staging buffer, and on its way to its extent."""
+    """The bytes are in a staging buffer, and on their way to the slot's extent."""
 
 
 _MAY_FOLLOW = {
@@ -72,7 +72,7 @@ _MAY_FOLLOW = {
     Residency.DIRTY: {Residency.WRITING, Residency.UNBORN},
     Residency.WRITING: {Residency.STAGED, Residency.DIRTY},
 }
-"""What may follow what. UNBORN follows where the bytes are given up for good (`Staging.forget`)."""
+"""Which residency may follow which. UNBORN follows where the bytes are given up for good (`Staging.forget`)."""
 
 _ON_THE_WAY = (Residency.READING, Residency.WRITING)
 _EVICTABLE = (Residency.STAGED, Residency.ON_TIER, Residency.UNBORN)
@@ -84,15 +84,15 @@ class Slot:
 
     index: int
     name: str
-    """For messages, as "parameters of layers.3"."""
+    """What messages call the slot, as "parameters of layers.3"."""
     size_bytes: int
     extent: Extent | None = None
-    """Where on the tier. None: it lives in host memory."""
+    """Where on the tier the slot lives. None: it lives in host memory."""
     residency: Residency = Residency.UNBORN
     buffer: StagingBuffer | None = field(default=None, init=False)
-    """The staging buffer that is leased to it: the pool sets this."""
+    """The staging buffer that is leased to the slot: the pool sets this."""
     transfer: Transfer[StagingBuffer] | None = field(default=None, init=False)
-    """Under way while READING or WRITING."""
+    """The transfer under way while the slot is READING or WRITING."""
     checksums: torch.Tensor | None = field(default=None, init=False)
     """int64, of what was last written; None with checksums off, or before."""
     touched: int = field(default=0, init=False)
@@ -159,7 +159,7 @@ class Staging(Generic[S]):
         return sorted(owners, key=attrgetter("touched"))
 
     def touch(self, slot: S) -> None:
-        """Make it the one used last."""
+        """Make a slot the one used last."""
         slot.touched = next(self._clock)
 
     def lease(self, slot: S) -> bool:
@@ -168,7 +168,7 @@ class Staging(Generic[S]):
         return self.pool is not None and self.pool.try_acquire(slot) is not None
 
     def lease_spare(self, slot: S) -> bool:
-        """The same outside the pool: for a reader when the drive takes no writes, so that bytes can be rescued."""
+        """Give a slot a buffer outside the pool: a reader can rescue bytes with it when the drive takes no writes."""
         if self._spare is None and self.pool is not None:
             self._spare = BufferPool(1, self.pool.buffer_bytes)
         self.touch(slot)
@@ -205,7 +205,7 @@ class Staging(Generic[S]):
                 slot.become(Residency.ON_TIER if slot.residency is Residency.READING else Residency.DIRTY)
 
     def wait(self) -> None:
-        """Until some transfer is done, or for a moment."""
+        """Wait until some transfer is done, or for a moment."""
         self._bell.wait(_PAUSE_SECONDS)
 
     def settle(self, slot: S) -> None:

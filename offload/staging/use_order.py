@@ -28,7 +28,7 @@ class UseOrder:
         self._next_step: tuple[int, ...] = ()
 
     def note(self, block: int) -> None:
-        """A use outside the step."""
+        """Note the use of a block outside the step."""
         self._announced.clear()
         self._note(block)
 
@@ -39,7 +39,7 @@ class UseOrder:
         self._announced.extend(blocks)
 
     def note_in_step(self, block: int) -> None:
-        """A use inside the step."""
+        """Note the use of a block inside the step."""
         if self.is_next_in_step(block):
             self._announced.popleft()
 

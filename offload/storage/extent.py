@@ -13,7 +13,7 @@ class Stripe(NamedTuple):
 
     fd: int
     offset: int
-    """Position in the file, in bytes."""
+    """Position of the stripe in its file, in bytes."""
     size_bytes: int
 
 
@@ -27,7 +27,7 @@ class Extent:
     """
 
     size_bytes: int
-    """Rounded up to the alignment of direct I/O."""
+    """Bytes of the extent, rounded up to the alignment of direct I/O."""
     stripes: tuple[Stripe, ...]
 
     def segments(self, address: int, start: int = 0, size_bytes: int | None = None) -> list[Segment]:

@@ -44,7 +44,7 @@ class _Flight:
 
     buffer: StagingBuffer
     operation: Operation | None = None
-    """None: not known. The engine may have it all the same, if an exception came before its answer."""
+    """The operation; None: not known. The engine may have it all the same, if an exception came before its answer."""
 
     def done(self) -> bool:
         return self.operation is not None and self.operation.done()
@@ -94,7 +94,7 @@ class NvmeTier:
 
     @property
     def name(self) -> str:
-        """Of the engine."""
+        """Name of the engine that does the I/O."""
         return self.engine.name
 
     @property
@@ -109,7 +109,7 @@ class NvmeTier:
 
     @property
     def opened(self) -> OpenedEngine:
-        """The engine, and why it and no other."""
+        """The engine that does the I/O, and why it and no other."""
         return self._opened
 
     def reserve(self, sizes: Sequence[int]) -> list[Extent]:
@@ -129,13 +129,13 @@ class NvmeTier:
         return self.space.path_of(extent.stripes[0].fd)
 
     def describe(self, extent: Extent) -> str:
-        """Every stripe: its bytes, offset and file."""
+        """Name every stripe of an extent: its bytes, offset and file."""
         stripes = extent.stripes
         return ", ".join(f"{size} bytes at offset {offset} of {self.space.path_of(fd)}" for fd, offset, size in stripes)
 
     @property
     def engine(self) -> Engine:
-        """What does the I/O."""
+        """The engine that does the I/O."""
         return self._opened.engine
 
     @property

@@ -26,7 +26,7 @@ FILE_NAMES = (SWAP_NAME, FIO_NAME, LOCK_NAME)
 """All that is ever put into a run directory: the swap file, or the file of a comparison with fio, and the lock."""
 
 _UNLOCKED = "."
-"""Comes before the name of a directory that has no lock yet."""
+"""Prefix of the name of a directory that has no lock yet."""
 _RUN_NAME = re.compile(r"\.?" + re.escape(PREFIX) + r"\d+-\d+")
 _numbers = itertools.count()
 _MOST_ATTEMPTS = 100

@@ -129,7 +129,7 @@ class SwapSpace:
         return [(end - start) * unit for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
     def _give_up_reserves(self) -> None:
-        """After an error, which is the one to tell: a file that cannot be made shorter keeps its promise."""
+        """Give reserves up after an error, which is the one to tell: a file that stays long keeps its promise."""
         for file in self._files:
             with suppress(OSError):
                 file.give_up_reserve()

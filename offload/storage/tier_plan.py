@@ -10,7 +10,7 @@ from nvme_offload.offload.units import format_bytes
 
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
-"""Fastest first."""
+"""Names of all tiers, the fastest first."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,14 @@ class Unit:
 
     name: str
     kind: str
-    """What totals are kept by, for example "optimizer state"."""
+    """Name that totals are kept under, for example "optimizer state"."""
     size_bytes: int
     bytes_read: int = 0
-    """From NVMe in one step, if it lives there."""
+    """Bytes that one step reads of the unit from NVMe, if it lives there."""
     bytes_written: int = 0
-    """To NVMe in one step, if it lives there."""
+    """Bytes that one step writes of the unit to NVMe, if it lives there."""
     tiers: tuple[Tier, ...] = ("host", "nvme")
-    """Where it may live; the last is where it goes when no budget holds it. One alone: that is decided."""
+    """Tiers on which the unit may live; the last one is for when no budget holds it. One alone: that is decided."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Bandwidth:
     write: float
 
     def seconds(self, unit: Unit) -> float:
-        """What moving a unit takes in one step."""
+        """Seconds that moving a unit takes in one step."""
         return unit.bytes_read / self.read + unit.bytes_written / self.write
 
 
@@ -47,9 +47,9 @@ class TierPlan:
 
     units: tuple[Unit, ...]
     tiers: tuple[Tier, ...]
-    """Of each unit."""
+    """The tier of each unit, in the order of `units`."""
     budgets: Mapping[Tier, int]
-    """In bytes; a tier that is absent has no limit."""
+    """Bytes that each tier may hold; a tier that is absent has no limit."""
     bandwidths: Mapping[Tier, Bandwidth] = field(default_factory=dict)
 
     def units_on(self, tier: Tier, kind: str | None = None) -> list[Unit]:
@@ -58,7 +58,7 @@ class TierPlan:
         return [unit for unit, its_tier in pairs if its_tier == tier and kind in (None, unit.kind)]
 
     def bytes_on(self, tier: Tier, kind: str | None = None) -> int:
-        """Bytes that live on a tier."""
+        """Bytes that live on a tier, of one kind if it is given."""
         return sum(unit.size_bytes for unit in self.units_on(tier, kind))
 
     def excess(self, tier: Tier) -> int:
@@ -67,17 +67,17 @@ class TierPlan:
 
     @property
     def bytes_read(self) -> int:
-        """From NVMe in one step, at most: what a step finds in staging buffers is not read."""
+        """Bytes read from NVMe in one step, at most: what a step finds in staging buffers is not read."""
         return sum(unit.bytes_read for unit in self.units_on("nvme"))
 
     @property
     def bytes_written(self) -> int:
-        """To NVMe in one step."""
+        """Bytes written to NVMe in one step."""
         return sum(unit.bytes_written for unit in self.units_on("nvme"))
 
     @property
     def seconds(self) -> float | None:
-        """What moving takes in one step, if nothing else limits it; None without the bandwidth of NVMe."""
+        """Seconds that moving takes in one step, if nothing else limits it; None without the bandwidth of NVMe."""
         if "nvme" not in self.bandwidths:
             return None
         return sum(self.bandwidths["nvme"].seconds(unit) for unit in self.units_on("nvme"))

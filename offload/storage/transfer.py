@@ -32,7 +32,7 @@ class Transfer(Generic[T]):
         self._result = result
 
     def done(self) -> bool:
-        """Whether all of it has completed, well or not."""
+        """Whether all of the transfer has completed, well or not."""
         return self.operation.done()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -70,7 +70,7 @@ class _LoopWaker:
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waiting: dict[asyncio.Future[None], Operation] = {}
         self.close = weakref.finalize(self, os.close, self._eventfd)
-        """Also when nobody calls it."""
+        """Closes the eventfd, also when nobody calls it."""
 
     @classmethod
     def of_running_loop(cls) -> _LoopWaker:
@@ -85,7 +85,7 @@ class _LoopWaker:
 
     @classmethod
     def _end_of_closed_loops(cls) -> None:
-        """Those that were closed midway: what waited in them refers to them, so that they would never go away."""
+        """Close the wakers of loops that were closed midway: what waited there refers to them and keeps them."""
         for loop in [known for known in list(cls._wakers) if known.is_closed()]:
             cls._wakers.pop(loop).close()
 

@@ -18,7 +18,7 @@ class Residency(enum.Enum):
     """Which copies exist. The name of a state says what is happening, its description what may be relied on."""
 
     ABSENT = "absent"
-    """None is kept: the tensor in the caller's hands is the only one."""
+    """No copy is kept: the tensor in the caller's hands is the only one."""
     WRITING = "writing"
     """The caller's tensor is the truth and on its way to the file, which still holds the older value, if any."""
     STORED = "stored"
@@ -61,14 +61,14 @@ class TensorSpec:
 
 
 NO_TENSOR = TensorSpec(torch.Size([0]), torch.uint8, torch.device("cpu"))
-"""What is moved where nothing is."""
+"""The specification of an empty tensor, for tasks that move nothing."""
 
 
 class Piece(NamedTuple):
     """A run of a tensor's bytes that fits into one staging buffer, and where it is stored."""
 
     start: int
-    """Position of the first byte in the tensor, in row-major order."""
+    """Position of the piece's first byte in the tensor, in row-major order."""
     size_bytes: int
     """Bytes of the tensor; the extent may be longer, up to its alignment."""
     extent: Extent
@@ -101,11 +101,11 @@ class Task:
     verb: Verb
     transfer: TensorTransfer[Any]
     spec: TensorSpec
-    """What is moved."""
+    """Specification of the tensor that is moved."""
     tensor: torch.Tensor | None = None
     """Source of a swap_out, target of a swap_in or prefetch; detached."""
     result: torch.Tensor | None = None
-    """What the transfer gives at the end."""
+    """The tensor that the transfer gives at the end; None where it gives none."""
     replaceable: bool = False
     """The caller has not seen `result`, so that a prefetched copy may be given in its place."""
     ready: torch.cuda.Event | None = None
@@ -123,12 +123,12 @@ class SlotRecord:
     prefetched: torch.Tensor | None = None
     """The host copy of `Residency.PREFETCHED`."""
     tasks: deque[Task] = field(default_factory=deque)
-    """The first one is under way, if any is."""
+    """Calls that wait for their turn; the first one is under way, if any is."""
     under_way: bool = False
     failure: str = ""
     """Why the last swap_out failed; empty if it did not."""
     deleted: bool = False
-    """Its name was given up, and perhaps another record has it."""
+    """Whether its name was given up; another record may have it by now."""
 
     @property
     def newest(self) -> TensorSpec | None:
@@ -149,7 +149,7 @@ class SlotRecord:
 
     @property
     def prefetch_bytes(self) -> int:
-        """Host memory promised to prefetched copies of it."""
+        """Bytes of host memory promised to prefetched copies of the tensor."""
         due = sum(task.spec.size_bytes for task in self.tasks if task.verb is Verb.PREFETCH)
         return due + (self.prefetched.nbytes if self.prefetched is not None else 0)
 

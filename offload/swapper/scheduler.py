@@ -45,7 +45,7 @@ class SlotScheduler:
         self.lock = threading.RLock()  # re-entrant: a signal handler may call what it interrupted
         self.num_prefetch_hits = 0
         self._busy: set[SlotRecord] = set()
-        """Has every record with a task, and perhaps others for a moment."""
+        """Every record with a task, and perhaps others for a moment."""
         self._prefetching: set[SlotRecord] = set()
         """Has every record with a prefetched copy or a task for one, and perhaps others for a moment."""
         self._waiting: list[threading.Lock] = []
@@ -86,7 +86,7 @@ class SlotScheduler:
 
     @property
     def prefetched_bytes(self) -> int:
-        """Host memory promised to prefetched copies."""
+        """Bytes of host memory promised to prefetched copies."""
         return sum(record.prefetch_bytes for record in self._prefetching)
 
     def hand_over(self, record: SlotRecord, prefetched: torch.Tensor) -> TensorTransfer[torch.Tensor]:

@@ -20,7 +20,7 @@ from nvme_offload.offload.units import MiB
 logger = logging.getLogger(__name__)
 
 KIND = "tensor"
-"""What these bytes are counted as, see `Tier.bytes_of_kind`."""
+"""Name under which the tier counts these bytes, see `Tier.bytes_of_kind`."""
 
 MIN_PIECE_BYTES = 8 * MiB
 """A tensor is cut into as many pieces as there are buffers, so that copies overlap I/O, but not below this size:
@@ -101,7 +101,7 @@ class StagedCopy:
         self.num_pieces = num_pieces
         self.on_done = on_done
         self.prepared = False
-        """``prepare`` was called."""
+        """Whether ``prepare`` was called."""
         self.num_started = 0
         self.num_in_flight = 0
         self.error: Exception | None = None
@@ -150,7 +150,7 @@ class StagedCopy:
 
 
 class SwapOutCopy(StagedCopy):
-    """From the tensor to new extents, which belong to the caller from `on_done` on."""
+    """Copies a tensor to new extents, which belong to the caller from `on_done` on."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class SwapOutCopy(StagedCopy):
 
 
 class SwapInCopy(StagedCopy):
-    """From the extents of a stored tensor into a tensor."""
+    """Copies the extents of a stored tensor into a tensor."""
 
     def __init__(
         self, tier: Tier, name: str, task: Task, on_done: Callable[[StagedCopy], None], *, pieces: list[Piece]
@@ -220,7 +220,7 @@ class SwapInCopy(StagedCopy):
 
 
 class HostCopy(StagedCopy):
-    """From the prefetched copy in host memory into a tensor, without I/O."""
+    """Copies the prefetched copy in host memory into a tensor, without I/O."""
 
     def __init__(
         self, tier: Tier, name: str, task: Task, on_done: Callable[[StagedCopy], None], *, source: torch.Tensor
@@ -229,7 +229,7 @@ class HostCopy(StagedCopy):
         self._source = source
 
     def prepare(self, streams: CopyStreams) -> None:
-        """Do all of it."""
+        """Make the whole copy: no piece is left to begin."""
         with streams.copying(self._tensor.device, self._ready):
             self._tensor.copy_(self._source, non_blocking=True)
 

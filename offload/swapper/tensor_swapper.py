@@ -47,9 +47,9 @@ class SwapperStats:
     num_free: int
     """Staging buffers nobody holds; equal to `num_buffers` when nothing is under way."""
     bytes_read: int
-    """Bytes handed to the engine, alignment included."""
+    """Bytes read, as handed to the engine, alignment included."""
     bytes_written: int
-    """Bytes handed to the engine, alignment included."""
+    """Bytes written, as handed to the engine, alignment included."""
     engine: str
     """Name of the engine that does the I/O."""
     engine_stats: EngineStats
@@ -309,7 +309,7 @@ class TensorSwapper:
         return task
 
     def _pin_once(self) -> None:
-        """Where the configuration leaves it open, buffers are pinned for the first CUDA tensor, if CUDA allows it."""
+        """Pin the buffers for the first CUDA tensor, where the configuration leaves it open and CUDA allows it."""
         if self._pin_with_first_cuda_tensor:
             self._pin_with_first_cuda_tensor = False
             try:

@@ -34,7 +34,7 @@ class TensorTransfer(Transfer[T]):
         super().__init__(self._operation, lambda failure: OSError(failure.errno, ""), cast(T, None))
 
     def finish(self, result: T) -> None:
-        """Make it done, with this result. For the swapper only."""
+        """Make the transfer done, with this result. For the swapper only."""
         self._result = result
         self._operation.complete(None)
 

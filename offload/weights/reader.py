@@ -35,12 +35,12 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""What the format calls torch's dtypes."""
+"""torch's dtypes by the names that the format has for them."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DIGEST = "sha256"
-"""In the header of a shard and in the index beside it, by file: of the bytes of its tensors. Ours; others have none."""
+"""Key of the SHA-256 of a file's tensors, in its header and in the index beside it. Ours; files of others have none."""
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -55,16 +55,16 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Position of the tensor's first byte in the file."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes in the file."""
+        """Bytes of the tensor in the file."""
         return self.numel * self.dtype.itemsize
 
 
@@ -87,7 +87,7 @@ class SafetensorsReader:
         self.path = Path(path)
         self._fds: dict[Path, int] = {}
         self.tensors: dict[str, StoredTensor] = _tensors_at(self.path)
-        """By name, in the order of the files."""
+        """The stored tensors by name, in the order of the files."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements `start` to `stop` of a tensor in row-major order: 1D, in the stored dtype.

@@ -38,7 +38,7 @@ class Staging:
         self._clear()
 
     def path(self, name: str) -> Path:
-        """Of the file that will be called `name`."""
+        """Where the file lies meanwhile that will be called `name`."""
         return self._path / name
 
     def remove(self) -> None:

@@ -39,7 +39,7 @@ class _Shard:
     """SHA-256 of the bytes of its tensors, in the order of the file; zeros until these are written."""
 
     def header(self) -> bytes:
-        """Of the same length whatever the digest. A file that is alone needs none."""
+        """The header of the file, of one length whatever the digest. A file that is alone needs no digest."""
         metadata = {"format": "pt"} if self.name == SINGLE_FILE else {"format": "pt", DIGEST: self.digest}
         described: dict[str, Any] = {"__metadata__": metadata}
         at = 0
@@ -259,7 +259,7 @@ class _Export:
         self._finish()
 
     def _write_tensor(self, whole: torch.Tensor, dtype: torch.dtype) -> None:
-        """In pieces: a second copy of a large tensor, in another dtype, need not fit."""
+        """Write a tensor in pieces: a second copy of a large one, in another dtype, need not fit."""
         plain = whole.joined() if isinstance(whole, SplitTensor) else whole.detach()
         flat = plain.contiguous().view(-1)
         for start in range(0, flat.numel(), _PIECE_NUMEL):

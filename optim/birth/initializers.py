@@ -119,7 +119,7 @@ def _nobody_fills(orphans: Sequence[NewTensor]) -> str:
 
 
 def _hugging_face_models(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """By module, the nearest Hugging Face model around it; nothing is imported for that."""
+    """The nearest Hugging Face model around each module; nothing is imported for that."""
     found: dict[nn.Module, nn.Module] = {}
     if (library := sys.modules.get("transformers.modeling_utils")) is not None:
         for module in model.modules():  # parents first: the nearest is the last to claim a module

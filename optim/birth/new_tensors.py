@@ -17,28 +17,28 @@ class NewTensor:
 
     shape: torch.Size
     dtype: torch.dtype
-    """As the model was built, which may be 16 bits."""
+    """The dtype that the model was built with, which may be 16 bits."""
     names: list[str] = field(default_factory=list)
-    """Qualified; several where weights are tied."""
+    """Qualified names; several where weights are tied."""
     module: nn.Module = field(default_factory=nn.Module)
     attribute: str = ""
-    """Where its first name leads."""
+    """Attribute of `module` that the first name leads to."""
     persistent: bool = True
-    """Whether it is in the state dict."""
+    """Whether the tensor is in the state dict."""
 
     @property
     def name(self) -> str:
-        """Its first name."""
+        """The first of the tensor's names."""
         return self.names[0]
 
     @property
     def current(self) -> torch.Tensor:
-        """The tensor that is there now."""
+        """The tensor that the model has there now."""
         tensor: torch.Tensor = getattr(self.module, self.attribute)
         return tensor
 
     def set_buffer(self, value: torch.Tensor) -> None:
-        """Exchange a buffer."""
+        """Put `value` in the buffer's place."""
         self.module.register_buffer(self.attribute, value, persistent=self.persistent)
 
 
@@ -51,7 +51,7 @@ class BirthPlan:
 
     def __init__(self, model: nn.Module) -> None:
         self.params: list[NewTensor] = []
-        """Tied ones once, in the order of ``model.named_parameters()``."""
+        """The parameters, tied ones once, in the order of ``model.named_parameters()``."""
         self.buffers: list[NewTensor] = []
         self._param_at: dict[tuple[nn.Module, str], NewTensor] = {}
         self._buffer_at: dict[tuple[nn.Module, str], NewTensor] = {}

@@ -67,15 +67,15 @@ class Contents:
     """Everything that is saved and loaded: the items are those of this rank, the names those of all."""
 
     kinds: dict[str, Kind] = field(default_factory=dict)
-    """Of every tensor, on whatever ranks its parts are."""
+    """The kind of every tensor, on whatever ranks its parts are."""
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Where each name goes in the nested dict that torch's own tools make of a checkpoint."""
     tied: dict[str, str] = field(default_factory=dict)
     """Names that are other names of a parameter or buffer."""
     items: list[Item] = field(default_factory=list)
-    """In the order in which the tiers are visited best."""
+    """The items of this rank, in the order in which the tiers are visited best."""
     steps: dict[int, torch.Tensor] = field(default_factory=dict)
-    """fp32 scalars, by index of the parameter."""
+    """Step counts of the optimizer's parameters, fp32 scalars, by index of the parameter."""
     names: dict[int, str] = field(default_factory=dict)
     """Qualified names of the optimizer's parameters, by index."""
     group_names: list[list[str]] = field(default_factory=list)
@@ -126,7 +126,7 @@ def contents_of(model: nn.Module, body: StateBody, window: TierWindow) -> Conten
 
 
 def _plain_items(name: str, tensor: torch.Tensor) -> Iterator[Item]:
-    """Of a tensor that is not in the optimizer's state."""
+    """The items of a tensor that is not in the optimizer's state."""
     part, local = Part.of(tensor), local_tensor(tensor.detach())
     place: Place
     if isinstance(local, SplitTensor) or not is_dense(local):
@@ -139,7 +139,7 @@ def _plain_items(name: str, tensor: torch.Tensor) -> Iterator[Item]:
 
 
 def _tier_items(body: StateBody, window: TierWindow, names: Mapping[int, str]) -> Iterator[Item]:
-    """Of all sections of all subgroups, one subgroup after the other."""
+    """The items of all sections of all subgroups, one subgroup after the other."""
     parts = {index: Part.of(body.table[index].leaf) for index in names}
     for slot in body.slots:
         for run in slot.subgroup.runs:
@@ -164,7 +164,7 @@ class StreamedSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing to look at: the contents were given."""
+        """Accept the state dict without a look at it: the contents were given."""
 
     def create_local_plan(self) -> SavePlan:
         """The items of this rank. Copies on other ranks are left out in the global plan."""
@@ -176,7 +176,7 @@ class StreamedSavePlanner(DefaultSavePlanner):
         )
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The values of one item."""
+        """Read the values of one item."""
         item = self._items[write_item.index]
         return item.chunk.view(self._visitor.read(item.place), item.place.start)
 
@@ -202,7 +202,7 @@ class StreamedLoadPlanner(LoadPlanner):
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """What to read for every item of this rank, in their order."""
+        """Plan what to read for every item of this rank, in their order."""
         assert self._metadata is not None
         wanted: dict[str, list[ChunkStorageMetadata]] = {}
         for item in self._contents.items:
@@ -217,19 +217,19 @@ class StreamedLoadPlanner(LoadPlanner):
         return LoadPlan(reads)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads what it needs."""
+        """Leave the plans as they are: every rank reads what it needs."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """As it was made."""
+        """Leave this rank's plan as it was made."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Never called: a checkpoint holds tensors alone."""
+        """Refuse: a checkpoint holds tensors alone, so that this is never called."""
         raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Where to copy what is read."""
+        """Say where to copy what is read."""
         item = self._items[read_item.dest_index]
         target = item.chunk.view(self._visitor.open(item.place), item.place.start)
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
@@ -237,10 +237,10 @@ class StreamedLoadPlanner(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: it is written when the next place is visited."""
+        """Do nothing: the values are written when the next place is visited."""
 
     def finish(self) -> None:
-        """Write the last one."""
+        """Write the values of the last place that was visited."""
         self._visitor.leave()
 
 

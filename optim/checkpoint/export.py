@@ -90,6 +90,6 @@ def _cast(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _num_infinite(tensor: torch.Tensor) -> int:
-    """Of this rank's part."""
+    """Number of infinite elements in this rank's part of a tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return int(local.isinf().sum())

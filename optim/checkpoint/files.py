@@ -62,7 +62,7 @@ class HashingStream:
         return len(view)
 
     def tell(self) -> int:
-        """Bytes written."""
+        """Number of bytes written so far."""
         return self._size_bytes
 
     def flush(self) -> None:
@@ -71,7 +71,7 @@ class HashingStream:
 
     @property
     def record(self) -> FileRecord:
-        """Of everything written so far."""
+        """Size and digest of everything written so far."""
         return FileRecord(self._size_bytes, self._digest.hexdigest())
 
 
@@ -163,7 +163,7 @@ def publish(partial: Path, tag: str) -> Path:
 
 
 def discard(partial: Path, tag: str) -> None:
-    """After a save that failed: leave what was there before it, and nothing else."""
+    """Leave, after a save that failed, what was there before it, and nothing else."""
     remove(partial)
     final, replaced = partial.parent / tag, partial.parent / (tag + REPLACED)
     if _is_ours(replaced) and not os.path.lexists(final):
@@ -185,12 +185,12 @@ def remove(folder: Path) -> None:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether it is a folder itself, and no link to one."""
+    """Whether a path is a folder itself, and no link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a folder that we made."""
+    """Whether a path is a folder that we made."""
     return _is_folder(path) and _is_file(path / MARKER)
 
 

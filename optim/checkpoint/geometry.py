@@ -20,22 +20,22 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
-    """First element in memory; the others follow it without gaps."""
+    """The box's first element in memory; the others follow it without gaps."""
 
 
 class Chunk(NamedTuple):
     """A box of a sharded tensor that lies in one run of this rank's memory."""
 
     saved: ChunkStorageMetadata
-    """Where in the whole tensor."""
+    """Where in the whole tensor the chunk is."""
     start: int
-    """First element of this rank's part, in its order of memory."""
+    """The chunk's first element in this rank's part, in its order of memory."""
     order: tuple[int, ...]
-    """Dimensions from the slowest to the fastest in memory."""
+    """Dimensions of the tensor from the slowest to the fastest in memory."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Elements of the chunk."""
         return math.prod(self.saved.sizes)
 
     def view(self, flat: torch.Tensor, first: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ class Part:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Part:
-        """Of a DTensor its local tensor; of any other tensor all of it."""
+        """The part of a tensor that this rank has: the local tensor of a DTensor, all of any other tensor."""
         local = local_tensor(tensor)
         offsets = shard_offsets(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.dim()
         strides = local.stride()
@@ -70,7 +70,7 @@ class Part:
         return cls(torch.Size(tensor.shape), offsets, tuple(local.shape), tuple(order))
 
     def chunks(self, start: int, stop: int) -> Iterator[Chunk]:
-        """What elements `start` to `stop` of this rank's memory consist of."""
+        """The chunks that make up elements `start` to `stop` of this rank's memory."""
         for box in boxes([self.shape[dim] for dim in self.order], start, stop):
             offsets, sizes = list(self.offsets), [0] * len(self.order)
             for place, dim in enumerate(self.order):

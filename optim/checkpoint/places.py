@@ -27,17 +27,17 @@ class Place(Protocol):
     """First element of the parameter (of this rank's part of it) that it holds."""
 
     def read(self) -> torch.Tensor:
-        """The values; valid until another place is visited."""
+        """Give the values; they are valid until another place is visited."""
 
     def open(self) -> torch.Tensor:
-        """The values, to be overwritten in whole or in part until `leave`."""
+        """Give the values, to be overwritten in whole or in part until `leave`."""
 
     def leave(self) -> None:
-        """What was written since `open` is to stay."""
+        """Keep what was written since `open`."""
 
 
 class InMemory:
-    """A dense tensor."""
+    """The values of a dense tensor, read and written in its own memory."""
 
     start = 0
 
@@ -45,15 +45,15 @@ class InMemory:
         self._flat = flat_view(tensor)
 
     def read(self) -> torch.Tensor:
-        """The tensor's own memory."""
+        """Give the tensor's own memory."""
         return self._flat
 
     def open(self) -> torch.Tensor:
-        """The tensor's own memory."""
+        """Give the tensor's own memory, to be overwritten."""
         return self._flat
 
     def leave(self) -> None:
-        """Nothing to do: it was written where it is."""
+        """Do nothing: the values were written where they are."""
 
 
 class Whole:
@@ -66,17 +66,17 @@ class Whole:
         self._values: torch.Tensor | None = None
 
     def read(self) -> torch.Tensor:
-        """A copy."""
+        """Give the values of the tensor, joined and contiguous."""
         plain = self._tensor.plain() if isinstance(self._tensor, SplitTensor) else self._tensor
         return plain.contiguous().view(-1)
 
     def open(self) -> torch.Tensor:
-        """A copy, to be written back."""
+        """Give a copy of the values, which `leave` writes back."""
         self._values = self.read().clone()
         return self._values
 
     def leave(self) -> None:
-        """Write it back."""
+        """Write the copy that `open` gave back to the tensor."""
         if self._values is not None:
             self._tensor.copy_(self._values.view(self._tensor.shape))
             self._values = None
@@ -118,7 +118,7 @@ class TierWindow:
         return self._memory
 
     def release(self) -> None:
-        """Done with what is being changed."""
+        """End the change under way, so that the subgroup can be written."""
         if self._changed is not None:
             self.body.pipeline.release(self._changed)
             self._changed = self._memory = None
@@ -143,7 +143,7 @@ class OnTier:
         self.start = run.start
 
     def read(self) -> torch.Tensor:
-        """The state where it lies, or the master joined."""
+        """Give the state where it lies, or the master joined."""
         body, slot = self._window.body, self._slot
         if slot.residency is not Residency.UNBORN:
             return read_run(body, slot, self._window.read(slot), self._run, self._name)
@@ -153,7 +153,7 @@ class OnTier:
         return body.table[self._run.param].copy_of(self._run).float()
 
     def open(self) -> torch.Tensor:
-        """The state where it lies, or a copy of what is not fp32 there."""
+        """Give the state where it lies, or a copy of what is not fp32 there."""
         memory = self._window.change(self._slot)
         values = read_run(self._window.body, self._slot, memory, self._run, self._name)
         dtype, _ = self._slot.subgroup.sections[self._name]
@@ -162,7 +162,7 @@ class OnTier:
         return values
 
     def leave(self) -> None:
-        """Write a copy back; a state in fp32 is where it belongs."""
+        """Write a copy back; a state in fp32 is where it belongs already."""
         if self._copy is not None:
             memory = self._window.change(self._slot)
             write_run(self._window.body, self._slot, memory, self._run, self._name, self._copy)
@@ -170,7 +170,7 @@ class OnTier:
 
 
 def pieces(run: Run) -> list[Run]:
-    """A run in pieces of at most `MAX_CHUNK_NUMEL` elements."""
+    """Cut a run into pieces of at most `MAX_CHUNK_NUMEL` elements."""
     step = MAX_CHUNK_NUMEL // BLOCK_NUMEL * BLOCK_NUMEL
     return [
         Run(run.param, start, min(start + step, run.stop), run.at + start - run.start)
@@ -186,14 +186,14 @@ class Visitor:
         self._values: torch.Tensor | None = None
 
     def read(self, place: Place) -> torch.Tensor:
-        """Its values; asked for again at once, the same."""
+        """Give the values of a place; asked for again at once, the same."""
         if place is not self._place or self._values is None:
             self._place, self._values = place, None  # the place before is let go first
             self._values = place.read()
         return self._values
 
     def open(self, place: Place) -> torch.Tensor:
-        """Its values, to be overwritten; the place before is left."""
+        """Give the values of a place, to be overwritten; the place before is left."""
         if place is not self._place or self._values is None:
             self.leave()
             self._values = place.open()

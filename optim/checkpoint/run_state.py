@@ -27,7 +27,7 @@ _FIRST_OPTIMIZER = "AdamW"  # of checkpoints that do not name theirs: there was 
 
 @dataclass
 class Training:
-    """What a checkpoint is of."""
+    """The parts of a training that a checkpoint is of."""
 
     model: nn.Module
     optimizer: OffloadOptimizer
@@ -35,9 +35,9 @@ class Training:
     loss_scaler: LossScaler | None
     global_steps: int
     group: dist.ProcessGroup | None
-    """The ranks that have it; None: all."""
+    """The ranks that have the model; None: all."""
     stages: dist.ProcessGroup | None
-    """Of a pipeline: this rank and those that have the other stages of the model."""
+    """The ranks that have the other stages of the model, and this one; None without a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _matched(
 
 
 def _retyped(value: Any, like: Any) -> Any:
-    """JSON knows no tuples."""
+    """Make tuples of what JSON, which knows none, gave as lists."""
     return tuple(value) if isinstance(value, list) and isinstance(like, tuple) else value
 
 

@@ -40,10 +40,10 @@ class StreamedWriter(FileSystemWriter):
         self._folder = folder
         self._tied = tied
         self.records: dict[str, FileRecord] = {}
-        """Of the files that this rank wrote."""
+        """Size and digest of each file that this rank wrote."""
 
     def storage_meta(self) -> StorageMeta:
-        """Nothing: the folder is about to get another name."""
+        """Describe no storage: the folder is about to get another name."""
         return StorageMeta()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -80,7 +80,7 @@ class StreamedWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write what is where, on the coordinator."""
+        """Write on the coordinator what is where."""
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         for alias, name in self._tied.items():
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
@@ -102,11 +102,11 @@ class VerifiedReader(FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self) -> Metadata:
-        """As it was read and checked before."""
+        """Give the metadata as it was read and checked before."""
         return self._metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to change."""
+        """Leave this rank's plan as it is."""
         return plan
 
 

@@ -25,11 +25,11 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     is_split: bool
-    """Whether the lower half is elsewhere."""
+    """Whether the lower half of the parameter is elsewhere."""
 
     @classmethod
     def of(cls, leaf: torch.Tensor) -> Layout:
-        """The present one, of what is in this process's memory."""
+        """The present layout of what is in this process's memory of a parameter."""
         param = storage_of(leaf)
         is_split = isinstance(local_tensor(leaf), SplitTensor)
         return cls(param.dtype, param.device, tuple(param.shape), param.stride(), is_split)

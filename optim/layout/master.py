@@ -18,9 +18,9 @@ class MasterForm(enum.IntEnum):
     """Where the fp32 master weights are."""
 
     SPLIT = 0
-    """In two halves: the bf16 parameter is the upper one (``hi``), the master a uint16 tensor (``lo``)."""
+    """The master is in two halves: the bf16 parameter (``hi``), and a uint16 tensor with the lower half (``lo``)."""
     FULL = 1
-    """In an fp32 tensor beside the fp16 parameter."""
+    """The master is an fp32 tensor beside the fp16 parameter."""
     ITSELF = 2
     """The fp32 parameter is its own master."""
 
@@ -30,10 +30,10 @@ FORM_OF_DTYPE = {
     torch.float16: MasterForm.FULL,
     torch.float32: MasterForm.ITSELF,
 }
-"""By the dtype of a parameter; others have none."""
+"""The form of the master by the dtype of the parameter; other dtypes have none."""
 
 MASTER_DTYPE = {MasterForm.SPLIT: torch.uint16, MasterForm.FULL: torch.float32, MasterForm.ITSELF: None}
-"""Of what is kept beside the parameter."""
+"""Dtype of the tensor that is kept beside the parameter, by form of the master; None: there is none."""
 
 
 def num_blocks(numel: int) -> int:

@@ -26,7 +26,7 @@ class Run(NamedTuple):
     """First element within the parameter; a multiple of `BLOCK_NUMEL`."""
     stop: int
     at: int
-    """First element within the subgroup's sections."""
+    """Position of the run's first element within each section of the subgroup."""
 
     @property
     def numel(self) -> int:
@@ -54,18 +54,18 @@ class Subgroup:
 
     @property
     def numel(self) -> int:
-        """Elements that belong to parameters."""
+        """Elements of the subgroup that belong to parameters."""
         return sum(run.numel for run in self.runs)
 
     @property
     def padded_numel(self) -> int:
-        """Elements of one section."""
+        """Elements of one section of the subgroup, padding included."""
         last = self.runs[-1]
         return last.at + _round_up(last.numel, _RUN_ALIGNMENT)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the extent."""
+        """Bytes of the subgroup's extent."""
         return self.padded_numel * state_itemsize(self.form, self.rule.states)
 
     @property

@@ -36,7 +36,7 @@ class LossScaler:
     consecutive_hysteresis: bool
     min_loss_scale: float
     good_steps: int = 0
-    """Good steps since the latest overflow or growth."""
+    """Steps without an overflow since the latest overflow or growth."""
     overflows_left: int = 0
     """Overflows until the scale halves; 0 means `hysteresis`."""
 
@@ -63,7 +63,7 @@ class LossScaler:
             self.loss_scale = min(self.loss_scale * GROWTH_FACTOR, _MAX_SCALE)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain numbers."""
+        """Everything that the scaler knows, as plain numbers."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

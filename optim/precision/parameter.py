@@ -9,7 +9,7 @@ import torch
 from nvme_offload.optim.layout.master import MasterForm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By the name in the section."""
+"""Dtypes by their names in the section."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -19,13 +19,13 @@ class ParameterPrecision:
     """One parameter: in which dtype it is kept, used and trained."""
 
     compute: torch.dtype | None
-    """Of forward and backward; None where autocast decides for every operator."""
+    """Dtype of forward and backward; None where autocast decides for every operator."""
     gather: torch.dtype
-    """Of the all-gather, and of the gathered parameter."""
+    """Dtype of the all-gather, and of the gathered parameter."""
     reduce: torch.dtype
-    """Of the reduce-scatter."""
+    """Dtype of the reduce-scatter."""
     accumulate: torch.dtype
-    """Of the gradient partition, ``p.grad``, in which micro-batches are added up."""
+    """Dtype of the gradient partition, ``p.grad``, in which micro-batches are added up."""
     master: MasterForm = MasterForm.ITSELF
     """Where the fp32 master weight is."""
 

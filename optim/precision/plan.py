@@ -36,15 +36,15 @@ class PrecisionPlan:
         buffers: Mapping[str, torch.dtype],
     ) -> None:
         self.parameters = dict(parameters)
-        """By qualified name; of tied parameters, by each of their names."""
+        """The precision of each parameter by qualified name; of tied parameters, by each of their names."""
         self.buffers = dict(buffers)
-        """By qualified name. They keep the dtype they came with."""
+        """The dtype of each buffer by qualified name: buffers keep the dtype they came with."""
         self.rows = list(rows)
-        """Parameters that look alike, together."""
+        """The rows of the table, each for parameters that look alike."""
         self.mode = mode_of(config)
         """``none``, ``bf16``, ``fp16``, ``autocast-bf16`` or ``autocast-fp16``."""
         self.autocast = DTYPES[config.autocast_dtype] if config.autocast_dtype else None
-        """What forward runs under `torch.autocast` with, if it does."""
+        """Dtype with which forward runs under `torch.autocast`; None where it does not."""
         self.loss_scaling = self.mode in ("fp16", "autocast-fp16")
         """Whether the loss is scaled, as the keys of the ``fp16`` section say."""
 
@@ -89,7 +89,7 @@ class PrecisionPlan:
         return self.parameters[name]
 
     def policy_of(self, name: str) -> MixedPrecisionPolicy:
-        """For ``fully_shard``. The reduce dtype is always given: its default differs between torch versions.
+        """A parameter's policy for ``fully_shard``. It always has a reduce dtype: torch's default differs by version.
 
         Modules cast their inputs to the dtype they compute in, but for fp32 modules of a 16-bit model, which do it
         themselves (`optim.precision.casts`), and under autocast, where every operator does.
@@ -120,7 +120,7 @@ class PrecisionPlan:
         }
 
     def to_json(self) -> str:
-        """The whole plan."""
+        """The whole plan as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:

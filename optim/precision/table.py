@@ -42,7 +42,7 @@ class Combination:
 
     @property
     def section(self) -> dict[str, Any]:
-        """The keys, as they stand in a file."""
+        """The section's keys that make this combination, as they stand in a file."""
         given = {
             "gradient_accumulation_dtype": self.accumulation,
             "communication_data_type": self.communication,
@@ -59,7 +59,7 @@ class Combination:
 
 
 def combinations() -> Iterator[Combination]:
-    """All of them, in the order of the page."""
+    """All combinations of the keys, in the order of the page."""
     for mode in MODES:
         for accumulation in DTYPES:
             for communication in DTYPES:

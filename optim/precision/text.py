@@ -22,11 +22,11 @@ class PlanRow:
     """Parameters whose names differ in numbers only, with one precision."""
 
     names: str
-    """With ``*`` for a number."""
+    """Names of the row's parameters, with ``*`` for a number."""
     trainable: bool
     precision: ParameterPrecision
     bytes: dict[str, int]
-    """Per parameter, by tier."""
+    """Bytes of each parameter, by tier."""
     tensors: int = 0
     numel: int = 0
 

@@ -42,6 +42,6 @@ class Adagrad(UpdateRule):
         super().check(group, number)
 
     def scalars(self, group: Mapping[str, Any], step: int) -> AdagradScalars:
-        """What the kernel takes of a step."""
+        """Scalars that the kernel takes of a step, each exactly an fp32 number."""
         step_size = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
         return AdagradScalars(*rounded(step_size, group["weight_decay"], group["eps"]))

@@ -45,5 +45,5 @@ class Adam(UpdateRule):
         super().check(group, number)
 
     def scalars(self, group: Mapping[str, Any], step: int) -> AdamScalars:
-        """What the kernel takes of a step."""
+        """Scalars that the kernel takes of a step, each exactly an fp32 number."""
         return AdamScalars(*rounded(group["weight_decay"], *moment_scalars(group, step)))

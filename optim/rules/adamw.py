@@ -51,7 +51,7 @@ class AdamW(UpdateRule):
             )
 
     def scalars(self, group: Mapping[str, Any], step: int) -> AdamWScalars:
-        """What the kernel takes of a step.
+        """Scalars that the kernel takes of a step, each exactly an fp32 number.
 
         Raises:
             ValueError: if `step` is below 1.
@@ -63,6 +63,6 @@ class AdamW(UpdateRule):
 
 
 def moment_scalars(group: Mapping[str, Any], step: int) -> list[float]:
-    """Those of `AdamWScalars` that are about the moments, in their order, in fp64."""
+    """The scalars of `AdamWScalars` that are about the moments, in their order, in fp64."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     return [1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5, group["eps"]]

@@ -41,6 +41,6 @@ class Lion(UpdateRule):
         super().check(group, number)
 
     def scalars(self, group: Mapping[str, Any], step: int) -> LionScalars:
-        """What the kernel takes of a step."""
+        """Scalars that the kernel takes of a step, each exactly an fp32 number."""
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         return LionScalars(*rounded(1 - lr * group["weight_decay"], lr, beta1, 1 - beta1, beta2, 1 - beta2))

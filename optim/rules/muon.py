@@ -55,7 +55,7 @@ class Muon(UpdateRule):
 
     @property
     def widest_states(self) -> tuple[State, ...]:
-        """Those of AdamW."""
+        """The states of AdamW, the most that any parameter group has."""
         return AdamW.states
 
     def check(self, group: Mapping[str, Any], number: int) -> None:
@@ -89,7 +89,7 @@ class Muon(UpdateRule):
             )
 
     def scalars(self, group: Mapping[str, Any], step: int) -> tuple[Any, ...]:
-        """What the update takes of a step: torch's operators round them to fp32."""
+        """Scalars that the update takes of a step: torch's operators round them to fp32."""
         lr = float(group["lr"])
         return MuonScalars(
             lr,

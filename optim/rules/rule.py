@@ -15,15 +15,15 @@ class State(NamedTuple):
     """A value that a rule keeps for each element of a parameter."""
 
     name: str
-    """Of the entry in ``optimizer.state``; torch's spelling, where torch has this optimizer."""
+    """Name of the entry in ``optimizer.state``; torch's spelling, where torch has this optimizer."""
     birth: float = 0.0
-    """Before the first update."""
+    """Value of every element before the first update."""
     dtype: torch.dtype = torch.float32
-    """As it is stored. Native kernels know fp32 alone."""
+    """Dtype in which the state is stored. Native kernels know fp32 alone."""
 
 
 ThroughWhole = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
-"""From this rank's part of a tensor, through a function of the whole, to this rank's part of the result."""
+"""Takes this rank's part of a tensor and a function of the whole, and gives this rank's part of the result."""
 
 
 class UpdateRule:
@@ -34,9 +34,9 @@ class UpdateRule:
     """
 
     name: str
-    """For people, and ``optimizer.type`` of the section."""
+    """What people call the rule, and ``optimizer.type`` of the section."""
     states: tuple[State, ...] = ()
-    """In the order in which the update takes them. Two groups whose states differ have two rules, see `of`."""
+    """States in the order in which the update takes them. Two groups whose states differ have two rules, see `of`."""
     kernel: str = ""
     """Which native kernel does the update; empty: `update` does."""
     refused: ClassVar[tuple[str, ...]] = ("capturable", "differentiable")
@@ -48,7 +48,7 @@ class UpdateRule:
     """Whether an update needs whole parameters: `update_whole` does it, and nothing is cut. Without a kernel only."""
 
     gathered_dtype: torch.dtype = torch.float32
-    """What `update_whole` gets to see of other ranks' parts."""
+    """Dtype in which `update_whole` gets to see other ranks' parts."""
 
     def of(self, group: Mapping[str, Any]) -> UpdateRule:
         """The rule of a parameter group, whose hyperparameters `check` has passed."""
@@ -129,7 +129,7 @@ def without_torch_switches(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rounded(*values: float) -> list[float]:
-    """Numbers rounded to fp32."""
+    """Give each of these numbers rounded to fp32."""
     return [float(np.float32(value)) for value in values]
 
 

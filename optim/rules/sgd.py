@@ -23,11 +23,11 @@ class SGDMomentumScalars(NamedTuple):
     weight_decay: float
     momentum: float
     kept: float
-    """Of the buffer: momentum, but in the first step nothing."""
+    """What the momentum buffer is multiplied by: momentum, but 0 in the first step."""
     gain: float
-    """Of the gradient: 1 - dampening, but in the first step 1."""
+    """What the gradient enters the buffer with: 1 - dampening, but 1 in the first step."""
     nesterov: float
-    """1 or 0"""
+    """1 where the step looks ahead along the buffer (Nesterov), else 0"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SGD(UpdateRule):
             )
 
     def scalars(self, group: Mapping[str, Any], step: int) -> SGDScalars | SGDMomentumScalars:
-        """What the kernel takes of a step."""
+        """Scalars that the kernel takes of a step, each exactly an fp32 number."""
         lr, weight_decay, momentum = float(group["lr"]), group["weight_decay"], group["momentum"]
         if not self.states:
             return SGDScalars(*rounded(lr, weight_decay))

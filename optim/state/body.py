@@ -38,7 +38,7 @@ class StateBody(ABC):
         self.pipeline = pipeline
         self.blocks = blocks
         self.slots: list[SlotRecord] = []
-        """Of all subgroups that have a place."""
+        """Records of all subgroups that have a place."""
         self.unfinished: UnfinishedStep | None = None
         """Set while a step or a load is under way, and left behind by one that stopped early."""
         self.is_closed = False
@@ -71,7 +71,7 @@ class StateBody(ABC):
         return [slot for slot in self.slots if any(run.param in wanted for run in slot.subgroup.runs)]
 
     def begin_load(self) -> None:
-        """From here on the state is neither old nor new, until somebody sets `unfinished` to None again."""
+        """Begin a load: the state is neither old nor new until somebody sets `unfinished` to None again."""
         self.unfinished = UnfinishedStep.of_load(split=self.table.has_split_params, owner=self.owner)
 
     @property

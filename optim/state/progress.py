@@ -26,9 +26,9 @@ class StepInputs:
     grads: Mapping[int, torch.Tensor]
     """Flat gradient by parameter index; parameters without a gradient are absent."""
     scalars: Mapping[int, StepScalars]
-    """By parameter index: the bias corrections follow each parameter's own step."""
+    """Scalars by parameter index: the bias corrections follow each parameter's own step."""
     whole: WholeParams
-    """Those that their rule needs whole."""
+    """Parameters that their rule needs whole."""
 
 
 class UnfinishedStep:
@@ -58,7 +58,7 @@ class UnfinishedStep:
         self.inputs = inputs
         self.counts = counts
         self.done = 0
-        """Subgroups updated."""
+        """Number of subgroups that have been updated."""
         self.updating = False
         """True while a kernel works. Left true, nobody knows how far it got."""
         self.changed_blocks = 0
@@ -69,7 +69,7 @@ class UnfinishedStep:
 
     @classmethod
     def of_load(cls, *, split: bool, owner: str) -> UnfinishedStep:
-        """What an interrupted ``load_state_dict`` leaves: a state that is neither old nor new."""
+        """The record that an interrupted ``load_state_dict`` leaves: a state that is neither old nor new."""
         broken = cls(0, [], None, {}, split=split, owner=owner)
         broken.updating = True
         return broken
@@ -86,7 +86,7 @@ class UnfinishedStep:
 
     @property
     def way_on(self) -> str:
-        """What can be done about it, in words."""
+        """What can be done about the situation, in words."""
         if self.updating:
             return f"It was cut off inside an update and cannot be finished: {self._checkpoint}"
         return (
@@ -99,7 +99,7 @@ class UnfinishedStep:
         return StateError(self._owner, expected, f"{self.situation}. {self.way_on}")
 
     def check_resumable(self) -> StepInputs:
-        """What the rest of the step works with.
+        """Check that what the rest of the step works with is as it was when the step began.
 
         Raises:
             StateError: it was cut off inside an update, or a gradient has changed since.

@@ -22,28 +22,28 @@ class ParamRecord:
     """A parameter, where it is, and how far its updates have come."""
 
     index: int
-    """Its number in the optimizer; the runs of subgroups name it so."""
+    """The parameter's number in the optimizer; the runs of subgroups name it so."""
     leaf: torch.Tensor
-    """As the user knows it: it carries the gradient."""
+    """The parameter as the user knows it: it carries the gradient."""
     name: str
-    """For messages."""
+    """What messages call the parameter."""
     group: int
     """Number of the parameter group that it came with."""
     rule: UpdateRule
     layout: Layout = field(init=False)
     param: torch.Tensor = field(init=False)
-    """What of it is in this process's memory: see `storage_of`."""
+    """The part of the parameter that is in this process's memory: see `storage_of`."""
     checksums: torch.Tensor | None = field(init=False)
-    """Of what the kernel last wrote to it, int64 per block of 65536 elements. None for an fp32 parameter, which is its
-    own master."""
+    """Checksums of what the kernel last wrote to the parameter, int64 per block of 65536 elements. None for an fp32
+    parameter, which is its own master."""
     steps: int = 0
-    """Updates that it has had."""
+    """Number of updates that the parameter has had."""
     is_placed: bool = False
     """Whether its state has a place (it has had state, or was trainable when it came)."""
     first_lower: torch.Tensor | None = None
     """Lower half, uint16, of a split shard whose subgroups are not born yet."""
     upper: TieredUpper | None = None
-    """Where on the parameter tier it is, if it is there."""
+    """Where on the parameter tier its upper half is; None where it is not there."""
 
     def __post_init__(self) -> None:
         self.param = storage_of(self.leaf)
@@ -57,17 +57,17 @@ class ParamRecord:
 
     @property
     def form(self) -> MasterForm:
-        """Where its master weights are."""
+        """Where the parameter's master weights are."""
         return FORM_OF_DTYPE[self.param.dtype]
 
     @property
     def entry_names(self) -> tuple[str, ...]:
-        """Names of its entries in ``optimizer.state``."""
+        """Names of the parameter's entries in ``optimizer.state``."""
         master = () if self.form is MasterForm.ITSELF else ("master",)
         return ("step", *master, *(state.name for state in self.rule.states))
 
     def note_upper(self) -> None:
-        """Look whether its upper half is on the parameter tier now."""
+        """Look whether the parameter's upper half is on the parameter tier now."""
         halves = split_halves(self.leaf)
         if halves is not None and isinstance(halves.upper, TieredUpper):
             self.upper = halves.upper
@@ -129,7 +129,7 @@ class ParamTable:
         return self._by_leaf[leaf]
 
     def add(self, leaf: torch.Tensor, name: str, group: int, rule: UpdateRule) -> ParamRecord:
-        """Take a parameter on."""
+        """Make a record for a parameter that is new to the optimizer."""
         record = ParamRecord(len(self._records), leaf, name, group, rule)
         # No call in between: a signal handler sees it in both, or in the first, from which `drop` takes it.
         self._records += (record,)
@@ -149,7 +149,7 @@ class ParamTable:
 
     @property
     def params(self) -> list[torch.Tensor]:
-        """What of them is in this process's memory."""
+        """What of each parameter is in this process's memory."""
         return [record.param for record in self._records]
 
     @property
@@ -172,7 +172,7 @@ class ParamTable:
                 )
 
     def members(self, groups: Iterable[Mapping[str, Any]]) -> list[ParamRecord]:
-        """Those that are in the optimizer's groups now, in the order of the table; the state of others rests.
+        """Records of what is in the optimizer's groups now, in the order of the table; the state of others rests.
 
         Raises:
             ValueError: somebody put others in their place, which would never be updated, or one into two places.

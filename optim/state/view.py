@@ -109,7 +109,7 @@ class StateView(MutableMapping[torch.Tensor, ParamState]):
             set_entries(self._body, {index: entries})
 
     def _fresh(self, index: int) -> dict[str, torch.Tensor]:
-        """Everything but the master; nothing of a parameter that never had state."""
+        """Values of fresh state, without the master; nothing of a parameter that never had state."""
         if not self._body.table[index].is_placed:
             return {}
         names = self._body.table[index].entry_names

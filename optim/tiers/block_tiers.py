@@ -64,7 +64,7 @@ class BlockTiers:
         self._param_blocks: dict[int, Block] = {}
         self._grad_blocks: dict[int, Block] = {}
         self._placed: dict[str, list[Unit]] = {cache.kind: [] for cache, _ in self._caches()}
-        """By kind and number: the blocks that have a place, and what that is."""
+        """The units of blocks that have a place, by kind and by number of the block."""
 
     @property
     def exist(self) -> bool:
@@ -186,7 +186,7 @@ class BlockTiers:
             cache.order.begin_step(_indices(order, blocks))
 
     def end_step(self, order: Sequence[Subgroup]) -> None:
-        """A step has gone in this order: the next one goes in the other."""
+        """Note that a step has gone in this order: the next one goes in the other."""
         for cache, blocks in self._caches():
             cache.order.end_step(_indices(order[::-1], blocks))
 
@@ -270,7 +270,7 @@ class BlockTiers:
         return grad_unit(self._config, group.name, sizes, page=page)
 
     def _moving(self, groups: Sequence[GatherGroup], kind: str) -> list[GatherGroup]:
-        """Those of the groups whose blocks of a kind are on NVMe."""
+        """The groups whose blocks of a kind are on NVMe."""
         return [group for group in groups if self._placed[kind][self._numbers[group]].tiers == ("nvme",)]
 
     def _refuse(self) -> None:
@@ -280,7 +280,7 @@ class BlockTiers:
 
 
 def _indices(order: Sequence[Subgroup], blocks: Mapping[int, Block]) -> list[int]:
-    """Where in their cache the blocks are that these subgroups need; those that stay in memory are left out."""
+    """Indices in their cache of the blocks that these subgroups need; those that stay in memory are left out."""
     return [blocks[subgroup.block].index for subgroup in order if subgroup.block in blocks]
 
 

@@ -49,9 +49,9 @@ class Partition:
         self.leaf = leaf
         self.block = block
         self.block_sums = torch.empty(0, dtype=torch.float64)
-        """fp64 sums of squares of its blocks of 65536 elements."""
+        """fp64 sums of squares of the partition's blocks of 65536 elements."""
         self.num_changes = 0
-        """Gradients that arrived, and changes in place."""
+        """Number of gradients that arrived, and of changes in place."""
         self._byte_offset = byte_offset
         self._shape = local_tensor(leaf).shape
         self._dtype = dtype
@@ -73,12 +73,12 @@ class Partition:
         return self.leaf.grad is not None and local_tensor(self.leaf.grad) is self.stand_in
 
     def view(self) -> torch.Tensor:
-        """1D over the staging buffer. The block must be held."""
+        """The gradient as a 1D view of the staging buffer. The block must be held."""
         assert self.block.buffer is not None
         return self.block.buffer.view(self._dtype, self._byte_offset, self._shape.numel())
 
     def shaped(self) -> torch.Tensor:
-        """The same in the shard's shape."""
+        """The gradient in the shard's shape, as a view of the staging buffer. The block must be held."""
         return self.view().view(self._shape)
 
     def become_grad(self) -> None:
@@ -101,15 +101,15 @@ class PartitionStandIn(StandIn):
 
     @property
     def block_sums(self) -> torch.Tensor:
-        """What the norm needs of it."""
+        """The partition's fp64 sums of squares, which the norm needs."""
         return self.partition.block_sums
 
     def copy(self) -> torch.Tensor:
-        """The gradient in memory of its own."""
+        """Copy the gradient into memory of its own."""
         return self.partition.tier.copy_of(self.partition)
 
     def set(self, values: torch.Tensor) -> None:
-        """Overwrite it with values of its shape."""
+        """Overwrite the gradient with values of its shape."""
         self.partition.tier.change(self.partition, torch.Tensor.copy_, values)
 
 
@@ -192,12 +192,12 @@ class GradTier:
         self._note_change(partition)
 
     def begin_step(self) -> None:
-        """The backward pass is over, and an optimizer step begins."""
+        """Note that the backward pass is over, and an optimizer step begins."""
         self.flush()
         self._spent.clear()
 
     def end_use(self, block: Block) -> None:
-        """A step needs this block no more."""
+        """Note that a step needs this block no more."""
         self._spent.add(block)
 
     def copy_of(self, partition: Partition) -> torch.Tensor:
@@ -214,7 +214,7 @@ class GradTier:
             return partition.shaped().clone()
 
     def flush(self) -> None:
-        """The backward pass is over: let the last block be written."""
+        """Let the last block be written: the backward pass is over."""
         if self._open is not None:
             try:
                 self.cache.release(self._open, by=self, changed=True)

@@ -38,9 +38,9 @@ class GatherGroup:
     """The split parameters of this rank that FSDP2 gathers together: one block of the tiers."""
 
     name: str
-    """Of the module that gathers them."""
+    """Name of the module that gathers the parameters."""
     params: list[torch.Tensor] = field(default_factory=list)
-    """As the user knows them, frozen ones too."""
+    """The parameters as the user knows them, frozen ones too."""
     padded_shapes: list[torch.Size] = field(default_factory=list)
 
 
@@ -55,16 +55,16 @@ class Halves:
 
     def __init__(self, owner: FSDPModule, group: GatherGroup, upper: UpperHalf) -> None:
         self.owner = owner
-        """The module that gathers them."""
+        """The module that gathers the parameter."""
         self.group = group
-        """What is gathered together."""
+        """The parameters that are gathered together with this one."""
         self.upper = upper
         self.accumulation_dtype: torch.dtype | None = None
-        """Of the gradient partition. See `keep_grad_in`."""
+        """Dtype of the gradient partition. See `keep_grad_in`."""
 
     @property
     def device(self) -> torch.device:
-        """Where the upper half is gathered from."""
+        """Device that the upper half is gathered from."""
         return self.upper.device
 
     @property
@@ -73,7 +73,7 @@ class Halves:
         return self.upper.gather()
 
     def end_gather(self) -> None:
-        """FSDP2 has copied it."""
+        """Let the upper half go: FSDP2 has copied it."""
         self.upper.end_gather()
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
@@ -110,7 +110,7 @@ class ResidentHalves(Halves):
         self.write(values)
 
     def read(self) -> torch.Tensor:
-        """Both halves joined, fp32."""
+        """Both halves joined: a new plain fp32 tensor in the shard's shape."""
         with self.upper.held(change=False) as upper:
             joined = self._kernels.join(upper[: self.lower.numel()].cpu(), self.lower)
         return joined.view(self._shape).to(self.device)

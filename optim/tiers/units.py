@@ -13,7 +13,7 @@ from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 
 STAGING = "staging buffers"
-"""The kind of unit that they are, whatever passes through them."""
+"""Kind of the units that are staging buffers, whatever passes through them."""
 
 
 def param_unit(

@@ -32,7 +32,7 @@ class _Shard:
     shape: torch.Size
     trainable: bool
     on_tiers: bool
-    """It is in halves, which the parameter tier and the gradient tier can take."""
+    """Whether the shard is in halves, which the parameter tier and the gradient tier can take."""
     accumulate: torch.dtype
 
 
@@ -138,5 +138,5 @@ def _groups(
 
 
 def _padded(shape: torch.Size, num_shards: int) -> torch.Size:
-    """Of a shard of a parameter of this shape, as FSDP2 gathers it."""
+    """Shape of a shard of a parameter of this shape, as FSDP2 gathers it."""
     return torch.Size([-(-shape[0] // num_shards), *shape[1:]]) if shape else shape

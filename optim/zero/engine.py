@@ -219,7 +219,7 @@ class OffloadEngine:
         return self.optimizer.num_steps, self.optimizer.num_skipped_steps
 
     def _outcome(self) -> bool | None:
-        """Of an update that an exception came out of: whether it was done (True) or skipped; None: neither, so far.
+        """Whether an update that an exception came out of was done (True) or skipped (False); None: neither, so far.
 
         It may have been done: Ctrl-C waits for the last subgroup, a warning can be an error, and the user may have
         called ``finish_step``.
@@ -230,7 +230,7 @@ class OffloadEngine:
         return done if done or skipped else None
 
     def _end_step(self, taken: bool) -> None:
-        """What follows the update. The scheduler, which is the user's and may raise, comes last."""
+        """Do what follows the update. The scheduler, which is the user's and may raise, comes last."""
         self._drop_gathered()
         self.optimizer.zero_grad()
         if self._scaler:
@@ -371,7 +371,7 @@ class OffloadEngine:
 
     @contextmanager
     def _giving_up_the_step(self) -> Iterator[None]:
-        """After an I/O error inside forward or backward: leave FSDP2 and the gradients as before the step.
+        """Leave FSDP2 and the gradients as before the step, after an I/O error inside forward or backward.
 
         Where that cannot be, no other pass begins.
         """

@@ -105,12 +105,12 @@ def initialize(
 
 
 def _params_of(model: nn.Module) -> list[nn.Parameter]:
-    """What the optimizer gets: frozen ones too, as in torch; they have no state before their first gradient."""
+    """The parameters that the optimizer gets: frozen ones too, as in torch; those have no state before a gradient."""
     return [param for param in model.parameters() if param.requires_grad or storage_of(param).dtype in FORM_OF_DTYPE]
 
 
 def _rule_of(optimizer: OptimizerFactory) -> UpdateRule:
-    """Of the optimizer that will be made.
+    """The rule of the optimizer that will be made.
 
     Raises:
         TypeError: it is none of ours.
@@ -139,7 +139,7 @@ def _birth_of(
     weights: str | os.PathLike[str] | None,
     init: Callable[[nn.Module], object] | None,
 ) -> Birth | None:
-    """For a model on meta, with its weight files checked.
+    """The birth of a model that is on meta, with its weight files checked; None for a model that has values.
 
     Raises:
         ValueError: `weights` or `init` with a model that has values, or see `Birth`.
@@ -157,7 +157,7 @@ def _birth_of(
 
 
 def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
-    """Of a plain module whose parameters are all on one device; on meta, where it is to be.
+    """The type of the one device on which a plain module has all its parameters; on meta, where it is to be.
 
     Raises:
         ValueError: it is no such module.

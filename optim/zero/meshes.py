@@ -30,11 +30,11 @@ class MeshRoles:
     """The parts of a mesh by what happens over them. Dimensions have the names that torchtitan gives them."""
 
     data_parallel: DeviceMesh
-    """1-D, or 2-D (replicate, shard): what FSDP2 shards over."""
+    """The dimensions that FSDP2 shards over: 1-D, or 2-D (replicate, shard)."""
     tensor_parallel: DeviceMesh | None
     """1-D: what parameters may be DTensors over before FSDP2 shards them."""
     pipeline: DeviceMesh | None
-    """1-D: ranks of other stages, which have other parameters."""
+    """The ranks of other stages, which have other parameters, 1-D; None without a pipeline."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshRoles:
@@ -69,7 +69,7 @@ class MeshRoles:
 
     @property
     def num_data_parallel_ranks(self) -> int:
-        """Ranks that see different samples: replicate x shard."""
+        """Number of ranks that see different samples: replicate x shard."""
         return self.data_parallel.size()
 
     @property
@@ -133,7 +133,7 @@ def check_same_on_ranks(mesh: DeviceMesh, roles: MeshRoles, config: OffloadConfi
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of a section by full key."""
+    """The values of a section by full key."""
     for key, value in section.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

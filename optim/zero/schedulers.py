@@ -60,12 +60,12 @@ def warmup_factor(step: int, num_steps: int, kind: str) -> float:
 
 
 def linear_decay(num_warmup: int, num_total: int) -> Callable[[int], float]:
-    """From 1 at the end of the warm-up to 0 at step `num_total`."""
+    """Factor that falls in a line from 1 at the end of the warm-up to 0 at step `num_total`."""
     return lambda step: max(0.0, (num_total - step) / max(1, num_total - num_warmup))
 
 
 def cosine_decay(num_warmup: int, num_total: int, min_ratio: float) -> Callable[[int], float]:
-    """From the end of the warm-up along half a cosine to `min_ratio` at step ``num_total - 1``, where it stays."""
+    """Factor that falls along half a cosine after the warm-up, to `min_ratio` at step ``num_total - 1``, and stays."""
 
     def factor(step: int) -> float:
         progress = min(1.0, (step - num_warmup + 1) / max(1, num_total - num_warmup))

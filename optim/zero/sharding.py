@@ -131,7 +131,7 @@ def shard_with_precision(
 
 
 def _make_fp32(param: nn.Parameter) -> None:
-    """In place, so that tied weights stay tied."""
+    """Convert a module to fp32 in place, so that tied weights stay tied."""
     if isinstance(param, DTensor):  # whose data is another tensor's, which `.data` would not change
         wide = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
         swap_tensors(param, wide)  # type: ignore[no-untyped-call]
@@ -174,7 +174,7 @@ def shard_model(
 
 
 def _gather_in_own_dtypes(model: nn.Module, plan: PrecisionPlan) -> None:
-    """Where a module has parameters of its own of two precisions, gather each in its own, and reduce them alike."""
+    """Gather each parameter in its own precision where a module has some of two, and reduce them alike."""
     names = {param: name for name, param in model.named_parameters()}
     done: set[int] = set()
     for module in model.modules():
@@ -221,7 +221,7 @@ def _reduce_where_accumulation_asks(model: nn.Module, plan: PrecisionPlan) -> No
 
 
 class _Grouping:
-    """What is gathered together: lists of modules with their policy, inner ones first, the model last."""
+    """Lists of modules that are gathered together, with their policy: inner ones first, the model last."""
 
     def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], plan: PrecisionPlan) -> None:
         self.groups: list[tuple[list[nn.Module], MixedPrecisionPolicy]] = []
@@ -264,7 +264,7 @@ class _Grouping:
         return {self._policies[param] for param in module.parameters(recurse=False)}
 
     def _params(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """All that are not in a block inside."""
+        """All parameters of a module that are not in a block inside."""
         yield from module.parameters(recurse=False)
         for child in module.children():
             if child not in self._blocks:
@@ -295,6 +295,6 @@ def _can_be_gathered(module: nn.Module) -> bool:
 
 
 def _outermost(blocks: dict[nn.Module, None], model: nn.Module) -> list[nn.Module]:
-    """Without the model itself and without blocks inside blocks: FSDP2 would gather those twice as often."""
+    """The blocks without the model itself and without blocks inside blocks: FSDP2 would gather those twice as often."""
     inside = {inner for block in blocks for inner in block.modules() if inner is not block}
     return [block for block in blocks if block not in inside and block is not model]

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 Arm = Callable[[], float]
-"""Measures once; bytes per second."""
+"""A way of moving bytes: measures once and gives bytes per second."""
 
 RESAMPLES = 10_000
 SEED = 20
@@ -29,7 +29,7 @@ class Quad:
 
     @classmethod
     def measure(cls, ours: Arm, reference: Arm) -> Quad:
-        """Four runs, one after the other."""
+        """Measure a quad: four runs, one after the other."""
         return cls((ours(), reference(), reference(), ours()))
 
     @property
@@ -48,12 +48,12 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Median over the quads."""
+        """Median of the ratio over the quads."""
         return median(quad.ratio for quad in self.quads)
 
     @property
     def control(self) -> float:
-        """Median over the controls: 1 on a quiet machine."""
+        """Median of the ratio over the controls: 1 on a quiet machine."""
         return median(quad.ratio for quad in self.controls)
 
     @property
@@ -73,7 +73,7 @@ class Comparison:
         return quotients[round(0.025 * (RESAMPLES - 1))], quotients[round(0.975 * (RESAMPLES - 1))]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The comparison in plain types, for JSON."""
         return {
             "quads": [quad.rates for quad in self.quads],
             "controls": [quad.rates for quad in self.controls],

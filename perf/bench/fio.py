@@ -35,7 +35,7 @@ def find_fio() -> str:
 
 
 def version(fio: str) -> str:
-    """As fio says it."""
+    """Version of fio, as it says it."""
     return subprocess.run([fio, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -78,7 +78,7 @@ class Fio(AbstractContextManager["Fio"]):
         return bandwidth(json.loads(done.stdout))
 
     def command(self, rw: Rw, size_bytes: int) -> list[str]:
-        """What is run."""
+        """The command line that is run."""
         settings = self._settings
         offset_increment = self._share(settings.size) if settings.numjobs > 1 else 0
         options = {
@@ -101,7 +101,7 @@ class Fio(AbstractContextManager["Fio"]):
         return [self._fio, *(f"--{name}={value}" for name, value in options.items())]
 
     def _share(self, size_bytes: int) -> int:
-        """What one job gets, in whole blocks: direct I/O needs them. Rounded up, so that nothing stays unwritten."""
+        """Bytes that one job gets, in whole blocks, as direct I/O needs them; rounded up, so that all is written."""
         block = self._settings.bs
         return -(-size_bytes // (self._settings.numjobs * block)) * block
 

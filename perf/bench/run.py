@@ -33,7 +33,7 @@ TargetName = Literal["raw", "swapper", "step"]
 
 MAX_QUADS = 10_000
 LEAST_SHARE_OF_STEP = 0.90
-"""Of fio, for whole steps through the engine that ``auto`` tries first: a step also starts and ends."""
+"""Least share of fio for whole steps through the engine that ``auto`` tries first: a step also starts and ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ def run_bench(plan: Plan, progress: Progress) -> dict[str, Any]:
 
 
 def measure(target: Target, plan: Plan, rw: Rw, progress: Progress) -> list[Sample]:
-    """Passes until the time is used up."""
+    """Measure passes until the time is used up."""
     samples: list[Sample] = []
     target.run(rw, plan.pass_bytes)  # not counted: the first pass in a direction also warms up
     deadline = time.monotonic() + plan.runtime

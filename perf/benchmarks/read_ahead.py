@@ -30,13 +30,13 @@ class Waiting:
     uses: int
     wait_seconds: float
     wait_in_step_seconds: float
-    """Of that, in the updates. A state in memory is updated faster than some drives move a block in and out."""
+    """Seconds of waiting in updates. A state in memory is updated faster than some drives move a block in and out."""
     step_seconds: float
     """Time of one step, forward and backward included."""
 
     @property
     def wait_in_passes_seconds(self) -> float:
-        """Of the waiting, that of forward and backward."""
+        """Seconds of waiting in forward and backward."""
         return self.wait_seconds - self.wait_in_step_seconds
 
     @property
@@ -119,7 +119,7 @@ def _train(engine: OffloadEngine, batch: torch.Tensor, steps: int) -> float:
 
 
 def _share(part: float, whole: float) -> float | None:
-    """None where nothing was waited for, as where all blocks fit into the buffers."""
+    """Quotient of two times; None where nothing was waited for, as where all blocks fit into the buffers."""
     return part / whole if whole > 0 else None
 
 

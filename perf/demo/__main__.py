@@ -79,7 +79,7 @@ class Demo:
         self.console = console
 
     def run(self) -> bool:
-        """Everything; True where both runs ended with the same bits."""
+        """Do both runs; True where they ended with the same bits."""
         swap = Path(tempfile.mkdtemp(prefix="nvme-offload-demo-", dir=self.plan.swap_parent))
         try:
             steps, seconds = self.choose_steps(swap)
@@ -115,7 +115,7 @@ class Demo:
         return possible, max(plan.budget, possible * seconds) * OVERTIME
 
     def follow(self, name: str, settings: RunSettings) -> RunResult:
-        """One run in a child process, with its progress and all that it said on standard error."""
+        """Follow one run in a child process, with its progress and all that it said on standard error."""
         log = self.plan.out / f"{name.replace(' ', '-').lower()}.log"
         try:
             with meter(self.console, name, settings.stop_after) as show:
@@ -129,7 +129,7 @@ class Demo:
                 log.unlink()
 
     def conclude(self, nvme: RunResult, memory: RunResult) -> bool:
-        """Table, pictures, file and verdict."""
+        """Make table, pictures, file and verdict of both runs."""
         console, out = self.console, self.plan.out
         differing = report.differences(nvme, memory)
         console.print()

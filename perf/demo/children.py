@@ -48,7 +48,7 @@ def follow(settings: RunSettings, log: Path, on_step: Callable[[StepSample], Non
 
 
 def _end_of(code: int) -> str:
-    """In words; a killed process often ran out of memory."""
+    """How a child process ended, in words; a killed one often ran out of memory."""
     if code >= 0:
         return f"ended with code {code}"
     return f"was ended by signal {-code} ({signal.strsignal(-code)})"

@@ -31,7 +31,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product."""
+        """Multiply the input by the weight."""
         return F.linear(x, self.weight.to(x.dtype))
 
 
@@ -39,7 +39,7 @@ class Norm(nn.RMSNorm):
     """A norm whose arithmetic has the precision of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised input."""
+        """Normalise the input."""
         assert self.weight is not None
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype))
 

@@ -13,7 +13,7 @@ PLAIN_LINES = 10
 
 
 class PlainMeter:
-    """About ten lines a run."""
+    """A meter that prints about ten lines a run."""
 
     def __init__(self, console: Console, name: str, steps: int) -> None:
         self.console = console
@@ -35,7 +35,7 @@ class PlainMeter:
 
 
 class BarMeter:
-    """A bar that is redrawn in place."""
+    """A meter that redraws a bar in place."""
 
     def __init__(self, progress: Progress, name: str, steps: int) -> None:
         self.progress = progress

@@ -54,7 +54,7 @@ class StepSample:
     loss: float
     forward_backward_seconds: float
     optimizer_seconds: float
-    """In `optimizer.step()`, and waiting for writes of the step before if they still ran."""
+    """Seconds in `optimizer.step()`, and waiting for writes of the step before if they still ran."""
     total_norm: float
     began_ns: int
     returned_ns: int
@@ -62,11 +62,11 @@ class StepSample:
     spans: list[Span] = field(default_factory=list)
     """Every piece of the step, also the writes that ran behind it."""
     bytes_moved: int = 0
-    """Read and written by the pieces of the step."""
+    """Bytes that the pieces of the step read and wrote."""
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.forward_backward_seconds + self.optimizer_seconds
 
 
@@ -88,7 +88,7 @@ class RunResult:
     process_bytes: tuple[int, int] | None = None
     """Bytes read and written by the process from the second step on, as the kernel counts them."""
     counted_bytes: tuple[int, int] = (0, 0)
-    """The same, as the optimizer counts them."""
+    """Bytes read and written from the second step on, as the optimizer counts them."""
     stats: dict[str, Any] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     corpus: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class RunResult:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "RunResult":
-        """Undoes `dataclasses.asdict` and a trip through JSON."""
+        """Make a result of what `dataclasses.asdict` and a trip through JSON left of it."""
         data = data | {
             "samples": [StepSample(**sample) for sample in data["samples"]],
             "validation": {int(step): loss for step, loss in data["validation"].items()},

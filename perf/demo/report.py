@@ -36,7 +36,7 @@ def _mib(size: int | None) -> str:
 
 
 def _per_parameter(result: RunResult, which: int) -> str:
-    """By the kernel's count and by the optimizer's."""
+    """Bytes per parameter and step, by the kernel's count and by the optimizer's."""
     elements = result.num_parameters * len(result.measured)
     counts = (result.process_bytes, result.counted_bytes)
     return " / ".join(UNKNOWN if count is None else f"{count[which] / elements:.2f}" for count in counts)
@@ -79,7 +79,7 @@ def _cells(result: RunResult) -> dict[str, str]:
 
 
 def make_table(nvme: RunResult, memory: RunResult) -> Table:
-    """Both runs side by side."""
+    """The table with both runs side by side."""
     table = Table(title="The same training twice", title_justify="left", title_style="bold")
     table.add_column("", no_wrap=True)
     table.add_column("state on NVMe", justify="right")

@@ -19,7 +19,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """Length of all of them together."""
+    """Length of all spans together."""
     return sum(end - start for start, end in intervals)
 
 

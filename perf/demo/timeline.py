@@ -101,7 +101,7 @@ def draw_timeline(result: RunResult, path: Path) -> int:
 
 
 def _bare(axes: Axes) -> None:
-    """Only what carries meaning: a light grid of time, no frame."""
+    """Leave of the axes only what carries meaning: a light grid of time, no frame."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)

@@ -54,7 +54,7 @@ def batches(text: bytes, seed: int, device: str) -> Iterator[tuple[Tensor, Tenso
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, gains of norms do not."""
+    """Parameter groups of a model: its matrices decay, the gains of its norms do not."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
@@ -134,7 +134,7 @@ def moved_bytes(optimizer: OffloadAdamW) -> tuple[int, int]:
 
 
 def difference(later: tuple[int, int] | None, earlier: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Elementwise, or None where one of them is unknown."""
+    """Elementwise difference of two counts, or None where one of them is unknown."""
     return None if later is None or earlier is None else (later[0] - earlier[0], later[1] - earlier[1])
 
 
@@ -208,7 +208,7 @@ class Run:
         return settled_resident_bytes()
 
     def loop(self, optimizer: OffloadAdamW) -> None:
-        """All steps, with validation in between."""
+        """Take all steps, with validation in between."""
         settings, result = self.settings, self.result
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
         stream = batches(self.corpus.train, settings.seed, settings.compute_device)
@@ -242,7 +242,7 @@ class Run:
         return time.perf_counter() - started
 
     def step(self, optimizer: OffloadAdamW, stream: Iterator[tuple[Tensor, Tensor]]) -> StepSample:
-        """Forward, backward and update."""
+        """Take one step: forward, backward and update."""
         loss, seconds = forward_backward(self.model, stream, self.settings.compute_device)
         waited = self.complete_sample(optimizer)
         began = time.monotonic_ns()

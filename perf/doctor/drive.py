@@ -33,7 +33,7 @@ class Drive:
     max_sectors_kb: int | None
     max_hw_sectors_kb: int | None
     discard_bytes: int | None
-    """Largest discard; 0 where there is none."""
+    """Bytes of the largest discard; 0 where there is none."""
 
 
 def find_drive(device_number: int, mount: Mount | None) -> Drive | None:

@@ -30,19 +30,19 @@ class EngineProbe:
     """What came of opening engines, in the order of ``auto`` up to the first that works, and the configured one."""
 
     first: str | None
-    """What ``auto`` takes."""
+    """Name of the engine that ``auto`` takes; None if none works."""
     refusals: dict[str, str]
-    """Why not, by name, for those that cannot be opened."""
+    """Why an engine cannot be opened, by its name."""
 
     def chosen(self, config: OffloadConfig) -> str | None:
-        """What this configuration takes."""
+        """Name of the engine that this configuration takes; None if it cannot be opened."""
         if config.aio.engine == "auto":
             return self.first
         return None if config.aio.engine in self.refusals else config.aio.engine
 
 
 def engine_options(config: OffloadConfig, alignment: int) -> EngineOptions:
-    """As `NvmeTier` chooses them, for a few operations."""
+    """Options of an engine as `NvmeTier` chooses them, for a few operations."""
     aio = config.aio
     return EngineOptions(
         queue_depth=aio.queue_depth,
@@ -70,7 +70,7 @@ def probe_engines(config: OffloadConfig) -> EngineProbe:
 
 
 def check_engines(config: OffloadConfig, probe: EngineProbe) -> Iterator[Finding]:
-    """Kernel, io_uring, the choice, registered buffers."""
+    """Check kernel, io_uring, the choice of an engine, and registered buffers."""
     refusal = probe_errno(config.aio.queue_depth)
     yield check_kernel()
     yield check_io_uring(refusal)
@@ -83,7 +83,7 @@ def check_engines(config: OffloadConfig, probe: EngineProbe) -> Iterator[Finding
 
 
 def kernel_version(release: str | None = None) -> tuple[int, int]:
-    """(6, 18) of "6.18.44-generic"."""
+    """Version of the kernel as numbers: (6, 18) of "6.18.44-generic"."""
     match = re.match(r"(\d+)\.(\d+)", platform.release() if release is None else release)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
@@ -131,7 +131,7 @@ def _seccomp_mode() -> int | None:
 
 
 def _cause(code: int, sysctl: int | None, seccomp: int | None) -> tuple[str, str]:
-    """What refuses, and what to type."""
+    """What it is that refuses io_uring, and what to type."""
     if code in (errno.EPERM, errno.EACCES):
         if sysctl:
             whom = "everybody" if sysctl == 2 else "processes without CAP_SYS_ADMIN outside kernel.io_uring_group"

@@ -20,7 +20,7 @@ class Level(enum.StrEnum):
 
     OK = "ok"
     NOTE = "note"
-    """Works as it is; could be better, or is good to know."""
+    """The thing works as it is; it could be better, or is good to know."""
     WARNING = "warning"
     """NVMe offload works, but slower or less safely than it should."""
     ERROR = "error"
@@ -28,7 +28,7 @@ class Level(enum.StrEnum):
 
     @property
     def rank(self) -> int:
-        """0 for ok, 3 for error."""
+        """Rank of the level: 0 for ok, 3 for error."""
         return list(Level).index(self)
 
 
@@ -45,20 +45,20 @@ class Finding:
     level: Level
     found: str
     meaning: str = ""
-    """What follows from it; empty where nothing does."""
+    """What follows from the finding; empty where nothing does."""
     remedy: str = ""
-    """What to type or write."""
+    """What to type or write to remedy it."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """The same for programs: numbers in bytes, names as the kernel writes them."""
+    """What was found, for programs: numbers in bytes, names as the kernel writes them."""
 
 
 def ok(check: str, found: str, **values: Any) -> Finding:
-    """All is as it should be."""
+    """A finding that all is as it should be."""
     return Finding(check=check, level=Level.OK, found=found, values=values)
 
 
 def problem(level: Level, check: str, found: str, meaning: str, remedy: str = "", **values: Any) -> Finding:
-    """Something to know or to change; there is always a meaning."""
+    """A finding of something to know or to change; there is always a meaning."""
     return Finding(check=check, level=level, found=found, meaning=meaning, remedy=remedy, values=values)
 
 
@@ -76,20 +76,20 @@ class Report:
 
     groups: tuple[Group, ...]
     engine: str | None
-    """What would do the I/O; None if nothing can."""
+    """Name of the engine that would do the I/O; None if nothing can."""
 
     @property
     def level(self) -> Level:
-        """The most serious one found."""
+        """The most serious level found."""
         return max((finding.level for finding in self._findings()), key=lambda level: level.rank, default=Level.OK)
 
     @property
     def exit_status(self) -> int:
-        """0 all fine, 1 warnings, 2 an error."""
+        """Exit status of the command: 0 all fine, 1 warnings, 2 an error."""
         return _EXIT_STATUS[self.level]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report in plain types, for JSON."""
         head = {"exit_status": self.exit_status, "level": self.level, "engine": self.engine}
         return head | {"groups": [dataclasses.asdict(group) for group in self.groups]}
 

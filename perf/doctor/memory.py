@@ -101,7 +101,7 @@ def check_swap() -> Finding:
 
 
 def check_open_files() -> Finding:
-    """RLIMIT_NOFILE."""
+    """Whether RLIMIT_NOFILE allows as many open files as are needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
     found = (

@@ -120,7 +120,7 @@ def _is_remote(kind: str) -> bool:
 
 
 def check_file_system(fd: int, path: Path, mount: Mount | None) -> Finding:
-    """What it is, and whether space that it promises is really there later."""
+    """Check what file system it is, and whether space that it promises is really there later."""
     check = "file system"
     if mount is None:
         return problem(Level.NOTE, check, "unknown: it is not in /proc/self/mountinfo", "nothing is known about it")
@@ -195,7 +195,7 @@ def _is_nocow(fd: int) -> bool:
 
 
 def _check_io(fd: int, config: OffloadConfig, engine: str | None) -> Iterator[Finding]:
-    """Direct I/O, then a sample through the engine."""
+    """Check direct I/O, then a sample through the engine."""
     direct_fd, refusal = None, 0
     try:
         direct_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
@@ -228,7 +228,7 @@ def no_direct_io(code: int, config: OffloadConfig) -> Finding:
 
 
 def check_alignment(reported: tuple[int, int] | None, config: OffloadConfig) -> Finding:
-    """What statx says about addresses and offsets."""
+    """Check what statx says about the alignment of addresses and offsets."""
     values = {"policy": config.aio.direct, "memory": reported and reported[0], "offset": reported and reported[1]}
     if reported is None:
         return ok("direct I/O", f"works; the alignment is not reported, {MIN_ALIGNMENT} B is used", **values)
@@ -274,7 +274,7 @@ def check_sample(fd: int, config: OffloadConfig, engine: str, alignment: int, *,
 
 
 def check_space(fd: int) -> Finding:
-    """Room for swap files."""
+    """Check that there is room for swap files."""
     system = os.fstatvfs(fd)
     free, total = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
     values = {"free_bytes": free, "total_bytes": total, "free_inodes": system.f_favail, "inodes": system.f_files}

@@ -25,7 +25,7 @@ def check_software(config: OffloadConfig) -> Iterator[Finding]:
 
 
 def check_versions() -> Finding:
-    """This package, Python and the io_uring binding."""
+    """Check the versions of this package, of Python and of the io_uring binding."""
     values = {name: _version(name) for name in ("nvme-offload", "pyuring", "aiofiles")}
     values["python"] = platform.python_version()
     found = ", ".join(f"{name} {number or 'not installed'}" for name, number in values.items())

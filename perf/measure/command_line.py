@@ -16,7 +16,7 @@ from nvme_offload.perf.measure.knobs import KnobError
 
 HERE = [Path()]
 DEFAULT_SIZE: Any = format_bytes(GiB)
-"""Shown so in the help, parsed as if typed."""
+"""Default size of a measurement: shown in the help as it stands here, and parsed as if typed."""
 
 
 def to_bytes(text: str) -> int:

@@ -45,7 +45,7 @@ def storage(path: Path) -> dict[str, Any]:
 
 
 def describe(facts: dict[str, Any]) -> list[str]:
-    """The same in a few lines, for people."""
+    """Describe the facts of `environment` in a few lines, for people."""
     lines = [
         f"{facts['cpu']}, {facts['num_cpus']} processors, {format_bytes(facts['memory_bytes'])} of memory, "
         f"Linux {facts['kernel']}, Python {facts['python']}, torch {facts['torch']}"

@@ -11,7 +11,7 @@ from nvme_offload.perf.measure.settings import Settings
 
 LIMITS = {"bs": (4 * KiB, 1 << 30), "iodepth": (1, 4096), "numjobs": (1, 64)}
 MIN_BLOCKS = 64
-"""A region of fewer blocks says nothing about a drive."""
+"""Blocks of the smallest region: one of fewer says nothing about a drive."""
 
 
 class KnobError(ValueError):

@@ -18,7 +18,7 @@ class Progress:
         self._console = console
 
     def say(self, line: str) -> None:
-        """One line that stays."""
+        """Print one line that stays."""
         self._console.print(line, highlight=False, soft_wrap=True)
 
     @contextmanager

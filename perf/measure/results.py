@@ -18,7 +18,7 @@ _FLAT_LIST = re.compile(r"\[\s+([^][{}]*?)\s+\]")
 def page(
     title: str, facts: dict[str, Any], head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
 ) -> str:
-    """A table with the environment under it, in Markdown."""
+    """A Markdown page: a table with the environment under it."""
     lines = [f"# {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     lines += ["", *(f"- {note}" for note in (*notes, *describe(facts)))]
@@ -26,7 +26,7 @@ def page(
 
 
 def readable_json(document: dict[str, Any]) -> str:
-    """JSON, indented, but a list of numbers or words on one line."""
+    """A value as JSON, indented, but a list of numbers or words on one line."""
     text = json.dumps(document, indent=1)
     return _FLAT_LIST.sub(lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]", text) + "\n"
 

@@ -28,7 +28,7 @@ class Settings:
     bs: int
     iodepth: int
     numjobs: int
-    """Rings: fio's jobs, without a process for each."""
+    """Number of rings: fio's jobs, without a process for each."""
     ioengine: str
     direct: DirectPolicy
     device: str = "cpu"

@@ -1,4 +1,4 @@
-"""The same figures one and two floors up: through `TensorSwapper`, and through ``OffloadAdamW.step()``."""
+"""What is measured one and two floors above the engine: `TensorSwapper`, and ``OffloadAdamW.step()``."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class SwapperTarget(AbstractContextManager["SwapperTarget"]):
                 raise RuntimeError(f"{name} came back with other bits")
 
     def run(self, rw: Rw, size_bytes: int) -> Sample:
-        """Tensors in turn; ``mixed`` swaps each one in and out again."""
+        """Move tensors in turn; ``mixed`` swaps each one in and out again."""
         step = self._settings.transfer_bytes
         num_names = -(-size_bytes // step // (2 if rw == "mixed" else 1)) or 1
         transfers: list[Any] = []

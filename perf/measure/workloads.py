@@ -136,7 +136,7 @@ class _Slot:
 
     buffer: StagingBuffer
     part: tuple[int, int] = (0, 0)
-    """(start, size in bytes) in the extent."""
+    """The part of the extent that is moved: (start, size in bytes)."""
     operation: Operation | None = None
     op: Op = Op.READ
 
@@ -192,7 +192,7 @@ class RawTarget(AbstractContextManager["RawTarget"]):
                     raise RuntimeError(f"bytes {start} to {start + size_bytes} read back differ from those written")
 
     def run(self, rw: Rw, size_bytes: int) -> Sample:
-        """One pass; continues where the one before ended."""
+        """Make one pass, which continues where the one before ended."""
         directions = {"read": [Op.READ], "write": [Op.WRITE], "mixed": [Op.WRITE, Op.READ]}[rw]
         free, filled = deque(self._slots), deque[_Slot]()
         if rw == "mixed":  # half of the buffers hold what the step before left there: the first writes
@@ -249,7 +249,7 @@ class RawTarget(AbstractContextManager["RawTarget"]):
 
 
 def open_bench_engine(name: str, options: EngineOptions) -> OpenedEngine:
-    """As `aio_native.open_engine`; ``null`` is the C++ ring with no-ops for requests where that was built."""
+    """Open an engine by name; ``null`` is the C++ ring with no-ops for requests where that was built."""
     if name != "null":
         return open_engine(name, options)
     from nvme_offload.aio_native.null import NullEngine

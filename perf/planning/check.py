@@ -42,7 +42,7 @@ WANTED_BYTES, WANTED_TIME = 0.02, 0.20
 
 @dataclass(frozen=True)
 class Configuration:
-    """One of those that are run: how deep and wide, and what is on NVMe."""
+    """A configuration that is run: how deep and wide the model is, and what is on NVMe."""
 
     name: str
     layers: int
@@ -53,9 +53,9 @@ class Configuration:
     """Staging buffers of the gradient tier; 0: gradients are in memory."""
     accumulation: int = 1
     tokens: int = 1
-    """Of one micro-batch: with one, the drive takes most of a step; with several, computing does."""
+    """Tokens of one micro-batch: with one, the drive takes most of a step; with several, computing does."""
     buffers: int = 4
-    """Of the optimizer's state."""
+    """Staging buffers of the optimizer's state."""
     host_budget: str | None = None
 
     def section(self, path: Path, *, in_memory: bool = False) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Rates:
 
     @classmethod
     def median_of(cls, several: list[Rates]) -> Rates:
-        """Of each."""
+        """The median of several measurements, rate by rate."""
         return cls(**{name: median(getattr(rates, name) for rates in several) for name in asdict(several[0])})
 
 
@@ -133,20 +133,20 @@ class Outcome:
 
     @property
     def bytes_ratio(self) -> float:
-        """Predicted over measured."""
+        """Ratio of the bytes predicted to those measured."""
         return self.predicted_bytes / self.measured_bytes
 
     @property
     def time_ratio(self) -> float:
-        """Predicted over the median measured."""
+        """Ratio of the seconds predicted to the median of those measured."""
         return self.predicted_seconds / median(self.measured_seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON."""
+        """The outcome in plain types, for JSON."""
         return {**asdict(self), "bytes_ratio": self.bytes_ratio, "time_ratio": self.time_ratio}
 
     def cells(self) -> list[str]:
-        """A row of the table."""
+        """The outcome as a row of the table."""
         sizes = (f"{size / 1e9:.3f}" for size in (self.predicted_bytes, self.measured_bytes))
         seconds = (f"{time:.2f}" for time in (self.predicted_seconds, median(self.measured_seconds)))
         return [self.configuration.name, *sizes, f"{self.bytes_ratio:.3f}", *seconds, f"{self.time_ratio:.2f}"]
@@ -187,7 +187,7 @@ def _engine(configuration: Configuration, section: dict[str, Any]) -> OffloadEng
 
 
 def _steps(engine: OffloadEngine, configuration: Configuration, count: int) -> list[float]:
-    """Seconds of each step."""
+    """Take `count` steps and give the seconds of each."""
     seconds = []
     batch = torch.randn(configuration.tokens, configuration.width)
     for _ in range(count):
@@ -209,7 +209,7 @@ def _bytes(engine: OffloadEngine) -> int:
 
 
 def _rates(path: Path, configuration: Configuration) -> Rates:
-    """Of the drive through the engine alone, and of the same model with everything in memory."""
+    """Measure the drive through the engine alone, and the same model with everything in memory."""
     aio = AioConfig()
     settings = Settings(
         paths=(path,),

@@ -36,7 +36,7 @@ class Drives:
         mixed: float | None = None,
         terabytes_written: float | None = None,
     ) -> Drives:
-        """Of a data sheet. Without a mixed rate: that of a drive which shares its time between both directions."""
+        """Drives as a data sheet has them. Without a mixed rate: that of drives that share time between directions."""
         _check_above_zero({"--read-bw": read, "--write-bw": write, "--mixed-bw": mixed, "--tbw": terabytes_written})
         shared = 2 / (1 / read + 1 / write) if mixed is None else mixed
         endurance = None if terabytes_written is None else terabytes_written * TB
@@ -44,7 +44,7 @@ class Drives:
 
     @classmethod
     def of_bench(cls, file: Path, terabytes_written: float | None = None) -> Drives:
-        """Of what ``offload bench`` measured, printed with ``--json`` or saved, in all three directions.
+        """Drives as ``offload bench`` measured them, printed with ``--json`` or saved, in all three directions.
 
         Raises:
             MachineError: it is not such a file, a direction is missing, or it was not the drives that were measured.
@@ -71,17 +71,17 @@ class Drives:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Nodes that are all alike."""
+    """What a training runs on: nodes that are all alike."""
 
     ranks: int
-    """Data-parallel ranks over which the model is sharded."""
+    """Number of data-parallel ranks over which the model is sharded."""
     ranks_per_node: int
     host_memory: int
-    """Bytes of one node."""
+    """Bytes of host memory of one node."""
     device_memory: int | None
     """Bytes of one rank's accelerator; None: ranks compute on the CPU, and the device's share is host memory."""
     drives: Drives | None
-    """Of one node; None: their rates are not known."""
+    """All drives of one node; None: their rates are not known."""
     capacity: int | None
     """Free bytes of one node's drives; None is not known."""
     flops: float | None
@@ -125,7 +125,7 @@ def _rate(summary: dict[str, float]) -> float:
 
 
 def _check_above_zero(options: dict[str, float | None]) -> None:
-    """Of what is given; nan is not above zero either."""
+    """Raise MachineError for an option that is given and not above zero and finite; nan is neither."""
     for name, value in options.items():
         if value is not None and not 0 < value < inf:
             raise MachineError(f"{name} {value}: must be more than 0, and finite")

@@ -35,7 +35,7 @@ from nvme_offload.perf.planning.traffic import StepTraffic, Traffic, of_gradient
 SECONDS_PER_DAY = 86_400
 
 MAX_SUBGROUPS = 4096
-"""More of them are planned in larger pieces: a plan of ten terabytes is no better for being made of 100,000."""
+"""Most subgroups of a plan; beyond, they are larger. A plan of ten terabytes is no better for being made of 100,000."""
 
 MAX_LAYERS = 2048
 """No deeper model is looked for: of small layers, terabytes hold millions."""
@@ -47,9 +47,9 @@ class Job:
 
     shape: ModelShape
     config: OffloadConfig
-    """With a host budget in bytes or none: "auto" is the machine's to decide, see `Machine.host_budget`."""
+    """The section. Its host budget is in bytes or none; "auto" is for the machine to decide: `Machine.host_budget`."""
     tokens: int
-    """Of one micro-batch on one rank."""
+    """Tokens of one micro-batch on one rank."""
     checkpointing: bool
     """Whether each layer's activations are computed again in backward."""
     baseline_bytes: int
@@ -57,7 +57,7 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """Forwards and backwards in a step."""
+        """Number of forwards and backwards in a step."""
         return self.config.gradient_accumulation_steps or 1
 
 
@@ -68,15 +68,15 @@ class Prediction:
     job: Job
     machine: Machine
     tiers: TierPlan
-    """Of everything one rank holds; units of memory that comes and goes are at their peak."""
+    """Where everything is that one rank holds; units of memory that comes and goes are at their peak."""
     traffic: dict[str, StepTraffic]
-    """By kind, of one rank and step."""
+    """Bytes that one rank moves in a step, by kind."""
     time: StepTime | None
-    """None where the machine's rates are not known."""
+    """Time that a step takes; None where the machine's rates are not known."""
 
     @property
     def total_traffic(self) -> Traffic:
-        """Of all kinds."""
+        """Bytes of all kinds that one rank moves in a step."""
         return sum((moved.total for moved in self.traffic.values()), Traffic())
 
     @property
@@ -98,14 +98,14 @@ class Prediction:
 
     @property
     def days_of_life(self) -> float | None:
-        """Until the drives' endurance is used up; None where it is not known, or nothing is written."""
+        """Days until the drives' endurance is used up; None where it is not known, or nothing is written."""
         drives, per_day = self.machine.drives, self.written_per_day
         if drives is None or drives.endurance is None or not per_day:
             return None
         return drives.endurance / per_day
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON."""
+        """The prediction in plain types, for JSON."""
         kinds = dict.fromkeys(unit.kind for unit in self.tiers.units)
         return {
             "model": {
@@ -136,15 +136,15 @@ class _StatePlan:
     subgroups: list[Subgroup]
     tiers: TierPlan
     buffer_bytes: int
-    """Of one staging buffer."""
+    """Bytes of one staging buffer."""
 
     @property
     def on_nvme(self) -> list[int]:
-        """Bytes of the extents of state there, in order."""
+        """Bytes of each extent of state that is on NVMe, in order."""
         return [unit.size_bytes for unit in self.tiers.units_on("nvme", STATE)]
 
     def blocks_on_nvme(self, kind: str) -> dict[int, Unit]:
-        """Blocks that are there, by the number of their group."""
+        """Blocks of a kind that are on NVMe, by the number of their group."""
         pairs = zip(self.tiers.units, self.tiers.tiers, strict=True)
         tiers = [(unit, tier) for unit, tier in pairs if unit.kind == kind]
         return {number: unit for number, (unit, tier) in enumerate(tiers) if tier == "nvme"}
@@ -207,7 +207,7 @@ def _has_blocks(config: OffloadConfig) -> bool:
 
 
 def _budgets(machine: Machine) -> dict[Tier, int]:
-    """Of one rank."""
+    """Bytes that one rank may have on each tier."""
     budgets: dict[Tier, int] = {"host": machine.host_memory // machine.ranks_per_node}
     if machine.device_memory is not None:
         budgets["device"] = machine.device_memory
@@ -217,7 +217,7 @@ def _budgets(machine: Machine) -> dict[Tier, int]:
 
 
 def _tier_plan(job: Job, machine: Machine, state: _StatePlan) -> TierPlan:
-    """Of everything: what is decided already, each unit on its tier."""
+    """The plan of everything one rank holds: what is decided already, each unit on its tier."""
     residents = Residents(
         job.shape,
         job.config,
@@ -233,7 +233,7 @@ def _tier_plan(job: Job, machine: Machine, state: _StatePlan) -> TierPlan:
 
 
 def _state_plan(job: Job, machine: Machine) -> _StatePlan:
-    """As the optimizer itself would decide."""
+    """Plan the optimizer's state as the optimizer itself would."""
     config, section = job.config, job.config.zero_optimization.offload_optimizer
     rule = rule_of(config.optimizer)
     placement = StatePlacement(config, rule)
@@ -291,7 +291,7 @@ def _cut(shards: list[ParamToPlace], max_bytes: int, max_numel: int, itemsize: i
 
 
 def _traffic(job: Job, machine: Machine, state: _StatePlan) -> dict[str, StepTraffic]:
-    """Bytes of one rank in one step, of the kinds that are on NVMe."""
+    """Bytes that one rank moves in one step, of the kinds that are on NVMe."""
     config = job.config
     zero = config.zero_optimization
     visits = _without_repetitions([subgroup.block for subgroup in state.subgroups])

@@ -11,9 +11,9 @@ from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.perf.planning.shape import ModelShape
 
 LOGITS_BYTES = 16
-"""Of one logit at the end of forward: itself in 16 bits and in fp32, its log-softmax, the gradients of two of these."""
+"""Bytes of a logit when forward ends: itself in 16 bits and fp32, its log-softmax, the gradients of two of these."""
 LAYER_BYTES = 34
-"""Of one element of a layer's hidden state that a layer without recomputation keeps for backward, in 16 bits, with an
+"""Bytes that a layer without recomputation keeps for backward per element of its hidden state, in 16 bits, with an
 attention that does not keep its scores: Korthikanti et al., arXiv:2205.05198, section 4.1."""
 
 
@@ -38,7 +38,7 @@ class Residents:
     on_device: bool
 
     def units(self) -> Iterator[Unit]:
-        """What is where; memory that comes and goes at its peak."""
+        """The units of memory of one rank; what comes and goes is at its peak."""
         precision = precision_of(self.config)
         params, grads = self.config.zero_optimization.offload_param, self.config.offload_gradients
         device: Tier = "device" if self.on_device else "host"

@@ -22,7 +22,7 @@ class ModelShape:
 
     name: str
     layers: tuple[tuple[int, ...], ...]
-    """Of each repeated layer, the elements of each of its parameters."""
+    """Elements of each parameter of each repeated layer."""
     rest: tuple[int, ...]
     """Elements of each parameter outside the layers: embedding, head, last norm. Tied ones count once."""
     hidden_size: int
@@ -31,38 +31,38 @@ class ModelShape:
 
     @property
     def numel(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters of the whole model."""
         return self.rest_numel + sum(self.layer_numels)
 
     @property
     def rest_numel(self) -> int:
-        """Parameters outside the layers."""
+        """Number of parameters outside the layers."""
         return sum(self.rest)
 
     @cached_property
     def layer_numels(self) -> tuple[int, ...]:
-        """Parameters of each repeated layer."""
+        """Number of parameters of each repeated layer."""
         return tuple(sum(layer) for layer in self.layers)
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """What is gathered at once, in the order of the forward: the rest comes first, if there is any."""
+        """Parameters that are gathered at once, in the order of the forward: the rest comes first, if there is any."""
         return ((self.rest,) if self.rest else ()) + self.layers
 
     @property
     def num_layers(self) -> int:
-        """Repeated layers."""
+        """Number of repeated layers."""
         return len(self.layers)
 
     def with_layers(self, num_layers: int) -> ModelShape:
-        """The same model, deeper or flatter; all layers are as large as the largest."""
+        """A model of this shape with another number of layers; all are as large as the largest."""
         return replace(self, layers=(max(self.layers, key=sum),) * num_layers)
 
     @classmethod
     def of_numbers(
         cls, num_params: int, num_layers: int, hidden_size: int | None = None, vocab_size: int = 0
     ) -> ModelShape:
-        """Of a transformer of which little is known.
+        """The shape of a transformer of which little is known.
 
         Args:
             num_params: of the whole model.
@@ -91,7 +91,7 @@ class ModelShape:
 
     @classmethod
     def of_config_file(cls, path: Path) -> ModelShape:
-        """Of a Hugging Face configuration, by building the model without data (on the meta device).
+        """The shape in a Hugging Face configuration, found by building the model without data (on the meta device).
 
         Args:
             path: a ``config.json``, or the folder that holds it.
@@ -117,7 +117,7 @@ class ModelShape:
 
     @classmethod
     def of_module(cls, model: torch.nn.Module, *, name: str, config: Any) -> ModelShape:
-        """Of a module (on any device, also meta) with a configuration that has ``hidden_size`` and ``vocab_size``.
+        """The shape of a module, on any device, whose configuration has ``hidden_size`` and ``vocab_size``.
 
         Raises:
             ShapeError: the module has no repeated layers.
@@ -128,7 +128,7 @@ class ModelShape:
 
     @classmethod
     def of_layers(cls, model: torch.nn.Module, name: str, hidden_size: int) -> ModelShape:
-        """Of a module (on any device) with repeated layers of this width and no vocabulary.
+        """The shape of a module (on any device) with repeated layers of this width and no vocabulary.
 
         Raises:
             ShapeError: the module has no repeated layers.

@@ -18,7 +18,7 @@ class PhaseTime:
 
     @property
     def seconds(self) -> float:
-        """Of the phase."""
+        """Seconds of the phase: the larger of both, which run at the same time."""
         return max(self.compute, self.nvme)
 
 
@@ -30,11 +30,11 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return sum(phase.seconds for phase in self.phases.values())
 
     def limit_of(self, phase: Phase) -> str:
-        """What a phase waits for."""
+        """Name of what a phase waits for."""
         time = self.phases[phase]
         if time.nvme > time.compute:
             return "NVMe"
@@ -50,7 +50,7 @@ class StepTime:
         return max(seconds, key=lambda name: seconds[name])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON."""
+        """The times in plain types, for JSON."""
         phases = {
             name: {"seconds": time.seconds, "compute": time.compute, "nvme": time.nvme, "limit": self.limit_of(name)}
             for name, time in self.phases.items()
@@ -82,6 +82,6 @@ def time_of(
 
 
 def seconds_of(drives: Drives, moved: Traffic) -> float:
-    """As much in both directions as goes at the mixed rate, the rest alone."""
+    """Seconds that drives need: as much in both directions as goes moves at the mixed rate, the rest alone."""
     both = min(moved.read, moved.written)
     return 2 * both / drives.mixed + (moved.read - both) / drives.read + (moved.written - both) / drives.write

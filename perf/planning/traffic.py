@@ -26,14 +26,14 @@ Phase = Literal["forward", "backward", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
 
 WARM_UP_STEPS = 2
-"""Until the order is known in both directions of the update."""
+"""Steps until the order is known in both directions of the update."""
 COUNTED_STEPS = 2
-"""One in each direction."""
+"""Steps that are counted, one in each direction of the update."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes."""
+    """Bytes read and written; sums and multiples of them are of the same kind."""
 
     read: float = 0
     written: float = 0
@@ -47,13 +47,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Bytes of an average step."""
+    """Bytes that an average step moves, by phase."""
 
     phases: dict[Phase, Traffic] = field(default_factory=dict)
 
     @property
     def total(self) -> Traffic:
-        """Of all phases."""
+        """Bytes that all phases move together."""
         return sum(self.phases.values(), Traffic())
 
 
@@ -127,7 +127,7 @@ class _Rehearsal:
 
     def __init__(self, kind: str, sizes: Sequence[int], num_buffers: int) -> None:
         self.phase: Phase = "forward"
-        """To which transfers are counted that begin now."""
+        """The phase that transfers are counted to which begin now."""
         self.on_last_use: Callable[[int], None] = lambda number: None
         """Called with each block when an update needs it for the last time."""
         self._read: dict[Phase, int] = dict.fromkeys(PHASES, 0)
@@ -139,7 +139,7 @@ class _Rehearsal:
                 pass
 
     def use(self, number: int, *, change: bool = False, load: bool = True) -> None:
-        """As forward and backward do."""
+        """Use a block as forward and backward do."""
         block = self.cache.blocks[number]
         self.cache.order.note(number)
         with self.cache.holding(block, change=change, load=load):

@@ -43,11 +43,11 @@ MOST_DEPTH = 256
 NUM_FINALISTS = 4
 LEAST_NOISE = 0.02
 TRIALS_PLANNED = 45
-"""About as many as a search makes; divides the time among them."""
+"""Number of trials that a search makes, about; divides the time among them."""
 SEARCH_SHARE = 0.6
-"""Of the time, before the finals."""
+"""Share of the time that is spent before the finals."""
 CLOSE = 0.9
-"""A candidate below this share of the best score is no finalist."""
+"""Least share of the best score with which a candidate is a finalist."""
 SEED = 7
 
 
@@ -183,7 +183,7 @@ class Tuner:
         )
 
     def candidates(self) -> Iterator[Setting]:
-        """From coarse to fine; each part looks at the scores of those before."""
+        """Give settings to try, from coarse to fine; each part looks at the scores of those before."""
         engine = self.reference.engine
         grid = [
             Setting(engine=engine, block_size=block, queue_depth=depth)
@@ -206,7 +206,7 @@ class Tuner:
 
 
 def run_tune(search: Search, progress: Progress) -> dict[str, Any]:
-    """Search and choose; returns all of it as one document."""
+    """Search and choose; gives all of it as one document."""
     if not 0 < search.seconds < math.inf:  # nan neither
         raise KnobError("seconds", f"{search.seconds} is no time to search in; 30 or more tells something")
     _check_output(search.output)
