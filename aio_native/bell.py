@@ -11,7 +11,10 @@ from nvme_offload.aio_native.engine import Operation
 
 
 class Bell:
-    """Rings when any of the operations it was hung on is done. For one waiting thread."""
+    """Rings when any of the operations it was hung on is done, or when somebody rings it.
+
+    One thread, or one event loop, waits for it. Engine threads ring it without running Python.
+    """
 
     def __init__(self) -> None:
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -19,19 +22,39 @@ class Bell:
         self._poll.register(self._eventfd, select.POLLIN)
         self._finalizer = weakref.finalize(self, os.close, self._eventfd)
 
-    def hang_on(self, operation: Operation) -> None:
+    def fileno(self) -> int:
+        """The descriptor that can be read once it has rung, for an event loop."""
+        return self._eventfd
+
+    def hang_on(self, operation: Operation) -> bool:
         """Ring when `operation` is done; at once if it already is.
 
-        Where no descriptor is left for that (EMFILE), nothing rings: who waits looks again after its timeout.
+        Returns:
+            False where no descriptor is left for that (EMFILE): nothing will ring, and who waits must look again.
         """
         with suppress(OSError, RuntimeError):
             operation.add_waker(self._eventfd)
+            return True
+        return False
 
-    def wait(self, timeout: float) -> None:
-        """Wait until the bell rings or `timeout` seconds have passed; what rang before counts. Signals are handled."""
-        if self._poll.poll(timeout * 1000):
+    def ring(self) -> None:
+        """Wake who waits. From any thread."""
+        with suppress(BlockingIOError):  # its counter is full: it has been rung
+            os.eventfd_write(self._eventfd, 1)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the bell rings or `timeout` seconds have passed; what rang before counts. Signals are handled.
+
+        Returns:
+            Whether it rang.
+        """
+        if not self._poll.poll(None if timeout is None else timeout * 1000):
+            return False
+        with suppress(BlockingIOError):  # another wake-up took the count
             os.eventfd_read(self._eventfd)
+            return True
+        return False
 
     def close(self) -> None:
-        """Close the descriptor; operations hold their own."""
+        """Close the descriptor; operations hold their own. Idempotent."""
         self._finalizer()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
 from collections.abc import Iterable
 
+from nvme_offload.aio_native.bell import Bell
 from nvme_offload.aio_native.injection import Completion
 from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.requests import Request
@@ -20,24 +18,19 @@ class NullEngine(PythonEngine):
     def _open(self) -> None:
         self._completed: list[Completion] = []
         # Not a SimpleQueue: its get() waits for ever when a short timeout ends while it begins (seen in Python 3.11).
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self._bell, select.POLLIN)
+        self._bell = Bell()
 
     def _start(self, request: Request) -> None:
         self._completed.append((request, request.asked_bytes))
 
     def _reap(self, timeout: float | None) -> Iterable[Completion]:
         if not self._completed:
-            self._poll.poll(None if timeout is None else timeout * 1000)
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+            self._bell.wait(timeout)
         completed, self._completed = self._completed, []
         return completed
 
     def _ring_bell(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # its counter is full: it has been rung
-            os.eventfd_write(self._bell, 1)
+        self._bell.ring()
 
     def _shut(self) -> None:
-        os.close(self._bell)
+        self._bell.close()

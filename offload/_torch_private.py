@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
@@ -44,6 +45,7 @@ __all__ = [
     "state_dict_hooks",
     "storage_info",
     "storage_place",
+    "store_of_all_ranks",
     "tree_flatten",
     "tree_unflatten",
     "version_of",
@@ -100,6 +102,15 @@ def foreach_of(op: Any) -> Any:
     ``aten._foreach_zero_``: what ``Optimizer.zero_grad(set_to_none=False)`` calls for all gradients at once.
     """
     return torch.ops.aten.zero_.default if op is torch.ops.aten._foreach_zero_.default else None
+
+
+def store_of_all_ranks() -> Store:
+    """The store through which the ranks of the default process group found each other.
+
+    ``distributed_c10d._get_default_store``: the only channel between ranks that is no collective, and that exists
+    whichever way the process group was made.
+    """
+    return _get_default_store()
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

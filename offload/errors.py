@@ -15,6 +15,7 @@ mean what they mean elsewhere::
         ClosedError        after it was closed
         ForkError          in a process other than the one that made it
         StateError         in a state that does not allow the operation
+        PeerError          another rank failed, and this one cannot go on without it: which, where and of what
         CorruptionError    what was read back is not what was written
         CheckpointError    a checkpoint cannot be loaded: which file, and why; nothing has changed
     UserWarning
@@ -189,6 +190,17 @@ class StateError(OffloadError):
 
     def __str__(self) -> str:
         return f"{self.name}: expected {self.expected}, actual {self.actual}"
+
+
+class PeerError(OffloadError):
+    """Another rank failed, and this one was in a collective with it."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(said)
+        self.said = said
+
+    def __str__(self) -> str:
+        return f"{self.said}; this rank cannot go on without it: end all ranks and resume from a checkpoint"
 
 
 class CorruptionError(OffloadError):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
+from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
 from nvme_offload.optim.groups import check_group
 from nvme_offload.optim.interrupt import DeferredInterrupt
@@ -19,7 +20,6 @@ from nvme_offload.optim.kernels import KernelPool, make_segment
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule, rounded
 from nvme_offload.optim.state.masters import section_view, state_views
-from nvme_offload.optim.state.pipeline import Memory
 from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore

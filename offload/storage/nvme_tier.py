@@ -124,6 +124,9 @@ class NvmeTier:
         """Give an extent back. Its bytes may be handed out again at once."""
         self.space.free(extent)
 
+    def memory(self, extent: Extent) -> None:
+        """None: the bytes of an extent are reached through a staging buffer."""
+
     def path_of(self, extent: Extent) -> Path:
         """The file in which an extent begins."""
         return self.space.path_of(extent.stripes[0].fd)

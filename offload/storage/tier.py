@@ -10,14 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from nvme_offload.aio_native import EngineStats, Op
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.transfer import Transfer
 
 
+class Memory(Protocol):
+    """Bytes that can be worked on: a staging buffer, or an extent that is memory itself."""
+
+    def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
+        """1D tensor [numel] over the bytes from `byte_offset`."""
+
+
 class Tier(Protocol):
-    """A place with capacity and bandwidth: `offload.storage.nvme_tier`, and the paper one of ``offload plan``."""
+    """A place with capacity and bandwidth: `nvme_tier`, `host_tier`, and the paper one of ``offload plan``."""
 
     @property
     def name(self) -> str:
@@ -36,6 +45,9 @@ class Tier(Protocol):
 
     def free(self, extent: Extent) -> None:
         """Give an extent back. Its bytes may be handed out again at once: no transfer may be using it."""
+
+    def memory(self, extent: Extent) -> Memory | None:
+        """The bytes of an extent themselves, where the tier is memory; None where a staging buffer is needed."""
 
     def path_of(self, extent: Extent) -> Path:
         """The file in which an extent begins, for messages."""

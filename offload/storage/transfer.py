@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar, Generic, TypeVar
 
 from nvme_offload.aio_native import Failure, Operation
+from nvme_offload.aio_native.bell import Bell
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Transfer(Generic[T]):
 
 
 class _LoopWaker:
-    """Wakes tasks of one event loop: one eventfd that any number of operations write when they are done.
+    """Wakes tasks of one event loop: one bell that any number of operations ring when they are done.
 
     Engine threads never run Python for this, so a busy interpreter cannot slow the I/O down.
     """
@@ -67,10 +67,8 @@ class _LoopWaker:
     _wakers: ClassVar[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopWaker]] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Bell()
         self._waiting: dict[asyncio.Future[None], Operation] = {}
-        self.close = weakref.finalize(self, os.close, self._eventfd)
-        """Closes the eventfd, also when nobody calls it."""
 
     @classmethod
     def of_running_loop(cls) -> _LoopWaker:
@@ -79,7 +77,7 @@ class _LoopWaker:
         if waker is None:
             cls._end_of_closed_loops()
             waker = cls()
-            loop.add_reader(waker._eventfd, waker._wake)
+            loop.add_reader(waker._bell.fileno(), waker._wake)
             cls._wakers[loop] = waker  # only what the loop took: epoll may have no room, and some loops no readers
         return waker
 
@@ -87,22 +85,21 @@ class _LoopWaker:
     def _end_of_closed_loops(cls) -> None:
         """Close the wakers of loops that were closed midway: what waited there refers to them and keeps them."""
         for loop in [known for known in list(cls._wakers) if known.is_closed()]:
-            cls._wakers.pop(loop).close()
+            cls._wakers.pop(loop)._bell.close()
 
     async def wait_for(self, operation: Operation) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[future] = operation
         try:
-            operation.add_waker(self._eventfd)
-            await future
+            if self._bell.hang_on(operation):
+                await future
+            else:  # no descriptor is left
+                await asyncio.to_thread(operation.wait)
         finally:
             self._waiting.pop(future, None)
 
     def _wake(self) -> None:
-        try:
-            os.eventfd_read(self._eventfd)
-        except BlockingIOError:  # another wake-up took the count
-            return
+        self._bell.wait(0)
         for future, operation in list(self._waiting.items()):
             if operation.done() and not future.done():
                 future.set_result(None)

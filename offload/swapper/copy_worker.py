@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from nvme_offload.aio_native.bell import Bell
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.offload.swapper.staged_copy import CopyStreams, StagedCopy
@@ -28,7 +27,7 @@ class _Flight(NamedTuple):
 class CopyWorker:
     """Runs staged copies of one direction in a thread of its own.
 
-    The thread sleeps on one eventfd, the bell. It is rung by the engine for every completed operation, by whoever
+    The thread sleeps until its bell rings. It is rung by the engine for every completed operation, by whoever
     submits a copy, and by the partner, the worker of the other direction, whenever that gives a buffer back. The
     thread only ever *tries* to acquire a buffer, so completed reads are always copied out and their buffers freed.
 
@@ -41,8 +40,7 @@ class CopyWorker:
 
     def __init__(self, name: str, pool: BufferPool) -> None:
         self._pool = pool
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
-        self._close_bell = weakref.finalize(self, os.close, self._bell)
+        self._bell = Bell()
         self._calls: deque[Callable[[], None]] = deque()
         self._streams = CopyStreams()
         self._small: deque[StagedCopy] = deque()
@@ -80,7 +78,7 @@ class CopyWorker:
 
     def ring(self) -> None:
         """Have the thread look around. From any thread."""
-        os.eventfd_write(self._bell, 1)
+        self._bell.ring()
 
     def stop(self) -> None:
         """End the thread when all is done."""
@@ -91,7 +89,7 @@ class CopyWorker:
 
     def free(self) -> None:
         """Close the bell, once the engine that rings it is closed too. Idempotent."""
-        self._close_bell()
+        self._bell.close()
 
     def _main(self) -> None:
         # A caller's tensor may be an inference tensor, which can only be written in this mode; others do not mind.
@@ -102,7 +100,7 @@ class CopyWorker:
                 started = self._start_one()
                 finished = self._finish_one()
                 if not (called or started or finished):
-                    os.eventfd_read(self._bell)
+                    self._bell.wait()
 
     def _call_one(self) -> bool:
         if not self._calls:
@@ -145,11 +143,9 @@ class CopyWorker:
         self._flights.append(_Flight(copy, index, buffer, transfer))
         copy.num_started += 1
         copy.num_in_flight += 1
-        try:
-            transfer.operation.add_waker(self._bell)
-        except (OSError, RuntimeError):  # no descriptor left (EMFILE): wait here, and ring ourselves
+        if not self._bell.hang_on(transfer.operation):  # wait here, and ring ourselves
             transfer.operation.wait()
-            os.eventfd_write(self._bell, 1)
+            self._bell.ring()
 
     def _finish_one(self) -> bool:
         """Take in a piece whose I/O is done; False if there is none."""

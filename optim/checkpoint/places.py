@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 
 from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.layout.flat import flat_view
 from nvme_offload.optim.layout.master import BLOCK_NUMEL
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.entries import read_run, write_run
-from nvme_offload.optim.state.pipeline import Memory
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 
 MAX_CHUNK_NUMEL = 16 * 2**20

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,15 @@ def objects_bytes(training: Training, client_state: Mapping[str, Any] | None) ->
     return _saved(objects)
 
 
+@contextmanager
+def _reading_state(folder: Path) -> Iterator[None]:
+    """What Python itself stumbles over in a damaged `STATE` becomes a CheckpointError."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(folder / STATE, f"is not the state of a run: {error!r}") from error
+
+
 def check_same_optimizer(folder: Path, training: Training) -> None:
     """Look whether the checkpoint is of an optimizer of this kind: others may have states of the same names.
 
@@ -106,10 +116,8 @@ def check_same_optimizer(folder: Path, training: Training) -> None:
         CheckpointError: the file that says so cannot be read.
         ValueError: it is of another one.
     """
-    try:
+    with _reading_state(folder):
         saved = json.loads((folder / STATE).read_bytes()).get("optimizer", _FIRST_OPTIMIZER)
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(folder / STATE, f"is not the state of a run: {error!r}") from error
     if saved != (own := training.optimizer.rule.name):
         raise ValueError(f"the checkpoint is of a run with {saved}, this run has {own}; nothing was changed")
 
@@ -121,7 +129,7 @@ def read_state(folder: Path, training: Training, contents: Contents) -> RunState
         CheckpointError: a file cannot be read without running code, or is of another version.
         ValueError: it does not fit this training.
     """
-    try:
+    with _reading_state(folder):
         state = json.loads((folder / STATE).read_bytes())
         if state["format"] != FORMAT:
             raise CheckpointError(folder / STATE, f"has format {state['format']}; this version reads {FORMAT}")
@@ -129,8 +137,6 @@ def read_state(folder: Path, training: Training, contents: Contents) -> RunState
         loss_scale, kind, global_steps = state["loss_scale"], state["lr_scheduler"], int(state["global_steps"])
         if global_steps < 0:
             raise CheckpointError(folder / STATE, f"has global_steps = {global_steps}, which must be 0 or more")
-    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(folder / STATE, f"is not the state of a run: {error!r}") from error
     try:
         objects = torch.load(folder / OBJECTS, map_location="cpu", weights_only=True)
         client_state, schedule = dict(objects["client_state"]), objects["lr_scheduler"]

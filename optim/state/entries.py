@@ -10,12 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor, sharded_like
 from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.layout.flat import flat_view, unflatten
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.masters import read_master, section_view, write_master
-from nvme_offload.optim.state.pipeline import Memory, holding
+from nvme_offload.optim.state.pipeline import holding
 from nvme_offload.optim.state.progress import UnfinishedStep
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.tiers.gatherers import drop_gathered
@@ -117,7 +118,7 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
         with holding(body.pipeline, slot, change=True, load=not _sets_everything(slot, entries)) as memory:
             # What fails in here is undone on NVMe, where the drive has the state as it was. A master is also in the
             # parameter, and the two only agree again when both are written.
-            if masters or slot.extent is None:
+            if masters or slot.is_resident:
                 body.unfinished = broken
             for run in slot.subgroup.runs:
                 for name, values in entries.get(run.param, {}).items():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import BLOCK_NUMEL, MasterForm
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
-from nvme_offload.optim.state.pipeline import Memory
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamTable
 

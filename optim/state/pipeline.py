@@ -16,15 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Protocol
 
 import torch
 
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool
-from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.staging.slot import FAILURES, Staging
-from nvme_offload.offload.storage.tier import Tier
+from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.stats import Meter, Span, SpanKind
 
@@ -33,13 +31,6 @@ KIND = "optimizer state"
 
 
 _SPAN_OF: dict[Residency, SpanKind] = {Residency.READING: "read", Residency.WRITING: "write"}
-
-
-class Memory(Protocol):
-    """Where a subgroup's state can be worked on: a staging buffer, or host memory of its own."""
-
-    def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
-        """1D tensor over the bytes from `byte_offset`."""
 
 
 class StepPipeline:
@@ -106,8 +97,8 @@ class StepPipeline:
             self._write_again()
         self._settle_finished()
         self._read_ahead(window, load)
-        if slot.extent is None:
-            return self._in_host_memory(slot)
+        if (memory := slot.memory) is not None:
+            return self._in_host_memory(slot, memory)
         with self._meter.waiting():
             while slot.buffer is None or slot.transfer is not None:
                 if any(other.transfer for other in self.residents):
@@ -130,7 +121,7 @@ class StepPipeline:
 
     def will_change(self, slot: SlotRecord) -> None:
         """Say that the acquired memory is about to differ from the tier."""
-        if slot.extent is not None:
+        if not slot.is_resident:
             slot.become(Residency.DIRTY)
 
     def release(self, slot: SlotRecord) -> None:
@@ -180,16 +171,14 @@ class StepPipeline:
 
     def _window(self, order: Sequence[SlotRecord], position: int) -> list[SlotRecord]:
         """The next subgroups on NVMe, as many as there are staging buffers."""
-        on_tier = (order[i] for i in range(position, len(order)) if order[i].extent is not None)
+        on_tier = (order[i] for i in range(position, len(order)) if not order[i].is_resident)
         return list(islice(on_tier, self.pool.num_buffers if self.pool else 0))
 
-    def _in_host_memory(self, slot: SlotRecord) -> Memory:
-        if slot.region is None or slot.residency is Residency.UNBORN:
-            region = HostRegion(slot.subgroup.size_bytes)
-            self._give_birth(slot, region)
-            slot.region = region
+    def _in_host_memory(self, slot: SlotRecord, memory: Memory) -> Memory:
+        if slot.residency is Residency.UNBORN:
+            self._give_birth(slot, memory)
             slot.become(Residency.HOST)
-        return slot.region
+        return memory
 
     def _read_ahead(self, window: Sequence[SlotRecord], load: bool = True) -> None:
         for slot in window:

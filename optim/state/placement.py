@@ -112,7 +112,7 @@ class StatePlacement:
             choice = ("host", "nvme")
         units = list(blocks)
         units += [Unit(f"{STAGING} of {KIND}", STAGING, staging_bytes, tiers=("host",))] if staging_bytes else []
-        units += [_unit(slot.subgroup, page, ("nvme",) if slot.extent else ("host",)) for slot in placed]
+        units += [_unit(slot.subgroup, page, ("host",) if slot.is_resident else ("nvme",)) for slot in placed]
         # Without a byte of state, as that of plain SGD over fp32 parameters, there is nothing to put on a drive.
         units += [_unit(subgroup, page, choice if subgroup.size_bytes else ("host",)) for subgroup in new]
         plan = plan_tiers(units, {} if self.host_budget is None else {"host": self.host_budget})

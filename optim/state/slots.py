@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.staging.slot import Residency, Slot
+from nvme_offload.offload.storage.extent import Extent
+from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.optim.layout.subgroup import Subgroup
 
 __all__ = ["Residency", "SlotRecord"]
 
 
 class SlotRecord(Slot):
-    """A slot with the state of a subgroup. Without an extent the state lives in host memory of its own."""
+    """A slot with the state of a subgroup, and the tier that it is on."""
 
     def __init__(self, subgroup: Subgroup) -> None:
         super().__init__(subgroup.index, f"optimizer state of subgroup {subgroup.index}", subgroup.size_bytes)
         self.subgroup = subgroup
-        self.region: HostRegion | None = None
-        """Without an extent: the memory itself, once born."""
+        self.tier: Tier | None = None
+
+    def place(self, tier: Tier, extent: Extent) -> None:
+        """Say where it is, once."""
+        # No call in between: a signal handler sees both or neither.
+        self.tier = tier
+        self.extent = extent
+
+    @property
+    def memory(self) -> Memory | None:
+        """The state itself, where its tier is memory."""
+        return self.tier.memory(self.extent) if self.tier is not None and self.extent is not None else None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it is in host memory for good, and visits no staging buffer."""
+        return self.memory is not None

@@ -11,7 +11,9 @@ import torch
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.storage.host_tier import HostTier
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.offload.storage.tier_plan import TierPlan, Unit, plan_tiers
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, state_itemsize
@@ -47,6 +49,7 @@ class StateStore(StateBody):
     def __init__(self, config: OffloadConfig, meter: Meter, rule: UpdateRule, owner: str) -> None:
         self.config = config
         self._placement = StatePlacement(config, rule)
+        self.host = HostTier()
         self.tier: NvmeTier | None = None
         self.pool: BufferPool | None = None
         self.mirror: DeviceMirror | None = None
@@ -149,19 +152,21 @@ class StateStore(StateBody):
         if subgroups:
             self._fit_mirror(subgroups)
         # Last, because it is what would have to be given back.
-        if self.tier is not None:
-            extents = self.tier.reserve([slot.size_bytes for slot in moving])
-            for slot, extent in zip(moving, extents, strict=True):
-                slot.extent = extent
+        self._reserve(self.tier, moving)
+        self._reserve(self.host, [slot for slot in slots if slot not in moving])
         return plan
+
+    def _reserve(self, tier: Tier | None, slots: Sequence[SlotRecord]) -> None:
+        if tier is not None:
+            for slot, extent in zip(slots, tier.reserve([slot.size_bytes for slot in slots]), strict=True):
+                slot.place(tier, extent)
 
     def _give_up(self, slots: Sequence[SlotRecord]) -> None:
         """Undo `_place` and `_write_lower_halves`, as far as they came."""
         self.pipeline.forget(slots)
         for slot in slots:
-            if slot.extent is not None:
-                assert self.tier is not None
-                self.tier.free(slot.extent)
+            if slot.tier is not None and slot.extent is not None:
+                slot.tier.free(slot.extent)
 
     @property
     def staging_bytes(self) -> int:
@@ -172,7 +177,7 @@ class StateStore(StateBody):
     @property
     def host_state_bytes(self) -> int:
         """State that lives in host memory for good."""
-        return sum(slot.subgroup.size_bytes for slot in self.slots if slot.extent is None)
+        return sum(slot.subgroup.size_bytes for slot in self.slots if slot.is_resident)
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files. Idempotent; no-op in a forked child."""
@@ -184,6 +189,7 @@ class StateStore(StateBody):
         self.blocks.close()
         if self.tier is not None:
             self.tier.close()
+        self.host.close()
         if self.pool is not None:
             self.pool.close()
         self.pipeline.close()

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nvme_offload.offload._torch_private import drop_unsharded_grads
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
+from nvme_offload.offload.errors import CorruptionError, PeerError, StateError, SwapIOError
 from nvme_offload.offload.units import parse_bytes
 from nvme_offload.optim.checkpoint import save_load as checkpoint
 from nvme_offload.optim.checkpoint.export import export_safetensors
@@ -25,6 +25,7 @@ from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.zero.meshes import MeshRoles
+from nvme_offload.optim.zero.peers import Peers
 from nvme_offload.optim.zero.sharding import reset_pass
 
 
@@ -79,6 +80,7 @@ class OffloadEngine:
         self._way_on = ""
         """What is left to do after a pass that could not be given up, in words."""
         self._stages = roles.pipeline_group
+        self._peers = Peers(mesh.mesh.flatten().tolist())
         self._scaler = _loss_scaler(config) if precision_plan.loss_scaling else None
         self._set_sync()
 
@@ -88,10 +90,12 @@ class OffloadEngine:
         Raises:
             RuntimeError: called in an autocast context that the section does not know of.
             SwapIOError, CorruptionError: parameters on a tier could not be read. On one rank the gradients of this
-                step are dropped, and it can be done again from its first micro-batch; of several, end all.
+                step are dropped, and it can be done again from its first micro-batch; of several, end all. The others
+                log it, with rank, place and cause.
+            PeerError: this happened on another rank, and a collective with it failed.
             StateError: this happened before, and could not be undone.
         """
-        with self._giving_up_the_step():
+        with self._giving_up_the_step("forward"):
             return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> OffloadEngine:
@@ -143,7 +147,7 @@ class OffloadEngine:
                 f"{self.gradient_accumulation_steps} micro-batches: call engine.step() after every engine.backward()"
             )
         # Somebody's autocast context around this call is none of backward's.
-        with self._giving_up_the_step(), torch.autocast(self.mesh.device_type, enabled=False):
+        with self._giving_up_the_step("backward"), torch.autocast(self.mesh.device_type, enabled=False):
             torch.autograd.backward(loss.float() * (self.loss_scale / self.gradient_accumulation_steps))
         self.micro_steps += 1
         self._set_sync()
@@ -184,7 +188,10 @@ class OffloadEngine:
         taken = self._outcome()
         if taken is None and self._counts_before is None:
             self._check_trained()
-        self._end_step(self._update() if taken is None else taken)
+        if taken is None:
+            with self._peers.named():
+                taken = self._update()
+        self._end_step(taken)
 
     def _check_trained(self) -> None:
         """Look whether the optimizer has every parameter that asks for a gradient."""
@@ -208,6 +215,8 @@ class OffloadEngine:
                 return True
             return self.optimizer.try_step(self._scaler.loss_scale if self._scaler else None)
         except BaseException as error:
+            if isinstance(error, SwapIOError | CorruptionError):
+                self._peers.tell("step", error, goes_on=True)
             if (taken := self._outcome()) is not None:
                 what = "done" if taken else "skipped"
                 error.add_note(f"The update of this step is {what}; engine.step() does what else belongs to the step.")
@@ -361,6 +370,7 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Free the optimizer's memory and files. Idempotent. The process group stays, for others may use it."""
+        self._peers.close()
         self.optimizer.close()
 
     def __enter__(self) -> OffloadEngine:
@@ -370,20 +380,25 @@ class OffloadEngine:
         self.close()
 
     @contextmanager
-    def _giving_up_the_step(self) -> Iterator[None]:
+    def _giving_up_the_step(self, where: str) -> Iterator[None]:
         """Leave FSDP2 and the gradients as before the step, after an I/O error inside forward or backward.
 
-        Where that cannot be, no other pass begins.
+        Where that cannot be, no other pass begins, and the other ranks are told.
         """
         if self._way_on:
             raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
         try:
-            yield
+            with self._peers.named():
+                yield
+        except PeerError:
+            self._way_on = "Another rank failed: end them all and resume from a checkpoint."
+            raise
         except (SwapIOError, CorruptionError) as error:
             if self.mesh.size() > 1:
                 self._way_on = (
                     "Other ranks wait for this one in a collective: end them all and resume from a checkpoint."
                 )
+                self._peers.tell(where, error, goes_on=False)
             elif not reset_pass(self.module):
                 self._way_on = "FSDP2 of this torch cannot leave a pass halfway: make a new engine, load a checkpoint."
             else:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from nvme_offload.aio_native import EngineStats, Op
-from nvme_offload.aio_native.operation import PythonOperation
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.extent import Extent, Stripe
+from nvme_offload.offload.storage.host_tier import NO_FILE, done_at_once, stats_of
 from nvme_offload.offload.storage.transfer import Transfer
 
 Phase = Literal["forward", "backward", "update"]
@@ -188,9 +188,11 @@ class _PaperTier:
     def reserve(self, sizes: Sequence[int]) -> list[Extent]:
         first, self._num_extents = self._num_extents, self._num_extents + len(sizes)
         numbers = range(first, self._num_extents)
-        return [Extent(size, (Stripe(-1, number, size),)) for number, size in zip(numbers, sizes, strict=True)]
+        return [Extent(size, (Stripe(NO_FILE, number, size),)) for number, size in zip(numbers, sizes, strict=True)]
 
     def free(self, extent: Extent) -> None: ...
+
+    def memory(self, extent: Extent) -> None: ...
 
     def path_of(self, extent: Extent) -> Path:
         return Path(self.name)
@@ -216,22 +218,11 @@ class _PaperTier:
         return self._bytes_by_kind[op, kind]
 
     def stats(self) -> EngineStats:
-        moved = {op: sum(count for (its_op, _), count in self._bytes_by_kind.items() if its_op is op) for op in Op}
-        return EngineStats(
-            requests=0,
-            retries=0,
-            bytes_read=moved[Op.READ],
-            bytes_written=moved[Op.WRITE],
-            depth_ns=0,
-            busy_ns=0,
-            cpu_ns=0,
-        )
+        return stats_of(self._bytes_by_kind)
 
     def close(self) -> None: ...
 
     def _move(self, op: Op, extent: Extent, buffer: StagingBuffer, kind: str) -> Transfer[StagingBuffer]:
         self._count(op, extent.stripes[0].offset)
         self._bytes_by_kind[op, kind] += extent.size_bytes
-        operation = PythonOperation(op, ())
-        operation.complete(None)
-        return Transfer(operation, lambda failure: OSError(failure.errno, "on paper"), buffer)
+        return done_at_once(op, buffer)

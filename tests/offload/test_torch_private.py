@@ -33,6 +33,7 @@ from nvme_offload.offload._torch_private import (
     state_dict_hooks,
     storage_info,
     storage_place,
+    store_of_all_ranks,
     tree_flatten,
     tree_unflatten,
     version_of,
@@ -259,6 +260,16 @@ def test_fsdp2_gathers_what_was_installed():
 def test_local_tensor_of_a_plain_tensor_is_itself():
     tensor = torch.ones(2)
     assert local_tensor(tensor) is tensor
+
+
+def leave_a_word(rank, world_size):
+    store = store_of_all_ranks()
+    store.set(f"word of {rank}", "hello")
+    return store.get(f"word of {1 - rank}")
+
+
+def test_store_of_all_ranks():
+    assert run_ranks(leave_a_word, 2) == [b"hello", b"hello"]
 
 
 def test_not_compiled():

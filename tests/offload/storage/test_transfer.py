@@ -151,6 +151,20 @@ def test_a_loop_that_refused_to_watch_is_asked_again(monkeypatch):
     assert asyncio.run(main()) == "result"
 
 
+def test_awaiting_works_where_no_descriptor_is_left(monkeypatch):
+    operation, transfer = make()
+
+    def refuse(fd):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def main():
+        monkeypatch.setattr(os, "dup", refuse)
+        later(operation.complete, None)
+        return await asyncio.wait_for(transfer, PATIENCE)
+
+    assert asyncio.run(main()) == "result"
+
+
 def test_loops_in_several_threads():
     pairs = [make() for _ in range(4)]
     results = []

@@ -7,6 +7,7 @@ import pytest
 from nvme_offload.perf.benchmarks.read_ahead import main, measure
 
 
+@pytest.mark.quiet
 def test_it_reports_both_ways(alone, tmp_path, capsys):
     main([str(tmp_path), "--layers", "3", "--width", "16", "--tokens", "4", "--steps", "2", "--buffer-count", "2"])
     report = json.loads(capsys.readouterr().out)

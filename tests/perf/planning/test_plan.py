@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from nvme_offload import initialize
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.cli import app, load
 from nvme_offload.perf.planning import check
@@ -104,15 +105,7 @@ def test_bytes_of_a_step_are_predicted_within_2_percent(case, tmp_path, alone):
     config["zero_optimization"]["stage"] = stage
     config["zero_optimization"]["offload_optimizer"]["staging_budget"] = budget
     shape = llama()
-    with torch.device("meta"):
-        model = LlamaForCausalLM(shape)
-    job = Job(
-        shape=ModelShape.of_module(model, name="llama", config=shape),
-        config=OffloadConfig.from_dict(config),
-        tokens=TOKENS,
-        checkpointing=False,
-        baseline_bytes=0,
-    )
+    job = job_of(shape, config)
     predicted, actual = predict(job, MACHINE).traffic, measured(config, shape)
     assert predicted.keys() == {kind for _, kind in actual}
     for kind, moved in predicted.items():
@@ -301,3 +294,33 @@ def test_the_libraries_are_weighed_from_any_folder(tmp_path, monkeypatch):
     (tmp_path / "optim.py").write_text("raise AssertionError('a user\\'s own module was imported')")
     monkeypatch.chdir(tmp_path)
     assert baseline_bytes.__wrapped__() > 100 * MiB
+
+
+def job_of(shape, config):
+    return Job(
+        shape=ModelShape.of_module(llama_on_meta(shape), name="llama", config=shape),
+        config=OffloadConfig.from_dict(config),
+        tokens=TOKENS,
+        checkpointing=False,
+        baseline_bytes=0,
+    )
+
+
+def llama_on_meta(shape):
+    with torch.device("meta"):
+        return LlamaForCausalLM(shape)
+
+
+@pytest.mark.parametrize(("name", "itemsize"), [("AdamW", 10), ("Adam", 10), ("Lion", 6), ("Adagrad", 6), ("SGD", 2)])
+def test_it_asks_the_rule_of_the_section(tmp_path, name, itemsize):
+    params = {"adam_w_mode": False} if name == "Adam" else {}
+    job = job_of(llama(), section(tmp_path, optimizer={"type": name, "params": params}))
+    written = predict(job, MACHINE).traffic["optimizer state"].total.written
+    assert written == pytest.approx(itemsize * job.shape.numel, rel=0.01)
+
+
+def test_a_matrix_that_its_rule_needs_whole_and_no_staging_buffer_holds_is_named(tmp_path):
+    config = section(tmp_path, optimizer={"type": "Muon"})
+    config["zero_optimization"]["offload_optimizer"]["staging_budget"] = "3MiB"
+    with pytest.raises(ConfigError, match=r"Muon needs matrices whole.* parameter of \d+ elements"):
+        predict(job_of(llama(vocab_size=10_000), config), MACHINE)

@@ -1,0 +1,75 @@
+"""The one thing that rings when an operation is done."""
+
+import errno
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from nvme_offload.aio_native import Op, Segment
+from nvme_offload.aio_native.bell import Bell
+from nvme_offload.aio_native.operation import PythonOperation
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 30.0
+
+
+@pytest.fixture
+def bell():
+    with_descriptor = Bell()
+    yield with_descriptor
+    with_descriptor.close()
+
+
+def operation():
+    return PythonOperation(Op.READ, [Segment(-1, 0, 0, 4096)])
+
+
+def test_it_rings_for_whichever_is_done_first(bell):
+    operations = [operation() for _ in range(3)]
+    assert all(map(bell.hang_on, operations))
+    assert bell.wait(0) is False
+    operations[1].complete(None)
+    assert bell.wait(PATIENCE) is True
+    assert bell.wait(0) is False, "one wait takes all that rang"
+
+
+def test_it_rings_at_once_for_what_is_done(bell):
+    done = operation()
+    done.complete(None)
+    assert bell.hang_on(done)
+    assert bell.wait(0)
+
+
+def test_a_thread_without_a_timeout_is_rung_up(bell):
+    waiting = threading.Thread(target=bell.wait)
+    waiting.start()
+    bell.ring()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
+
+
+def test_without_a_descriptor_it_says_that_it_will_not_ring(bell, monkeypatch):
+    def refuse(fd):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "dup", refuse)
+    assert bell.hang_on(operation()) is False
+
+
+def test_closed_twice():
+    bell = Bell()
+    number = bell.fileno()
+    bell.close()
+    bell.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
+def test_nobody_else_makes_one():
+    """But for pyuring's, which the ring itself reads: that one has to block."""
+    sources = [path for part in ("aio_native", "offload", "optim", "perf") for path in (ROOT / part).rglob("*.py")]
+    makers = {path.name for path in sources if re.search(r"\bos\.eventfd\(", path.read_text())}
+    assert makers == {"bell.py", "pyuring.py"}
