@@ -8,7 +8,7 @@ cannot be started.
 from collections.abc import Sequence
 from typing import Final
 
-BLOCK_NUMEL: Final[int]
+TILE_NUMEL: Final[int]
 
 class ThreadPool:
     def __init__(self, num_threads: int) -> None: ...

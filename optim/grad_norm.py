@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.optim.kernels import KernelPool, ordered_sum
-from nvme_offload.optim.layout.master import BLOCK_NUMEL
+from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
 
 _Sharding = tuple[DeviceMesh, tuple[bool, ...]]
@@ -27,7 +27,7 @@ def total_norm(
 ) -> float:
     """2-norm of all gradients together, as stored (before any unscaling), over all ranks.
 
-    The sum of squares of every block of 65536 elements is an fp64 sum in a fixed order, the blocks are added in the
+    The sum of squares of every tile of 65536 elements is an fp64 sum in a fixed order, the tiles are added in the
     order of the parameters, and the ranks' sums in the order of ranks. The result depends on the gradients and on how
     they are sharded alone: not on threads, instruction sets or tiers. It is the same number on every rank. Ranks that
     hold copies of a shard (hybrid sharding, or what tensor parallelism leaves whole) count once; what is not finite in
@@ -46,7 +46,7 @@ def total_norm(
     """
     by_sharding: dict[_Sharding | None, list[torch.Tensor]] = {}
     for index, grad in grads.items():
-        by_sharding.setdefault(_sharding_of(leaves[index]), []).append(_block_sums(grad, pool))
+        by_sharding.setdefault(_sharding_of(leaves[index]), []).append(_tile_sums(grad, pool))
     total = start = math.inf if found_inf else 0.0
     for sharding, sums in by_sharding.items():
         own = start + ordered_sum(torch.cat(sums))
@@ -101,10 +101,10 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
-def _block_sums(grad: torch.Tensor, pool: KernelPool) -> torch.Tensor:
+def _tile_sums(grad: torch.Tensor, pool: KernelPool) -> torch.Tensor:
     if isinstance(grad, PartitionStandIn):
-        return grad.block_sums
+        return grad.tile_sums
     if grad.device.type == "cpu" or grad.numel() == 0:
-        return pool.block_sq_sums(grad)
-    blocks = [grad[start : start + BLOCK_NUMEL] for start in range(0, grad.numel(), BLOCK_NUMEL)]
+        return pool.tile_sq_sums(grad)
+    blocks = [grad[start : start + TILE_NUMEL] for start in range(0, grad.numel(), TILE_NUMEL)]
     return torch.stack([block.double().square().sum() for block in blocks]).cpu()

@@ -1,7 +1,7 @@
 """The door to the native kernels: tensors in, checks, and nothing else.
 
 All kernels are exact: every ISA, any number of threads and the twins in `optim.rules` give the same bits, whatever
-``torch.set_flush_denormal`` says. They run without the GIL over blocks of ``BLOCK_NUMEL`` elements.
+``torch.set_flush_denormal`` says. They run without the GIL over tiles of ``TILE_NUMEL`` elements.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 import nvme_offload.optim._kernels as _kernels
 from nvme_offload.optim._kernels import Segment
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, num_blocks
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, num_tiles
 from nvme_offload.optim.rules.rule import UpdateRule
 
 __all__ = [
@@ -80,7 +80,7 @@ def make_segment(
         grad: fp32, bf16 or fp16 [numel]; None leaves everything as it is.
         master: uint16 [numel] beside bf16, fp32 [numel] beside fp16, None for an fp32 parameter.
         states: fp32 [numel] each, those of the rule in its order.
-        checksums: int64 [num_blocks(numel)] from `KernelPool.block_checksums` of the parameter; the update keeps
+        checksums: int64 [num_tiles(numel)] from `KernelPool.tile_checksums` of the parameter; the update keeps
             them current. None: changes by others are not looked for.
         rule: one with a native kernel.
         scalars: of this step, as the rule gives them.
@@ -108,7 +108,7 @@ def make_segment(
         grad=0 if grad is None else _address("grad", grad, grad.dtype, numel),
         master=0 if master is None else _address("master", master, master_dtype, numel),
         states=[_address(state.name, tensor, torch.float32, numel) for state, tensor in named],
-        checksums=0 if checksums is None else _address("checksums", checksums, torch.int64, num_blocks(numel)),
+        checksums=0 if checksums is None else _address("checksums", checksums, torch.int64, num_tiles(numel)),
         numel=numel,
         form=form,
         grad_dtype=GradDtype.FP32 if grad is None else GradDtype.of(grad),
@@ -175,11 +175,11 @@ class KernelPool:
     def update(self, segments: Sequence[Segment]) -> list[int]:
         """Update parameters, masters and states in place: one step for every segment with a gradient.
 
-        A block whose parameter no longer matches its checksum was changed by somebody else: before the update its
+        A tile whose parameter no longer matches its checksum was changed by somebody else: before the update its
         master is made from the parameter as found.
 
         Returns:
-            The number of such blocks, per segment.
+            The number of such tiles, per segment.
 
         Raises:
             ValueError: for a segment that cannot be right (null or unaligned address, unknown rule, form or dtype).
@@ -249,35 +249,35 @@ class KernelPool:
         _kernels.fp32_to_fp16(self._threads, self._isa, address, dst.data_ptr(), src.numel())
         return dst
 
-    def block_checksums(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Checksum the bits of every block; one changed 32-bit word always shows.
+    def tile_checksums(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Checksum the bits of every tile; one changed 32-bit word always shows.
 
         Args:
             tensor: any dtype, any shape.
-            out: int64 [num_blocks] to write to.
+            out: int64 [num_tiles] to write to.
 
         Returns:
-            int64 [num_blocks]; 64 hash bits each (torch.uint64 lacks most operations).
+            int64 [num_tiles]; 64 hash bits each (torch.uint64 lacks most operations).
 
         Raises:
             ValueError: if a tensor is not contiguous on the CPU, or ``out`` does not fit.
         """
         numel = tensor.numel()
         address = _address("tensor", tensor, tensor.dtype, numel)
-        sums = torch.empty(num_blocks(numel), dtype=torch.int64) if out is None else out
-        sums_address = _address("out", sums, torch.int64, num_blocks(numel))
+        sums = torch.empty(num_tiles(numel), dtype=torch.int64) if out is None else out
+        sums_address = _address("out", sums, torch.int64, num_tiles(numel))
         _kernels.checksum(self._threads, self._isa, address, tensor.element_size(), numel, sums_address)
         return sums
 
-    def block_sq_sums(self, grad: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum the squares of every block in fp64; `ordered_sum` adds the blocks up.
+    def tile_sq_sums(self, grad: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum the squares of every tile in fp64; `ordered_sum` adds the tiles up.
 
         Args:
             grad: fp32, bf16 or fp16, any shape.
-            out: fp64 [num_blocks] to write to.
+            out: fp64 [num_tiles] to write to.
 
         Returns:
-            fp64 [num_blocks].
+            fp64 [num_tiles].
 
         Raises:
             ValueError: for another dtype, a tensor not contiguous on the CPU, or an ``out`` that misfits.
@@ -285,8 +285,8 @@ class KernelPool:
         numel = grad.numel()
         grad_dtype = GradDtype.of(grad)
         address = _address("grad", grad, grad.dtype, numel)
-        sums = torch.empty(num_blocks(numel), dtype=torch.float64) if out is None else out
-        sums_address = _address("out", sums, torch.float64, num_blocks(numel))
+        sums = torch.empty(num_tiles(numel), dtype=torch.float64) if out is None else out
+        sums_address = _address("out", sums, torch.float64, num_tiles(numel))
         _kernels.grad_sq_sums(self._threads, self._isa, address, grad_dtype, numel, sums_address)
         return sums
 

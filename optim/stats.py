@@ -57,7 +57,7 @@ class OptimizerStats:
     clip_coef: float
     """What clipping multiplied the latest gradients by."""
     resplit_blocks: int
-    """Blocks of 65536 elements whose parameter was changed by someone else between steps."""
+    """Tiles of 65536 elements whose parameter was changed by someone else between steps."""
     param_uses: int = 0
     """Times a block of the parameter tier was needed: gathers, updates, accesses from outside."""
     param_reads: int = 0

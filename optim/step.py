@@ -245,7 +245,7 @@ class Stepper:
         store.blocks.end_step(subgroups)
         store.unfinished = None
         store.blocks.advance()  # last: whatever stops it, the step is done
-        self._report_changed(step.changed_blocks)
+        self._report_changed(step.changed_tiles)
 
     def _update(self, position: int, step: UnfinishedStep, inputs: StepInputs) -> None:
         """Read, update and write one subgroup; reads of those that follow and writes of those before go on."""
@@ -259,17 +259,17 @@ class Stepper:
             step.updating = True
             store.pipeline.will_change(slot)
             with self._meter.computing("compute", slot.subgroup.index), record_function("nvme_offload: update"):
-                step.changed_blocks += update_subgroup(slot, memory, inputs, store)
+                step.changed_tiles += update_subgroup(slot, memory, inputs, store)
             step.done = position + 1
             step.updating = False
             with record_function("nvme_offload: write"):
                 store.pipeline.release(slot)
 
-    def _report_changed(self, changed_blocks: int) -> None:
-        self._meter.resplit_blocks += changed_blocks
-        if changed_blocks:
+    def _report_changed(self, changed_tiles: int) -> None:
+        self._meter.resplit_blocks += changed_tiles
+        if changed_tiles:
             warn_user(
-                f"{changed_blocks} blocks of 65536 elements were changed between steps by something other than this "
+                f"{changed_tiles} tiles of 65536 elements were changed between steps by something other than this "
                 "optimizer: their master weights now start from the changed 16-bit values (the moments are kept)"
             )
 
@@ -278,7 +278,7 @@ def update_subgroup(slot: SlotRecord, memory: Memory, inputs: StepInputs, store:
     """Update the state in `memory` and the parameters it belongs to.
 
     Returns:
-        Blocks of 65536 elements that somebody else had changed since the last update.
+        Tiles of 65536 elements that somebody else had changed since the last update.
     """
     subgroup, table, mirror = slot.subgroup, store.table, store.mirror
     copies = mirror.take(subgroup) if mirror else None
@@ -294,12 +294,12 @@ def update_subgroup(slot: SlotRecord, memory: Memory, inputs: StepInputs, store:
         master, states = section_view(subgroup, memory, "master", run), state_views(subgroup, memory, run)
         scalars = inputs.scalars[run.param]
         work[run.param] = RunTensors(param, grad, master, states, record.checksums_of(run), scalars)
-    changed_blocks = _run_rule(subgroup.rule, work, inputs.whole, store)
+    changed_tiles = _run_rule(subgroup.rule, work, inputs.whole, store)
     if mirror and copies is not None:
         mirror.copy_back(subgroup, copies, table.params, inputs.grads)
     # The kernel writes by address: without this, a graph kept from before the step would use the new values unnoticed.
     increment_version([table[index].leaf for index in work])
-    return changed_blocks
+    return changed_tiles
 
 
 def _run_rule(rule: UpdateRule, work: Mapping[int, RunTensors], whole: WholeParams, store: StateStore) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.flat import unflatten
-from nvme_offload.optim.layout.master import BLOCK_NUMEL, num_blocks
+from nvme_offload.optim.layout.master import TILE_NUMEL, num_tiles
 from nvme_offload.optim.rules.rule import ThroughWhole, UpdateRule
 
 
@@ -30,25 +30,25 @@ class RunTensors(NamedTuple):
     """uint16 beside bf16, fp32 beside fp16, None for an fp32 parameter."""
     states: Sequence[torch.Tensor]
     checksums: torch.Tensor | None
-    """Checksums of the parameter as the last update left it, int64 per block; None for an fp32 parameter."""
+    """Checksums of the parameter as the last update left it, int64 per tile; None for an fp32 parameter."""
     scalars: StepScalars
 
 
 def update_in_torch(rule: UpdateRule, run: RunTensors, pool: KernelPool) -> int:
-    """Update one run by the rule's own `update`, which sees fp32 tensors of at most `BLOCK_NUMEL` elements.
+    """Update one run by the rule's own `update`, which sees fp32 tensors of at most `TILE_NUMEL` elements.
 
-    As in the native kernels, a block whose parameter no longer matches its checksum gets its master from the parameter
+    As in the native kernels, a tile whose parameter no longer matches its checksum gets its master from the parameter
     as found.
 
     Returns:
-        The number of such blocks.
+        The number of such tiles.
     """
     changed = 0
-    for number in range(num_blocks(run.param.numel())):
-        part = slice(number * BLOCK_NUMEL, (number + 1) * BLOCK_NUMEL)
+    for number in range(num_tiles(run.param.numel())):
+        part = slice(number * TILE_NUMEL, (number + 1) * TILE_NUMEL)
         param, lower = run.param[part], None if run.master is None else run.master[part]
         known = None if run.checksums is None else run.checksums[number : number + 1]
-        is_changed = known is not None and not torch.equal(pool.block_checksums(param), known)
+        is_changed = known is not None and not torch.equal(pool.tile_checksums(param), known)
         changed += is_changed
         master = _master_of(param, lower, is_changed=is_changed, pool=pool)
         states = [state[part].float() for state in run.states]
@@ -58,7 +58,7 @@ def update_in_torch(rule: UpdateRule, run: RunTensors, pool: KernelPool) -> int:
             state[part].copy_(updated)  # where it is fp32, it is the same memory
         _put_back(master, param, lower, pool)
         if known is not None:
-            pool.block_checksums(param, out=known)
+            pool.tile_checksums(param, out=known)
     return changed
 
 
@@ -75,14 +75,14 @@ def update_whole(
         through_whole: see `UpdateRule.update_whole`.
 
     Returns:
-        The number of blocks whose parameter somebody else had changed.
+        The number of tiles whose parameter somebody else had changed.
     """
     changed: list[int] = []
     if run.checksums is not None:
-        changed = pool.block_checksums(run.param).ne(run.checksums).nonzero().flatten().tolist()
+        changed = pool.tile_checksums(run.param).ne(run.checksums).nonzero().flatten().tolist()
     master = _master_of(run.param, run.master, is_changed=False, pool=pool)
     for number in changed:
-        part = slice(number * BLOCK_NUMEL, (number + 1) * BLOCK_NUMEL)
+        part = slice(number * TILE_NUMEL, (number + 1) * TILE_NUMEL)
         master[part] = run.param[part].float()
     states = [state.float() for state in run.states]
     grad = run.grad.float() * run.scalars.grad_scale
@@ -92,7 +92,7 @@ def update_whole(
         state.copy_(updated)
     _put_back(master, run.param, run.master, pool)
     if run.checksums is not None:
-        pool.block_checksums(run.param, out=run.checksums)
+        pool.tile_checksums(run.param, out=run.checksums)
     return len(changed)
 
 

@@ -31,6 +31,7 @@ def test_names():
         "OffloadSGD",
         "OptimizerStats",
         "OutOfSpaceError",
+        "PeerError",
         "Span",
         "State",
         "StateError",

@@ -26,7 +26,7 @@ FOLDERS_BOTTOM_UP = {
         {"registry"},
     ),
     "offload": (
-        {"_torch_private", "units"},
+        {"_torch_private", "durable", "units"},
         {"errors"},
         {"host"},
         {"config"},

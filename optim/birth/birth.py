@@ -18,7 +18,7 @@ from nvme_offload.optim.birth.master_writer import MasterWriter
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor, units
 from nvme_offload.optim.birth.weight_files import WeightSource
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.layout.master import BLOCK_NUMEL
+from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.tier_halves import TierHalves
 from nvme_offload.optim.tiers.halves import (
@@ -34,7 +34,7 @@ from nvme_offload.optim.tiers.halves import (
 Values = Callable[[int, int], torch.Tensor]
 """Elements from one index to another of this rank's shard, flat, in any floating dtype, on the CPU."""
 
-_PIECE_NUMEL = 64 * BLOCK_NUMEL
+_PIECE_NUMEL = 64 * TILE_NUMEL
 
 
 def is_on_meta(model: nn.Module) -> bool:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.layout.master import BLOCK_NUMEL
+from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.masters import write_master
 from nvme_offload.optim.state.slots import SlotRecord
 
-_PIECE_NUMEL = 64 * BLOCK_NUMEL
+_PIECE_NUMEL = 64 * TILE_NUMEL
 
 
 class MasterWriter:

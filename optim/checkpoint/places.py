@@ -10,7 +10,7 @@ import torch
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.layout.flat import flat_view
-from nvme_offload.optim.layout.master import BLOCK_NUMEL
+from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.entries import read_run, write_run
@@ -130,7 +130,7 @@ class OnTier:
     Args:
         window: to reach the state through.
         slot: the subgroup.
-        run: part of one of its runs that begins at a multiple of `BLOCK_NUMEL`.
+        run: part of one of its runs that begins at a multiple of `TILE_NUMEL`.
         name: of the section.
     """
 
@@ -171,7 +171,7 @@ class OnTier:
 
 def pieces(run: Run) -> list[Run]:
     """Cut a run into pieces of at most `MAX_CHUNK_NUMEL` elements."""
-    step = MAX_CHUNK_NUMEL // BLOCK_NUMEL * BLOCK_NUMEL
+    step = MAX_CHUNK_NUMEL // TILE_NUMEL * TILE_NUMEL
     return [
         Run(run.param, start, min(start + step, run.stop), run.at + start - run.start)
         for start in range(run.start, run.stop, step)

@@ -10,7 +10,7 @@ import torch
 import nvme_offload.optim._kernels as _kernels
 from nvme_offload.optim.rules.rule import State
 
-BLOCK_NUMEL = _kernels.BLOCK_NUMEL
+TILE_NUMEL = _kernels.TILE_NUMEL
 """Elements that a kernel works on at a time. A run starts at a multiple of it within its parameter."""
 
 
@@ -36,9 +36,9 @@ MASTER_DTYPE = {MasterForm.SPLIT: torch.uint16, MasterForm.FULL: torch.float32, 
 """Dtype of the tensor that is kept beside the parameter, by form of the master; None: there is none."""
 
 
-def num_blocks(numel: int) -> int:
-    """Blocks of `BLOCK_NUMEL` in a run of ``numel`` elements."""
-    return -(-numel // BLOCK_NUMEL)
+def num_tiles(numel: int) -> int:
+    """Tiles of `TILE_NUMEL` in a run of ``numel`` elements."""
+    return -(-numel // TILE_NUMEL)
 
 
 def state_itemsize(form: MasterForm, states: Sequence[State]) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvme_offload.optim.layout.master import BLOCK_NUMEL, FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, TILE_NUMEL, MasterForm, state_itemsize
 from nvme_offload.optim.rules.rule import UpdateRule
 
 SECTION_ALIGNMENT = 64
@@ -23,7 +23,7 @@ class Run(NamedTuple):
     param: int
     """Index of the parameter in the optimizer."""
     start: int
-    """First element within the parameter; a multiple of `BLOCK_NUMEL`."""
+    """First element within the parameter; a multiple of `TILE_NUMEL`."""
     stop: int
     at: int
     """Position of the run's first element within each section of the subgroup."""
@@ -97,7 +97,7 @@ def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: in
     """Cut parameters, in their order, into subgroups.
 
     A subgroup holds parameters of one group, one master form and one block of the tiers, at most `max_numel` elements
-    (rounded up to `BLOCK_NUMEL`) and at most `max_bytes` of state. Parameters are cut at multiples of `BLOCK_NUMEL`
+    (rounded up to `TILE_NUMEL`) and at most `max_bytes` of state. Parameters are cut at multiples of `TILE_NUMEL`
     only, those of a rule that needs them whole not at all: each has a subgroup of its own, so that ranks whose shards
     differ in size agree on the order. Empty ones are left out.
 
@@ -123,7 +123,7 @@ def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: in
             close()
             current = kind
         itemsize = state_itemsize(kind[1], param.rule.states)
-        capacity = min(max_bytes // max(itemsize, 1), _round_up(max_numel, BLOCK_NUMEL))
+        capacity = min(max_bytes // max(itemsize, 1), _round_up(max_numel, TILE_NUMEL))
         start = 0
         while start < param.numel:
             at = _end_of(pending)
@@ -138,10 +138,10 @@ def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: in
 
 
 def _fitting(wanted: int, room: int) -> int:
-    """Elements of a run that fit: all of them, or as many whole blocks as there is room for."""
+    """Elements of a run that fit: all of them, or as many whole tiles as there is room for."""
     if _round_up(wanted, _RUN_ALIGNMENT) <= room:
         return wanted
-    return max(0, room) // BLOCK_NUMEL * BLOCK_NUMEL
+    return max(0, room) // TILE_NUMEL * TILE_NUMEL
 
 
 def _end_of(runs: Sequence[Run]) -> int:

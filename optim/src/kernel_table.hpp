@@ -5,9 +5,9 @@
 
 namespace optim {
 
-// Results that are reduced or compared (square sums, checksums) are per block, so that they never depend on how the
-// work was shared out. A multiple of every vector width; a split block with its moments and gradient is 0.9 MiB.
-constexpr std::size_t kBlockNumel = 65536;
+// Results that are reduced or compared (square sums, checksums) are per tile, so that they never depend on how the
+// work was shared out. A multiple of every vector width; a split tile with its moments and gradient is 0.9 MiB.
+constexpr std::size_t kTileNumel = 65536;
 
 enum MasterForm { kSplit, kFull, kItself, kNumMasterForms };
 enum GradDtype { kFp32, kBf16, kFp16, kNumGradDtypes };

@@ -21,14 +21,14 @@ T* pointer(Address address, std::size_t index = 0) {
 
 void* bytes_at(Address address, std::size_t offset) { return reinterpret_cast<void*>(address + offset); }
 
-std::size_t num_blocks(std::int64_t numel) {
-  return (static_cast<std::size_t>(numel) + kBlockNumel - 1) / kBlockNumel;
+std::size_t num_tiles(std::int64_t numel) {
+  return (static_cast<std::size_t>(numel) + kTileNumel - 1) / kTileNumel;
 }
 
-// The elements of one block within a run: [first, first + numel).
-struct Block {
-  Block(std::size_t index, std::int64_t run_numel)
-      : first(index * kBlockNumel), numel(std::min(kBlockNumel, static_cast<std::size_t>(run_numel) - first)) {}
+// The elements of one tile within a run: [first, first + numel).
+struct Tile {
+  Tile(std::size_t index, std::int64_t run_numel)
+      : first(index * kTileNumel), numel(std::min(kTileNumel, static_cast<std::size_t>(run_numel) - first)) {}
   std::size_t first, numel;
 };
 
@@ -73,28 +73,28 @@ void check(const Segment& s, const KernelTable& kernels) {
   if (s.checksums != 0) check_address("checksums", s.checksums, sizeof(std::uint64_t), s.numel);
 }
 
-void master_from_param(const KernelTable& kernels, const Segment& s, const Block& block) {
+void master_from_param(const KernelTable& kernels, const Segment& s, const Tile& tile) {
   if (s.form == kSplit) {
-    std::memset(pointer<std::uint16_t>(s.master, block.first), 0, block.numel * sizeof(std::uint16_t));
+    std::memset(pointer<std::uint16_t>(s.master, tile.first), 0, tile.numel * sizeof(std::uint16_t));
   } else if (s.form == kFull) {
-    kernels.fp16_to_fp32(pointer<const std::uint16_t>(s.param, block.first), pointer<float>(s.master, block.first),
-                         block.numel);
+    kernels.fp16_to_fp32(pointer<const std::uint16_t>(s.param, tile.first), pointer<float>(s.master, tile.first),
+                         tile.numel);
   }
 }
 
 // Returns whether the parameter was found changed.
-bool update_block(const KernelTable& kernels, const Segment& s, Update update, std::size_t index) {
-  const Block block(index, s.numel);
-  const std::size_t param_bytes = block.numel * kParamSize[s.form];
-  void* param = bytes_at(s.param, block.first * kParamSize[s.form]);
+bool update_tile(const KernelTable& kernels, const Segment& s, Update update, std::size_t index) {
+  const Tile tile(index, s.numel);
+  const std::size_t param_bytes = tile.numel * kParamSize[s.form];
+  void* param = bytes_at(s.param, tile.first * kParamSize[s.form]);
   auto* stored = s.checksums ? pointer<std::uint64_t>(s.checksums, index) : nullptr;
 
   const bool changed = stored && kernels.checksum(param, param_bytes) != *stored;
-  if (changed) master_from_param(kernels, s, block);
+  if (changed) master_from_param(kernels, s, tile);
   float* states[kMaxStates] = {};
-  for (std::size_t k = 0; k < s.states.size(); ++k) states[k] = pointer<float>(s.states[k], block.first);
-  update(param, bytes_at(s.master, block.first * kMasterSize[s.form]),
-         bytes_at(s.grad, block.first * kGradSize[s.grad_dtype]), states, block.numel, s.grad_scale,
+  for (std::size_t k = 0; k < s.states.size(); ++k) states[k] = pointer<float>(s.states[k], tile.first);
+  update(param, bytes_at(s.master, tile.first * kMasterSize[s.form]),
+         bytes_at(s.grad, tile.first * kGradSize[s.grad_dtype]), states, tile.numel, s.grad_scale,
          s.scalars.data());
   if (stored) *stored = kernels.checksum(param, param_bytes);
   return changed;
@@ -111,19 +111,19 @@ std::vector<std::string> rules() {
 
 std::vector<std::int64_t> update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments) {
   const KernelTable& kernels = kernel_table(isa);
-  // Blocks of all segments in one row, so that many small segments share the threads as well as one large segment does.
+  // Tiles of all segments in one row, so that many small segments share the threads as well as one large segment does.
   std::vector<std::size_t> first_block = {0};
   std::vector<Update> updates;
   for (const Segment& s : segments) {
     if (s.grad != 0) check(s, kernels);
     updates.push_back(s.grad != 0 ? kernels.rules[s.rule].update[s.form][s.grad_dtype] : nullptr);
-    first_block.push_back(first_block.back() + (s.grad != 0 ? num_blocks(s.numel) : 0));
+    first_block.push_back(first_block.back() + (s.grad != 0 ? num_tiles(s.numel) : 0));
   }
   std::vector<std::uint8_t> changed(first_block.back());
   pool.parallel_for(changed.size(), [&](std::size_t i) {
     const auto after = std::upper_bound(first_block.begin(), first_block.end(), i);
     const auto segment = static_cast<std::size_t>(after - first_block.begin()) - 1;
-    changed[i] = update_block(kernels, segments[segment], updates[segment], i - first_block[segment]);
+    changed[i] = update_tile(kernels, segments[segment], updates[segment], i - first_block[segment]);
   });
   std::vector<std::int64_t> num_changed;
   for (std::size_t k = 0; k < segments.size(); ++k) {
@@ -139,10 +139,10 @@ void split(ThreadPool& pool, const std::string& isa, Address src, Address hi, Ad
   check_address("src", src, sizeof(float), numel);
   check_address("hi", hi, sizeof(std::uint16_t), numel);
   check_address("lo", lo, sizeof(std::uint16_t), numel);
-  pool.parallel_for(num_blocks(numel), [&](std::size_t i) {
-    const Block block(i, numel);
-    kernels.split(pointer<const float>(src, block.first), pointer<std::uint16_t>(hi, block.first),
-                  pointer<std::uint16_t>(lo, block.first), block.numel);
+  pool.parallel_for(num_tiles(numel), [&](std::size_t i) {
+    const Tile tile(i, numel);
+    kernels.split(pointer<const float>(src, tile.first), pointer<std::uint16_t>(hi, tile.first),
+                  pointer<std::uint16_t>(lo, tile.first), tile.numel);
   });
 }
 
@@ -152,10 +152,10 @@ void join(ThreadPool& pool, const std::string& isa, Address hi, Address lo, Addr
   check_address("hi", hi, sizeof(std::uint16_t), numel);
   check_address("lo", lo, sizeof(std::uint16_t), numel);
   check_address("dst", dst, sizeof(float), numel);
-  pool.parallel_for(num_blocks(numel), [&](std::size_t i) {
-    const Block block(i, numel);
-    kernels.join(pointer<const std::uint16_t>(hi, block.first), pointer<const std::uint16_t>(lo, block.first),
-                 pointer<float>(dst, block.first), block.numel);
+  pool.parallel_for(num_tiles(numel), [&](std::size_t i) {
+    const Tile tile(i, numel);
+    kernels.join(pointer<const std::uint16_t>(hi, tile.first), pointer<const std::uint16_t>(lo, tile.first),
+                 pointer<float>(dst, tile.first), tile.numel);
   });
 }
 
@@ -164,10 +164,10 @@ void fp16_to_fp32(ThreadPool& pool, const std::string& isa, Address src, Address
   check_numel(numel);
   check_address("src", src, sizeof(std::uint16_t), numel);
   check_address("dst", dst, sizeof(float), numel);
-  pool.parallel_for(num_blocks(numel), [&](std::size_t i) {
-    const Block block(i, numel);
-    kernels.fp16_to_fp32(pointer<const std::uint16_t>(src, block.first), pointer<float>(dst, block.first),
-                         block.numel);
+  pool.parallel_for(num_tiles(numel), [&](std::size_t i) {
+    const Tile tile(i, numel);
+    kernels.fp16_to_fp32(pointer<const std::uint16_t>(src, tile.first), pointer<float>(dst, tile.first),
+                         tile.numel);
   });
 }
 
@@ -176,10 +176,10 @@ void fp32_to_fp16(ThreadPool& pool, const std::string& isa, Address src, Address
   check_numel(numel);
   check_address("src", src, sizeof(float), numel);
   check_address("dst", dst, sizeof(std::uint16_t), numel);
-  pool.parallel_for(num_blocks(numel), [&](std::size_t i) {
-    const Block block(i, numel);
-    kernels.fp32_to_fp16(pointer<const float>(src, block.first), pointer<std::uint16_t>(dst, block.first),
-                         block.numel);
+  pool.parallel_for(num_tiles(numel), [&](std::size_t i) {
+    const Tile tile(i, numel);
+    kernels.fp32_to_fp16(pointer<const float>(src, tile.first), pointer<std::uint16_t>(dst, tile.first),
+                         tile.numel);
   });
 }
 
@@ -191,9 +191,9 @@ void checksum(ThreadPool& pool, const std::string& isa, Address address, int ite
   const auto size = static_cast<std::size_t>(itemsize);
   check_address("address", address, 1, numel);
   check_address("out", out, sizeof(std::uint64_t), numel);
-  pool.parallel_for(num_blocks(numel), [&](std::size_t i) {
-    const Block block(i, numel);
-    *pointer<std::uint64_t>(out, i) = kernels.checksum(bytes_at(address, block.first * size), block.numel * size);
+  pool.parallel_for(num_tiles(numel), [&](std::size_t i) {
+    const Tile tile(i, numel);
+    *pointer<std::uint64_t>(out, i) = kernels.checksum(bytes_at(address, tile.first * size), tile.numel * size);
   });
 }
 
@@ -204,10 +204,10 @@ void grad_sq_sums(ThreadPool& pool, const std::string& isa, Address address, int
   check_choice("grad_dtype", grad_dtype, kNumGradDtypes);
   check_address("address", address, kGradSize[grad_dtype], numel);
   check_address("out", out, sizeof(double), numel);
-  pool.parallel_for(num_blocks(numel), [&](std::size_t i) {
-    const Block block(i, numel);
+  pool.parallel_for(num_tiles(numel), [&](std::size_t i) {
+    const Tile tile(i, numel);
     *pointer<double>(out, i) =
-        kernels.sq_sum[grad_dtype](bytes_at(address, block.first * kGradSize[grad_dtype]), block.numel);
+        kernels.sq_sum[grad_dtype](bytes_at(address, tile.first * kGradSize[grad_dtype]), tile.numel);
   });
 }
 

@@ -47,7 +47,7 @@ void bind_types(nb::module_& m) {
 }
 
 void bind_functions(nb::module_& m) {
-  m.attr("BLOCK_NUMEL") = kBlockNumel;
+  m.attr("TILE_NUMEL") = kTileNumel;
   m.def("available_isas", &available_isas);
   m.def("rules", &rules);
   // Segments are copied on the way in, so nobody changes one while the kernel runs without the GIL.

@@ -66,8 +66,8 @@ struct ThreadPool::Workers {
     {
       const std::lock_guard lock(mutex);
       body = &work_on_block;
-      num_blocks = count;
-      next_block = 0;
+      num_tiles = count;
+      next_tile = 0;
       num_busy = threads.size();
       ++job;
     }
@@ -82,9 +82,9 @@ struct ThreadPool::Workers {
  private:
   void drain() {
     for (;;) {
-      const std::size_t block = next_block.fetch_add(1, std::memory_order_relaxed);
-      if (block >= num_blocks) return;
-      (*body)(block);
+      const std::size_t tile = next_tile.fetch_add(1, std::memory_order_relaxed);
+      if (tile >= num_tiles) return;
+      (*body)(tile);
     }
   }
 
@@ -116,8 +116,8 @@ struct ThreadPool::Workers {
   std::mutex mutex;
   std::condition_variable job_ready, job_done;
   const std::function<void(std::size_t)>* body = nullptr;
-  std::size_t num_blocks = 0;
-  std::atomic<std::size_t> next_block = 0;
+  std::size_t num_tiles = 0;
+  std::atomic<std::size_t> next_tile = 0;
   std::size_t num_busy = 0;
   std::uint64_t job = 0;
   bool stopping = false;
@@ -146,16 +146,16 @@ int ThreadPool::num_workers() {
   return workers_ ? static_cast<int>(workers_->threads.size()) : 0;
 }
 
-void ThreadPool::parallel_for(std::size_t num_blocks, const std::function<void(std::size_t)>& body) {
+void ThreadPool::parallel_for(std::size_t num_tiles, const std::function<void(std::size_t)>& body) {
   const DefaultFloatEnvironment environment;
   // In a forked child not even the mutex can be trusted: another thread may have held it at the fork.
-  if (num_blocks <= 1 || num_threads_ == 1 || forked()) {
-    for (std::size_t block = 0; block < num_blocks; ++block) body(block);
+  if (num_tiles <= 1 || num_threads_ == 1 || forked()) {
+    for (std::size_t tile = 0; tile < num_tiles; ++tile) body(tile);
     return;
   }
   const std::lock_guard lock(turn_);
   if (!workers_) workers_ = new Workers(num_threads_ - 1);
-  workers_->run(num_blocks, body);
+  workers_->run(num_tiles, body);
 }
 
 }  // namespace optim

@@ -18,9 +18,9 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  // body(0) ... body(num_blocks - 1), each once, in any order, on any thread, in the default floating-point environment.
+  // body(0) ... body(num_tiles - 1), each once, in any order, on any thread, in the default floating-point environment.
   // body must not throw. Calls from several threads take turns. Throws std::system_error if a thread cannot be started.
-  void parallel_for(std::size_t num_blocks, const std::function<void(std::size_t)>& body);
+  void parallel_for(std::size_t num_tiles, const std::function<void(std::size_t)>& body);
 
   int num_threads() const { return num_threads_; }
   // Ends the threads; a later call starts them again.

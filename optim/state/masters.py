@@ -6,7 +6,7 @@ import torch
 
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.layout.master import BLOCK_NUMEL, MasterForm
+from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamTable
@@ -39,7 +39,7 @@ def give_birth(slot: SlotRecord, memory: Memory, table: ParamTable, pool: Kernel
         checksums = table[run.param].checksums_of(run)
         if checksums is not None:
             host = table[run.param].copy_of(run)
-            pool.block_checksums(host, out=checksums)
+            pool.tile_checksums(host, out=checksums)
             if subgroup.form is MasterForm.FULL:
                 master = section_view(subgroup, memory, "master", run)
                 assert master is not None
@@ -77,7 +77,7 @@ def write_master(
         param.copy_(rounded)
     checksums = table[run.param].checksums_of(run)
     if checksums is not None:
-        pool.block_checksums(rounded, out=checksums)
+        pool.tile_checksums(rounded, out=checksums)
 
 
 def read_master(run: Run, subgroup: Subgroup, memory: Memory, table: ParamTable, pool: KernelPool) -> torch.Tensor:
@@ -93,8 +93,8 @@ def read_master(run: Run, subgroup: Subgroup, memory: Memory, table: ParamTable,
     joined = pool.join(param, master) if subgroup.form is MasterForm.SPLIT else master.clone()
     known = table[run.param].checksums_of(run)
     assert known is not None
-    changed = (pool.block_checksums(param) != known).nonzero().flatten().tolist()
+    changed = (pool.tile_checksums(param) != known).nonzero().flatten().tolist()
     for block in changed:
-        part = slice(block * BLOCK_NUMEL, (block + 1) * BLOCK_NUMEL)
+        part = slice(block * TILE_NUMEL, (block + 1) * TILE_NUMEL)
         joined[part] = param[part].float()
     return joined

@@ -11,7 +11,7 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import auto_host_budget
 from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit, plan_tiers
 from nvme_offload.offload.units import MiB, format_bytes
-from nvme_offload.optim.layout.master import BLOCK_NUMEL, MasterForm, state_itemsize
+from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, state_itemsize
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.device_mirror import DeviceMirror
@@ -32,7 +32,7 @@ class StatePlacement:
     """
 
     def __init__(self, config: OffloadConfig, rule: UpdateRule) -> None:
-        self._largest_block_bytes = BLOCK_NUMEL * state_itemsize(MasterForm.FULL, rule.widest_states)
+        self._largest_block_bytes = TILE_NUMEL * state_itemsize(MasterForm.FULL, rule.widest_states)
         # The mirrors of a CUDA device take as much memory as this many more staging buffers, at most.
         narrowest = max(state_itemsize(MasterForm.ITSELF, rule.states), 1)
         self._mirrors_in_buffers = -(-DeviceMirror.BYTES_PER_ELEMENT // narrowest)
@@ -129,7 +129,7 @@ class StatePlacement:
                 [
                     "zero_optimization.offload_optimizer.staging_budget = "
                     f"{format_bytes(section.staging_budget)}: each of the {section.buffer_count} staging buffers must "
-                    f"hold the state of {BLOCK_NUMEL} parameters; write at least {needed}, or a smaller buffer_count"
+                    f"hold the state of {TILE_NUMEL} parameters; write at least {needed}, or a smaller buffer_count"
                 ]
             )
 

@@ -61,8 +61,8 @@ class UnfinishedStep:
         """Number of subgroups that have been updated."""
         self.updating = False
         """True while a kernel works. Left true, nobody knows how far it got."""
-        self.changed_blocks = 0
-        """Blocks of 65536 elements found changed by somebody else."""
+        self.changed_tiles = 0
+        """Tiles of 65536 elements found changed by somebody else."""
         self._versions = _versions(inputs)
         self._owner = owner
         self._checkpoint = _CHECKPOINT + (_MODEL_LAST if split else _MODEL_FIRST)

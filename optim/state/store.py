@@ -63,7 +63,7 @@ class StateStore(StateBody):
             self.tier = NvmeTier(config)  # with a finalizer of its own, should anything after it fail
         try:
             # Not a method of this object, which would live until the garbage collector runs.
-            checksum = kernels.block_checksums if config.aio.checksums else None
+            checksum = kernels.tile_checksums if config.aio.checksums else None
             pipeline = StepPipeline(
                 lambda slot, memory: give_birth(slot, memory, table, kernels), meter, self.tier, self.pool, checksum
             )

@@ -11,7 +11,7 @@ import torch
 
 from nvme_offload.offload.shards.param_tier import TieredUpper
 from nvme_offload.optim.layout.flat import Layout, flat_view, storage_of
-from nvme_offload.optim.layout.master import BLOCK_NUMEL, FORM_OF_DTYPE, MasterForm, num_blocks
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, TILE_NUMEL, MasterForm, num_tiles
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.tiers.halves import ResidentHalves, split_halves
@@ -34,7 +34,7 @@ class ParamRecord:
     param: torch.Tensor = field(init=False)
     """The part of the parameter that is in this process's memory: see `storage_of`."""
     checksums: torch.Tensor | None = field(init=False)
-    """Checksums of what the kernel last wrote to the parameter, int64 per block of 65536 elements. None for an fp32
+    """Checksums of what the kernel last wrote to the parameter, int64 per tile of 65536 elements. None for an fp32
     parameter, which is its own master."""
     steps: int = 0
     """Number of updates that the parameter has had."""
@@ -48,8 +48,8 @@ class ParamRecord:
     def __post_init__(self) -> None:
         self.param = storage_of(self.leaf)
         self.layout = Layout.of(self.leaf)
-        blocks = num_blocks(self.param.numel())
-        self.checksums = None if self.form is MasterForm.ITSELF else torch.zeros(blocks, dtype=torch.int64)
+        tiles = num_tiles(self.param.numel())
+        self.checksums = None if self.form is MasterForm.ITSELF else torch.zeros(tiles, dtype=torch.int64)
         halves = split_halves(self.leaf)
         if isinstance(halves, ResidentHalves):
             self.first_lower = halves.lower
@@ -101,7 +101,7 @@ class ParamRecord:
         """The checksums that belong to a run."""
         if self.checksums is None:
             return None
-        return self.checksums[run.start // BLOCK_NUMEL : -(-run.stop // BLOCK_NUMEL)]
+        return self.checksums[run.start // TILE_NUMEL : -(-run.stop // TILE_NUMEL)]
 
 
 class ParamTable:

@@ -45,7 +45,7 @@ class BlockTiers:
     def __init__(self, config: OffloadConfig, kernels: KernelPool) -> None:
         self.params: ParamTier | None = None
         self.grads: GradTier | None = None
-        checksum = kernels.block_checksums if config.aio.checksums else None
+        checksum = kernels.tile_checksums if config.aio.checksums else None
         section = config.zero_optimization.offload_param
         if "nvme" in (section.device, config.offload_gradients.device):
             give_back_freed_memory()
@@ -54,7 +54,7 @@ class BlockTiers:
                 self.params = ParamTier(section, NvmeTier(config, paths=section.nvme_path), checksum)
             if config.offload_gradients.device == "nvme":
                 tier = NvmeTier(config, paths=config.offload_gradients.nvme_path)
-                self.grads = GradTier(config.offload_gradients, tier, kernels.block_sq_sums, checksum)
+                self.grads = GradTier(config.offload_gradients, tier, kernels.tile_sq_sums, checksum)
         except BaseException:
             self.close()
             raise

@@ -48,8 +48,8 @@ class Partition:
     def __init__(self, tier: GradTier, leaf: torch.Tensor, block: Block, byte_offset: int, dtype: torch.dtype) -> None:
         self.leaf = leaf
         self.block = block
-        self.block_sums = torch.empty(0, dtype=torch.float64)
-        """fp64 sums of squares of the partition's blocks of 65536 elements."""
+        self.tile_sums = torch.empty(0, dtype=torch.float64)
+        """fp64 sums of squares of the partition's tiles of 65536 elements."""
         self.num_changes = 0
         """Number of gradients that arrived, and of changes in place."""
         self._byte_offset = byte_offset
@@ -100,9 +100,9 @@ class PartitionStandIn(StandIn):
         return self.partition.view()
 
     @property
-    def block_sums(self) -> torch.Tensor:
+    def tile_sums(self) -> torch.Tensor:
         """The partition's fp64 sums of squares, which the norm needs."""
-        return self.partition.block_sums
+        return self.partition.tile_sums
 
     def copy(self) -> torch.Tensor:
         """Copy the gradient into memory of its own."""
@@ -119,7 +119,7 @@ class GradTier:
     Args:
         config: the section `offload_gradients`.
         tier: of its own; closed with it.
-        block_sums: fp64 sums of squares of the blocks of a flat gradient.
+        tile_sums: fp64 sums of squares of the blocks of a flat gradient.
         checksum: see `BlockCache`.
     """
 
@@ -127,13 +127,13 @@ class GradTier:
         self,
         config: OffloadGradientsConfig,
         tier: Tier,
-        block_sums: Callable[[torch.Tensor], torch.Tensor],
+        tile_sums: Callable[[torch.Tensor], torch.Tensor],
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.cache = BlockCache(tier, KIND, config.buffer_count, checksum=checksum)
         self.cache.is_needed = lambda block: self._is_needed(block) and block not in self._spent
         self.cache.on_pressure = self._give_up_stale
-        self._block_sums = block_sums
+        self._tile_sums = tile_sums
         self._partitions: dict[torch.Tensor, Partition] = {}
         self._by_block: dict[Block, list[Partition]] = {}
         self._open: Block | None = None
@@ -245,7 +245,7 @@ class GradTier:
 
     def _note_change(self, partition: Partition) -> None:
         partition.num_changes += 1
-        partition.block_sums = self._block_sums(partition.view())
+        partition.tile_sums = self._tile_sums(partition.view())
 
     def _hold_open(self, block: Block) -> None:
         if self._closed:

@@ -49,4 +49,4 @@ def test_update(measure: Callable[..., Any], numel: int, name: str, isa: str, dt
 @pytest.mark.parametrize("isa", available_isas())
 def test_grad_norm(measure: Callable[..., Any], numel: int, isa: str) -> None:
     grad = torch.ones(numel, dtype=torch.bfloat16)
-    measure(partial(KernelPool(isa=isa).block_sq_sums, grad), grad.nbytes)
+    measure(partial(KernelPool(isa=isa).tile_sq_sums, grad), grad.nbytes)

@@ -9,7 +9,7 @@ HEAD_SIZE = 64
 VOCABULARY = 256
 PAIRS = VOCABULARY * VOCABULARY
 SUBGROUPS_WANTED = 16
-BLOCK_NUMEL = 64 * 1024
+TILE_NUMEL = 64 * 1024
 BUFFER_COUNT = 4
 STATE_BYTES_PER_PARAMETER = 12  # the most any precision needs: fp32 master weight, exp_avg and exp_avg_sq
 SLACK_BYTES = 64 * 2**20
@@ -40,8 +40,8 @@ class ModelSize:
     @property
     def sub_group_size(self) -> int:
         """Elements of one subgroup, so that a step has about sixteen and the pipeline can be seen."""
-        blocks = -(-self.num_parameters // (SUBGROUPS_WANTED * BLOCK_NUMEL))
-        return blocks * BLOCK_NUMEL
+        blocks = -(-self.num_parameters // (SUBGROUPS_WANTED * TILE_NUMEL))
+        return blocks * TILE_NUMEL
 
     @property
     def swap_bytes(self) -> int:

@@ -17,7 +17,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
-from nvme_offload.optim.layout.master import BLOCK_NUMEL, state_itemsize
+from nvme_offload.optim.layout.master import TILE_NUMEL, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.optim.rules.registry import rule_of
@@ -254,7 +254,7 @@ def _state_plan(job: Job, machine: Machine) -> _StatePlan:
     max_numel = config.zero_optimization.sub_group_size
     subgroups = _cut(shards, max_bytes, max_numel, itemsize)
     # Of a subgroup as the optimizer will cut it, which may be smaller than what is planned in one piece.
-    most_numel = min(max_bytes // itemsize, -(-max_numel // BLOCK_NUMEL) * BLOCK_NUMEL)
+    most_numel = min(max_bytes // itemsize, -(-max_numel // TILE_NUMEL) * TILE_NUMEL)
     largest = min(max(subgroup.size_bytes for subgroup in subgroups), most_numel * itemsize)
     buffer_bytes = _whole_pages(largest) if section.device == "nvme" else 0
     staging = section.buffer_count * buffer_bytes

@@ -12,9 +12,9 @@ void test_thread_pool() {
         std::atomic<size_t> calls{0};
         for (int number = 0; number < 3; ++number)
             callers.emplace_back([&] {
-                for (size_t num_blocks = 0; num_blocks < 60; ++num_blocks) {
-                    std::vector<int> visits(num_blocks);
-                    pool.parallel_for(num_blocks, [&](size_t block) { ++visits[block]; });
+                for (size_t num_tiles = 0; num_tiles < 60; ++num_tiles) {
+                    std::vector<int> visits(num_tiles);
+                    pool.parallel_for(num_tiles, [&](size_t tile) { ++visits[tile]; });
                     for (const int count : visits) CHECK(count == 1);
                     ++calls;
                 }

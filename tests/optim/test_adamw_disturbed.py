@@ -80,7 +80,7 @@ def test_a_changed_parameter_is_taken_over_and_said(make_adamw, where, dtype, di
             twin.take_over(0, start, stop, changed[start:stop])
             blocks = -(-(stop - start) // BLOCK)
             twin.assert_equals(optimizer)  # already seen when the state is read
-            with pytest.warns(RuntimeWarning, match=f"{blocks} blocks of 65536 elements were changed") as caught:
+            with pytest.warns(RuntimeWarning, match=f"{blocks} tiles of 65536 elements were changed") as caught:
                 optimizer.step()
             assert [warning.filename for warning in caught] == [__file__]
             assert optimizer.stats().resplit_blocks == blocks

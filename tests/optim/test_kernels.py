@@ -17,7 +17,7 @@ import torch
 
 from nvme_offload.optim import _kernels, kernels
 from nvme_offload.optim.kernels import KernelPool, available_isas, make_segment
-from nvme_offload.optim.layout.master import BLOCK_NUMEL, MasterForm, num_blocks
+from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, num_tiles
 from nvme_offload.optim.rules.reference import join_reference, split_reference, step_reference, twin_of
 from nvme_offload.optim.rules.rule import UpdateRule, rounded
 from nvme_offload.optim.tiles import StepScalars
@@ -66,7 +66,7 @@ class State:
     def of(cls, weights: np.ndarray, form: MasterForm, case: RuleCase = ADAMW) -> "State":
         param, master = stored(weights, form)
         states = [torch.full((len(weights),), state.birth) for state in case.rule.states]
-        return cls(param, master, case.rule, states, POOLS[0].block_checksums(param))
+        return cls(param, master, case.rule, states, POOLS[0].tile_checksums(param))
 
     def update(self, pool: KernelPool, grad: torch.Tensor | None, scalars: StepScalars) -> int:
         return pool.update([self.segment(grad, scalars)])[0]
@@ -159,7 +159,7 @@ def test_every_isa_and_thread_count_gives_the_bits_of_the_twin(case, form, grad_
 @pytest.mark.parametrize("form", MasterForm)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_hold_for_awkward_numbers_and_under_flush_denormal(case, form, grad_dtype, flush):
-    numel = BLOCK_NUMEL + 1001
+    numel = TILE_NUMEL + 1001
     weights = awkward(numel, seed=1).numpy().copy()
     weights[::2] = np.random.default_rng(2).normal(size=len(weights[::2])) * 1e-40
     twin = Twin(weights, form, case)
@@ -178,8 +178,8 @@ def test_bits_hold_for_awkward_numbers_and_under_flush_denormal(case, form, grad
 
 def test_denormal_gradients_count_under_flush_denormal():
     for pool in POOLS:
-        state = State.of(np.zeros(2 * BLOCK_NUMEL, np.float32), MasterForm.ITSELF)
-        grad = torch.full((2 * BLOCK_NUMEL,), 1e-40)
+        state = State.of(np.zeros(2 * TILE_NUMEL, np.float32), MasterForm.ITSELF)
+        grad = torch.full((2 * TILE_NUMEL,), 1e-40)
         with flushed_denormals(True):
             state.update(pool, grad, scalars_at(1, grad_scale=1.0))
             still_flushing = float(np.float32(1e-38) * np.float32(0.01)) == 0.0
@@ -209,18 +209,18 @@ def test_stays_with_torch_for_100_steps(case, changes):
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=lambda pool: f"{pool.isa}-{pool.num_threads}")
-@pytest.mark.parametrize("block", [0, 2, 3])
+@pytest.mark.parametrize("tile", [0, 2, 3])
 @pytest.mark.parametrize("form", [MasterForm.SPLIT, MasterForm.FULL])
-def test_a_block_changed_behind_our_back_is_counted_and_its_master_made_anew(form, block, pool):
-    numel = 3 * BLOCK_NUMEL + 5
+def test_a_block_changed_behind_our_back_is_counted_and_its_master_made_anew(form, tile, pool):
+    numel = 3 * TILE_NUMEL + 5
     weights = (torch.randn(numel, generator=torch.Generator().manual_seed(3)) * 0.02).numpy()
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(4))
     twin, state = Twin(weights, form), State.of(weights, form)
     twin.update(grad, scalars_at(1))
     assert state.update(pool, grad, scalars_at(1)) == 0
 
-    state.param.data[block * BLOCK_NUMEL + 3] = 0.5
-    changed = slice(block * BLOCK_NUMEL, min((block + 1) * BLOCK_NUMEL, numel))
+    state.param.data[tile * TILE_NUMEL + 3] = 0.5
+    changed = slice(tile * TILE_NUMEL, min((tile + 1) * TILE_NUMEL, numel))
     twin.master[changed] = state.param[changed].float().numpy()
     for step, num_changed in ((2, 1), (3, 0)):
         twin.update(grad, scalars_at(step))
@@ -241,7 +241,7 @@ def test_without_checksums_the_master_is_believed():
 
 
 def test_many_segments_in_one_call_and_none_without_a_gradient():
-    numels = (5, 200_003, 0, BLOCK_NUMEL, 1, 77_777)
+    numels = (5, 200_003, 0, TILE_NUMEL, 1, 77_777)
     pool = KernelPool(3)
     states, twins, grads = [], [], []
     for index, numel in enumerate(numels):
@@ -250,8 +250,8 @@ def test_many_segments_in_one_call_and_none_without_a_gradient():
         states.append(State.of(weights, form))
         twins.append(Twin(weights, form))
         grads.append(None if index == 3 else torch.randn(numel).to(GRAD_DTYPES[index % 2]))
-    states[1].param.data[BLOCK_NUMEL] += 1  # of form FULL, in its second block
-    twins[1].master[BLOCK_NUMEL : 2 * BLOCK_NUMEL] = states[1].param[BLOCK_NUMEL : 2 * BLOCK_NUMEL].float().numpy()
+    states[1].param.data[TILE_NUMEL] += 1  # of form FULL, in its second tile
+    twins[1].master[TILE_NUMEL : 2 * TILE_NUMEL] = states[1].param[TILE_NUMEL : 2 * TILE_NUMEL].float().numpy()
     states[3].param.data[0] += 1
     left_alone = states[3].param.clone()
 
@@ -284,20 +284,20 @@ def test_a_segment_can_be_pointed_elsewhere():
 def test_square_sums_depend_on_nothing_but_the_gradient(numel, grad_dtype):
     grad = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 3).to(grad_dtype)
     exact = math.fsum(x * x for x in grad.double().tolist())
-    sums = [pool.block_sq_sums(grad) for pool in POOLS]
+    sums = [pool.tile_sq_sums(grad) for pool in POOLS]
     assert all(same_bits(each, sums[0]) for each in sums)
-    assert len(sums[0]) == num_blocks(numel)
+    assert len(sums[0]) == num_tiles(numel)
     assert kernels.ordered_sum(sums[0]) == pytest.approx(exact, rel=1e-12)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e-42])
 def test_square_sums_of_non_finite_and_denormal_gradients(value):
-    grad = torch.zeros(2 * BLOCK_NUMEL)
-    grad[BLOCK_NUMEL + 7] = value
-    square = float(grad[BLOCK_NUMEL + 7]) ** 2
+    grad = torch.zeros(2 * TILE_NUMEL)
+    grad[TILE_NUMEL + 7] = value
+    square = float(grad[TILE_NUMEL + 7]) ** 2
     for pool in POOLS:
         with flushed_denormals(True):
-            sums = pool.block_sq_sums(grad)
+            sums = pool.tile_sq_sums(grad)
         np.testing.assert_array_equal(sums.numpy(), [0.0, square])
 
 
@@ -310,28 +310,28 @@ def test_ordered_sum_adds_in_index_order():
 def test_checksums_are_the_same_everywhere_and_see_every_element(dtype):
     for numel in NUMELS:
         tensor = torch.randint(0, 100, (numel,)).to(dtype)
-        sums = POOLS[0].block_checksums(tensor)
-        assert all(torch.equal(pool.block_checksums(tensor), sums) for pool in POOLS)
+        sums = POOLS[0].tile_checksums(tensor)
+        assert all(torch.equal(pool.tile_checksums(tensor), sums) for pool in POOLS)
         for index in {0, 63, 64, numel // 2, numel - 2, numel - 1} & set(range(numel)):
             changed = tensor.clone()
             changed[index] += 1
-            differs = POOLS[-1].block_checksums(changed) != sums
-            assert differs.nonzero().flatten().tolist() == [index // BLOCK_NUMEL]
+            differs = POOLS[-1].tile_checksums(changed) != sums
+            assert differs.nonzero().flatten().tolist() == [index // TILE_NUMEL]
 
 
 def test_checksums_see_pairs_of_sign_flips_and_swaps():
-    tensor = torch.randn(BLOCK_NUMEL, generator=torch.Generator().manual_seed(5)).bfloat16()
+    tensor = torch.randn(TILE_NUMEL, generator=torch.Generator().manual_seed(5)).bfloat16()
     pool = POOLS[-1]
-    before = pool.block_checksums(tensor)
+    before = pool.tile_checksums(tensor)
     for distance in (1, 2, 64, 128, 256, 1024, 32768):
         for first in (0, 1, 5000):
             pair = [first, first + distance]
             flipped, swapped = tensor.clone(), tensor.clone()
             flipped[pair] *= -1
             swapped[pair] = tensor[pair[::-1]]
-            assert pool.block_checksums(flipped) != before
-            assert tensor[pair[0]] == tensor[pair[1]] or pool.block_checksums(swapped) != before
-    assert pool.block_checksums(-tensor) != before
+            assert pool.tile_checksums(flipped) != before
+            assert tensor[pair[0]] == tensor[pair[1]] or pool.tile_checksums(swapped) != before
+    assert pool.tile_checksums(-tensor) != before
 
 
 def worker_tasks(before: set[Path]) -> set[Path]:
@@ -339,13 +339,13 @@ def worker_tasks(before: set[Path]) -> set[Path]:
 
 
 def test_threads_start_late_block_signals_and_end_with_the_pool():
-    grad = torch.zeros(2 * BLOCK_NUMEL)  # torch may start threads of its own here
+    grad = torch.zeros(2 * TILE_NUMEL)  # torch may start threads of its own here
     tasks = set(Path("/proc/self/task").iterdir())
     pool = KernelPool(3)
-    pool.block_sq_sums(grad[:BLOCK_NUMEL])
+    pool.tile_sq_sums(grad[:TILE_NUMEL])
     assert pool.num_workers == 0
     assert not worker_tasks(tasks)
-    pool.block_sq_sums(grad)
+    pool.tile_sq_sums(grad)
     assert pool.num_workers == 2
     workers = worker_tasks(tasks)
     assert len(workers) == 2
@@ -356,7 +356,7 @@ def test_threads_start_late_block_signals_and_end_with_the_pool():
     pool.end_workers()
     assert pool.num_workers == 0
     assert not worker_tasks(tasks)
-    pool.block_sq_sums(grad)
+    pool.tile_sq_sums(grad)
     assert pool.num_workers == 2
     del pool
     assert not worker_tasks(tasks)
@@ -378,13 +378,13 @@ def exit_code_of_child(pid: int) -> int:
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_a_forked_child_can_use_and_drop_the_pool(busy):
     pool = KernelPool(3)
-    tensor = torch.randn(20 * BLOCK_NUMEL)
-    expected = pool.block_checksums(tensor).tolist()
+    tensor = torch.randn(20 * TILE_NUMEL)
+    expected = pool.tile_checksums(tensor).tolist()
     stop = threading.Event()
 
     def keep_pool_busy():
         while not stop.is_set():
-            pool.block_checksums(tensor)
+            pool.tile_checksums(tensor)
 
     background = threading.Thread(target=keep_pool_busy)
     if busy:
@@ -393,7 +393,7 @@ def test_a_forked_child_can_use_and_drop_the_pool(busy):
     for _ in range(10 if busy else 1):
         pid = os.fork()
         if pid == 0:
-            right = pool.num_workers == 0 and pool.block_checksums(tensor).tolist() == expected
+            right = pool.num_workers == 0 and pool.tile_checksums(tensor).tolist() == expected
             del pool
             os._exit(0 if right else 1)
         codes.append(exit_code_of_child(pid))
@@ -401,17 +401,17 @@ def test_a_forked_child_can_use_and_drop_the_pool(busy):
     if busy:
         background.join()
     assert not any(codes)
-    assert pool.block_checksums(tensor).tolist() == expected
+    assert pool.tile_checksums(tensor).tolist() == expected
 
 
 def test_calls_from_several_threads_take_turns():
     pool = KernelPool(2)
-    tensors = [torch.randn(5 * BLOCK_NUMEL + i) for i in range(4)]
-    expected = [POOLS[0].block_checksums(tensor) for tensor in tensors]
+    tensors = [torch.randn(5 * TILE_NUMEL + i) for i in range(4)]
+    expected = [POOLS[0].tile_checksums(tensor) for tensor in tensors]
     wrong = []
 
     def check(index):
-        wrong.extend(index for _ in range(50) if not torch.equal(pool.block_checksums(tensors[index]), expected[index]))
+        wrong.extend(index for _ in range(50) if not torch.equal(pool.tile_checksums(tensors[index]), expected[index]))
 
     threads = [threading.Thread(target=check, args=(index,)) for index in range(4)]
     for thread in threads:
@@ -517,7 +517,7 @@ def test_the_stub_names_what_the_module_has():
     declared = {}
     exec(compile(stub.read_text(), stub, "exec"), declared)  # a stub is Python whose bodies are `...`
     names = {name for name in declared if not name.startswith("_")} - {"Sequence", "Final"}
-    assert names == {name for name in dir(_kernels) if not name.startswith("_")} - {"BLOCK_NUMEL"}
+    assert names == {name for name in dir(_kernels) if not name.startswith("_")} - {"TILE_NUMEL"}
     for name in names:
         members = {each for each in vars(declared[name]) if not each.startswith("_")} if name[0].isupper() else set()
         annotated = set(getattr(declared[name], "__annotations__", {})) if name[0].isupper() else set()

@@ -75,7 +75,7 @@ def test_it_gives_the_bits_of_the_kernel(tier, drive):
                 set_grads(params, step, without=[1])
                 if step == 3:
                     params[0].data[:100] = 0.5
-                    with pytest.warns(RuntimeWarning, match="1 blocks of 65536 elements were changed"):
+                    with pytest.warns(RuntimeWarning, match="1 tiles of 65536 elements were changed"):
                         optimizer.try_step(loss_scale=8.0)
                 else:
                     optimizer.try_step(loss_scale=8.0)

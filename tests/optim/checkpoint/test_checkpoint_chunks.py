@@ -8,7 +8,7 @@ import torch
 from nvme_offload.optim.checkpoint import places as checkpoint_places
 from nvme_offload.optim.checkpoint.geometry import Part, boxes
 from nvme_offload.optim.checkpoint.places import pieces
-from nvme_offload.optim.layout.master import BLOCK_NUMEL
+from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.layout.subgroup import Run
 
 
@@ -46,10 +46,10 @@ def test_chunks_of_a_parameter_whose_dimensions_lie_in_another_order(order):
 
 
 def test_pieces_are_whole_blocks_of_at_most_an_item(monkeypatch):
-    monkeypatch.setattr(checkpoint_places, "MAX_CHUNK_NUMEL", 2 * BLOCK_NUMEL + 5)
-    start, stop = 3 * BLOCK_NUMEL, 8 * BLOCK_NUMEL + 17
+    monkeypatch.setattr(checkpoint_places, "MAX_CHUNK_NUMEL", 2 * TILE_NUMEL + 5)
+    start, stop = 3 * TILE_NUMEL, 8 * TILE_NUMEL + 17
     found = pieces(Run(4, start, stop, at=64))
-    assert [piece.start for piece in found] == [start, start + 2 * BLOCK_NUMEL, start + 4 * BLOCK_NUMEL]
+    assert [piece.start for piece in found] == [start, start + 2 * TILE_NUMEL, start + 4 * TILE_NUMEL]
     assert [piece.stop for piece in found] == [*(piece.start for piece in found[1:]), stop]
-    assert [piece.at for piece in found] == [64, 64 + 2 * BLOCK_NUMEL, 64 + 4 * BLOCK_NUMEL]
+    assert [piece.at for piece in found] == [64, 64 + 2 * TILE_NUMEL, 64 + 4 * TILE_NUMEL]
     assert {piece.param for piece in found} == {4}
