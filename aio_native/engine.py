@@ -29,9 +29,9 @@ class Op(enum.IntEnum):
     """Direction of an operation, seen from memory."""
 
     READ = 0
-    """File to memory."""
+    """The operation moves bytes from a file to memory."""
     WRITE = 1
-    """Memory to file."""
+    """The operation moves bytes from memory to a file."""
 
 
 class Segment(NamedTuple):

@@ -111,7 +111,7 @@ class SwapIOError(OSError):
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """What to do about the error."""
         return _REMEDIES.get(self.errno or 0, "see `man errno` and `dmesg`")
 
     def __str__(self) -> str:

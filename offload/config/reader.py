@@ -208,7 +208,7 @@ def parse_file(path: Path) -> Any:
 
 
 class _Written(NamedTuple):
-    """A key as the user wrote it."""
+    """A key of a section as the user wrote it."""
 
     key: str
     value: Any

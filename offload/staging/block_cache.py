@@ -47,7 +47,7 @@ class CacheStats:
     uses: int = 0
     """Times a block was held whose bytes were needed."""
     reads: int = 0
-    """Reads from the tier."""
+    """Reads of blocks from the tier."""
     reads_ahead: int = 0
     """Reads that were started before anybody waited for them."""
     reads_unused: int = 0

@@ -188,7 +188,7 @@ class NvmeTier:
             return {kind: count for (its_op, kind), count in self._bytes_by_kind.items() if its_op is op and count}
 
     def stats(self) -> EngineStats:
-        """The engine's counters."""
+        """Counters of the engine since it was opened."""
         return self.engine.stats()
 
     def close(self) -> None:

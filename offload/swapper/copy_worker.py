@@ -52,13 +52,13 @@ class CopyWorker:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self, partner: CopyWorker) -> None:
-        """Start the thread."""
+        """Start the thread that copies."""
         self._partner = partner
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread that copies runs."""
         return self._thread.is_alive()
 
     @property

@@ -53,7 +53,7 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the elements."""
+        """Bytes of the tensor's elements."""
         return self.shape.numel() * self.dtype.itemsize
 
     def __str__(self) -> str:

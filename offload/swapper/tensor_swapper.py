@@ -96,7 +96,7 @@ class TensorSwapper:
 
     @property
     def pool(self) -> BufferPool:
-        """The staging buffers."""
+        """The staging buffers through which tensors pass."""
         return self._scheduler.pool
 
     def swap_out(self, name: str, tensor: torch.Tensor) -> Transfer[None]:

@@ -50,7 +50,7 @@ class HashingStream:
         """Why the latest write failed: torch.save says something else instead."""
 
     def write(self, data: Any) -> int:
-        """Append bytes."""
+        """Append bytes to the file and to its digest."""
         view = memoryview(data).cast("B")
         try:
             self._file.write(view)

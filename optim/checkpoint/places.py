@@ -201,7 +201,7 @@ class Visitor:
         return self._values
 
     def leave(self) -> None:
-        """Leave the latest place."""
+        """Leave the place that was visited last, so that what was written to it stays."""
         if self._place is not None:
             self._place.leave()
         self._place = self._values = None

@@ -16,7 +16,7 @@ from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.warn import warn_user
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward."""
+"""Classes of modules that only hold others and have no forward."""
 
 
 def cast_at_borders(model: nn.Module, plan: PrecisionPlan) -> None:

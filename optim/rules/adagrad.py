@@ -13,7 +13,7 @@ class AdagradScalars(NamedTuple):
     """The scalars of one step, each exactly an fp32 number, in the order of the kernel."""
 
     step_size: float
-    """lr / (1 + (step - 1) * lr_decay)"""
+    """lr / (1 + (step - 1) * lr_decay), the learning rate of this step"""
     weight_decay: float
     eps: float
 

@@ -15,14 +15,14 @@ class AdamScalars(NamedTuple):
 
     weight_decay: float
     beta1_complement: float
-    """1 - beta1"""
+    """1 - beta1, the share of the gradient in the first moment"""
     beta2: float
     beta2_complement: float
-    """1 - beta2"""
+    """1 - beta2, the share of the squared gradient in the second moment"""
     step_size: float
-    """lr / (1 - beta1**step)"""
+    """lr / (1 - beta1**step), the learning rate with the first moment's bias correction"""
     bias_correction2_sqrt: float
-    """sqrt(1 - beta2**step)"""
+    """sqrt(1 - beta2**step), the second moment's bias correction"""
     eps: float
 
 

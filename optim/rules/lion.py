@@ -13,14 +13,14 @@ class LionScalars(NamedTuple):
     """The scalars of one step, each exactly an fp32 number, in the order of the kernel."""
 
     decay: float
-    """1 - lr * weight_decay"""
+    """1 - lr * weight_decay, what the master is multiplied by"""
     lr: float
     beta1: float
     beta1_complement: float
-    """1 - beta1"""
+    """1 - beta1, the share of the gradient in the mean whose sign is taken"""
     beta2: float
     beta2_complement: float
-    """1 - beta2"""
+    """1 - beta2, the share of the gradient in the mean that is kept"""
 
 
 @dataclass(frozen=True)

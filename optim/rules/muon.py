@@ -22,7 +22,7 @@ class MuonScalars(NamedTuple):
 
     lr: float
     decay: float
-    """1 - lr * weight_decay"""
+    """1 - lr * weight_decay, what the master is multiplied by"""
     momentum: float
     nesterov: bool
     ns_coefficients: tuple[float, float, float]

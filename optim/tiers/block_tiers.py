@@ -68,7 +68,7 @@ class BlockTiers:
 
     @property
     def exist(self) -> bool:
-        """Whether there is any tier."""
+        """Whether there is a parameter tier or a gradient tier."""
         return self.params is not None or self.grads is not None
 
     def number_of(self, leaf: torch.Tensor) -> int:

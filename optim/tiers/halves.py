@@ -69,7 +69,7 @@ class Halves:
 
     @property
     def gathered(self) -> torch.Tensor:
-        """The upper half, padded."""
+        """The upper half, padded as FSDP2 gathers it."""
         return self.upper.gather()
 
     def end_gather(self) -> None:

@@ -22,7 +22,7 @@ class RunSettings:
     steps: int
     """Length of the learning-rate schedule."""
     stop_after: int
-    """Steps really taken."""
+    """Steps that are really taken."""
     seconds: float | None
     """Stop at the next step once training took this long; both runs then take as many steps as the first did."""
     seed: int

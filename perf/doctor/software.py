@@ -1,4 +1,4 @@
-"""Versions, and the GPU."""
+"""Versions of this package and of what it stands on, and the GPU."""
 
 from __future__ import annotations
 

@@ -54,12 +54,12 @@ class Sample:
 
     @property
     def bw_bytes(self) -> float:
-        """Bytes per second."""
+        """Bytes per second of the whole pass."""
         return self.size_bytes / self.seconds
 
     @property
     def iops(self) -> float:
-        """Requests per second."""
+        """Requests per second of the whole pass."""
         return self.requests / self.seconds
 
 
@@ -74,7 +74,7 @@ class Target(Protocol):
         """Write the whole region and verify it."""
 
     def run(self, rw: Rw, size_bytes: int) -> Sample:
-        """Move about `size_bytes`."""
+        """Move about `size_bytes` in a direction, and say how it went."""
 
 
 class Gauge(AbstractContextManager["Gauge"]):

@@ -20,7 +20,7 @@ COLORS = "viridis"
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Write the picture as PNG."""
+    """Write the picture of a search as PNG."""
     figure = Figure(figsize=(12, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
     grid, ranks = figure.subplots(1, 2, width_ratios=(1, 1))

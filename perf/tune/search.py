@@ -65,7 +65,7 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One point of the search."""
+    """One point of the search: an engine and the knobs that it is opened with."""
 
     engine: str
     block_size: int
