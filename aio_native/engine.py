@@ -11,6 +11,7 @@ exceptions; `offload.swapper.tensor_swapper` owns tensors.
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,12 @@ DRAIN_POLL_SECONDS = 0.001
 
 MAX_BLOCK_SIZE = 1 << 30
 """Largest request of any engine, in bytes; the kernel cuts a single read or write short of 2 GiB."""
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raise ValueError for a timeout that is no number. Infinity is as None, and what is negative has passed."""
+    if timeout is not None and math.isnan(timeout):
+        raise ValueError("timeout nan: must be a number of seconds, or None to wait without end")
 
 
 class Op(enum.IntEnum):

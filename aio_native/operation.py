@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from nvme_offload.aio_native.engine import Failure, Op, Segment
+from nvme_offload.aio_native.engine import Failure, Op, Segment, check_timeout
 
 
 class PythonOperation:
@@ -51,6 +51,7 @@ class PythonOperation:
 
         In the main thread signal handlers run meanwhile, and what they raise (KeyboardInterrupt) ends the wait.
         """
+        check_timeout(timeout)
         finished = threading.Lock()
         finished.acquire()
         with self._lock:

@@ -20,6 +20,7 @@ from nvme_offload.aio_native.engine import (
     Operation,
     Registration,
     Segment,
+    check_timeout,
 )
 from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.aio_native.segments import check_segments
@@ -61,6 +62,7 @@ class UringOperation:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait without the GIL; False when `timeout` seconds passed first."""
+        check_timeout(timeout)
         return bool(self._native.wait(timeout))
 
     def add_waker(self, eventfd: int) -> None:

@@ -31,7 +31,8 @@ bool wait_for_operation(const Operation &operation, std::optional<double> second
         if (seconds) {
             const auto left = std::chrono::duration<double>(*seconds) - (Clock::now() - start);
             if (left.count() <= 0) return false;
-            slice = std::min(slice, std::chrono::duration_cast<std::chrono::nanoseconds>(left) + std::chrono::nanoseconds(1));
+            // Compared first: infinity has no number of nanoseconds.
+            if (left < slice) slice = std::chrono::duration_cast<std::chrono::nanoseconds>(left) + std::chrono::nanoseconds(1);
         }
         {
             nb::gil_scoped_release released;

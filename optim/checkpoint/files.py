@@ -28,6 +28,7 @@ MARKER = ".nvme-offload-checkpoint"
 _UNMARKED = ".nvme-offload-unmarked"
 """What a folder is called as long as it has no marker yet, or no more."""
 _KNOWN = {MANIFEST, LATEST, ".metadata", ".metadata.tmp", "state.json", "objects.pt"}
+_MISPLACED = "unexpected pos"  # torch's container of tensors, when it was not told of what ended a write
 _CHUNK_BYTES = 1 << 22
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -46,17 +47,11 @@ class HashingStream:
         self._file = file
         self._digest = hashlib.sha256()
         self._size_bytes = 0
-        self.failure: OSError | None = None
-        """Why the latest write failed: torch.save says something else instead."""
 
     def write(self, data: Any) -> int:
         """Append bytes to the file and to its digest."""
         view = memoryview(data).cast("B")
-        try:
-            self._file.write(view)
-        except OSError as error:
-            self.failure = error
-            raise
+        self._file.write(view)
         self._digest.update(view)
         self._size_bytes += len(view)
         return len(view)
@@ -77,14 +72,19 @@ class HashingStream:
 
 @contextlib.contextmanager
 def durable_file(path: Path) -> Iterator[HashingStream]:
-    """A new file whose bytes are on the drive when the block ends."""
+    """A new file whose bytes are on the drive when the block ends.
+
+    Raises:
+        Whatever ended the block. What ended a write within torch.save is raised itself, be it Ctrl-C or a full disk:
+        torch goes on to write the end of its container, and complains of the position in the place of it.
+    """
     with path.open("wb") as file:
         stream = HashingStream(file)
         try:
             yield stream
-        except Exception as error:
-            if stream.failure is not None:
-                raise stream.failure from error
+        except RuntimeError as error:
+            if error.__context__ is not None and _MISPLACED in str(error):
+                raise error.__context__ from None
             raise
         file.flush()
         os.fsync(file.fileno())

@@ -54,7 +54,7 @@ def test_nvme_and_memory_agree_with_clipping_and_changes_behind_our_back(drive):
                 set_grads(params, step)
                 if step == 2:
                     params[0].data[0] = 0.5
-                    with pytest.warns(RuntimeWarning, match="1 blocks"):
+                    with pytest.warns(RuntimeWarning, match="1 tiles"):
                         optimizer.step()
                 else:
                     optimizer.step()

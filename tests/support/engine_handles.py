@@ -1,6 +1,7 @@
 """Engines as their callers see them: submitting, waiting, waking, counters, depth, fairness."""
 
 import errno
+import math
 import os
 import select
 import signal
@@ -44,6 +45,18 @@ class HandleConformance(EngineTools):
         assert operation.wait() is True
         assert operation.wait(0.0) is True
         assert operation.done()
+
+    def test_timeouts_that_are_no_ordinary_numbers(self):
+        engine, fd, memory = self.open_slow(), self.file(bytes(8 * BLOCK)), Memory(8 * BLOCK)
+        operation = submit(engine, Op.READ, [memory.segment(fd)])
+        assert operation.wait(-1.0) is False
+        assert operation.wait(-math.inf) is False
+        for timeout in (math.inf, 1e300):
+            assert operation.wait(timeout) is True
+            with pytest.raises(ValueError, match="timeout nan: must be a number of seconds, or None"):
+                operation.wait(math.nan)
+            operation = submit(engine, Op.READ, [memory.segment(fd)])
+        assert operation.wait()
 
     def test_times_are_on_the_monotonic_clock(self):
         engine, fd, memory = self.open(), self.file(bytes(BLOCK)), Memory(BLOCK)

@@ -1,10 +1,14 @@
 """Saving that ends early: killed, a full disk, a file that may not grow. What was there before is what is there."""
 
+import errno
+import itertools
 import json
 import os
 
 import pytest
 
+from nvme_offload.offload.errors import CheckpointWriteError
+from nvme_offload.optim.checkpoint import files
 from tests.support.resuming import fresh_engine, steps_of
 from tests.support.sandbox import can_mount, run_python
 from tests.support.training import run_child
@@ -39,6 +43,28 @@ def test_the_names_of_new_folders_are_on_the_drive_too(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "fsync", note)
         engine.save_checkpoint(tmp_path / "new" / "run")
     assert {str(tmp_path), str(tmp_path / "new"), str(tmp_path / "new" / "run")} <= synced
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("number", [1, 4, 9])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError, OSError])
+def test_what_ends_a_write_is_what_the_save_raises(tmp_path, monkeypatch, kind, number):
+    write, writes = files.HashingStream.write, itertools.count(1)
+
+    def ended(stream, data):
+        if next(writes) == number:
+            raise kind(errno.EIO, "ended") if kind is OSError else kind
+        return write(stream, data)
+
+    with fresh_engine("bf16") as engine:
+        steps_of(engine, 0, range(1))
+        engine.save_checkpoint(tmp_path, "old")
+        with monkeypatch.context() as patch:
+            patch.setattr(files.HashingStream, "write", ended)
+            with pytest.raises(CheckpointWriteError if kind is OSError else kind):
+                engine.save_checkpoint(tmp_path, "new")
+        assert sorted(os.listdir(tmp_path)) == ["latest", "old"]
+        engine.save_checkpoint(tmp_path, "new")
 
 
 FULL_DISK = """
