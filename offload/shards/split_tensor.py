@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.profiler import record_function
 
 from nvme_offload.offload._torch_private import is_view, make_wrapper, tree_flatten, tree_unflatten, written_tensors
 
@@ -136,7 +137,8 @@ class SplitTensor(torch.Tensor):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """What FSDP2 gathers: the upper half, bf16, padded."""
-        return (self.halves.gathered,), None
+        with record_function("nvme_offload: gather"):
+            return (self.halves.gathered,), None
 
     def fsdp_post_all_gather(
         self,

@@ -14,7 +14,7 @@ from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
 
 
-class Residency(enum.Enum):
+class TensorResidency(enum.Enum):
     """Which copies exist. The name of a state says what is happening, its description what may be relied on."""
 
     ABSENT = "absent"
@@ -30,11 +30,11 @@ class Residency(enum.Enum):
 
 
 _MAY_FOLLOW = {
-    Residency.ABSENT: {Residency.WRITING},
-    Residency.WRITING: {Residency.STORED, Residency.ABSENT},
-    Residency.STORED: {Residency.WRITING, Residency.READING, Residency.ABSENT},
-    Residency.READING: {Residency.STORED, Residency.PREFETCHED},
-    Residency.PREFETCHED: {Residency.STORED, Residency.WRITING, Residency.ABSENT},
+    TensorResidency.ABSENT: {TensorResidency.WRITING},
+    TensorResidency.WRITING: {TensorResidency.STORED, TensorResidency.ABSENT},
+    TensorResidency.STORED: {TensorResidency.WRITING, TensorResidency.READING, TensorResidency.ABSENT},
+    TensorResidency.READING: {TensorResidency.STORED, TensorResidency.PREFETCHED},
+    TensorResidency.PREFETCHED: {TensorResidency.STORED, TensorResidency.WRITING, TensorResidency.ABSENT},
 }
 
 
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredValue:
     """A value that is complete on the file."""
 
     spec: TensorSpec
@@ -113,15 +113,15 @@ class Task:
 
 
 @dataclass(eq=False)
-class SlotRecord:
+class TensorRecord:
     """Everything about one name. Its tasks run one at a time, in the order in which they were called."""
 
     name: str
-    residency: Residency = Residency.ABSENT
-    stored: StoredTensor | None = None
+    residency: TensorResidency = TensorResidency.ABSENT
+    stored: StoredValue | None = None
     """The value on the file; while an overwrite is under way, the older one."""
     prefetched: torch.Tensor | None = None
-    """The host copy of `Residency.PREFETCHED`."""
+    """The host copy of `TensorResidency.PREFETCHED`."""
     tasks: deque[Task] = field(default_factory=deque)
     """Calls that wait for their turn; the first one is under way, if any is."""
     under_way: bool = False
@@ -160,14 +160,14 @@ class SlotRecord:
             return self.tasks[-1].verb is Verb.PREFETCH
         return self.prefetched is not None
 
-    def become(self, residency: Residency) -> None:
+    def become(self, residency: TensorResidency) -> None:
         """Change the residency.
 
         Raises:
             StateError: `residency` cannot follow the present one.
         """
         if residency not in _MAY_FOLLOW[self.residency]:
-            expected = [state.value for state in Residency if residency in _MAY_FOLLOW[state]]
+            expected = [state.value for state in TensorResidency if residency in _MAY_FOLLOW[state]]
             raise StateError(
                 f"tensor {self.name!r}", f"{' or '.join(expected)} before {residency.value}", self.residency.value
             )
@@ -178,7 +178,7 @@ class SlotRecord:
         if self.prefetched is not None:
             # No call in between: a signal handler sees both or neither.
             self.prefetched = None
-            self.residency = Residency.STORED
+            self.residency = TensorResidency.STORED
 
     def require_value(self) -> TensorSpec:
         """What a swap_in called now would return.

@@ -20,7 +20,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.swapper.copy_worker import CopyWorker
-from nvme_offload.offload.swapper.records import Piece, Residency, SlotRecord, StoredTensor, Task, Verb
+from nvme_offload.offload.swapper.records import Piece, StoredValue, Task, TensorRecord, TensorResidency, Verb
 from nvme_offload.offload.swapper.staged_copy import HostCopy, StagedCopy, SwapInCopy, SwapOutCopy, piece_starts
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
 
@@ -44,13 +44,13 @@ class SlotScheduler:
         offload = config.zero_optimization.offload_optimizer
         self.lock = threading.RLock()  # re-entrant: a signal handler may call what it interrupted
         self.num_prefetch_hits = 0
-        self._busy: set[SlotRecord] = set()
+        self._busy: set[TensorRecord] = set()
         """Every record with a task, and perhaps others for a moment."""
-        self._prefetching: set[SlotRecord] = set()
+        self._prefetching: set[TensorRecord] = set()
         """Has every record with a prefetched copy or a task for one, and perhaps others for a moment."""
         self._waiting: list[threading.Lock] = []
         self._checksums = config.aio.checksums
-        self._begin: dict[Verb, Callable[[SlotRecord, Task], None]] = {
+        self._begin: dict[Verb, Callable[[TensorRecord, Task], None]] = {
             Verb.SWAP_OUT: self._begin_swap_out,
             Verb.SWAP_IN: self._begin_swap_in,
             Verb.PREFETCH: self._begin_prefetch,
@@ -73,7 +73,7 @@ class SlotScheduler:
             self.close()
             raise
 
-    def enqueue(self, record: SlotRecord, task: Task) -> TensorTransfer[Any]:
+    def enqueue(self, record: TensorRecord, task: Task) -> TensorTransfer[Any]:
         """Run a task after those of its record that are waiting already. The lock must be held."""
         # The thread is woken first and waits for the lock. Cut short before the last line, it finds nothing to do.
         worker = self._writer if task.verb is Verb.SWAP_OUT else self._reader
@@ -89,7 +89,7 @@ class SlotScheduler:
         """Bytes of host memory promised to prefetched copies."""
         return sum(record.prefetch_bytes for record in self._prefetching)
 
-    def hand_over(self, record: SlotRecord, prefetched: torch.Tensor) -> TensorTransfer[torch.Tensor]:
+    def hand_over(self, record: TensorRecord, prefetched: torch.Tensor) -> TensorTransfer[torch.Tensor]:
         """A transfer, done already, of a prefetched copy, which is the caller's from now on. The lock must be held."""
         transfer = TensorTransfer[torch.Tensor](Op.READ, prefetched.nbytes)
         transfer.finish(prefetched)
@@ -133,11 +133,11 @@ class SlotScheduler:
         self._writer.start(self._reader)
         self._reader.start(self._writer)
 
-    def _resume(self, record: SlotRecord) -> None:
+    def _resume(self, record: TensorRecord) -> None:
         with self.lock:
             self._advance(record)
 
-    def _advance(self, record: SlotRecord) -> None:
+    def _advance(self, record: TensorRecord) -> None:
         while record.tasks and not record.under_way:
             record.under_way = True
             task = record.tasks[0]
@@ -151,7 +151,7 @@ class SlotScheduler:
             for done in waiting:
                 done.release()
 
-    def _end(self, record: SlotRecord, task: Task, error: Exception | None = None) -> None:
+    def _end(self, record: TensorRecord, task: Task, error: Exception | None = None) -> None:
         record.tasks.popleft()
         record.under_way = False
         self._settle(task, error)
@@ -164,9 +164,9 @@ class SlotScheduler:
 
     # swap_out
 
-    def _begin_swap_out(self, record: SlotRecord, task: Task) -> None:
+    def _begin_swap_out(self, record: TensorRecord, task: Task) -> None:
         record.drop_prefetched()
-        record.become(Residency.WRITING)
+        record.become(TensorResidency.WRITING)
         alignment = self.tier.alignment
         starts = piece_starts(task.spec.size_bytes, self.pool.num_buffers, self.pool.buffer_bytes, alignment)
         on_done = partial(self._end_swap_out, record, task)
@@ -174,23 +174,23 @@ class SlotScheduler:
             SwapOutCopy(self.tier, record.name, task, on_done, starts=starts, checksums=self._checksums)
         )
 
-    def _end_swap_out(self, record: SlotRecord, task: Task, copy: StagedCopy) -> None:
+    def _end_swap_out(self, record: TensorRecord, task: Task, copy: StagedCopy) -> None:
         with self.lock:
             record.failure = str(copy.error or "")
             if copy.error is None:
                 replaced = record.stored.pieces if record.stored else ()
-                record.stored = StoredTensor(task.spec, copy.pieces)
+                record.stored = StoredValue(task.spec, copy.pieces)
                 self._free(replaced)
-                record.become(Residency.STORED)
+                record.become(TensorResidency.STORED)
             else:
                 logger.error("swap_out of tensor %r failed: %s", record.name, copy.error)
                 self._free(copy.pieces)
-                record.become(Residency.STORED if record.stored else Residency.ABSENT)
+                record.become(TensorResidency.STORED if record.stored else TensorResidency.ABSENT)
                 self._fail_readers(record, copy.error)
             self._end(record, task, copy.error)
             self._advance(record)
 
-    def _fail_readers(self, record: SlotRecord, error: Exception) -> None:
+    def _fail_readers(self, record: TensorRecord, error: Exception) -> None:
         """Fail the reads called behind a swap_out that failed: they were promised bytes that do not exist."""
         readers = []
         for task in list(record.tasks)[1:]:
@@ -204,11 +204,11 @@ class SlotScheduler:
 
     # swap_in and prefetch
 
-    def _begin_swap_in(self, record: SlotRecord, task: Task) -> None:
+    def _begin_swap_in(self, record: TensorRecord, task: Task) -> None:
         on_done = partial(self._end_swap_in, record, task)
         prefetched = record.prefetched
         if prefetched is None:
-            record.become(Residency.READING)
+            record.become(TensorResidency.READING)
             self._read(record, task, on_done)
             return
         self.num_prefetch_hits += 1
@@ -219,44 +219,44 @@ class SlotScheduler:
         else:
             self._reader.submit(HostCopy(self.tier, record.name, task, on_done, source=prefetched))
 
-    def _end_swap_in(self, record: SlotRecord, task: Task, copy: StagedCopy) -> None:
+    def _end_swap_in(self, record: TensorRecord, task: Task, copy: StagedCopy) -> None:
         with self.lock:
-            if record.residency is Residency.READING:
-                record.become(Residency.STORED)
+            if record.residency is TensorResidency.READING:
+                record.become(TensorResidency.STORED)
             self._end(record, task, copy.error)
             self._advance(record)
 
-    def _begin_prefetch(self, record: SlotRecord, task: Task) -> None:
-        record.become(Residency.READING)
+    def _begin_prefetch(self, record: TensorRecord, task: Task) -> None:
+        record.become(TensorResidency.READING)
         self._read(record, task, partial(self._end_prefetch, record, task))
 
-    def _end_prefetch(self, record: SlotRecord, task: Task, copy: StagedCopy) -> None:
+    def _end_prefetch(self, record: TensorRecord, task: Task, copy: StagedCopy) -> None:
         with self.lock:
             if copy.error is None:
                 record.prefetched = task.tensor
-                record.become(Residency.PREFETCHED)
+                record.become(TensorResidency.PREFETCHED)
             else:
                 logger.warning("prefetch of tensor %r failed, swap_in reads it again: %s", record.name, copy.error)
-                record.become(Residency.STORED)
+                record.become(TensorResidency.STORED)
             self._end(record, task, copy.error)
             self._advance(record)
 
-    def _read(self, record: SlotRecord, task: Task, on_done: Callable[[StagedCopy], None]) -> None:
+    def _read(self, record: TensorRecord, task: Task, on_done: Callable[[StagedCopy], None]) -> None:
         assert record.stored is not None
         self._reader.submit(SwapInCopy(self.tier, record.name, task, on_done, pieces=record.stored.pieces))
 
     # evict and delete
 
-    def _evict(self, record: SlotRecord, task: Task) -> None:
+    def _evict(self, record: TensorRecord, task: Task) -> None:
         record.drop_prefetched()
         self._end(record, task)
 
-    def _delete(self, record: SlotRecord, task: Task) -> None:
+    def _delete(self, record: TensorRecord, task: Task) -> None:
         record.drop_prefetched()
         if record.stored is not None:
             self._free(record.stored.pieces)
             record.stored = None
-            record.become(Residency.ABSENT)
+            record.become(TensorResidency.ABSENT)
         record.deleted = True
         self._end(record, task)
 

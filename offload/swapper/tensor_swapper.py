@@ -22,7 +22,7 @@ from nvme_offload.offload.errors import ClosedError, ConfigError, ForkError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.offload.swapper.records import NO_TENSOR, Residency, SlotRecord, Task, TensorSpec, Verb
+from nvme_offload.offload.swapper.records import NO_TENSOR, Task, TensorRecord, TensorResidency, TensorSpec, Verb
 from nvme_offload.offload.swapper.scheduler import SlotScheduler
 from nvme_offload.offload.swapper.staged_copy import KIND
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
@@ -84,7 +84,7 @@ class TensorSwapper:
         self._closed = False
         self._closing = threading.RLock()
         self._pin_with_first_cuda_tensor = offload.pin_memory is None
-        self._records: dict[str, SlotRecord] = {}
+        self._records: dict[str, TensorRecord] = {}
         self._scheduler = SlotScheduler(self.config, faults)
         self._lock = self._scheduler.lock
         _live.add(self)
@@ -124,7 +124,7 @@ class TensorSwapper:
             record = self._records.get(name)
             if record is None or record.forgotten:
                 self._records.pop(name, None)  # a new value has a new place in the order of names
-                record = self._records[name] = SlotRecord(name)
+                record = self._records[name] = TensorRecord(name)
             self._scheduler.enqueue(record, task)
         return task.transfer
 
@@ -215,7 +215,7 @@ class TensorSwapper:
             self._check_open()
             return self._record(name).require_value().size_bytes
 
-    def residency(self, name: str) -> Residency:
+    def residency(self, name: str) -> TensorResidency:
         """Which copies of `name` exist at this moment."""
         self._check_usable()
         with self._lock:
@@ -280,7 +280,7 @@ class TensorSwapper:
         if self._closed:
             raise ClosedError("TensorSwapper")
 
-    def _record(self, name: str) -> SlotRecord:
+    def _record(self, name: str) -> TensorRecord:
         record = self._records.get(name)
         if record is None or record.forgotten:
             near = get_close_matches(str(name), self._records, n=3)

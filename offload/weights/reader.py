@@ -48,7 +48,7 @@ _DAMAGED = "the file is damaged or was not written completely: fetch or export i
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class HeaderEntry:
     """Where a tensor is and what it is; no data."""
 
     path: Path
@@ -86,7 +86,7 @@ class SafetensorsReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._fds: dict[Path, int] = {}
-        self.tensors: dict[str, StoredTensor] = _tensors_at(self.path)
+        self.tensors: dict[str, HeaderEntry] = _tensors_at(self.path)
         """The stored tensors by name, in the order of the files."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -129,7 +129,7 @@ class SafetensorsReader:
             raise WeightsError(path, f"reading {len(target)} bytes at {offset}: {error.strerror}") from error
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, HeaderEntry]:
     """The tensors of one file, from its header.
 
     Raises:
@@ -138,7 +138,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return _read_header(path)[0]
 
 
-def _read_header(path: Path) -> tuple[dict[str, StoredTensor], str | None]:
+def _read_header(path: Path) -> tuple[dict[str, HeaderEntry], str | None]:
     """The tensors of one file, and what it says is their digest."""
     try:
         with path.open("rb") as file:
@@ -164,7 +164,7 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], str | None]:
     return tensors, metadata.get(DIGEST) if isinstance(metadata, dict) else None
 
 
-def _check_coverage(path: Path, tensors: Mapping[str, StoredTensor], first: int, size_bytes: int) -> None:
+def _check_coverage(path: Path, tensors: Mapping[str, HeaderEntry], first: int, size_bytes: int) -> None:
     """Raise unless the tensors lie one after the other and fill the file."""
     end = first
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):
@@ -176,7 +176,7 @@ def _check_coverage(path: Path, tensors: Mapping[str, StoredTensor], first: int,
         raise WeightsError(path, f"has {size_bytes} bytes, and its header describes {end}; {_DAMAGED}")
 
 
-def _stored(path: Path, name: str, entry: Any, first: int) -> StoredTensor:
+def _stored(path: Path, name: str, entry: Any, first: int) -> HeaderEntry:
     try:
         kind, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         sane = isinstance(kind, str) and all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
@@ -186,14 +186,14 @@ def _stored(path: Path, name: str, entry: Any, first: int) -> StoredTensor:
         raise WeightsError(path, f"{name}: its entry in the header is {entry!r}; {_DAMAGED}")
     if kind not in DTYPES:
         raise WeightsError(path, f"{name} is {kind}: this cannot be read; known are {', '.join(DTYPES)}")
-    stored = StoredTensor(path, DTYPES[kind], shape, first + start)
+    stored = HeaderEntry(path, DTYPES[kind], shape, first + start)
     if stop - start != stored.size_bytes:
         what = f"{stop - start} bytes for {kind} of shape {shape}, which takes {stored.size_bytes}"
         raise WeightsError(path, f"{name}: its entry in the header says {what}; {_DAMAGED}")
     return stored
 
 
-def _tensors_at(path: Path) -> dict[str, StoredTensor]:
+def _tensors_at(path: Path) -> dict[str, HeaderEntry]:
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except OSError as error:  # a name that is too long, for example: what is missing is no error
@@ -205,7 +205,7 @@ def _tensors_at(path: Path) -> dict[str, StoredTensor]:
     return _tensors_of_index(path) if path.suffix == ".json" else read_header(path)
 
 
-def _tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
+def _tensors_in_folder(folder: Path) -> dict[str, HeaderEntry]:
     if (single := folder / SINGLE_FILE).is_file():
         return read_header(single)
     if (index := folder / INDEX_FILE).is_file():
@@ -218,7 +218,7 @@ def _tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
     if shard := next((file.name for file in files if _SHARD.fullmatch(file.name)), None):
         why = "an export was interrupted, or a file was not copied"
         raise WeightsError(folder, f"has {shard} and no {INDEX_FILE}: {why}; export again, or fetch the index")
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, HeaderEntry] = {}
     for file in files:
         for name, stored in read_header(file).items():
             if name in tensors:
@@ -228,7 +228,7 @@ def _tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _tensors_of_index(index: Path) -> dict[str, StoredTensor]:
+def _tensors_of_index(index: Path) -> dict[str, HeaderEntry]:
     try:
         content = json.loads(index.read_bytes())
         places, digests = content["weight_map"], content.get(DIGEST, {})
@@ -246,7 +246,7 @@ def _tensors_of_index(index: Path) -> dict[str, StoredTensor]:
     if absent := sorted(place for place, file in files.items() if not file.is_file()):
         lost = sum(place in absent for place in places.values())
         raise WeightsError(index, f"names {', '.join(absent)} for {lost} tensors, and there is no such file beside it")
-    headers: dict[str, dict[str, StoredTensor]] = {}
+    headers: dict[str, dict[str, HeaderEntry]] = {}
     for place, file in files.items():
         headers[place], digest = _read_header(file)
         if place in digests and digests[place] != digest:

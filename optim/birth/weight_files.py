@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nvme_offload.offload.errors import WeightsError
-from nvme_offload.offload.weights.reader import SafetensorsReader, StoredTensor
+from nvme_offload.offload.weights.reader import HeaderEntry, SafetensorsReader
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor
 
 _MAX_PROBLEMS = 12
@@ -54,7 +54,7 @@ def _ignored(model: nn.Module, plan: BirthPlan) -> re.Pattern[str]:
 
 
 def _match(
-    wanted: Iterable[NewTensor], stored: Mapping[str, StoredTensor], ignored: re.Pattern[str]
+    wanted: Iterable[NewTensor], stored: Mapping[str, HeaderEntry], ignored: re.Pattern[str]
 ) -> tuple[dict[NewTensor, str], list[str]]:
     """Stored name by tensor, and what does not fit, in words."""
     names, missing, misfits, known = dict[NewTensor, str](), list[NewTensor](), list[str](), set[str]()

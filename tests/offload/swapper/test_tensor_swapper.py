@@ -12,7 +12,7 @@ import torch
 from nvme_offload.aio_native import EngineUnavailable, FaultSpec
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ClosedError, ConfigError, StateError
-from nvme_offload.offload.swapper.records import Residency, SlotRecord
+from nvme_offload.offload.swapper.records import TensorRecord, TensorResidency
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from tests.support.own_resources import Resources
 from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, config_for, random_bits, same_bits, swap_file
@@ -208,18 +208,18 @@ def test_the_target_is_let_go(swapper):
 def test_a_prefetched_tensor_is_read_once_and_handed_over(swapper):
     tensor = random_bits((30_000,))
     swapper.swap_out("x", tensor).wait(PATIENCE)
-    assert swapper.residency("x") is Residency.STORED
+    assert swapper.residency("x") is TensorResidency.STORED
     assert swapper.prefetch("x")
     assert swapper.prefetch("x")
     swapper.synchronize()
-    assert swapper.residency("x") is Residency.PREFETCHED
+    assert swapper.residency("x") is TensorResidency.PREFETCHED
     before = swapper.stats()
     assert before.prefetched_bytes == tensor.nbytes
     assert same_bits(swapper.swap_in("x").wait(0), tensor)  # done at once
     after = swapper.stats()
     assert after.bytes_read == before.bytes_read
     assert (after.prefetched_bytes, after.num_prefetch_hits) == (0, 1)
-    assert swapper.residency("x") is Residency.STORED
+    assert swapper.residency("x") is TensorResidency.STORED
     assert same_bits(swapper.swap_in("x").wait(PATIENCE), tensor)
     assert swapper.stats().bytes_read > after.bytes_read
 
@@ -276,9 +276,9 @@ def test_a_stale_copy_is_dropped(swapper, drop):
 
 
 def test_transitions_that_make_no_sense_name_everything():
-    record = SlotRecord("w")
+    record = TensorRecord("w")
     with pytest.raises(StateError, match="tensor 'w': expected stored before reading, actual absent"):
-        record.become(Residency.READING)
+        record.become(TensorResidency.READING)
 
 
 def test_swap_in_checks_out(swapper):
