@@ -140,8 +140,8 @@ class ZeroOptimizationConfig(Section):
     """What is sharded, and what is offloaded."""
 
     stage: Whole = key(0, "a whole number, 0..3", "same", ge=0, le=3)
-    """ZeRO stage, 0..3: what `initialize` shards over ranks is nothing, optimizer state, gradients too, parameters
-    too."""
+    """ZeRO stage, 0..3: what `initialize` shards over ranks is nothing (plain data parallelism), optimizer state,
+    gradients too, parameters too."""
     sub_group_size: SubgroupSize = key(
         _SUBGROUP_SIZE, "a whole number, 0 or more", "same, default 1e9", "elements", ge=0
     )
