@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test check bench sanitize test-torch setup clean FORCE
+.PHONY: demo test check bench sanitize docs test-torch setup clean FORCE
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -26,6 +26,10 @@ check: setup
 
 bench: setup
 	$(BIN)/python -m pytest perf/benchmarks --benchmark-only -m "not slow" $(ARGS)
+
+# The documentation as a site, in build/site.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 # The suite against another version of torch, in an environment of its own: make test-torch TORCH=2.15.0
 test-torch:

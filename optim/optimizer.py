@@ -96,8 +96,7 @@ class OffloadOptimizer(Optimizer):
 
         Raises:
             ValueError: a hyperparameter or a parameter cannot be used; names it.
-            OutOfSpaceError: the paths cannot hold their state.
-            Nothing was added then.
+            OutOfSpaceError: the paths cannot hold their state. After either, nothing was added.
         """
         self.store.check_usable()
         number, first = len(self.param_groups), len(self.store.table)
