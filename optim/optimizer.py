@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from nvme_offload.offload._torch_private import not_compiled, state_dict_hooks
+from nvme_offload.offload._torch_private import not_compiled, running_last_before_load, state_dict_hooks
 from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigWarning, StateError
@@ -101,8 +101,7 @@ class OffloadOptimizer(Optimizer):
 
         Raises:
             ValueError: a hyperparameter or a parameter cannot be used; names it.
-            OutOfSpaceError: the paths cannot hold their state.
-            Nothing was added then.
+            OutOfSpaceError: the paths cannot hold their state. After either, nothing was added.
         """
         self.store.check_usable()
         number, first = len(self.param_groups), len(self.store.table)
@@ -296,12 +295,9 @@ class OffloadOptimizer(Optimizer):
         """
         self.store.check_usable()
         # The last of these hooks: it gets what the user's have made of the state dict.
-        last = self.register_load_state_dict_pre_hook(OffloadOptimizer._take_over)  # type: ignore[arg-type]
-        try:
+        with running_last_before_load(self, OffloadOptimizer._take_over):
             super().load_state_dict(state_dict)
             self.store.unfinished = None
-        finally:
-            last.remove()
 
     def _take_over(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Bring a state dict to the tiers; returns what is left of it for torch: the groups."""

@@ -244,7 +244,7 @@ class OffloadEngine:
                 to write.
             ValueError: a parameter requires a gradient and is not the optimizer's; nothing has moved.
             SwapIOError: a read or write failed, see `OffloadOptimizer.step`.
-            Whatever the scheduler raises, when everything else is done.
+            Exception: what the scheduler raises, when everything else is done.
         """
         gradients = (param.grad for param in self.module.parameters())
         self._accumulation.check_step(gradients, is_scaled=self._scaler is not None)
@@ -362,8 +362,8 @@ class OffloadEngine:
             The files.
 
         Raises:
-            ValueError, CheckpointWriteError: see `optim.checkpoint.export.export_safetensors`.
-            Or the module is a stage.
+            ValueError: the module is one stage of a pipeline, or see `optim.checkpoint.export.export_safetensors`.
+            CheckpointWriteError: see there.
         """
         if self.is_pipelined:
             raise ValueError(
