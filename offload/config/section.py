@@ -193,8 +193,8 @@ class OffloadConfig(Section):
     dtype. fp32 goes with everything, bf16 with `bf16`, fp16 with `fp16`. torch's spellings do as well."""
     fp32_modules: Patterns = key((), 'a list of patterns, as ["*.router", "LayerNorm"]')
     """Modules that stay fp32 in a `bf16` or `fp16` model, with all that is in them: shell patterns of qualified names,
-    of modules or parameters, or of class names, with or without package. Parameters that came in fp32 in a model that
-    also has 16-bit ones stay fp32 without it."""
+    of modules or parameters, or of class names, alone or with the package that they are imported from, as
+    `torch.nn.LayerNorm`. Parameters that came in fp32 in a model that also has 16-bit ones stay fp32 without it."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer that `initialize` makes."""
     scheduler: SchedulerConfig | None = None
