@@ -35,7 +35,7 @@ MAX_OPERATIONS = 1024
 """Transfers accepted by the engine and not yet done. Staging buffers run out long before."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Flight:
     """A buffer and what the engine does with it; noted before the engine is asked."""
 
