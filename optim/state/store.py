@@ -186,9 +186,9 @@ class StateStore(StateBody):
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files. Idempotent; no-op in a forked child."""
-        if self.is_closed or not self.is_own_process:
+        if not self.is_own_process:
             return
-        self.is_closed = True
+        self.is_closed = True  # and each part once more does no harm: an interrupted close can be repeated
         if self.mirror is not None:
             self.mirror.close()
         self.blocks.close()
