@@ -137,7 +137,7 @@ def test_a_trillion_parameters_on_thousands_of_ranks():
     document = json.loads(plan(f"{LARGE} {RATES} --json").stdout)
     assert document["model"]["parameters"] == 10**12
     assert document["bytes_per_rank"]["optimizer state"]["nvme"] == pytest.approx(10 * 10**12 / 4096, rel=0.01)
-    assert document["step"]["seconds"] > 0
+    assert document["iteration"]["seconds"] > 0
     assert document["days_of_life"] > 0
 
 
