@@ -62,6 +62,10 @@ class Job:
         """Number of forwards and backwards in a step."""
         return self.config.gradient_accumulation_steps or 1
 
+    def num_shards(self, machine: Machine) -> int:
+        """Ranks that share a parameter; with stage 0 each has all of it."""
+        return 1 if self.config.zero_optimization.stage == 0 else machine.ranks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -231,7 +235,7 @@ def _tier_plan(job: Job, machine: Machine, state: _StatePlan) -> TierPlan:
     residents = Residents(
         job.shape,
         job.config,
-        ranks=machine.ranks,
+        ranks=job.num_shards(machine),
         tokens=job.tokens,
         checkpointing=job.checkpointing,
         on_device=machine.device_memory is not None,
@@ -250,16 +254,17 @@ def _state_plan(job: Job, machine: Machine) -> _StatePlan:
     on_device = machine.device_memory is not None
     blocks = _block_units(job, machine)
     precision = precision_of(config)
+    num_shards = job.num_shards(machine)
     shards = [
         ParamToPlace(
-            number, 0, -(-numel // machine.ranks), precision.storage, rule, number if config.has_block_tiers else -1
+            number, 0, -(-numel // num_shards), precision.storage, rule, number if config.has_block_tiers else -1
         )
         for number, group in enumerate(job.shape.groups)
         for numel in group
     ]
     for shard in shards:
         needed = shard.numel * state_itemsize(precision.master, rule.states)
-        placement.check_whole(rule, needed, f"a parameter of {shard.numel * machine.ranks} elements")
+        placement.check_whole(rule, needed, f"a parameter of {shard.numel * num_shards} elements")
     fixed = sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
     max_bytes = placement.max_subgroup_bytes(fixed, on_device)
     itemsize = max(state_itemsize(precision.master, rule.states), 1)  # none at all: as many elements as one may have
@@ -279,7 +284,8 @@ def _block_units(job: Job, machine: Machine) -> list[Unit]:
     """Blocks of parameters and gradients that may be on NVMe, and their staging buffers: see `BlockTiers.units`."""
     config, precision = job.config, precision_of(job.config)
     storage, accumulate = precision.storage, precision.accumulate
-    shards = [[-(-numel // machine.ranks) for numel in group] for group in job.shape.groups]
+    num_shards = job.num_shards(machine)
+    shards = [[-(-numel // num_shards) for numel in group] for group in job.shape.groups]
     units: list[Unit] = []
     section = config.zero_optimization.offload_param
     if section.device == "nvme":
