@@ -22,7 +22,7 @@ from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.view import StateView
 from nvme_offload.optim.stats import Meter, OptimizerStats, Span
 from nvme_offload.optim.step import Stepper
-from nvme_offload.optim.tiers.halves import split_shard
+from nvme_offload.optim.tiers.parts import split_shard
 from nvme_offload.optim.warn import warn_user
 
 
@@ -287,7 +287,7 @@ class OffloadOptimizer(Optimizer):
         """Take over a state dict of this class, or of torch's optimizer of that name, for the same parameters.
 
         Where it holds ``master``, parameters get its rounded value; where it does not, masters start from the
-        parameters as they are, split ones with both halves. What it does not hold starts afresh, as in torch.
+        parameters as they are, split ones with all of their parts. What it does not hold starts afresh, as in torch.
 
         Raises:
             ValueError: it does not fit; names what. Nothing was changed.

@@ -227,6 +227,11 @@ class OffloadConfig(Section):
         """What autocast computes in; None where it is not enabled."""
         return self.torch_autocast.dtype if self.torch_autocast.enabled else None
 
+    @property
+    def has_block_tiers(self) -> bool:
+        """Whether parameters or gradients go to NVMe, in blocks."""
+        return "nvme" in (self.zero_optimization.offload_param.device, self.offload_gradients.device)
+
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """Complete the three batch keys for a number of data-parallel ranks.
 

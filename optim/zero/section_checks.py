@@ -17,9 +17,6 @@ def check_supported(config: OffloadConfig, device_type: str) -> None:
         ("zero_optimization.offload_param", config.zero_optimization.offload_param.device),
         ("offload_gradients", config.offload_gradients.device),
     ):
-        if device == "nvme" and not config.bf16.enabled:
-            what = 'only the halves of bf16 training go there; write bf16.enabled = true, or "none"'
-            problems.append(f'{name}.device = "nvme": {what}')
         if device != "none" and device_type != "cpu":
             what = f'the model is on {device_type}, where parameters and gradients stay; write "none", or move it'
             problems.append(f'{name}.device = "{device}": {what} to the CPU')
