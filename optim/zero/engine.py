@@ -76,7 +76,12 @@ class OffloadEngine:
         """Micro-batches of one step."""
         self.is_pipelined = roles.pipeline is not None
         """Whether a schedule runs forward and backward, and `step` follows it directly."""
-        self._accumulation = Accumulation(self.gradient_accumulation_steps, is_pipelined=self.is_pipelined)
+        stage = config.zero_optimization.stage
+        self._accumulation = Accumulation(
+            self.gradient_accumulation_steps,
+            is_pipelined=self.is_pipelined,
+            reduces_once=stage == 1 or (stage == 0 and roles.num_data_parallel_ranks > 1),
+        )
         self._stages = roles.pipeline_group
         self._peers = Peers(mesh.mesh.flatten().tolist())
         self._passes = Passes(module, mesh.size(), self._peers)
