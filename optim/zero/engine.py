@@ -148,8 +148,9 @@ class OffloadEngine:
             )
         # Somebody's autocast context around this call is none of backward's.
         with self._giving_up_the_step("backward"), torch.autocast(self.mesh.device_type, enabled=False):
+            self._set_sync()  # once more: an exception may have kept the call at the end from being made
             torch.autograd.backward(loss.float() * (self.loss_scale / self.gradient_accumulation_steps))
-        self.micro_steps += 1
+            self.micro_steps += 1
         self._set_sync()
 
     def pipeline_loss(self, loss_fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -306,13 +307,14 @@ class OffloadEngine:
             CheckpointError, ValueError: it is damaged, unsafe or does not fit; nothing was changed.
             SwapIOError: a tier failed on the way; load again.
         """
-        loaded = checkpoint.load(self._training, Path(dir), tag)
-        if loaded is None:
-            return None, None
-        self.global_steps = loaded.global_steps
-        self._drop_gathered()
-        self._drop_gradients()
-        return str(loaded.path), loaded.client_state
+
+        def take_over(loaded: checkpoint.Loaded) -> None:
+            self.global_steps = loaded.global_steps
+            self._drop_gathered()
+            self._drop_gradients()
+
+        loaded = checkpoint.load(self._training, Path(dir), tag, take_over)
+        return (None, None) if loaded is None else (str(loaded.path), loaded.client_state)
 
     def export_safetensors(
         self,
@@ -381,9 +383,10 @@ class OffloadEngine:
 
     @contextmanager
     def _giving_up_the_step(self, where: str) -> Iterator[None]:
-        """Leave FSDP2 and the gradients as before the step, after an I/O error inside forward or backward.
+        """Leave FSDP2 and the gradients as before the step, after an I/O error or Ctrl-C inside forward or backward.
 
-        Where that cannot be, no other pass begins, and the other ranks are told.
+        Where that cannot be, no other pass begins, and the other ranks are told. Any other exception out of a backward
+        leaves gradients of which nobody knows how much is in them: the same.
         """
         if self._way_on:
             raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
@@ -393,7 +396,10 @@ class OffloadEngine:
         except PeerError:
             self._way_on = "Another rank failed: end them all and resume from a checkpoint."
             raise
-        except (SwapIOError, CorruptionError) as error:
+        except BaseException as error:
+            is_ours = isinstance(error, SwapIOError | CorruptionError)
+            if not is_ours and (self.mesh.size() > 1 or (where == "forward" and isinstance(error, Exception))):
+                raise
             if self.mesh.size() > 1:
                 self._way_on = (
                     "Other ranks wait for this one in a collective: end them all and resume from a checkpoint."
