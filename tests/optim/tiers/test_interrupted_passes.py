@@ -17,7 +17,7 @@ def go_on(engine, number):
     """What is left of a step, as the engine counts its micro-batches."""
     before = engine.global_steps
     while engine.global_steps == before:
-        if not engine.is_gradient_accumulation_boundary:
+        if not engine._accumulation.has_backward:
             engine.backward(loss_of(engine, number, engine.micro_steps))
         engine.step()
 
