@@ -217,8 +217,9 @@ class OffloadEngine:
         share = self.gradient_accumulation_steps if scale_wrt_gas else 1
         # Somebody's autocast context around this call is none of backward's.
         with self._passes.run("backward", self._drop_gradients), torch.autocast(self.mesh.device_type, enabled=False):
+            self._set_sync()  # once more: an exception may have come before the call that belongs here
             torch.autograd.backward(self._scaled(loss, share), retain_graph=retain_graph)
-        self._accumulation.has_backward = True
+            self._accumulation.has_backward = True
         return loss.detach() / share
 
     def pipeline_loss(self, loss_fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -342,13 +343,14 @@ class OffloadEngine:
             CheckpointError, ValueError: it is damaged, unsafe or does not fit; nothing was changed.
             SwapIOError: a tier failed on the way; load again.
         """
-        loaded = checkpoint.load(self._training, Path(dir), tag)
-        if loaded is None:
-            return None, None
-        self.global_steps = loaded.global_steps
-        self._drop_gathered()
-        self._drop_gradients()
-        return str(loaded.path), loaded.client_state
+
+        def take_over(loaded: checkpoint.Loaded) -> None:
+            self.global_steps = loaded.global_steps
+            self._drop_gathered()
+            self._drop_gradients()
+
+        loaded = checkpoint.load(self._training, Path(dir), tag, take_over)
+        return (None, None) if loaded is None else (str(loaded.path), loaded.client_state)
 
     def export_safetensors(
         self,
