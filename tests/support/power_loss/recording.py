@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from nvme_offload.offload import durable
-from nvme_offload.offload.storage import nvme_tier
+from nvme_offload.offload.storage import engine_in_use
 from tests.support.power_loss.events import (
     Allocated,
     Event,
@@ -66,13 +66,13 @@ class Recording:
             self._patches.enter_context(patch.object(os, name, _stand_in(method, self, originals[name])))
         for module in (builtins, io):
             self._patches.enter_context(patch.object(module, "open", self._open_stream))
-        opened = nvme_tier.open_engine
+        opened = engine_in_use.open_engine
 
         def open_engine(*arguments: Any) -> Any:
             found = opened(*arguments)
             return replace(found, engine=RecordedEngine(found.engine, self))
 
-        self._patches.enter_context(patch.object(nvme_tier, "open_engine", open_engine))
+        self._patches.enter_context(patch.object(engine_in_use, "open_engine", open_engine))
         self._active = True
         return self
 
