@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -240,10 +241,17 @@ def _names_of_owners(model: nn.Module) -> Iterable[tuple[nn.Parameter, set[str]]
         paths = [".".join(parts[: depth + 1]) for depth in range(len(parts))] if module_name else []
         names = set(paths)
         for path in paths:
-            kind = type(model.get_submodule(path))
-            names |= {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+            names |= _names_of_class(type(model.get_submodule(path)))
         for name, param in module.named_parameters(recurse=False):
             yield param, {*names, f"{module_name}.{name}" if module_name else name}
+
+
+def _names_of_class(kind: type) -> set[str]:
+    """A class's name, and that with each package it is imported from: torch.nn.LayerNorm is of a module below that."""
+    parts = kind.__module__.split(".")
+    packages = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    public = {package for package in packages if getattr(sys.modules.get(package), kind.__qualname__, None) is kind}
+    return {kind.__name__, *(f"{package}.{kind.__qualname__}" for package in (*public, kind.__module__))}
 
 
 def _safe_params(config: OffloadConfig, model: nn.Module) -> set[nn.Parameter]:

@@ -34,8 +34,5 @@ def completed_for(config: OffloadConfig, num_ranks: int) -> OffloadConfig:
     Raises:
         ConfigError: it does not go with so many ranks; names the key and what to write instead.
     """
-    if config.zero_optimization.stage == 0 and num_ranks > 1:
-        what = f"nothing is sharded, which goes with one rank, not with {num_ranks}; write 1"
-        raise ConfigError([f"zero_optimization.stage = 0: {what}"])
     steps = config.batch_sizes(num_ranks).gradient_accumulation_steps
     return config.model_copy(update={"gradient_accumulation_steps": steps})

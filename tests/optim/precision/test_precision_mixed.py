@@ -344,6 +344,7 @@ def test_modules_are_named_by_pattern_class_or_dtype():
     assert kept_by(plan_of(model, **BF16)) == set()
     assert kept_by(plan_of(model, **BF16, fp32_modules=["LayerNorm"])) == norms
     assert kept_by(plan_of(model, **BF16, fp32_modules=["torch.nn.modules.normalization.Layer*"])) == norms
+    assert kept_by(plan_of(model, **BF16, fp32_modules=["torch.nn.LayerNorm"])) == norms, "the public name"
     assert kept_by(plan_of(model, **BF16, fp32_modules=["*norm*"])) == norms
     assert kept_by(plan_of(model, **BF16, fp32_modules=["blocks.1"])) == {
         name for name, _ in model.named_parameters() if name.startswith("blocks.1.")

@@ -139,7 +139,7 @@ def test_a_placement_that_fails_leaves_nothing_behind_and_can_be_repeated(alone,
 
 def bytes_taken_on(tier):
     """In each of its files."""
-    return [file._free.end - sum(size for _, size in file._free._free) for file in tier.space._files]
+    return [file.ranges.end - sum(size for _, size in file.ranges._free) for file in tier.space._files]
 
 
 @contextlib.contextmanager

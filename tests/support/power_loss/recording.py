@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import fcntl
 import io
 import itertools
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from nvme_offload.offload import durable
 from nvme_offload.offload.storage import nvme_tier
 from tests.support.power_loss.events import (
     Allocated,
@@ -34,7 +36,7 @@ from tests.support.power_loss.history import Files, History
 from tests.support.power_loss.recorded_engine import RecordedEngine
 
 _OPEN, _IO_OPEN = os.open, io.open
-_NEVER_CALLERS = (__file__, os.__file__, io.__file__)
+_NEVER_CALLERS = (__file__, os.__file__, contextlib.__file__, durable.__file__)
 
 
 class Recording:
@@ -195,13 +197,14 @@ def _position(fd: int) -> int:
 
 
 def _caller() -> str:
-    """Who asks: the two innermost functions outside this file and the library."""
-    frame, names = sys._getframe(1), []
-    while frame is not None and len(names) < 2:
-        if frame.f_code.co_filename not in _NEVER_CALLERS:
-            names.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
+    """Who asks: file, line and function, and those of its caller; without the library and the door to the drive."""
+    frame, places = sys._getframe(1), []
+    while frame is not None and len(places) < 2:
+        code = frame.f_code
+        if not code.co_filename.endswith(_NEVER_CALLERS):
+            places.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back
-    return " < ".join(names)
+    return ", from ".join(places)
 
 
 def _stand_in(method: Callable[..., Any], recording: Recording, real: Callable[..., Any]) -> Callable[..., Any]:
