@@ -63,12 +63,16 @@ def section(folder, *, params=None, grads=None, accumulation=1, **more):
     return config | more
 
 
+NO_BF16 = {"bf16": {"enabled": False}}
 CASES = {
     "state": {},
     "state in small subgroups": {"staging_budget": "3MiB"},
     "parameters": {"params": 4},
     "gradients": {"params": 3, "grads": 2, "accumulation": 2},
     "many buffers": {"params": 8, "grads": 6},
+    "fp16": {"params": 3, "grads": 2, **NO_BF16, "fp16": {"enabled": True, "loss_scale": 64}},
+    "fp32": {"params": 3, "grads": 2, **NO_BF16},
+    "autocast": {"params": 4, **NO_BF16, "torch_autocast": {"enabled": True, "dtype": "bf16"}},
     "stage 2": {"params": 2, "grads": 4, "stage": 2},
     "parameters partly in memory": {"params": 4, "host_budget": "5MiB", "staging_budget": "3MiB"},
     "half in memory": {"params": 4, "host_budget": "18MiB", "staging_budget": "3MiB"},
