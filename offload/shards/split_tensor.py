@@ -22,6 +22,10 @@ class Halves(Protocol):
     def gathered(self) -> torch.Tensor:
         """The upper half, bf16, in the padded shape that FSDP2 gathers; valid until `end_gather`."""
 
+    @property
+    def stays(self) -> bool:
+        """Whether what is gathered stays valid after `end_gather`, and changes with the parameter."""
+
     def end_gather(self) -> None:
         """Let the upper half go: FSDP2 has copied it."""
 
@@ -136,9 +140,9 @@ class SplitTensor(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """What FSDP2 gathers: the upper half, bf16, padded."""
+        """What FSDP2 gathers: the upper half, bf16, padded; and, for a rank alone, whether it may compute with that."""
         with record_function("nvme_offload: gather"):
-            return (self.halves.gathered,), None
+            return (self.halves.gathered,), self.halves.stays
 
     def fsdp_post_all_gather(
         self,

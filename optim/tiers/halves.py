@@ -72,6 +72,11 @@ class Halves:
         """The upper half, padded as FSDP2 gathers it."""
         return self.upper.gather()
 
+    @property
+    def stays(self) -> bool:
+        """Whether what is gathered stays valid after `end_gather`: it is in memory of its own."""
+        return isinstance(self.upper, ResidentUpper)
+
     def end_gather(self) -> None:
         """Let the upper half go: FSDP2 has copied it."""
         self.upper.end_gather()

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from nvme_offload.offload._torch_private import fsdp_params, gather_by_itself, refuse_conversion
+from nvme_offload.offload._torch_private import compute_on_shards, fsdp_params, gather_by_itself, refuse_conversion
 from nvme_offload.optim.precision.casts import (
     CONTAINERS,
     cast_at_borders,
@@ -169,6 +169,9 @@ def shard_model(
         reshard = reshard_after_forward and len(modules) == 1
         fully_shard(together, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     _gather_in_own_dtypes(model, plan)
+    if mesh.size() == 1:
+        for module in model.modules():
+            compute_on_shards(module)
     remember_gatherers(model)
     return model
 

@@ -16,6 +16,7 @@ class PlainHalves:
         self.values = values.clone()
         self.gathered = values.bfloat16()
         self.device = values.device
+        self.stays = True
         self.num_reads = self.num_writes = 0
 
     def end_gather(self):
