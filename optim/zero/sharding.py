@@ -17,7 +17,7 @@ from torch.utils import swap_tensors
 from nvme_offload.offload._torch_private import compute_on_shards, fsdp_params, gather_by_itself, refuse_conversion
 from nvme_offload.optim.precision.casts import (
     CONTAINERS,
-    cast_at_borders,
+    cast_where_needed,
     gather_fp32_outside_autocast,
     guard_autocast,
     return_no_views,
@@ -108,7 +108,7 @@ def shard_with_precision(
         give_shards: of a model on the meta device: gives its shards memory, as halves where the plan says so. Called
             with the accumulation dtype of these.
     """
-    cast_at_borders(model, plan)
+    cast_where_needed(model, plan)
     for param in model.parameters():
         if param.dtype in SIXTEEN_BITS:
             _make_fp32(param)
