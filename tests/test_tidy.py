@@ -222,6 +222,12 @@ def test_one_name_is_imported(path):
     assert not wrong, f"{path.name} imports {sorted(wrong)}: write {FACE}.{min(wrong)}"
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_must_last_goes_through_one_door(path):
+    found = re.findall(r"\b(?:fsync|fdatasync|O_D?SYNC)\b", path.read_text(encoding="utf-8"))
+    assert not found or path.name == "durable.py", f"{path.name}: {found[0]} belongs in offload/durable.py"
+
+
 def test_imports_are_free():
     """No ring, thread or CUDA context; the face and aio_native without torch, the command too."""
     code = """

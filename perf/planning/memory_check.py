@@ -66,11 +66,7 @@ class Case:
         return section
 
 
-CASES = tuple(
-    Case(mode, layers, everything)
-    for layers in (6, 48)
-    for mode, everything in (*((mode, False) for mode in MODES), ("bf16", True))
-)
+CASES = tuple(Case(mode, layers, everything) for layers in (6, 48) for mode in MODES for everything in (False, True))
 HEAD = ("run", "MiB predicted", "measured", "B per parameter predicted", "measured")
 
 

@@ -16,6 +16,7 @@ import torch
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
+from nvme_offload.offload.shards.param_tier import Padded
 from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
 from nvme_offload.optim.layout.master import TILE_NUMEL, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
@@ -201,11 +202,6 @@ def _tiers_used(config: OffloadConfig) -> set[str]:
     return {zero.offload_optimizer.device, zero.offload_param.device, config.offload_gradients.device}
 
 
-def _has_blocks(config: OffloadConfig) -> bool:
-    """Whether there is a parameter tier or a gradient tier: subgroups then lie within one block each."""
-    return "nvme" in (config.zero_optimization.offload_param.device, config.offload_gradients.device)
-
-
 def _budgets(machine: Machine) -> dict[Tier, int]:
     """Bytes that one rank may have on each tier."""
     budgets: dict[Tier, int] = {"host": machine.host_memory // machine.ranks_per_node}
@@ -241,7 +237,9 @@ def _state_plan(job: Job, machine: Machine) -> _StatePlan:
     blocks = _block_units(job, machine)
     precision = precision_of(config)
     shards = [
-        ParamToPlace(0, 0, -(-numel // machine.ranks), precision.storage, rule, number if _has_blocks(config) else -1)
+        ParamToPlace(
+            0, 0, -(-numel // machine.ranks), precision.storage, rule, number if config.has_block_tiers else -1
+        )
         for number, group in enumerate(job.shape.groups)
         for numel in group
     ]
@@ -265,13 +263,14 @@ def _state_plan(job: Job, machine: Machine) -> _StatePlan:
 
 def _block_units(job: Job, machine: Machine) -> list[Unit]:
     """Blocks of parameters and gradients that may be on NVMe, and their staging buffers: see `BlockTiers.units`."""
-    config, accumulate = job.config, precision_of(job.config).accumulate
+    config, precision = job.config, precision_of(job.config)
+    storage, accumulate = precision.storage, precision.accumulate
     shards = [[-(-numel // machine.ranks) for numel in group] for group in job.shape.groups]
     units: list[Unit] = []
     section = config.zero_optimization.offload_param
     if section.device == "nvme":
         blocks = [
-            param_unit(config, str(number), [torch.Size([numel]) for numel in shard], trainable=True)
+            param_unit(config, str(number), [Padded(torch.Size([n]), storage) for n in shard], trainable=True)
             for number, shard in enumerate(shards)
         ]
         units += [staging_unit(PARAMS, blocks, section.buffer_count), *blocks]

@@ -75,7 +75,7 @@ def of_state(sizes: Sequence[int], num_buffers: int, buffer_bytes: int) -> StepT
 def of_parameters(
     sizes: Sequence[int], num_buffers: int, micro_batches: int, visits: Sequence[int], *, has_root: bool, twice: bool
 ) -> StepTraffic:
-    """Traffic of the upper halves: gathered in forward and backward, updated in the step.
+    """Traffic of the parameters: gathered in forward and backward, updated in the step.
 
     Args:
         sizes: bytes of each block in the order of the forward.
