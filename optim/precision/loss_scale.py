@@ -10,10 +10,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from nvme_offload.offload.config.training import Fp16Config
+
 GROWTH_FACTOR = 2.0
 BACKOFF_FACTOR = 0.5
 _MAX_SCALE = 2.0**127
 """Largest power of two in fp32; beyond it the scaled loss itself would overflow."""
+_MIN_SCALE = 2.0**-126
+"""Least power of two whose inverse is finite in fp32, and which is a normal number itself."""
 
 
 @dataclass
@@ -26,7 +30,7 @@ class LossScaler:
         growth_interval: good steps in a row before it doubles.
         hysteresis: overflows until it halves; the last of them halves it.
         consecutive_hysteresis: a good step forgives earlier overflows at once, not only when the scale grows.
-        min_loss_scale: it never goes below.
+        min_loss_scale: it never goes below; nor below 2^-126.
     """
 
     loss_scale: float
@@ -40,6 +44,19 @@ class LossScaler:
     overflows_left: int = 0
     """Overflows until the scale halves; 0 means `hysteresis`."""
 
+    @classmethod
+    def of(cls, section: Fp16Config) -> LossScaler:
+        """The scaler that the keys of the ``fp16`` section describe."""
+        dynamic = section.loss_scale == 0
+        return cls(
+            loss_scale=2.0**section.initial_scale_power if dynamic else section.loss_scale,
+            dynamic=dynamic,
+            growth_interval=section.loss_scale_window,
+            hysteresis=section.hysteresis,
+            consecutive_hysteresis=section.consecutive_hysteresis,
+            min_loss_scale=section.min_loss_scale,
+        )
+
     def __post_init__(self) -> None:
         self.overflows_left = self.overflows_left or self.hysteresis
 
@@ -52,7 +69,7 @@ class LossScaler:
             if self.overflows_left > 1:
                 self.overflows_left -= 1
             else:
-                self.loss_scale = max(self.loss_scale * BACKOFF_FACTOR, self.min_loss_scale)
+                self.loss_scale = max(self.loss_scale * BACKOFF_FACTOR, self.min_loss_scale, _MIN_SCALE)
             return
         if self.consecutive_hysteresis:
             self.overflows_left = self.hysteresis

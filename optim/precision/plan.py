@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.optim.layout.master import MasterForm, state_itemsize
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS, ParameterPrecision
 from nvme_offload.optim.precision.text import PlanRow, as_text, name_pattern
 from nvme_offload.optim.rules.registry import rule_of
@@ -103,12 +104,6 @@ class PrecisionPlan:
         """Whether some parameters of a 16-bit model are fp32."""
         return {precision.compute for precision in self.parameters.values()} > {torch.float32}
 
-    @property
-    def split_accumulation(self) -> torch.dtype | None:
-        """What gradients of parameters in halves are accumulated in, one dtype for all; None where nothing is split."""
-        split = (item for item in self.parameters.values() if item.master is MasterForm.SPLIT)
-        return next((precision.accumulate for precision in split), None)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, strings and numbers: what `to_json` writes."""
         return {
@@ -150,13 +145,15 @@ def precision_of(
         gather, compute = DTYPES[config.autocast_dtype] if safe else torch.float32, None
     else:
         gather = compute = torch.float32 if kept else DTYPES[config.compute_dtype]
+    # Autocast rounds fp32 parameters, to even, where upper halves round ties away from zero: there they stay whole.
+    master = FORM_OF_DTYPE[compute or torch.float32]
     return ParameterPrecision(
         compute=compute,
         gather=gather,
         reduce=DTYPES[reduce] if reduce else torch.float32 if beside_fp32 else gather,
         accumulate=DTYPES[accumulate] if accumulate else compute or torch.float32,
-        # A gathered upper half rounds ties away from zero, autocast rounds them to even: no halves under autocast.
-        master=MasterForm.SPLIT if compute is torch.bfloat16 else MasterForm.ITSELF,
+        master=master,
+        in_parts=master is not MasterForm.ITSELF or config.has_block_tiers,
     )
 
 
@@ -187,14 +184,16 @@ def _bytes(
     """Bytes per parameter of one shard, by tier: what is kept between steps, with the gradient at its largest."""
     zero = config.zero_optimization
     memory = "cuda" if param.device.type == "cuda" else "memory"  # one on meta is born in memory
-    is_split = precision.master is MasterForm.SPLIT
-    storage = "nvme" if is_split and zero.offload_param.device == "nvme" else memory
+    storage = "nvme" if zero.offload_param.device == "nvme" else memory
     if not param.requires_grad:
-        rest = 2 if is_split else 0  # the lower half
-        return {memory: rest, storage: 2} if storage != memory else {memory: 4}
-    gradient = "nvme" if is_split and config.offload_gradients.device == "nvme" else memory
+        rest_dtype = MASTER_DTYPE[precision.master]
+        rest = 0 if rest_dtype is None or param.dtype is precision.storage else rest_dtype.itemsize
+        sizes = {memory: rest}
+        sizes[storage] = sizes.get(storage, 0) + precision.storage.itemsize
+        return sizes
+    gradient = "nvme" if config.offload_gradients.device == "nvme" else memory
     state = "nvme" if zero.offload_optimizer.device == "nvme" else "memory"
-    sizes: dict[str, int] = {memory: 0}
+    sizes = {memory: 0}
     for tier, size in (
         (storage, precision.storage.itemsize),
         (gradient, precision.accumulate.itemsize),
@@ -242,10 +241,17 @@ def _names_of_owners(model: nn.Module) -> Iterable[tuple[nn.Parameter, set[str]]
         paths = [".".join(parts[: depth + 1]) for depth in range(len(parts))] if module_name else []
         names = set(paths)
         for path in paths:
-            kind = type(model.get_submodule(path))
-            names |= {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+            names |= _names_of_class(type(model.get_submodule(path)))
         for name, param in module.named_parameters(recurse=False):
             yield param, {*names, f"{module_name}.{name}" if module_name else name}
+
+
+def _names_of_class(kind: type) -> set[str]:
+    """A class's name, and that with each package it is imported from: torch.nn.LayerNorm is of a module below that."""
+    parts = kind.__module__.split(".")
+    packages = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    public = {package for package in packages if getattr(sys.modules.get(package), kind.__qualname__, None) is kind}
+    return {kind.__name__, *(f"{package}.{kind.__qualname__}" for package in (*public, kind.__module__))}
 
 
 def _safe_params(config: OffloadConfig, model: nn.Module) -> set[nn.Parameter]:

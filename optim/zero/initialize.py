@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from nvme_offload.offload.config.honoured import part_for_optimizer
+from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.layout.flat import storage_of
@@ -24,7 +26,13 @@ from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.zero.block_checks import check_blocks_fit
 from nvme_offload.optim.zero.engine import OffloadEngine
-from nvme_offload.optim.zero.meshes import MeshRoles, check_not_sharded, check_same_on_ranks, dtypes_of_stages
+from nvme_offload.optim.zero.meshes import (
+    MeshRoles,
+    check_not_sharded,
+    check_same_on_ranks,
+    dtypes_of_stages,
+    replicated,
+)
 from nvme_offload.optim.zero.schedulers import scheduler_of
 from nvme_offload.optim.zero.section_checks import check_supported, completed_for
 from nvme_offload.optim.zero.sharding import default_mesh, find_blocks, match_blocks, shard_with_precision
@@ -76,7 +84,7 @@ def initialize(
     check_supported(config, device_type)
     chosen = find_blocks(model) if blocks is None else match_blocks(model, blocks)
     birth = _birth_of(model, config, weights, init)
-    mesh = mesh if mesh is not None else default_mesh(device_type)
+    mesh = _mesh_for(config, mesh if mesh is not None else default_mesh(device_type))
     roles = MeshRoles.of(mesh)
     check_not_sharded(model, roles)
     check_same_on_ranks(mesh, roles, config, model)
@@ -93,7 +101,7 @@ def initialize(
         reshard_after_forward=config.zero_optimization.stage == 3,
         give_shards=birth.give_shards if birth is not None else None,
     )
-    made = make_optimizer(_params_of(model), offload=config, norm_group=roles.pipeline_group)
+    made = make_optimizer(_params_of(model), offload=part_for_optimizer(config), norm_group=roles.pipeline_group)
     try:
         if birth is not None:
             birth.fill(made.store, chosen, roles.data_parallel)
@@ -102,6 +110,10 @@ def initialize(
         made.close()
         raise
     return OffloadEngine(model, made, scheduler, config, mesh, plan)
+
+
+def _mesh_for(config: OffloadConfig, mesh: DeviceMesh) -> DeviceMesh:
+    return replicated(mesh) if config.zero_optimization.stage == 0 else mesh
 
 
 def _params_of(model: nn.Module) -> list[nn.Parameter]:
@@ -113,8 +125,10 @@ def _rule_of(optimizer: OptimizerFactory) -> UpdateRule:
     """The rule of the optimizer that will be made.
 
     Raises:
-        TypeError: it is none of ours.
+        TypeError: it is none of ours, or made already; says what to write.
     """
+    if isinstance(optimizer, Optimizer):
+        raise TypeError(_made_already(optimizer))
     found = optimizer.func if isinstance(optimizer, partial) else optimizer
     if not (isinstance(found, type) and issubclass(found, OffloadOptimizer)):
         raise TypeError(
@@ -122,6 +136,21 @@ def _rule_of(optimizer: OptimizerFactory) -> UpdateRule:
             "an optimizer that keeps its state in memory cannot be offloaded"
         )
     return found.rule
+
+
+def _made_already(optimizer: Optimizer) -> str:
+    """What to write in the place of an optimizer that has the parameters of a module which is sharded only now."""
+    name = type(optimizer).__name__.removeprefix("Offload")
+    if name not in OPTIMIZERS:
+        return f"initialize: optimizer = {name}: only optimizers of {', '.join(OPTIMIZERS)} are here; pass one's class"
+    given = {key: value for key, value in optimizer.defaults.items() if key in OPTIMIZERS[name]}
+    arguments = "".join(f", {key}={value!r}" for key, value in given.items())
+    return (
+        f"initialize: optimizer = {type(optimizer).__name__}: it was made of the parameters that sharding replaces, so "
+        "initialize makes it, of all that the model has and as one group. Write\n"
+        "    from functools import partial\n"
+        f"    engine = initialize(model, config, optimizer=partial(Offload{name}{arguments}))"
+    )
 
 
 def _checked(scheduler: LRScheduler) -> LRScheduler:

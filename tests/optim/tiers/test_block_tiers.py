@@ -118,12 +118,11 @@ def gradients_looked_at_and_set(engine):
 def stopped_and_started_again(engine):
     """Gradients dropped in the middle of a step, in both ways."""
     engine.backward(loss_of(engine, 0))
-    engine.optimizer.zero_grad()
-    engine.micro_steps = 0
+    engine.zero_grad()
     train_step(engine, 1)
     engine.backward(loss_of(engine, 2))
     engine.optimizer.zero_grad(set_to_none=False)
-    engine.micro_steps = 0
+    engine.zero_grad()
     train_step(engine, 3)
 
 
