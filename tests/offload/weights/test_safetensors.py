@@ -268,7 +268,7 @@ def test_after_a_crash_an_export_is_the_old_one_the_new_one_or_refused(in_memory
     """Killed, or the power lost, at every moment, on a drive that keeps any part of what was not synced."""
     export = CrashedExport(in_memory, before, after)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # what is restored needs no drive
-    crashes = [*export.history.kills(), *export.history.power_losses(num_random=2000)]
+    crashes = [*export.history.kills(), *export.history.power_losses(num_random=500)]
     assert len(crashes) > 60
     assert not export.problems(crashes)
 
