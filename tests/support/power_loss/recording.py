@@ -66,19 +66,21 @@ class Recording:
             self._patches.enter_context(patch.object(os, name, _stand_in(method, self, originals[name])))
         for module in (builtins, io):
             self._patches.enter_context(patch.object(module, "open", self._open_stream))
-        opened = engine_in_use.open_engine
-
-        def open_engine(*arguments: Any) -> Any:
-            found = opened(*arguments)
-            return replace(found, engine=RecordedEngine(found.engine, self))
-
-        self._patches.enter_context(patch.object(engine_in_use, "open_engine", open_engine))
+        for name in ("open_engine", "open_next_engine"):
+            self._patches.enter_context(patch.object(engine_in_use, name, self._recorded(getattr(engine_in_use, name))))
         self._active = True
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._active = False
         self._patches.close()
+
+    def _recorded(self, opening: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(*arguments: Any) -> Any:
+            found = opening(*arguments)
+            return replace(found, engine=RecordedEngine(found.engine, self))
+
+        return opened
 
     def mark(self, name: str) -> None:
         """Give this moment a name: crashes after it have it among their `marks`."""
