@@ -24,6 +24,7 @@ from nvme_offload.optim.checkpoint.run_state import Training
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.stats import Span
 from nvme_offload.optim.zero.meshes import MeshRoles
 from nvme_offload.optim.zero.peers import Peers
 from nvme_offload.optim.zero.sharding import reset_pass
@@ -95,7 +96,7 @@ class OffloadEngine:
             PeerError: this happened on another rank, and a collective with it failed.
             StateError: this happened before, and could not be undone.
         """
-        with self._giving_up_the_step("forward"):
+        with self._giving_up_the_step("forward"), self.optimizer.passing("forward"):
             return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> OffloadEngine:
@@ -147,7 +148,11 @@ class OffloadEngine:
                 f"{self.gradient_accumulation_steps} micro-batches: call engine.step() after every engine.backward()"
             )
         # Somebody's autocast context around this call is none of backward's.
-        with self._giving_up_the_step("backward"), torch.autocast(self.mesh.device_type, enabled=False):
+        with (
+            self._giving_up_the_step("backward"),
+            self.optimizer.passing("backward"),
+            torch.autocast(self.mesh.device_type, enabled=False),
+        ):
             torch.autograd.backward(loss.float() * (self.loss_scale / self.gradient_accumulation_steps))
         self.micro_steps += 1
         self._set_sync()
@@ -250,6 +255,13 @@ class OffloadEngine:
         self._set_sync()
         if taken and self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+    def timeline(self) -> list[Span]:
+        """What the latest iteration did and when: forward, backward, step, norm, reads, updates, writes, waits.
+
+        See `OffloadOptimizer.timeline`. ``stats().iteration`` of the optimizer says how near it came to the ideal.
+        """
+        return self.optimizer.timeline()
 
     def get_global_grad_norm(self) -> float:
         """Norm of all gradients of the latest step over all ranks, unscaled and before clipping; NaN before it."""

@@ -79,8 +79,9 @@ class PacedEngine(PythonEngine):
     def _ring_bell(self) -> None:
         self._bell.ring()
 
-    def _shut(self) -> None:
+    def _shut(self) -> bool:
         self._bell.close()
+        return True
 
 
 @contextmanager
