@@ -62,7 +62,7 @@ class OffloadOptimizer(Optimizer):
         self._meter = Meter()
         self.store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
         """The state itself, for those who save, load and fill it: see `StateBody`."""
-        self._stepper = Stepper(self.store, self.rule, self._meter, self.config.gradient_clipping, norm_group)
+        self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group)
         self._complete = False
         try:
             super().__init__(params, defaults)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
+from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
 from nvme_offload.optim.groups import check_group
@@ -37,12 +38,17 @@ class Stepper:
         store: the optimizer's state.
         rule: the optimizer's.
         meter: counts steps and collects their timeline.
-        max_norm: ``gradient_clipping`` of the section; 0 does not clip.
+        config: the section, of which ``gradient_clipping`` and ``skip_non_finite`` say what becomes of a norm.
         norm_group: further ranks whose gradients belong to the same global norm.
     """
 
     def __init__(
-        self, store: StateStore, rule: UpdateRule, meter: Meter, max_norm: float, norm_group: dist.ProcessGroup | None
+        self,
+        store: StateStore,
+        rule: UpdateRule,
+        meter: Meter,
+        config: OffloadConfig,
+        norm_group: dist.ProcessGroup | None,
     ) -> None:
         self.total_norm = float("nan")
         """Norm of the latest step's gradients, over all ranks, unscaled, before clipping."""
@@ -53,7 +59,7 @@ class Stepper:
         self._store = store
         self._rule = rule
         self._meter = meter
-        self._max_norm = max_norm
+        self._config = config
         self._norm_group = norm_group
 
     def step(self, groups: Sequence[Mapping[str, Any]], loss_scale: float | None, found_inf: bool | None) -> None:
@@ -164,6 +170,11 @@ class Stepper:
         inv_scale = (1.0 if loss_scale is None else 1.0 / loss_scale) * self.clip_first
         self.total_norm = self._norm_of(grads, found_inf=bool(found_inf)) * inv_scale
         if not math.isfinite(self.total_norm):
+            if not self._config.skip_non_finite:
+                raise ValueError(
+                    f"gradient norm is {self.total_norm}, and skip_non_finite = false makes that an error: write true "
+                    "to skip and count such steps"
+                )
             self._meter.skipped_steps += 1
             self.clip_first = 1.0
             if found_inf is None:
@@ -172,7 +183,7 @@ class Stepper:
                     "(counted in stats().skipped_steps)"
                 )
             return None
-        self.clip_coef = clip_coefficient(self.total_norm, self._max_norm)
+        self.clip_coef = clip_coefficient(self.total_norm, self._config.gradient_clipping)
         return inv_scale * self.clip_coef
 
     def _scalars(
