@@ -36,9 +36,9 @@ class OptimizerStats:
     step_seconds: float
     """Seconds spent inside ``step()``."""
     wait_seconds: float
-    """Seconds inside ``step()`` spent waiting for reads and writes."""
+    """Seconds spent waiting for reads and writes inside ``step()``, and where state is looked at."""
     compute_seconds: float
-    """Seconds inside ``step()`` spent in kernels, the norm included."""
+    """Seconds spent in kernels, inside ``step()`` and behind it, the norm included."""
     achieved_depth: float
     """Mean number of requests in flight while any was."""
     engine: str
@@ -58,6 +58,12 @@ class OptimizerStats:
     """What clipping multiplied the latest gradients by."""
     resplit_blocks: int
     """Tiles of 65536 elements whose parameter was changed by someone else between steps."""
+    updates_behind: int = 0
+    """Updates of subgroups that were done behind a step, under the next forward."""
+    updates_in_backward: int = 0
+    """Updates of subgroups that were done before their step, in backward."""
+    overlap_wait_seconds: float = 0.0
+    """Seconds that forwards, and whoever else wanted parameters or state, waited for updates behind a step."""
     param_uses: int = 0
     """Times a block of the parameter tier was needed: gathers, updates, accesses from outside."""
     param_reads: int = 0
@@ -99,6 +105,9 @@ class Meter:
     steps: int = 0
     skipped_steps: int = 0
     resplit_blocks: int = 0
+    changed_behind: int = 0
+    """Tiles found changed that nobody has been told of."""
+    updates_behind: int = 0
     step_seconds: float = 0.0
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0

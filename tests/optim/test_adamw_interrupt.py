@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nvme_offload.optim.state.store
-import nvme_offload.optim.step
+import nvme_offload.optim.step.update
 from nvme_offload.aio_native import FaultSpec
 from nvme_offload.offload.errors import StateError, SwapIOError
 from nvme_offload.optim.state.pipeline import StepPipeline
@@ -46,7 +46,7 @@ def interrupt_after(monkeypatch):
     """SIGINT arrives inside the n-th kernel call from now."""
 
     def arrange(number, signals=1):
-        update, calls = nvme_offload.optim.step.update_subgroup, []
+        update, calls = nvme_offload.optim.step.update.update_subgroup, []
 
         def interrupted(*arguments):
             calls.append(arguments)
@@ -55,7 +55,7 @@ def interrupt_after(monkeypatch):
                     os.kill(os.getpid(), signal.SIGINT)
             return update(*arguments)
 
-        monkeypatch.setattr(nvme_offload.optim.step, "update_subgroup", interrupted)
+        monkeypatch.setattr(nvme_offload.optim.step.update, "update_subgroup", interrupted)
 
     yield arrange
     monkeypatch.undo()
