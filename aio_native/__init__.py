@@ -12,7 +12,7 @@ from nvme_offload.aio_native.engine import (
     Segment,
 )
 from nvme_offload.aio_native.faults import FaultSpec
-from nvme_offload.aio_native.registry import ENGINES, OpenedEngine, open_engine
+from nvme_offload.aio_native.registry import ENGINES, OpenedEngine, open_engine, open_next_engine
 
 __all__ = [
     "ENGINES",
@@ -28,4 +28,5 @@ __all__ = [
     "Registration",
     "Segment",
     "open_engine",
+    "open_next_engine",
 ]

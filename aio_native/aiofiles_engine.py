@@ -91,6 +91,7 @@ class AiofilesEngine(PythonEngine):
     def _ring_bell(self) -> None:
         self._loop.call_soon_threadsafe(self._bell.set)
 
-    def _shut(self) -> None:
-        self._pool.shutdown()
+    def _shut(self) -> bool:
+        self._pool.shutdown()  # waits for the transfers under way
         self._loop.close()
+        return True

@@ -65,6 +65,17 @@ class Failure(NamedTuple):
     """Position in the file of the request that failed, in bytes."""
     size_bytes: int
     """Bytes of the request that failed."""
+    engine_lost: bool = False
+    """Whether the engine itself broke (`Engine.breakdown`): the drive did not answer."""
+
+
+class Breakdown(NamedTuple):
+    """How an engine broke, for good: every operation fails, those to come too."""
+
+    errno: int
+    """What the system answered, for example EPERM where a seccomp filter forbids what was allowed."""
+    ended: bool
+    """Whether nothing it had is under way any more. False: nobody knows when the kernel will stop using the memory."""
 
 
 class Operation(Protocol):
@@ -175,6 +186,11 @@ class Engine(ABC):
 
     name: str
     options: EngineOptions
+
+    @property
+    def breakdown(self) -> Breakdown | None:
+        """How the engine broke; None while it works. Set before the first failure that comes of it can be seen."""
+        return None
 
     @abstractmethod
     def submit(self, op: Op, segments: Sequence[Segment]) -> Operation | None:

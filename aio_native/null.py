@@ -32,5 +32,6 @@ class NullEngine(PythonEngine):
     def _ring_bell(self) -> None:
         self._bell.ring()
 
-    def _shut(self) -> None:
+    def _shut(self) -> bool:
         self._bell.close()
+        return True

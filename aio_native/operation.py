@@ -69,8 +69,9 @@ class PythonOperation:
         """Write 1 to `eventfd` when the operation is done; at once if it already is."""
         with self._lock:
             if not self.done():
-                # A descriptor of our own: the caller may close his first, and its number then mean another file.
-                self._wakers.append(os.dup(eventfd))
+                # A descriptor of our own: the caller may close his first, and its number then mean another file. Made
+                # and noted by one call: an exception between two would lose it.
+                self._wakers.extend(map(os.dup, [eventfd]))
                 return
         os.eventfd_write(eventfd, 1)
 

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 
 from nvme_offload.aio_native.engine import (
     DRAIN_POLL_SECONDS,
+    Breakdown,
     Engine,
     EngineOptions,
     EngineStats,
@@ -29,7 +30,7 @@ from nvme_offload.aio_native.engine import (
 )
 from nvme_offload.aio_native.injection import Completion, FaultInjector
 from nvme_offload.aio_native.operation import PythonOperation
-from nvme_offload.aio_native.requests import Request, RequestQueue
+from nvme_offload.aio_native.requests import Request, RequestQueue, lost
 from nvme_offload.aio_native.segments import check_segments
 
 
@@ -53,6 +54,7 @@ class PythonEngine(Engine):
         self._bell_rung = False
         self._closing = False
         self._ended = False
+        self._breakdown: Breakdown | None = None
         self._num_operations = 0
         self._requests = RequestQueue(options, self.depth)
         self._injector = FaultInjector(options.faults, options.alignment) if options.faults else None
@@ -80,8 +82,9 @@ class PythonEngine(Engine):
     def _ring_bell(self) -> None:
         """End ``_reap`` soon. From any thread, under the lock, never after the owner thread has ended."""
 
-    def _shut(self) -> None:
-        """Free what ``_open`` acquired."""
+    def _shut(self) -> bool:
+        """Free what ``_open`` acquired. False where requests may be under way after it."""
+        return True
 
     # The owner thread.
 
@@ -93,10 +96,13 @@ class PythonEngine(Engine):
             self._opened.set_exception(error)  # the constructor raises it
             return
         self._opened.set_result(None)
+        code = errno.EIO
         try:
             self._serve()
+        except OSError as error:  # the system refuses what it used to allow: every operation says so
+            code = error.errno or code
         finally:
-            self._end()
+            self._end(code)
 
     def _adopt_thread(self) -> None:
         """Called by every thread of the engine as it starts."""
@@ -142,17 +148,21 @@ class PythonEngine(Engine):
             for operation, failure in finished:
                 operation.complete(failure)
 
-    def _end(self) -> None:
-        """Stop accepting, and leave nobody waiting, also when the owner thread broke."""
+    def _end(self, code: int) -> None:
+        """Free everything; where the owner thread broke, with this errno, stop accepting and leave nobody waiting."""
+        broken = not self._ended
         with self._lock:
-            self._closing = self._ended = True
+            self._ended = True
             self._cpu_ns_at_end = self._cpu_ns()
-            arrived, self._inbox = self._inbox, []
-        self._shut()
-        for operation in arrived:
-            self._requests.add(operation)
-        self._requests.abandon(errno.EIO)
-        self._announce_finished()
+        ended = self._shut()
+        if broken:
+            with self._lock:
+                self._breakdown = Breakdown(code, ended)
+                arrived, self._inbox = self._inbox, []
+            for operation in arrived:
+                self._requests.add(operation)
+            self._requests.abandon(code)
+            self._announce_finished()
 
     def _cpu_ns(self) -> int:
         total = 0
@@ -162,6 +172,11 @@ class PythonEngine(Engine):
         return total
 
     # The interface.
+
+    @property
+    def breakdown(self) -> Breakdown | None:
+        """How the owner thread broke; None while it works."""
+        return self._breakdown
 
     def submit(self, op: Op, segments: Sequence[Segment]) -> PythonOperation | None:
         """Hand in an operation and return at once; None if `max_operations` are under way."""
@@ -173,11 +188,14 @@ class PythonEngine(Engine):
             if self._num_operations >= self.options.max_operations:
                 return None
             operation = PythonOperation(op, segments)
+            if self._breakdown is not None:
+                operation.complete(lost(operation, self._breakdown.errno))
+                return operation
             # An exception may come after any call. Counted first, or the count would fall below zero; rung before it
             # is said, or the bell would never be rung again.
             self._num_operations += 1
             self._inbox.append(operation)
-            if not self._bell_rung:
+            if not self._bell_rung and not self._ended:
                 self._ring_bell()
                 self._bell_rung = True
         return operation
@@ -187,9 +205,10 @@ class PythonEngine(Engine):
         self._check_process()
         while True:
             with self._lock:
-                if self._ended or not self._num_operations:
+                if not self._num_operations:
                     return
-                self._ring_bell()
+                if not self._ended:
+                    self._ring_bell()
             time.sleep(DRAIN_POLL_SECONDS)
 
     def register(self, buffers: Sequence[tuple[int, int]], fds: Sequence[int]) -> Registration:

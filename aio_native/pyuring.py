@@ -19,6 +19,9 @@ from nvme_offload.aio_native.uring_refusal import explain_refusal, probe_errno
 _BELL = 0
 """Tag of the read that is always pending on the eventfd while the owner thread waits."""
 
+LAST_REQUESTS_SECONDS = 40
+"""How long a ring that broke may take to end its last requests: drives answer, or are reset, within half a minute."""
+
 _TRANSIENT = (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENOMEM)
 """Answers of io_uring_enter(2) with which it has taken nothing and may be called again."""
 
@@ -50,6 +53,22 @@ class PyuringEngine(PythonEngine):
         self._poll = select.poll()
         self._poll.register(self._ring.ring_fd, select.POLLIN)
         self._eventfd = os.eventfd(0)
+        self._watched = self._register_witness()
+
+    def _register_witness(self) -> int | None:
+        """The end of a pipe that hangs up when the kernel has let go of the ring, the last of its requests included.
+
+        The ring has the only other end: it holds registered files until every request has come back.
+        """
+        watched, given = os.pipe2(os.O_CLOEXEC)
+        try:
+            self._ring.register_files([given])
+        except OSError:  # refused: nobody will know
+            os.close(watched)
+            return None
+        finally:
+            os.close(given)
+        return watched
 
     def _start(self, request: Request) -> None:
         self._last_tag += 1
@@ -112,9 +131,17 @@ class PyuringEngine(PythonEngine):
     def _ring_bell(self) -> None:
         os.eventfd_write(self._eventfd, 1)
 
-    def _shut(self) -> None:
+    def _shut(self) -> bool:
         self._ring.close()
         os.close(self._eventfd)
+        ended = not self._in_flight
+        if self._watched is not None:
+            if self._in_flight:
+                released = select.poll()
+                released.register(self._watched, 0)
+                ended = bool(released.poll(1000 * LAST_REQUESTS_SECONDS))
+            os.close(self._watched)
+        return ended
 
 
 def _load_binding() -> ModuleType:

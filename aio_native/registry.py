@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -85,19 +86,37 @@ def open_engine(name: str, options: EngineOptions) -> OpenedEngine:
             raise EngineUnavailable(
                 f"aio.engine = {name!r}: {str(error).rstrip('.')}. Or set aio.engine to auto"
             ) from error
+    return _open_first(ENGINES, options, "")
+
+
+def open_next_engine(broken: Engine) -> OpenedEngine:
+    """Open the first of `ENGINES` after one that ``auto`` chose and that broke since.
+
+    Which, and why, is logged as a warning once per process.
+
+    Raises:
+        EngineUnavailable: there is none that works here.
+    """
+    assert broken.breakdown is not None
+    cause = f"{broken.name} has stopped working: {os.strerror(broken.breakdown.errno)}"
+    return _open_first(ENGINES[ENGINES.index(broken.name) + 1 :], broken.options, cause)
+
+
+def _open_first(candidates: Sequence[str], options: EngineOptions, cause: str) -> OpenedEngine:
+    """Open the first that works, and say why it is not the one before it."""
     passed_over: dict[str, list[str]] = {}
     """Names by why not: io_uring and pyuring mostly fail for the same reason, which is then said once."""
-    for candidate in ENGINES:
+    for candidate in candidates:
         try:
             engine = REGISTRY[candidate].open(options)
         except EngineUnavailable as error:
             passed_over.setdefault(str(error).rstrip("."), []).append(candidate)
             continue
-        reason = _not_available(passed_over) or "the first choice"
-        if passed_over:
-            _say_once(f"engine {candidate} does the I/O ({reason})")
-        return OpenedEngine(engine, reason)
-    raise EngineUnavailable(_not_available(passed_over))
+        reason = "; ".join(filter(None, (cause, _not_available(passed_over))))
+        if reason:
+            _say_once(f"engine {candidate} does the I/O{' from now on' if cause else ''} ({reason})")
+        return OpenedEngine(engine, reason or "the first choice")
+    raise EngineUnavailable("; ".join(filter(None, (cause, _not_available(passed_over)))))
 
 
 def _not_available(names_by_reason: dict[str, list[str]]) -> str:

@@ -39,6 +39,12 @@ MAX_STRIPES = 16
 _REPEATED = (errno.EINTR, errno.EAGAIN)
 
 
+def lost(operation: PythonOperation, error: int) -> Failure:
+    """What becomes of an operation whose engine broke."""
+    fd, offset, _, _ = operation.segments[0]
+    return Failure(error, fd, offset, operation.size_bytes, engine_lost=True)
+
+
 class Request:
     """One contiguous transfer of at most ``block_size`` bytes; shrinks from the front as bytes arrive."""
 
@@ -242,8 +248,7 @@ class RequestQueue:
     def abandon(self, error: int) -> None:
         """Fail everything under way: the engine itself broke."""
         for course in self._under_way:
-            fd, offset, _, size_bytes = course.operation.segments[0]
-            course.failure = course.failure or Failure(error, fd, offset, size_bytes)
+            course.failure = course.failure or lost(course.operation, error)
         self._finished.extend(self._under_way)
         self._under_way.clear()
 

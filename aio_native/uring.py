@@ -11,6 +11,7 @@ from typing import Any
 from nvme_offload.aio_native import _native
 from nvme_offload.aio_native.engine import (
     DRAIN_POLL_SECONDS,
+    Breakdown,
     Engine,
     EngineOptions,
     EngineStats,
@@ -103,6 +104,12 @@ class UringEngine(Engine):
             )
         except OSError as error:
             raise EngineUnavailable(explain_refusal(error.errno or errno.ENOSYS)) from error
+
+    @property
+    def breakdown(self) -> Breakdown | None:
+        """How a ring of this engine broke; None while all of them work."""
+        code, ended = self._engine.breakdown()
+        return Breakdown(code, ended) if code else None
 
     def submit(self, op: Op, segments: Sequence[Segment]) -> Operation | None:
         """Hand in an operation and return at once; None when the engine is busy."""

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar
@@ -40,6 +41,7 @@ __all__ = [
     "own_initializer",
     "refuse_conversion",
     "refuse_writes",
+    "running_last_before_load",
     "shard_offsets",
     "sharded_like",
     "state_dict_hooks",
@@ -320,6 +322,27 @@ def state_dict_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], li
     """
     before, after = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks
     return list(before.values()), list(after.values())
+
+
+@contextmanager
+def running_last_before_load(optimizer: Optimizer, hook: Callable[..., Any]) -> Iterator[None]:
+    """Have a ``load_state_dict`` inside run a hook once, after those that the user has registered.
+
+    ``Optimizer._optimizer_load_state_dict_pre_hooks``: the handle that torch gives for a hook may be lost to an
+    exception before anybody has it, and the hook would then run twice in the next load.
+    """
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks
+
+    def remove() -> None:
+        for number in [number for number, known in hooks.items() if known is hook]:
+            del hooks[number]
+
+    remove()
+    try:
+        optimizer.register_load_state_dict_pre_hook(hook)
+        yield
+    finally:
+        remove()
 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:

@@ -8,6 +8,7 @@ mean what they mean elsewhere::
       WeightsError         weight files do not fit the model, or are no intact safetensors files
     OSError
       SwapIOError          a request failed: path, offset, size, direction, errno, and what to do
+        EngineLostError    the engine broke, and every request fails: what forbade it, and what to do
         OutOfSpaceError    the file system cannot hold the swap file: bytes needed and bytes free
       CheckpointWriteError a checkpoint could not be written; nothing of it is left, earlier ones are as they were
     RuntimeError
@@ -43,7 +44,7 @@ _REMEDIES = {
     "without direct I/O: keep aio.block_size a multiple of 4096, put nvme_path on ext4 or XFS, or set "
     'aio.direct to "optional"',
     errno_names.EMFILE: "this process has as many files open as it may: raise the limit (`ulimit -n`), or close what "
-    "it does not need; each optimizer and each TensorSwapper has about six of its own",
+    "it does not need; each optimizer and each TensorSwapper has about seven of its own",
     errno_names.ENODATA: "the file ended before this range did: something truncated it while it was in use; "
     "leave the files below nvme_path alone while a run is alive",
     errno_names.ENOENT: "there is no such folder: make it, or choose another nvme_path",
@@ -129,6 +130,19 @@ class SwapIOError(OSError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), **self._arguments()), (), self.__dict__
+
+
+class EngineLostError(SwapIOError):
+    """The engine that does the I/O broke, for good; the drive did not fail."""
+
+    @property
+    def remedy(self) -> str:
+        """What to do about the error."""
+        return (
+            "this is not the drive: something has forbidden the engine's system calls since it was opened, such as "
+            "a seccomp filter that refuses io_uring_enter. It will not come back in this process: end it, and resume "
+            'from a checkpoint where they are allowed, or with aio.engine = "auto", which goes on with another engine'
+        )
 
 
 class OutOfSpaceError(SwapIOError):

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from nvme_offload.offload._torch_private import not_compiled, state_dict_hooks
+from nvme_offload.offload._torch_private import not_compiled, running_last_before_load, state_dict_hooks
+from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.optim.groups import check_group, new_params
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
@@ -22,6 +23,7 @@ from nvme_offload.optim.state.view import StateView
 from nvme_offload.optim.stats import Meter, OptimizerStats, Span
 from nvme_offload.optim.step.stepper import Stepper
 from nvme_offload.optim.tiers.halves import split_shard
+from nvme_offload.optim.warn import warn_user
 
 
 class OffloadOptimizer(Optimizer):
@@ -30,7 +32,8 @@ class OffloadOptimizer(Optimizer):
     Args:
         params: parameters, or dicts of parameter groups, as for any torch optimizer.
         defaults: hyperparameters by name, for groups that do not have their own.
-        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file. Of keys that only
+            `initialize` honours one `ConfigWarning` tells.
         norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
         torch_arguments: what else the subclass was given. ``fused`` and ``foreach`` change nothing; what the rule
             refuses must be false.
@@ -59,6 +62,8 @@ class OffloadOptimizer(Optimizer):
     ) -> None:
         self._check_torch_arguments(torch_arguments or {})
         self.config = OffloadConfig.of(offload)
+        if unread := unread_text(self.config, type(self).__name__, BY_OPTIMIZER):
+            warn_user(unread, ConfigWarning)
         self._meter = Meter()
         self.store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
         """The state itself, for those who save, load and fill it: see `StateBody`."""
@@ -96,8 +101,7 @@ class OffloadOptimizer(Optimizer):
 
         Raises:
             ValueError: a hyperparameter or a parameter cannot be used; names it.
-            OutOfSpaceError: the paths cannot hold their state.
-            Nothing was added then.
+            OutOfSpaceError: the paths cannot hold their state. After either, nothing was added.
         """
         with self.store.at_rest():
             self._add_param_group(param_group)
@@ -304,14 +308,10 @@ class OffloadOptimizer(Optimizer):
             ValueError: it does not fit; names what. Nothing was changed.
             SwapIOError: part of the state is old and part is new; load again.
         """
-        with self.store.at_rest(forgiving=True):
-            # The last of these hooks: it gets what the user's have made of the state dict.
-            last = self.register_load_state_dict_pre_hook(OffloadOptimizer._take_over)  # type: ignore[arg-type]
-            try:
-                super().load_state_dict(state_dict)
-                self.store.unfinished = None
-            finally:
-                last.remove()
+        # The last of these hooks: it gets what the user's have made of the state dict.
+        with self.store.at_rest(forgiving=True), running_last_before_load(self, OffloadOptimizer._take_over):
+            super().load_state_dict(state_dict)
+            self.store.unfinished = None
 
     def _take_over(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Bring a state dict to the tiers; returns what is left of it for torch: the groups."""

@@ -18,6 +18,7 @@ def test_names():
         "ConfigError",
         "ConfigWarning",
         "CorruptionError",
+        "EngineLostError",
         "ForkError",
         "OffloadAdagrad",
         "OffloadAdam",
@@ -66,6 +67,7 @@ def test_aio_native():
         "Registration",
         "Segment",
         "open_engine",
+        "open_next_engine",
     ]
 
 

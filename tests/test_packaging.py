@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -88,6 +89,9 @@ def assert_contents(wheel):
     native = sorted(name.split(".")[0] for name in names if name.endswith(".so"))
     assert native == ["nvme_offload/aio_native/_native", "nvme_offload/optim/_kernels"]
     assert "offload = nvme_offload.perf.cli:main" in entries
+    licenses = {name.partition("licenses/")[2] for name in names if "licenses/" in name}
+    assert licenses == {"LICENSE", "LICENSES/liburing.txt"}
+    assert "](docs/" not in metadata, "on a package index the README's links lead to the source"
     always = set(re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE))
     assert always == {"aiofiles", "numpy", "pydantic", "rich", "torch", "typer"}
 
@@ -174,6 +178,33 @@ def first_example():
     code = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
     assert "OffloadAdamW(" in code
     return code.replace("/mnt/nvme0", "drive")
+
+
+@pytest.mark.slow
+def test_a_wheel_installs_and_trains_where_there_is_no_compiler(wheel, workplace, tmp_path):
+    """Its dependencies come from the package index, as wheels; only what a shell script needs is on PATH."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("env", "sh", "uname"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    venv.create(tmp_path / "venv", with_pip=True)
+    path = f"{tmp_path / 'venv' / 'bin'}:{tools}"
+    assert not any(shutil.which(compiler, path=path) for compiler in ("cc", "gcc", "g++", "clang", "cmake", "make"))
+    (workplace / "constraints.txt").write_text((ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    (workplace / "train.py").write_text(first_example() + "\nprint(optimizer.stats().steps)\n")
+
+    def run(*command):
+        environment = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+        environment |= {"PATH": path, "HOME": str(tmp_path)}
+        done = subprocess.run(command, cwd=workplace, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+        return done.stdout
+
+    python = tmp_path / "venv" / "bin" / "python"
+    run(python, "-m", "pip", "install", "-q", "--only-binary", ":all:", "-c", "constraints.txt", wheel)
+    assert run(python, "train.py") == "10\n"
+    assert "folder: exists and can be written" in run(tmp_path / "venv" / "bin" / "offload", "doctor", "drive")
+    assert list((workplace / "drive").iterdir()) == []
 
 
 OWNERS = f"""

@@ -53,7 +53,7 @@ std::shared_ptr<Operation> submit(UringEngine &engine, int op, const std::vector
 nb::object failure_of(const Operation &operation) {
     const Failure failure = operation.failure();
     if (!failure.error) return nb::none();
-    return nb::make_tuple(failure.error, failure.fd, failure.offset, failure.size);
+    return nb::make_tuple(failure.error, failure.fd, failure.offset, failure.size, failure.engine_lost);
 }
 
 std::tuple<int, int> register_resources(UringEngine &engine, const std::vector<std::tuple<uint64_t, uint64_t>> &regions,
@@ -114,6 +114,11 @@ void bind_uring(nb::module_ &m) {
         .def("submit", submit, "op"_a, "segments"_a)
         .def("register", register_resources, "buffers"_a, "fds"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("under_way", &UringEngine::under_way)
+        .def("breakdown",
+             [](const UringEngine &self) {
+                 const Breakdown breakdown = self.breakdown();
+                 return std::make_tuple(breakdown.error, breakdown.ended);
+             })
         .def("stats", &UringEngine::stats)
         .def("close", &UringEngine::close, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -17,7 +17,7 @@ endif()
 if(LIBURING_WORKS)
   message(STATUS "liburing: ${LIBURING_LIBRARY}")
   target_sources(_native PRIVATE ${PARTS}/aio_native/src/uring_engine.cpp ${PARTS}/aio_native/src/ring.cpp
-                 ${PARTS}/aio_native/src/operation.cpp ${PARTS}/aio_native/src/bind_uring.cpp)
+                 ${PARTS}/aio_native/src/operation.cpp ${PARTS}/aio_native/src/witness.cpp ${PARTS}/aio_native/src/bind_uring.cpp)
   target_include_directories(_native PRIVATE "${LIBURING_INCLUDE_DIR}")
   target_link_libraries(_native PRIVATE "${LIBURING_LIBRARY}")
   target_compile_definitions(_native PRIVATE HAVE_LIBURING=1)

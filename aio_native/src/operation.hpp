@@ -26,6 +26,7 @@ struct Failure {
     int fd = -1;
     uint64_t offset = 0;
     uint64_t size = 0;
+    bool engine_lost = false;  // the ring broke: the drive did not answer
 };
 
 enum class Op : uint8_t { read, write };

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
+#include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <system_error>
@@ -14,6 +16,9 @@ constexpr uint64_t bell_tag = ~uint64_t{0};
 // Completions without progress that are believed to be temporary before they are reported.
 constexpr unsigned max_stalls = 64;
 constexpr int64_t reorder_hold_ns = 1'000'000;
+constexpr int bell_patience_ms = 100;
+// How long a ring that broke may take to end its last requests: drives answer, or are reset, within half a minute.
+constexpr auto patience_with_last_requests = std::chrono::seconds(40);
 
 void block_all_signals() {
     // Signals belong to the program's own threads: Python runs its handlers in the main one.
@@ -76,13 +81,12 @@ RegistrationResult Ring::register_resources(std::vector<iovec> buffers, std::vec
         const std::lock_guard lock(inbox_mutex_);
         commands_.push_back([&] {
             RegistrationResult result;
+            if (broken_) return promise.set_value({broken_, broken_});
             if (!buffers_.empty()) io_uring_unregister_buffers(&ring_);
-            if (!files_.empty()) io_uring_unregister_files(&ring_);
             if (!buffers.empty())
                 result.buffers_error = -io_uring_register_buffers(&ring_, buffers.data(), buffers.size());
-            if (!fds.empty()) result.files_error = -io_uring_register_files(&ring_, fds.data(), fds.size());
             buffers_ = result.buffers_error ? std::vector<iovec>{} : std::move(buffers);
-            files_ = result.files_error ? std::vector<int>{} : std::move(fds);
+            result.files_error = register_files(std::move(fds));
             promise.set_value(result);
         });
     }
@@ -114,6 +118,7 @@ void Ring::run(std::promise<int> started) {
         const std::lock_guard lock(stats_mutex_);
         stats_.cpu_ns = nanoseconds(used);
     }
+    witness_.forget_ring();
     if (!broken_) io_uring_queue_exit(&ring_);
 }
 
@@ -147,7 +152,23 @@ int Ring::try_out() {
         return -result;
     }
     io_uring_cqe_seen(&ring_, cqe);
+    register_files({});
     return 0;
+}
+
+// Replaces the files that are registered, the witness's always among them. The errno where `fds` were refused.
+int Ring::register_files(std::vector<int> fds) {
+    const bool asked = !fds.empty();
+    io_uring_unregister_files(&ring_);
+    files_.clear();
+    const int witness = witness_.renew(ring_.ring_fd);
+    std::vector<int> all = fds;
+    if (witness >= 0) all.push_back(witness);
+    const int error = all.empty() ? 0 : -io_uring_register_files(&ring_, all.data(), all.size());
+    const bool alone = error && witness >= 0 && io_uring_register_files(&ring_, &witness, 1) == 0;
+    witness_.handed_over(witness >= 0 && (!error || alone));
+    if (!error) files_ = std::move(fds);
+    return asked ? error : 0;
 }
 
 void Ring::serve() {
@@ -155,7 +176,7 @@ void Ring::serve() {
     while (take_inbox()) {
         if (broken_) {
             fail_queued();
-            eventfd_read(bell_, &bell_value_);
+            await_bell();
             continue;
         }
         arm_bell();
@@ -192,6 +213,12 @@ bool Ring::take_inbox() {
     for (Queue *queue : {&reads_, &writes_})
         while (!queue->empty() && queue->front()->fully_issued()) queue->pop_front();
     return !(stop && reads_.empty() && writes_.empty() && free_slots_.size() == slots_.size());
+}
+
+// Without a ring. Not for ever: what the broken ring had pending on the bell may have taken a count with it.
+void Ring::await_bell() {
+    pollfd rung{bell_, POLLIN, 0};
+    if (poll(&rung, 1, bell_patience_ms) > 0) eventfd_read(bell_, &bell_value_);
 }
 
 void Ring::arm_bell() {
@@ -371,7 +398,7 @@ void Ring::end_request(unsigned index, int error) {
     Slot &slot = slots_[index];
     const auto operation = std::move(slot.operation);
     if (error && !operation->first_failure.error)
-        operation->first_failure = {error, slot.rest.fd, slot.rest.offset, slot.rest.size};
+        operation->first_failure = {error, slot.rest.fd, slot.rest.offset, slot.rest.size, broken_ != 0};
     free_slots_.push_back(index);
     --operation->in_flight;
     if (operation->in_flight == 0 && operation->fully_issued()) end_operation(*operation);
@@ -383,12 +410,13 @@ void Ring::end_operation(Operation &operation) {
     operation.finish();
 }
 
-// The ring itself is broken (never seen): nothing can be issued any more, so everybody is told and nobody left waiting.
+// The ring itself is broken, as when a filter forbids io_uring_enter after the start: nothing can be issued any more, so
+// everybody is told and nobody left waiting.
 void Ring::fail_queued() {
     for (Queue *queue : {&reads_, &writes_}) {
         for (const auto &operation : *queue) {
             if (operation->fully_issued()) continue;
-            operation->first_failure = {broken_, operation->segments[0].fd, 0, operation->size_bytes};
+            operation->first_failure = {broken_, operation->segments[0].fd, operation->segments[0].offset, operation->size_bytes, true};
             if (operation->in_flight == 0) end_operation(*operation);
         }
         queue->clear();
@@ -396,12 +424,20 @@ void Ring::fail_queued() {
 }
 
 void Ring::break_down(int error) {
-    io_uring_queue_exit(&ring_);  // the kernel lets go of the memory that requests name
-    broken_ = error;
+    let_go();
+    broken_ = error;  // before anybody can see a failure that comes of it
     held_.clear();
     fail_queued();
     for (unsigned index = 0; index < slots_.size(); ++index)
         if (slots_[index].operation) end_request(index, error);
+}
+
+// Gives the ring up, and waits until no request touches memory any more: it may be used for something else then.
+void Ring::let_go() {
+    const bool had_requests = free_slots_.size() != slots_.size();
+    witness_.forget_ring();
+    io_uring_queue_exit(&ring_);
+    ended_ = !had_requests || witness_.wait_until_released(patience_with_last_requests);
 }
 
 void Ring::account() {

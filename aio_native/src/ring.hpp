@@ -15,6 +15,7 @@
 
 #include "faults.hpp"
 #include "operation.hpp"
+#include "witness.hpp"
 
 struct RingOptions {
     unsigned queue_depth;
@@ -34,6 +35,12 @@ struct RegistrationResult {
     int files_error = 0;
 };
 
+// How a ring broke.
+struct Breakdown {
+    int error = 0;     // errno that made it unusable; 0: it works
+    bool ended = true; // nothing that it had is under way any more
+};
+
 // One io_uring and the thread that owns it. IORING_SETUP_SINGLE_ISSUER and DEFER_TASKRUN make the kernel run completions
 // in the thread that submitted, without interrupts or locks, and in return allow no other thread near the ring: every
 // other thread hands its work to the inbox and rings the bell.
@@ -51,6 +58,7 @@ public:
     // Replaces everything registered before. Waits for the owner thread.
     RegistrationResult register_resources(std::vector<iovec> buffers, std::vector<int> fds);
     RingStats stats();
+    Breakdown breakdown() const { return {broken_, ended_}; }
 
     // Finishes what was handed in, then stops the thread. Idempotent, and several threads may ask for it.
     void stop();
@@ -73,8 +81,10 @@ private:
     void run(std::promise<int> started);
     int set_up();
     int try_out();
+    int register_files(std::vector<int> fds);
     void serve();
     bool take_inbox();
+    void await_bell();
     void arm_bell();
     void issue_requests();
     bool issue_next_of(Queue &queue);
@@ -90,6 +100,7 @@ private:
     void end_request(unsigned index, int error);
     void end_operation(Operation &operation);
     void break_down(int error);
+    void let_go();
     void fail_queued();
     void account();
 
@@ -98,7 +109,9 @@ private:
     int bell_ = -1;
     uint64_t bell_value_ = 0;
     bool bell_armed_ = false;
-    int broken_ = 0;  // errno that made the ring unusable
+    Witness witness_;
+    std::atomic<bool> ended_ = true;  // written before broken_
+    std::atomic<int> broken_ = 0;     // errno that made the ring unusable
     std::thread owner_;
     std::mutex stop_mutex_;
     std::atomic<clockid_t> owner_clock_{0};

@@ -85,6 +85,19 @@ RegistrationResult UringEngine::register_resources(const std::vector<iovec> &buf
     return refused;
 }
 
+Breakdown UringEngine::breakdown() const {
+    check_process();
+    const std::shared_lock lock(mutex_);
+    Breakdown of_all;
+    for (const auto &ring : rings_) {
+        const Breakdown own = ring->breakdown();
+        if (!own.error) continue;
+        if (!of_all.error) of_all.error = own.error;
+        of_all.ended = of_all.ended && own.ended;
+    }
+    return of_all;
+}
+
 RingStats UringEngine::stats() const {
     check_process();
     const std::shared_lock lock(mutex_);

@@ -23,6 +23,8 @@ public:
     RegistrationResult register_resources(const std::vector<iovec> &buffers, const std::vector<int> &fds);
     // Operations handed in and not finished, whoever still has a handle of them. 0 after close.
     uint64_t under_way() const;
+    // Of the first ring that is broken; `ended` holds for all that are.
+    Breakdown breakdown() const;
     RingStats stats() const;
     void close();
 

@@ -1,12 +1,12 @@
 """The section that says which optimizer `nvme_offload.initialize` makes, and the one table of those there are."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, GetPydanticSchema, model_validator
+from pydantic import BeforeValidator, Field, GetPydanticSchema
 from pydantic_core import core_schema
 
-from nvme_offload.offload.config.reader import Section, contradiction, key
+from nvme_offload.offload.config.keys import Contradiction, Section, each, key
 
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
@@ -88,14 +88,30 @@ class OptimizerParams(Section):
     ONLY: ClassVar = {
         "amsgrad": (False, "there is no AMSGrad"),
         "bias_correction": (True, "the moments are always corrected"),
+        "fp32_optimizer_states": (True, "the moments are fp32"),
     }
-    REFUSED: ClassVar = {"max_grad_norm": "write gradient_clipping at the top level"}
+    REFUSED: ClassVar = {
+        "max_grad_norm": "write gradient_clipping at the top level",
+        **each(
+            "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler "
+            "local_step_clipper",
+            "of optimizers that compress gradients, which are not here; leave it out, and choose another type",
+        ),
+        **each(
+            "max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold",
+            "of LAMB, which is not here; leave it out, and choose another type",
+        ),
+        **each("muon_lr adam_lr", "all parameters have one learning rate; write lr"),
+        "ns_method": "the iterations are torch's; leave it out",
+    }
 
 
 class OptimizerConfig(Section):
     """The optimizer that `initialize` makes."""
 
-    type: OptimizerType = key("AdamW", "one of these", "same, no default")
+    type: OptimizerType = key(
+        "AdamW", "one of these, or give initialize(optimizer=...) a rule of your own", "same, no default"
+    )
     """The optimizer. `Adam` is AdamW, as in DeepSpeed, unless `params.adam_w_mode` is `false`."""
     params: OptimizerParams = OptimizerParams()
     """Hyperparameters of the optimizer, in torch's spelling."""
@@ -113,11 +129,10 @@ class OptimizerConfig(Section):
         given = {name: getattr(self.params, name) for name in OPTIMIZERS[self.kind]}
         return {**OPTIMIZERS[self.kind], **{name: value for name, value in given.items() if value is not None}}
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Parameters that the type does not have."""
         known = OPTIMIZERS[self.kind]
         for name in OptimizerParams.model_fields:
             if name not in known and name != "adam_w_mode" and getattr(self.params, name) is not None:
                 what = f'type = "{self.type}" has no such parameter; write {", ".join(known)}'
-                raise contradiction(f"params.{name}", what)
-        return self
+                yield Contradiction(f"params.{name}", what, ("type",))

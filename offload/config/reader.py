@@ -1,8 +1,4 @@
-"""From a user's file or dict to a section: what a section is, and how everything wrong becomes one `ConfigError`.
-
-Nothing here knows a key by name: the models (`offload.config.section` and those it is made of) say which keys there
-are, which of DeepSpeed's are accepted without effect and which are refused, and this module says so to the user.
-"""
+"""From a user's file or dict to a section: everything wrong becomes one `ConfigError`, all that is told one warning."""
 
 import json
 import tomllib
@@ -10,165 +6,57 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 
+from nvme_offload.offload.config.keys import READER, Section, parts, section_of, sections, takes_auto
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
-from nvme_offload.offload.units import KiB, format_bytes, parse_bytes
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+_RESOLVER = "OffloadConfig.from_training_arguments resolves what transformers does"
+_AUTO = f'"auto", and nobody to resolve it, so the default ({_RESOLVER})'
 
 WRAPPER = "deepspeed"
 """A file, or dict, whose only top-level key is this one is read as if its value stood alone."""
 
 
-def _whole(value: object) -> object:
-    """Take 1e9, which is how DeepSpeed's files write element counts, for the whole number it is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
-
-
-_LEAST_BUDGET = 4 * KiB
-
-
-def _budget(value: Any) -> int | str:
-    if value == "auto":
-        return "auto"
-    budget = parse_bytes(value)
-    if budget < _LEAST_BUDGET:
-        raise ValueError(f"is less than {format_bytes(_LEAST_BUDGET)}")
-    return budget
-
-
-_BUDGET_SCHEMA = {"type": ["integer", "string"], "minimum": _LEAST_BUDGET}
-ByteBudget = Annotated[int | Literal["auto"], PlainValidator(_budget), WithJsonSchema(_BUDGET_SCHEMA)]
-
-
-def key(
-    default: object, write: str, deepspeed: str = "", unit: str = "", *, shown: str | None = None, **limits: Any
-) -> Any:
-    """A field of a section: default, what may be written, equivalent in DeepSpeed (and default there), unit.
-
-    `shown` is what people read as its default, where `default` itself says nothing.
-    """
-    if shown is None:
-        shown = "none" if default in (None, ()) else json.dumps(default)
-    extra: dict[str, Any] = {"x-write": write, "x-deepspeed": deepspeed, "x-unit": unit, "x-default": shown}
-    if unit == "bytes" and isinstance(default, int):
-        extra |= {"type": ["integer", "string"], "x-default": format_bytes(default)}
-    return Field(default=default, json_schema_extra=extra, **limits)
-
-
-def each(keys: str, why: Any) -> dict[str, Any]:
-    """A table of several keys, separated by spaces, that have one entry in common."""
-    return dict.fromkeys(keys.split(), why)
-
-
-def contradiction(key: str, what: str) -> PydanticCustomError:
-    """Two keys that do not go together. `key` is the one to change, relative to the section that raises."""
-    return PydanticCustomError("contradiction", "{key}: {what}", {"key": key, "what": what})
-
-
-def _accept_more(schema: dict[str, Any], model: type["Section"]) -> None:
-    """Let the JSON schema accept what the reader accepts: other spellings and keys without meaning."""
-    keys = schema.setdefault("properties", {})
-    for spelling, name in model.SPELLINGS.items():
-        home, dot, rest = spelling.rpartition(".")
-        holder = {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
-        known = keys.setdefault(home, holder)["properties"] if dot else keys
-        known[rest] = keys[name]
-    keys.update({key: {"deprecated": True, "description": why} for key, why in model.IGNORED.items()})
-    keys.update({key: {**_only_schema(only), "description": why} for key, (only, why) in model.ONLY.items()})
-
-
-def _only_schema(only: object) -> dict[str, Any]:
-    if isinstance(only, Mapping):
-        return {"type": ["object", "null"], "properties": {key: {"const": value} for key, value in only.items()}}
-    return {"const": only}
-
-
-class Section(BaseModel):
-    """What every section shares. Keys of DeepSpeed that are no fields here stand in the four tables."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        json_schema_extra=_accept_more,
-    )
-    SPELLINGS: ClassVar[Mapping[str, str]] = {}
-    """Other spellings, each with the field that it sets. "section.key" is a key of a section that has no other use."""
-    IGNORED: ClassVar[Mapping[str, str]] = {}
-    """Keys that are accepted with a warning, each with why it has no meaning here."""
-    ONLY: ClassVar[Mapping[str, tuple[object, str]]] = {}
-    """Accepted, with a warning, at one value -> that value, and why no other. Of a section, only the keys
-    that the value names are looked at, and one that is left out has the value named."""
-    REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Keys that are refused although DeepSpeed knows them or they are planned here, each with what to do instead."""
-    OTHERWISE: ClassVar[Mapping[str, str]] = {}
-    """A field whose default changes results and is another in DeepSpeed -> what a section that was written for
-    DeepSpeed (see `_Reader.is_deepspeed`) and leaves it out is told."""
-
-
-AnySection = TypeVar("AnySection", bound=Section)
-
-
-def sections(model: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Yield `model` and every section below it: the dotted prefix of its keys ("aio.") and its model."""
-    yield prefix, model
-    for name, field in model.model_fields.items():
-        if inner := _section_of(field):
-            yield from sections(inner, f"{prefix}{name}.")
-
-
-def _section_of(field: FieldInfo) -> type[Section] | None:
-    kinds = get_args(field.annotation) or (field.annotation,)  # "Section | None" is a section that may be absent
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
-
-
-def _takes_auto(annotation: object) -> bool:
-    kinds = get_args(annotation)
-    return "auto" in kinds or any(map(_takes_auto, kinds))
-
-
-def read(model: type[AnySection], data: object, source: str) -> AnySection:
-    """Read a section; the warning about keys without meaning points at the caller's caller.
+def read(model: type[AnySection], data: object, source: str, problems: Mapping[str, str] | None = None) -> AnySection:
+    """Read a section; the warning about what is without effect points at the caller's caller.
 
     Args:
         model: of the whole section.
         data: as it stands in a file.
         source: what to call it in messages.
+        problems: what is known to be wrong with it already, by key.
 
     Raises:
         ConfigError: every problem, by its full key, with what to write instead.
     """
-    reader = _Reader(model)
-    if isinstance(data, Mapping) and list(data) == [WRAPPER]:
+    reader = _Reader(model, problems or {})
+    if is_wrapped(data):
         data, source = data[WRAPPER], f"{source}, in {WRAPPER}"
         reader.is_deepspeed = True
-    kept = reader.section(model, data)
-    try:
-        section = model.model_validate(kept)
-    except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            reader.add(detail)
+    section = reader.validated(model, reader.section(model, data))
     if reader.problems:
         raise ConfigError(reader.problems, source)
     told = {
         "accepted, but without effect here": reader.ignored,
+        _AUTO: reader.auto,
         "left out, which means something else in DeepSpeed": list(reader.left_out()),
     }
     if any(told.values()):
         texts = ["\n  ".join([f"{source}: {what}:", *lines]) for what, lines in told.items() if lines]
         warnings.warn("\n".join(texts), ConfigWarning, stacklevel=3)
     return section
+
+
+def is_wrapped(data: object) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a section stands inside a table of DeepSpeed's name, see `WRAPPER`."""
+    return isinstance(data, Mapping) and list(data) == [WRAPPER]
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -216,17 +104,27 @@ class _Written(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        extra = cast(dict[str, str], self.field.json_schema_extra)
-        return f"write {extra['x-write']} (default {extra['x-default']})"
+        return f"write {self._told('x-write')} (default {self.default})"
+
+    @property
+    def default(self) -> str:
+        return self._told("x-default")
+
+    def _told(self, what: str) -> str:
+        return cast(dict[str, str], self.field.json_schema_extra)[what]
 
 
 class _Reader:
     """One pass over a user's dict, before pydantic sees it: what to keep, what to ignore, what is wrong."""
 
-    def __init__(self, root: type[Section]) -> None:
+    def __init__(self, root: type[Section], problems: Mapping[str, str]) -> None:
         self.root = root
         self.ignored: list[str] = []
-        self.problems: list[str] = []
+        self.auto: list[str] = []
+        """Keys that say "auto", each with the default that it means."""
+        self.problems = list(problems.values())
+        self.wrong = set(problems)
+        """Keys whose values are wrong, of which nothing else is told."""
         self.written: dict[str, _Written] = {}  # by full key, in the spelling of the models
         self.is_deepspeed = False
         """Whether the section was written for DeepSpeed: it has a key, or a spelling of one, that means nothing
@@ -250,7 +148,7 @@ class _Reader:
                 self._no_field(model, prefix, shown, str(spelling), value)
                 continue
             key, written = f"{prefix}{name}", _Written(f"{shown}{spelling}", value, field)
-            inner = _section_of(field)
+            inner = section_of(field)
             if inner and value is None:  # null is an absent section, as in DeepSpeed
                 continue
             first = self.written.setdefault(key, written)
@@ -261,14 +159,23 @@ class _Reader:
                     self.problems.append(f"{this}: {other} is another spelling of it; keep {key}")
             elif inner:
                 kept[name] = self.section(inner, value, f"{key}.", f"{written.key}.")
+            elif isinstance(value, set | frozenset):
+                self.problems.append(f"{this}: a set has no order; {written.remedy}")
+            elif value == "auto" and not takes_auto(field.annotation):
+                self.auto.append(f"{written.key}: {written.default}")
+                self.is_deepspeed = True
             else:
-                if isinstance(value, set | frozenset):
-                    self.problems.append(f"{this}: a set has no order; {written.remedy}")
-                    continue
                 kept[name] = value
-                if value == "auto" and not _takes_auto(field.annotation):
-                    self.problems.append(f'{this}: Hugging Face\'s "auto" is not resolved here; {written.remedy}')
+        self._take_out_idle(model, kept, shown)
         return kept
+
+    def _take_out_idle(self, model: type[Section], kept: dict[str, Any], shown: str) -> None:
+        """Tell and forget keys beside another key's value with which they do nothing."""
+        for name, (other, needed) in model.IDLE.items():
+            found = kept.get(other, model.model_fields[other].default)
+            if kept.get(name) and found != needed:
+                why = f"{other} = {_show(found)}, and only {_show(needed)} uses it"
+                self.ignored.append(f"{shown}{name} = {_show(kept.pop(name))}: {why}")
 
     def _items(self, model: type[Section], data: object, shown: str) -> Iterator[tuple[str, Any]]:
         """Yield keys and values; those of a section that only holds other spellings, as "section.key"."""
@@ -280,6 +187,10 @@ class _Reader:
         for key, value in data.items():
             if key not in homes:
                 yield key, value
+            elif key in model.model_fields:
+                moved = [rest for rest in value if f"{key}.{rest}" in model.SPELLINGS] if _is_section(value) else []
+                yield key, {rest: inner for rest, inner in value.items() if rest not in moved} if moved else value
+                yield from ((f"{key}.{rest}", value[rest]) for rest in moved)
             elif value is not None:
                 yield from ((f"{key}.{rest}", inner) for rest, inner in self._items(Section, value, f"{shown}{key}."))
 
@@ -310,29 +221,51 @@ class _Reader:
                 return f"the nearest known key is {home}{near[0]}"
         return f"known keys here are {', '.join(models[prefix].model_fields)}"
 
-    def add(self, error: ErrorDetails) -> None:
+    def validated(self, model: type[AnySection], kept: dict[str, Any]) -> AnySection:
+        """The section, with the default for each value that is wrong; notes that, and contradictions among the rest."""
+        try:
+            section = model.model_validate(kept, context=READER)
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                path = [part for part in detail["loc"] if isinstance(part, str)]
+                self._add(self.written[".".join(path)], detail)
+                self.wrong.add(".".join(path))
+                home = kept
+                for part in path[:-1]:
+                    home = home[part]
+                home.pop(path[-1], None)
+            section = model.model_validate(kept, context=READER)
+        for prefix, inner in parts(section):
+            for key, what, beside in inner.contradictions():
+                if self.wrong.isdisjoint(f"{prefix}{name}" for name in (key, *beside)):
+                    found = self.written.get(f"{prefix}{key}")
+                    this = f"{found.key} = {_show(found.value)}" if found else f"{prefix}{key} = missing"
+                    is_auto = found is not None and found.value == "auto"
+                    self.problems.append(f"{this}: {what}; {_RESOLVER}" if is_auto else f"{this}: {what}")
+        return section
+
+    def _add(self, written: _Written, error: ErrorDetails) -> None:
         """Say in one line what pydantic found wrong."""
-        where, context = error["loc"], error.get("ctx", {})
-        if error["type"] == "contradiction":
-            key = ".".join(map(str, (*where, context["key"])))
-            found = self.written.get(key)
-            this = f"{found.key} = {_show(found.value)}" if found else f"{key} = missing"
-            self.problems.append(f"{this}: {context['what']}")
-            return
-        written = self.written[".".join(part for part in where if isinstance(part, str))]
-        if written.value != "auto":  # already said
-            key, value = written.key, written.value
-            for index in (part for part in where if isinstance(part, int)):
-                key, value = f"{key}[{index}]", value[index] if index < len(value) else None
-            what = str(context.get("error", error["msg"])).replace("Input should", "should")
-            self.problems.append(f"{key} = {_show(value)}: {what}; {written.remedy}")
+        key, value = written.key, written.value
+        for index in (part for part in error["loc"] if isinstance(part, int)):
+            key, value = f"{key}[{index}]", value[index] if index < len(value) else None
+        what = str(error.get("ctx", {}).get("error", error["msg"])).replace("Input should", "should")
+        self.problems.append(f"{key} = {_show(value)}: {what}; {written.remedy}")
+
+
+def _is_section(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping)
 
 
 def _says(value: object, only: object) -> bool:
     """Whether `value` is the one value accepted, or a section that says so."""
     if not isinstance(only, Mapping):
-        return value == only
-    return value is None or (isinstance(value, Mapping) and all(value.get(key, only[key]) == only[key] for key in only))
+        return value in (only, "auto")
+    if not isinstance(value, Mapping):
+        return value is None
+    if named := only.keys() & value.keys():
+        return all(value[key] in (only[key], "auto") for key in named)
+    return all(_says(inner, only) for inner in value.values() if isinstance(inner, Mapping))
 
 
 def _show(value: object) -> str:

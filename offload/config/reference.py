@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nvme_offload.offload.config.keys import Section, sections
 from nvme_offload.offload.config.optimizer import OPTIMIZERS, OptimizerParams
-from nvme_offload.offload.config.reader import WRAPPER, Section, sections
+from nvme_offload.offload.config.reader import WRAPPER
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.units import format_bytes
 
@@ -57,15 +58,31 @@ path_weights = [2, 1]
 
 Bytes are a whole number or a string with a unit: KiB, MiB, GiB and TiB are powers of 1024; KB, MB, GB and TB
 are powers of 1000. Anything wrong is one `ConfigError` (a `ValueError`) that lists every problem with its full
-key, its value and what to write instead. An unknown key is such a problem, and so is Hugging Face's `"auto"`
-where this page does not list it as a value. `null` is a section that is not there.
+key, its value and what to write instead: what is out of range, what does not go together, what is not done here. An
+unknown key is such a problem. `null` is a section that is not there.
+
+A section that was written for DeepSpeed is taken at its word: each of its keys is honoured (the tables of the
+sections), accepted with a warning that says why it has [no meaning here](#deepspeed-keys-without-meaning-here), or
+[refused](#keys-that-are-refused) with what to write instead.
+
+Hugging Face's `"auto"` is resolved by
+
+```python
+config = OffloadConfig.from_training_arguments("ds_config.json", args, num_training_steps=1000)
+```
+
+with the values that `Trainer` puts in its place: batch sizes and accumulation, clipping, learning rate, betas, epsilon,
+weight decay, the ends of a schedule, `fp16` and `bf16`. A section without `optimizer` gets AdamW with them, and a key
+that says something else than `args` is an error, as there. Where nobody resolves it, `"auto"` means the default of this
+page, and one `ConfigWarning` lists the keys of which this is so.
 
 A file may hold the section inside one table or object named `deepspeed`, with nothing beside it, so that
 `[deepspeed.zero_optimization]` in TOML means `[zero_optimization]`.
 
 An optimizer by itself reads `zero_optimization`, `offload_gradients`, `host_budget`, `aio`, `gradient_clipping`,
 `overlap_step` and `skip_non_finite`; `stage` and `gradient_accumulation_steps` only to know what a step moves. All the
-rest is for `nvme_offload.initialize`.
+rest is for `nvme_offload.initialize`, and an optimizer that is made with more warns of the keys that it does not
+honour.
 `OffloadConfig.batch_sizes(world_size)` completes and checks the three batch keys, `compute_dtype` and `autocast_dtype`
 say what the precision keys amount to, `optimizer.hyperparameters` are the optimizer's arguments.
 
@@ -81,11 +98,17 @@ Only one of the three may be enabled. All other combinations are errors that nam
 _BY_TYPE = """\
 | `optimizer.type` | `optimizer.params`, and their defaults |
 |---|---|"""
+_SPELLINGS = """\
+## Other spellings
+
+| Also | Is |
+|---|---|"""
 _IGNORED = """\
 ## DeepSpeed keys without meaning here
 
 Accepted with one `ConfigWarning` that says why. Where the key column shows a value, only that value is accepted; of a
-section only the keys shown are looked at, and one that is left out has the value shown.
+section only the keys shown are looked at, in it or, where it has none of them, in the sections inside it; one that is
+left out has the value shown.
 
 | Key | Why it has no effect |
 |---|---|"""
@@ -93,8 +116,7 @@ _OTHERWISE = """\
 ## Keys that mean something else in DeepSpeed when they are left out
 
 A section that was written for DeepSpeed and leaves one of these out is told so, in one `ConfigWarning`. It was, where
-it has a key of the table above, another spelling of a key (`bfloat16`, `aio.intra_op_parallelism`,
-`data_types.grad_accum_dtype`), or stands in a table named `deepspeed`.
+it has a key of the table above, another spelling of a key, or `"auto"`, or stands in a table named `deepspeed`.
 
 | Key | When it is left out |
 |---|---|"""
@@ -132,7 +154,10 @@ def _lines() -> Iterator[str]:
             for name, params in OPTIMIZERS.items():
                 yield f"| `{name}` | {', '.join(f'`{key}`: {json.dumps(value)}' for key, value in params.items())} |"
             yield ""
-    yield _IGNORED
+    yield _SPELLINGS
+    for prefix, model in sections(OffloadConfig):
+        yield from (f"| `{prefix}{spelling}` | `{prefix}{name}` |" for spelling, name in model.SPELLINGS.items())
+    yield "\n" + _IGNORED
     for prefix, model in sections(OffloadConfig):
         yield from _grouped(prefix, model.IGNORED)
         shown = {f"{key}: {json.dumps(only)}": why for key, (only, why) in model.ONLY.items()}

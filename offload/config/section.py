@@ -10,25 +10,28 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, GetPydanticSchema, model_validator
+from pydantic import AfterValidator, Field, GetPydanticSchema
 from pydantic_core import core_schema
 
 from nvme_offload.aio_native.registry import ENGINES, describe_engines
-from nvme_offload.offload.config.optimizer import OptimizerConfig
-from nvme_offload.offload.config.reader import (
-    WRAPPER,
-    ByteBudget,
-    ByteCount,
-    Count,
-    Section,
-    Whole,
-    contradiction,
-    each,
-    key,
-    parse_file,
-    read,
+from nvme_offload.offload.config.deepspeed_keys import (
+    TOP_IGNORED,
+    TOP_ONLY,
+    TOP_REFUSED,
+    ZERO_IGNORED,
+    ZERO_ONLY,
+    ZERO_REFUSED,
 )
-from nvme_offload.offload.config.tiers import OffloadGradientsConfig, OffloadParamConfig, PathTuple, check_path
+from nvme_offload.offload.config.keys import ByteBudget, ByteCount, Contradiction, Count, Section, Whole, each, key
+from nvme_offload.offload.config.optimizer import OptimizerConfig
+from nvme_offload.offload.config.reader import WRAPPER, is_wrapped, parse_file, read
+from nvme_offload.offload.config.tiers import (
+    NEEDS_NVME,
+    OffloadGradientsConfig,
+    OffloadParamConfig,
+    PathTuple,
+    path_contradictions,
+)
 from nvme_offload.offload.config.training import (
     BatchSizes,
     Bf16Config,
@@ -39,11 +42,14 @@ from nvme_offload.offload.config.training import (
     TorchAutocastConfig,
     complete_batch_sizes,
 )
+from nvme_offload.offload.config.training_arguments import resolve
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.units import GiB, KiB, MiB, format_bytes
 
 _PAGE = 4 * KiB
+_SUBGROUP_SIZE = 8_388_608
 
+SubgroupSize = Annotated[Whole, AfterValidator(lambda value: value or _SUBGROUP_SIZE)]
 
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
 Weights = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
@@ -100,7 +106,7 @@ class OffloadOptimizerConfig(Section):
     """The tier of the optimizer state. `nvme` and `cpu` run the same kernel and give the same bits."""
     nvme_path: PathTuple = key((), "a path or a list of different paths", "same, one path")
     """Folder for the swap files, or a list of folders, which are striped by `aio.path_weights` and need no
-    RAID. Needed for `device: nvme` and only allowed there. `~` is the home folder. Held as a tuple."""
+    RAID. Needed for `device: nvme`, and only used there. `~` is the home folder. Held as a tuple."""
     buffer_count: Whole = key(4, "a whole number, 2..64", "same", "buffers", ge=2, le=64)
     """Number of staging buffers, 2..64: one is updated while others are read and written."""
     staging_budget: ByteCount = key(512 * MiB, '8 KiB or more, as "512MiB"', "", "bytes", ge=2 * _PAGE)
@@ -120,13 +126,14 @@ class OffloadOptimizerConfig(Section):
         "cpuadam_cores_perc": "leave it out: the update runs on a thread pool of its own",
     }
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        check_path(self.device, self.nvme_path)
+    IDLE: ClassVar = NEEDS_NVME
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """A folder that is missing, or that nothing uses; buffers that would be too small."""
+        yield from path_contradictions(self.device, self.nvme_path)
         if self.staging_budget < (least := self.buffer_count * _PAGE):
             why = f"too little for buffer_count = {self.buffer_count}; write {format_bytes(least)} or more"
-            raise contradiction("staging_budget", why)
-        return self
+            yield Contradiction("staging_budget", why, ("buffer_count",))
 
 
 class ZeroOptimizationConfig(Section):
@@ -135,50 +142,19 @@ class ZeroOptimizationConfig(Section):
     stage: Whole = key(0, "a whole number, 0..3", "same", ge=0, le=3)
     """ZeRO stage, 0..3: what `initialize` shards over ranks is nothing, optimizer state, gradients too, parameters
     too."""
-    sub_group_size: Count = key(8_388_608, "a whole number, 1 or more", "same, default 1e9", "elements")
-    """Elements of one subgroup, 1 or more. A subgroup is the unit of the optimizer's read-update-write;
-    `staging_budget` may make it smaller. 1e9 is taken for the whole number it is."""
+    sub_group_size: SubgroupSize = key(
+        _SUBGROUP_SIZE, "a whole number, 0 or more", "same, default 1e9", "elements", ge=0
+    )
+    """Elements of one subgroup, 0 or more; 0 is the default. A subgroup is the unit of the optimizer's
+    read-update-write; `staging_budget` may make it smaller. 1e9 is taken for the whole number it is."""
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     """Where the optimizer state lives between steps."""
     offload_param: OffloadParamConfig = OffloadParamConfig()
     """Where the bf16 parameters of each rank, the upper halves of the master weights, live."""
 
-    IGNORED: ClassVar = {
-        **each(
-            "overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size round_robin_gradients "
-            "use_multi_rank_bucket_allreduce allgather_partitions allgather_bucket_size "
-            "stage3_allgather_sequential stage3_use_all_reduce_for_fetch_params",
-            "PyTorch does the communication and chooses its own buckets and overlap",
-        ),
-        **each(
-            "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size "
-            "stage3_param_persistence_threshold stage3_model_persistence_threshold "
-            "stage3_module_granularity_threshold stage3_partition_stream_chunk_size",
-            "PyTorch (FSDP2) gathers and frees parameters module by module",
-        ),
-        **each(
-            "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
-            "the model's state dict is PyTorch's own",
-        ),
-        **each(
-            "load_from_fp32_weights ignore_unused_parameters memory_efficient_linear override_module_apply "
-            "elastic_checkpoint legacy_stage1 log_trace_cache_warnings enable_sanity_checks",
-            "it steers DeepSpeed's own engine",
-        ),
-    }
-    ONLY: ClassVar = {
-        "zero_quantized_weights": (False, "gathered weights are exact"),
-        "zero_quantized_nontrainable_weights": (False, "gathered weights are exact"),
-        "zero_quantized_gradients": (False, "reduced gradients are exact"),
-        "zero_hpz_partition_size": (1, "a mesh of two dimensions does this in PyTorch"),
-        "mics_shard_size": (-1, "a mesh of two dimensions does this in PyTorch"),
-        "cpu_offload_param": (False, 'the old spelling; write "offload_param": {"device": "cpu"}'),
-        "cpu_offload": (False, 'the old spelling; write "offload_optimizer": {"device": "cpu"}'),
-    }
-    REFUSED: ClassVar = {
-        "cpu_offload_use_pin_memory": "the old spelling; write offload_optimizer.pin_memory",
-        "zenflow": "it changes the result of a step; leave it out",
-    }
+    IGNORED: ClassVar = ZERO_IGNORED
+    ONLY: ClassVar = ZERO_ONLY
+    REFUSED: ClassVar = ZERO_REFUSED
 
 
 class OffloadConfig(Section):
@@ -232,54 +208,14 @@ class OffloadConfig(Section):
     scheduler: SchedulerConfig | None = None
     """The learning-rate schedule that `initialize` makes; without this section there is none."""
 
-    SPELLINGS: ClassVar = {"bfloat16": "bf16", "data_types.grad_accum_dtype": "gradient_accumulation_dtype"}
-    IGNORED: ClassVar = {
-        **each(
-            "steps_per_print wall_clock_breakdown memory_breakdown dump_state",
-            "nothing is printed per step; the optimizer's stats() has the figures",
-        ),
-        **each(
-            "comms_logger flops_profiler tensorboard wandb csv_monitor comet",
-            "nothing is logged or profiled from here; torch.profiler and the training loop can",
-        ),
-        **each("dataloader_drop_last vocabulary_size", "the training loop brings its own data"),
-        "zero_allow_untested_optimizer": "there is no list of tested optimizers",
-        "zero_force_ds_cpu_optimizer": "the update is always this package's own kernel",
+    SPELLINGS: ClassVar = {
+        "bfloat16": "bf16",
+        "data_types.grad_accum_dtype": "gradient_accumulation_dtype",
+        "zero_optimization.aio": "aio",  # where Hugging Face's documentation has it
     }
-    ONLY: ClassVar = {
-        "activation_checkpointing": (
-            {"partition_activations": False, "cpu_checkpointing": False, "contiguous_memory_optimization": False},
-            "the model checkpoints its activations itself, with torch.utils.checkpoint",
-        ),
-        "amp": ({"enabled": False}, "there is no Apex; enable bf16, fp16 or torch_autocast"),
-        "autotuning": ({"enabled": False}, "nothing is tuned by trial runs"),
-        "checkpoint": (
-            {"load_universal": False, "use_node_local_storage": False},
-            "checkpoints have the format of torch.distributed.checkpoint, in one folder that all ranks see",
-        ),
-        "elasticity": ({"enabled": False}, "a run keeps its ranks; write the three batch keys"),
-        **each(
-            "curriculum_learning data_efficiency eigenvalue progressive_layer_drop",
-            ({"enabled": False}, "what is trained, and on what, is up to the training loop"),
-        ),
-        **each("prescale_gradients sparse_gradients disable_allgather", (False, "PyTorch does the communication")),
-        "gradient_predivide_factor": (1.0, "PyTorch does the communication"),
-        "gradient_allreduce_op": ("mean", "gradients are averaged over ranks"),
-    }
-    REFUSED: ClassVar = {
-        **each(
-            "compression_training quantize_training sparse_attention weight_quantization",
-            "it changes what is computed; change the model itself and leave it out",
-        ),
-        **each(
-            "data_types.param_dtype data_types.buffer_dtype",
-            "bf16 and fp16 decide this; leave it out",
-        ),
-        "device_budget": "a CUDA model keeps its parameters and gradients on the device, all else is in host memory "
-        "or on NVMe; write host_budget, or leave it out",
-        WRAPPER: "it holds the whole section only where it stands alone; move the keys beside it into it",
-    }
-
+    IGNORED: ClassVar = TOP_IGNORED
+    ONLY: ClassVar = TOP_ONLY
+    REFUSED: ClassVar = TOP_REFUSED
     OTHERWISE: ClassVar = {
         "gradient_clipping": "DeepSpeed clips at 1.0 (0.0 before June 2026), here nothing is; write 1.0, or 0.0",
     }
@@ -308,39 +244,38 @@ class OffloadConfig(Section):
         train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
         return complete_batch_sizes(train, micro, self.gradient_accumulation_steps, world_size)
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        for wrong, what in (*self._weights_and_paths(), *self._precision(), *self._overlap()):
-            raise contradiction(wrong, what)
-        return self
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Weights without paths, precisions beside each other, updates that nothing may undo."""
+        yield from self._weights_and_paths()
+        yield from self._precision()
+        yield from self._overlap()
 
-    def _weights_and_paths(self) -> Iterator[tuple[str, str]]:
+    def _weights_and_paths(self) -> Iterator[Contradiction]:
         weights = self.aio.path_weights
-        sections = {"zero_optimization.offload_optimizer": self.nvme_paths}
         zero = self.zero_optimization
-        for name, paths in (
-            ("zero_optimization.offload_param", zero.offload_param.nvme_path),
-            ("offload_gradients", self.offload_gradients.nvme_path),
-        ):
-            if paths:
-                sections[name] = paths
-        if len(sections) > 1 and not self.nvme_paths:
-            del sections["zero_optimization.offload_optimizer"]
-        for name, paths in sections.items():
+        sections = {
+            "zero_optimization.offload_optimizer": self.nvme_paths,
+            "zero_optimization.offload_param": zero.offload_param.nvme_path,
+            "offload_gradients": self.offload_gradients.nvme_path,
+        }
+        used = {name: paths for name, paths in sections.items() if paths}
+        for name, paths in (used or {"zero_optimization.offload_optimizer": ()}).items():
             if weights is not None and len(weights) != len(paths):
-                why = f"{name}.nvme_path has {len(paths)} path(s)"
-                yield "aio.path_weights", f"{why}; write as many weights or leave it out"
+                why = f"{name}.nvme_path has {len(paths)} path(s); write as many weights or leave it out"
+                yield Contradiction("aio.path_weights", why, (f"{name}.nvme_path", f"{name}.device"))
 
-    def _precision(self) -> Iterator[tuple[str, str]]:
+    def _precision(self) -> Iterator[Contradiction]:
         modes = {"bf16": self.bf16.enabled, "fp16": self.fp16.enabled, "torch_autocast": self.torch_autocast.enabled}
+        keys = tuple(f"{name}.enabled" for name in modes)
         enabled = [f"{name}.enabled" for name in modes if modes[name]]
         if len(enabled) > 1:
-            yield enabled[-1], f"{' and '.join(enabled[:-1])} = true beside it; write true in one of them only"
+            what = f"{' and '.join(enabled[:-1])} = true beside it; write true in one of them only"
+            yield Contradiction(enabled[-1], what, keys)
         if self.fp32_modules and self.compute_dtype == "fp32":
             why = "goes with bf16.enabled or fp16.enabled = true"
             if self.autocast_dtype:
                 why += "; under torch_autocast all but lower_precision_safe_modules is gathered in fp32"
-            yield "fp32_modules", f"{why}; leave it out, or enable one of the two"
+            yield Contradiction("fp32_modules", f"{why}; leave it out, or enable one of the two", keys)
         mode = f"{enabled[0]} = true" if enabled else "neither bf16.enabled nor fp16.enabled is true"
         for name, dtype, half in (
             ("gradient_accumulation_dtype", self.gradient_accumulation_dtype, self.compute_dtype),
@@ -349,21 +284,22 @@ class OffloadConfig(Section):
             free = name == "communication_data_type" and not enabled
             if not free and dtype not in (None, "fp32", half):
                 choice = '"fp32"' if half == "fp32" else f'"{half}" or "fp32"'
-                yield name, f"{mode}; write {choice} or leave it out"
+                yield Contradiction(name, f"{mode}; write {choice} or leave it out", (*keys, "torch_autocast.dtype"))
 
-    def _overlap(self) -> Iterator[tuple[str, str]]:
+    def _overlap(self) -> Iterator[Contradiction]:
         if not self.skip_non_finite and self.fp16.enabled:
-            why = "fp16.enabled = true looks for its loss scale by skipping steps"
-            yield "skip_non_finite", f"{why}; leave it out"
+            why = "fp16.enabled = true looks for its loss scale by skipping steps; leave it out"
+            yield Contradiction("skip_non_finite", why, ("fp16.enabled",))
         if self.overlap_step != "backward":
             return
+        beside = ("gradient_clipping", "skip_non_finite")
         other = 'or write overlap_step = "forward"'
         if self.gradient_clipping:
             why = f"gradient_clipping = {self.gradient_clipping} needs all gradients before the first update"
-            yield "overlap_step", f"{why}; write gradient_clipping = 0, {other}"
+            yield Contradiction("overlap_step", f"{why}; write gradient_clipping = 0, {other}", beside)
         if self.skip_non_finite:
             why = "a step that may be skipped needs all gradients before the first update"
-            yield "overlap_step", f"{why}; write skip_non_finite = false, {other}"
+            yield Contradiction("overlap_step", f"{why}; write skip_non_finite = false, {other}", beside)
 
     @classmethod
     def of(cls, section: "OffloadConfig | Mapping[str, Any] | str | Path") -> "OffloadConfig":
@@ -378,12 +314,37 @@ class OffloadConfig(Section):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read a dict that looks as it would in a file.
+        """Read a dict that looks as it would in a file. Hugging Face's "auto" means the default, with a warning.
 
         Raises:
             ConfigError: every problem, by its full key, with what to write instead.
         """
         return read(cls, data, "config")
+
+    @classmethod
+    def from_training_arguments(
+        cls, section: Mapping[str, Any] | str | Path, args: Any, num_training_steps: int | None = None
+    ) -> Self:
+        """Read a section with Hugging Face's "auto" in it, and put the values in its place that `Trainer` does.
+
+        Args:
+            section: a dict, or the path of a file.
+            args: ``transformers.TrainingArguments``, or an object with its attributes: batch size, accumulation and
+                world size, clipping, learning rate, betas, epsilon and weight decay, warm-up, fp16 and bf16 are taken.
+                A section that names no optimizer gets AdamW with these, as `Trainer` makes.
+            num_training_steps: optimizer steps of the whole run, where a schedule of the section needs them;
+                ``args.max_steps`` where that is positive.
+
+        Raises:
+            ConfigError: every problem, by its full key; also a key that says something else than `args`.
+            OSError: the file cannot be read.
+        """
+        data: Any = section
+        if isinstance(section, str | Path):
+            data = parse_file(Path(section))
+        data = data[WRAPPER] if is_wrapped(data) else data
+        resolved, problems = resolve(data, args, num_training_steps) if isinstance(data, Mapping) else (data, {})
+        return read(cls, resolved, str(section) if isinstance(section, str | Path) else "config", problems)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:

@@ -1,11 +1,12 @@
 """The sections of the parameter tier and the gradient tier."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, WithJsonSchema
 
-from nvme_offload.offload.config.reader import Count, Section, Whole, contradiction, key
+from nvme_offload.offload.config.keys import Contradiction, Count, Section, Whole, key
 
 
 def _paths(value: Any) -> tuple[Path, ...]:
@@ -25,14 +26,16 @@ _PATHS_SCHEMA = {"type": ["string", "array", "null"], "items": {"type": "string"
 PathTuple = Annotated[tuple[Path, ...], BeforeValidator(_paths), WithJsonSchema(_PATHS_SCHEMA)]
 
 
-def check_path(device: str, paths: tuple[Path, ...]) -> None:
-    """Raise where `nvme_path` and `device` do not go together."""
+NEEDS_NVME = {"nvme_path": ("device", "nvme")}
+
+
+def path_contradictions(device: str, paths: tuple[Path, ...]) -> Iterator[Contradiction]:
+    """Say where `nvme_path` and `device` do not go together."""
     if device == "nvme" and not paths:
-        raise contradiction("nvme_path", 'device = "nvme" needs it; write a folder on the drive')
-    if device != "nvme" and paths:
-        raise contradiction(
-            "nvme_path", f'has no use beside device = "{device}"; leave it out or write device = "nvme"'
-        )
+        yield Contradiction("nvme_path", 'device = "nvme" needs it; write a folder on the drive', ("device",))
+    if device != "nvme" and paths:  # of a model that was not read; the reader has taken it out
+        why = f'has no use beside device = "{device}"; leave it out or write device = "nvme"'
+        yield Contradiction("nvme_path", why, ("device",))
 
 
 class OffloadParamConfig(Section):
@@ -43,7 +46,7 @@ class OffloadParamConfig(Section):
     `bf16`, and gives the same bits."""
     nvme_path: PathTuple = key((), "a path or a list of different paths", "same, one path")
     """Folder for the swap files, or a list of folders, as in `offload_optimizer`; it may be the same one. Needed for
-    `device: nvme` and only allowed there."""
+    `device: nvme`, and only used there."""
     buffer_count: Whole = key(4, "a whole number, 2..64", "same, default 5", "buffers", ge=2, le=64)
     """Number of staging buffers, 2..64: one is gathered from while others are read and written. They also keep the
     blocks that are needed next."""
@@ -58,10 +61,11 @@ class OffloadParamConfig(Section):
         "pin_memory": "the parameters are gathered on the CPU",
     }
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        check_path(self.device, self.nvme_path)
-        return self
+    IDLE: ClassVar = NEEDS_NVME
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """A folder that is missing, or that nothing uses."""
+        return path_contradictions(self.device, self.nvme_path)
 
 
 class OffloadGradientsConfig(Section):
@@ -72,11 +76,12 @@ class OffloadGradientsConfig(Section):
     gives the same bits."""
     nvme_path: PathTuple = key((), "a path or a list of different paths")
     """Folder for the swap files, or a list of folders, as in `offload_optimizer`; it may be the same one. Needed for
-    `device: nvme` and only allowed there."""
+    `device: nvme`, and only used there."""
     buffer_count: Whole = key(4, "a whole number, 2..64", "", "buffers", ge=2, le=64)
     """Number of staging buffers, 2..64, each as large as the largest block of gradients."""
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        check_path(self.device, self.nvme_path)
-        return self
+    IDLE: ClassVar = NEEDS_NVME
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """A folder that is missing, or that nothing uses."""
+        return path_contradictions(self.device, self.nvme_path)

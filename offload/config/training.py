@@ -1,10 +1,11 @@
 """The sections that only `nvme_offload.initialize` reads, without the optimizer: precision, learning-rate schedule."""
 
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from nvme_offload.offload.config.reader import Count, Section, Whole, contradiction, each, key
+from nvme_offload.offload.config.keys import Contradiction, Count, Section, Whole, each, key
 from nvme_offload.offload.errors import ConfigError
 
 _SPELLINGS = {
@@ -58,8 +59,8 @@ class Fp16Config(Section):
     """Overflows until a dynamic loss scale halves, 1 or more: the last of them halves it. 1 is torch.amp's rule."""
     consecutive_hysteresis: bool = key(False, "true or false", "same")
     """A step without overflow restores `hysteresis` at once, not only when the loss scale doubles."""
-    min_loss_scale: float = key(1.0, "a number, more than 0", "same", "factor", gt=0)
-    """A dynamic loss scale never goes below this, more than 0."""
+    min_loss_scale: float = key(1.0, "a number, 0 or more", "same", "factor", ge=0)
+    """A dynamic loss scale never goes below this, 0 or more. 0 is the least normal number of fp32, 2^-126."""
 
     IGNORED: ClassVar = {"fused_mode": "the update is always one fused kernel"}
     ONLY: ClassVar = {
@@ -67,12 +68,12 @@ class Fp16Config(Section):
         "fp16_master_weights_and_grads": (False, "master weights and moments are fp32"),
     }
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def contradictions(self) -> Iterator[Contradiction]:
+        """A least scale above the first one."""
         if self.loss_scale == 0 and self.min_loss_scale > 2.0**self.initial_scale_power:
-            first = f"initial_scale_power = {self.initial_scale_power}"
-            raise contradiction("min_loss_scale", f"is above the first loss scale, {first}; write that or less")
-        return self
+            what = f"is above the first loss scale, initial_scale_power = {self.initial_scale_power}"
+            beside = ("initial_scale_power", "loss_scale")
+            yield Contradiction("min_loss_scale", f"{what}; write that or less", beside)
 
 
 def _class_names(value: Any) -> Any:
@@ -100,11 +101,10 @@ class TorchAutocastConfig(Section):
     """Classes, by name with package, whose parameters are gathered and whose gradients are reduced in `dtype`; all
     others stay fp32 there. What is computed in `dtype` is autocast's own choice."""
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Autocast without its dtype."""
         if self.enabled and self.dtype is None:
-            raise contradiction("dtype", 'enabled = true needs it; write "bfloat16" or "float16"')
-        return self
+            yield Contradiction("dtype", 'enabled = true needs it; write "bfloat16" or "float16"', ("enabled",))
 
 
 class SchedulerParams(Section):
@@ -127,6 +127,18 @@ class SchedulerParams(Section):
     """Learning rate at the end as a fraction of the optimizer's, 0..1. WarmupCosineLR."""
 
     ONLY: ClassVar = {"last_batch_iteration": (-1, "a schedule begins at step 0; load_checkpoint moves it")}
+    REFUSED: ClassVar = {
+        **each(
+            "cycle_first_step_size cycle_second_step_size cycle_first_stair_count cycle_second_stair_count "
+            "decay_step_size cycle_min_lr cycle_max_lr decay_lr_rate cycle_momentum cycle_min_mom cycle_max_mom "
+            "decay_mom_rate",
+            "of OneCycle; leave it out, and give initialize(lr_scheduler=...) torch's OneCycleLR",
+        ),
+        **each(
+            "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
+            "of LRRangeTest; leave it out, and give initialize(lr_scheduler=...) torch's LambdaLR",
+        ),
+    }
 
 
 _ALL_TYPES = {"warmup_num_steps", "warmup_type"}
@@ -140,24 +152,27 @@ _SCHEDULES = {
 class SchedulerConfig(Section):
     """The learning-rate schedule that `initialize` makes; without this section there is none."""
 
-    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = key("WarmupLR", "one of these", "same, no default")
+    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = key(
+        "WarmupLR", "one of these, or give initialize(lr_scheduler=...) a torch scheduler", "same, no default"
+    )
     """After the warm-up: constant, down to `warmup_min_lr` in a line, or down along half a cosine."""
     params: SchedulerParams = SchedulerParams()
     """Parameters of the schedule; which of them there are depends on `scheduler.type`."""
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Parameters that the type does not have, or needs."""
         there = _SCHEDULES[self.type]
         for name, field in SchedulerParams.model_fields.items():
             if name not in there and getattr(self.params, name) != field.default:
                 known = ", ".join(part for part in SchedulerParams.model_fields if part in there)
-                raise contradiction(f"params.{name}", f'type = "{self.type}" has no such parameter; write {known}')
+                what = f'type = "{self.type}" has no such parameter; write {known}'
+                yield Contradiction(f"params.{name}", what, ("type",))
         if "total_num_steps" in there and self.params.total_num_steps is None:
-            raise contradiction("params.total_num_steps", f'type = "{self.type}" needs it; write the steps of the run')
+            what = f'type = "{self.type}" needs it; write the steps of the run'
+            yield Contradiction("params.total_num_steps", what, ("type",))
         if self.type == "WarmupDecayLR" and self.params.warmup_max_lr is None:
-            why = f'type = "{self.type}" needs it; write the learning rate, or 0.001, which is DeepSpeed\'s'
-            raise contradiction("params.warmup_max_lr", why)
-        return self
+            what = f'type = "{self.type}" needs it; write the learning rate, or 0.001, which is DeepSpeed\'s'
+            yield Contradiction("params.warmup_max_lr", what, ("type",))
 
 
 class BatchSizes(NamedTuple):

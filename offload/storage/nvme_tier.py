@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 import threading
 import weakref
@@ -23,16 +21,15 @@ from nvme_offload.aio_native import (
     OpenedEngine,
     Operation,
     Registration,
-    open_engine,
+    Segment,
 )
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import ClosedError, ForkError, SwapIOError
+from nvme_offload.offload.errors import ClosedError, EngineLostError, ForkError, SwapIOError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
+from nvme_offload.offload.storage.engine_in_use import EngineInUse
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.storage.transfer import Transfer
-
-logger = logging.getLogger(__name__)
 
 MAX_OPERATIONS = 1024
 """Transfers accepted by the engine and not yet done. Staging buffers run out long before."""
@@ -42,12 +39,18 @@ MAX_OPERATIONS = 1024
 class _Flight:
     """A buffer and what the engine does with it; noted before the engine is asked."""
 
+    op: Op
+    segments: list[Segment]
     buffer: StagingBuffer
+    engine: Engine
     operation: Operation | None = None
     """The operation; None: not known. The engine may have it all the same, if an exception came before its answer."""
 
-    def done(self) -> bool:
-        return self.operation is not None and self.operation.done()
+    def over(self) -> bool:
+        """Whether nothing touches the buffer, nor will: what a broken engine lost may be begun again."""
+        if self.operation is None or not self.operation.done():
+            return False
+        return self.operation.failure is None or not self.operation.failure.engine_lost
 
 
 class NvmeTier:
@@ -82,15 +85,12 @@ class NvmeTier:
                 max_operations=MAX_OPERATIONS,
                 faults=faults,
             )
-            self._opened: OpenedEngine = _open_engine(aio.engine, options, self.space.paths[0])
+            self._engines = EngineInUse(aio.engine, options, self.space.paths[0], self.space.fds)
         except BaseException:
             self.space.close()
             raise
-        self.registration = Registration()
         # Also when nobody calls close(): first the engine ends what is under way, then its memory and files may go.
-        self._finalizer = weakref.finalize(
-            self, _shut, self._owner_pid, self._opened.engine, self.space, self._under_way
-        )
+        self._finalizer = weakref.finalize(self, _shut, self._owner_pid, self._engines, self.space, self._under_way)
 
     @property
     def name(self) -> str:
@@ -110,7 +110,7 @@ class NvmeTier:
     @property
     def opened(self) -> OpenedEngine:
         """The engine that does the I/O, and why it and no other."""
-        return self._opened
+        return self._engines.latest
 
     def reserve(self, sizes: Sequence[int]) -> list[Extent]:
         """One extent per size, with the space of all of them promised.
@@ -139,23 +139,24 @@ class NvmeTier:
     @property
     def engine(self) -> Engine:
         """The engine that does the I/O."""
-        return self._opened.engine
+        return self.opened.engine
 
     @property
     def engine_reason(self) -> str:
         """Why this engine and no other, in one sentence."""
-        return self._opened.reason
+        return self.opened.reason
+
+    @property
+    def registration(self) -> Registration:
+        """What the engine has registered."""
+        return self._engines.registration
 
     def register(self, pools: Sequence[BufferPool]) -> Registration:
         """Register the memory of `pools` and the swap files with the engine, in place of what was registered before.
 
         Says once what was refused.
         """
-        regions = [region for pool in pools for region in pool.regions]
-        self.registration = self.engine.register(regions, self.space.fds)
-        for refusal in self.registration.refusals:
-            _say_once(refusal)
-        return self.registration
+        return self._engines.register([region for pool in pools for region in pool.regions])
 
     def read(
         self, extent: Extent, buffer: StagingBuffer, *, what: str, kind: str, size_bytes: int | None = None
@@ -188,15 +189,15 @@ class NvmeTier:
             return {kind: count for (its_op, kind), count in self._bytes_by_kind.items() if its_op is op and count}
 
     def stats(self) -> EngineStats:
-        """Counters of the engine since it was opened."""
-        return self.engine.stats()
+        """Counters of the engine since it was opened, and of those that broke before it."""
+        return self._engines.stats()
 
     def close(self) -> None:
         """Wait for what is under way, close the engine, delete the swap files. Idempotent; no-op in a forked child."""
         if os.getpid() == self._owner_pid:
             self._closed = True
             # Not by the finalizer, which runs once: what is interrupted here is done by the next call.
-            _shut(self._owner_pid, self._opened.engine, self.space, self._under_way)
+            _shut(self._owner_pid, self._engines, self.space, self._under_way)
             self._finalizer.detach()
 
     def _start(
@@ -211,25 +212,50 @@ class NvmeTier:
         if (size_bytes or extent.size_bytes) > buffer.size_bytes:
             raise ValueError(f"{what}: {size_bytes or extent.size_bytes} bytes into a buffer of {buffer.size_bytes}")
         segments = extent.segments(buffer.address, 0, size_bytes)
-        flight = _Flight(buffer)
+        flight = _Flight(op, segments, buffer, self.engine)
         with self._lock:
             # Held here, the buffer's memory cannot go away under the kernel when the caller drops the transfer.
-            self._under_way.difference_update([other for other in self._under_way if other.done()])
+            self._under_way.difference_update([other for other in self._under_way if other.over()])
             self._under_way.add(flight)
-        flight.operation = operation = self.engine.submit(op, segments)
-        while operation is None:
-            self._wait_for_any()
-            flight.operation = operation = self.engine.submit(op, segments)
+        operation = self._submit(flight)
         with self._lock:
             self._bytes_by_kind[op, kind] += operation.size_bytes
-        return Transfer(operation, partial(_error, self.space, op, what), buffer)
+        to_error = partial(_error, self.space, self._engines, op, what)
+        return Transfer(operation, to_error, buffer, partial(self._begin_again, flight))
+
+    def _submit(self, flight: _Flight) -> Operation:
+        flight.operation = operation = flight.engine.submit(flight.op, flight.segments)
+        while operation is None:
+            self._wait_for_any()
+            flight.operation = operation = flight.engine.submit(flight.op, flight.segments)
+        return operation
+
+    def _begin_again(self, flight: _Flight, lost: Operation) -> Operation | None:
+        """Have another engine do from its beginning what a broken one lost; None where there is no other.
+
+        To write or read the same bytes twice does no harm, as long as nobody else has the buffer.
+        """
+        with self._lock:
+            if flight.operation is None:  # an exception kept us from knowing whether it was handed in again
+                self._engines.drain()
+            elif flight.operation is not lost:
+                return flight.operation  # somebody else who waits for it was here before
+            if flight not in self._under_way:
+                return None
+            if flight.engine.breakdown is not None and not self._engines.replace(flight.engine):
+                self._under_way.discard(flight)
+                return None
+            # Intent first, as in `_start`.
+            flight.operation = None
+            flight.engine = self.engine
+            return self._submit(flight)
 
     def quiesce(self, buffer: StagingBuffer) -> None:
         """Wait until no transfer can touch a buffer, also one whose handle an exception kept from the caller."""
         with self._lock:
             flights = [flight for flight in self._under_way if flight.buffer is buffer]
         if any(flight.operation is None for flight in flights):
-            self.engine.drain()
+            self._engines.drain()
         for flight in flights:
             if flight.operation is not None:
                 flight.operation.wait()
@@ -238,7 +264,8 @@ class NvmeTier:
 
     def _wait_for_any(self) -> None:
         with self._lock:
-            pending = [flight.operation for flight in self._under_way if flight.operation is not None]
+            operations = [flight.operation for flight in self._under_way if flight.operation is not None]
+        pending = [operation for operation in operations if not operation.done()]
         if pending:
             min(pending, key=lambda operation: operation.submitted_ns).wait()
 
@@ -249,28 +276,22 @@ class NvmeTier:
             raise ForkError("NVMe tier", self._owner_pid, pid)
 
 
-def _open_engine(name: str, options: EngineOptions, path: Path) -> OpenedEngine:
-    """`open_engine`; what the system refuses (descriptors, memory, threads) is said with its remedy."""
-    try:
-        return open_engine(name, options)
-    except SwapIOError:
-        raise
-    except OSError as error:
-        raise SwapIOError(
-            error.errno or errno.EIO, path=path, offset=0, size_bytes=0, direction="allocate", extent="the I/O engine"
-        ) from error
-
-
-def _shut(owner_pid: int, engine: Engine, space: SwapSpace, under_way: set[_Flight]) -> None:
+def _shut(owner_pid: int, engines: EngineInUse, space: SwapSpace, under_way: set[_Flight]) -> None:
     if os.getpid() != owner_pid:
         return
-    engine.close()
+    engines.close()
     space.close()
     under_way.clear()
 
 
-def _error(space: SwapSpace, op: Op, what: str, failure: Failure) -> OSError:
-    return SwapIOError(
+def _error(space: SwapSpace, engines: EngineInUse, op: Op, what: str, failure: Failure) -> SwapIOError:
+    kind = SwapIOError
+    if failure.engine_lost:
+        kind = EngineLostError
+        what = (
+            f"{what}; the {engines.latest.engine.name} engine is dead, and no other takes its place: {engines.no_other}"
+        )
+    return kind(
         failure.errno,
         path=space.path_of(failure.fd),
         offset=failure.offset,
@@ -278,12 +299,3 @@ def _error(space: SwapSpace, op: Op, what: str, failure: Failure) -> OSError:
         direction="read" if op is Op.READ else "write",
         extent=what,
     )
-
-
-_said: set[str] = set()
-
-
-def _say_once(sentence: str) -> None:
-    if sentence not in _said:
-        _said.add(sentence)
-        logger.warning(sentence)

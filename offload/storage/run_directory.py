@@ -32,6 +32,20 @@ _numbers = itertools.count()
 _MOST_ATTEMPTS = 100
 
 
+class _Lock:
+    """The descriptor of a lock file that is locked."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def drop(self) -> None:
+        """Close it. Idempotent."""
+        # No call between the two lines: a signal handler sees it open and noted, or neither.
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
 class RunDirectory:
     """A directory of mode 0700 below `path` that belongs to this object while its lock file is locked.
 
@@ -49,27 +63,27 @@ class RunDirectory:
         self._owner_pid = os.getpid()
         try:
             remove_leftovers(path)
-            self.path, self._lock_fd = _make_locked(path.absolute())
+            self.path, lock_fd = _make_locked(path.absolute())
         except OSError as error:
             raise SwapIOError(
                 error.errno or 0, path=path, offset=0, size_bytes=0, direction="allocate", extent="nvme_path"
             ) from error
-        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock_fd, self._owner_pid)
+        self._lock = _Lock(lock_fd)
+        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, self._owner_pid)
         _live.add(self)
 
     def remove(self) -> None:
         """Delete the directory with everything in it and drop the lock. Idempotent; does nothing in a forked child."""
-        if self._finalizer.alive and os.getpid() == self._owner_pid:
-            # Before the finalizer, which runs once: what is interrupted here is done by the next call.
-            with contextlib.suppress(OSError):  # somebody else put something there
-                _delete(self.path)
-        self._finalizer()
+        if self._finalizer.alive:
+            # Not by the finalizer, which runs once: what is interrupted here is done by the next call.
+            _remove(self.path, self._lock, self._owner_pid)
+            self._finalizer.detach()
 
     def _drop_in_child(self) -> None:
         # A lock taken by flock belongs to the open file, which a forked child shares: as long as the child kept it
         # open, a run killed with SIGKILL would look alive.
         self._finalizer.detach()
-        os.close(self._lock_fd)
+        self._lock.drop()
 
 
 _live: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
@@ -179,9 +193,9 @@ def _is_lock_of(directory: Path, lock_fd: int) -> bool:
         return False
 
 
-def _remove(path: Path, lock_fd: int, owner_pid: int) -> None:
+def _remove(path: Path, lock: _Lock, owner_pid: int) -> None:
     if os.getpid() != owner_pid:
         return
     with contextlib.suppress(OSError):  # somebody else put something there
         _delete(path)
-    os.close(lock_fd)
+    lock.drop()

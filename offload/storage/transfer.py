@@ -24,15 +24,27 @@ class Transfer(Generic[T]):
         operation: what the engine is doing.
         to_error: makes the exception for a failure.
         result: what ``wait`` returns; it is also what keeps memory alive that the operation uses.
+        again: begins an operation once more whose engine broke; None where that cannot be. Asked by who waits.
     """
 
-    def __init__(self, operation: Operation, to_error: Callable[[Failure], OSError], result: T) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        to_error: Callable[[Failure], OSError],
+        result: T,
+        again: Callable[[Operation], Operation | None] = lambda operation: None,
+    ) -> None:
         self.operation = operation
+        """What the engine is doing; another one after `again`."""
         self._to_error = to_error
         self._result = result
+        self._again = again
 
     def done(self) -> bool:
-        """Whether all of the transfer has completed, well or not."""
+        """Whether all of the transfer has completed, well or not.
+
+        One whose engine broke is done; whoever waits for it then waits until another engine has done it once more.
+        """
         return self.operation.done()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -42,14 +54,29 @@ class Transfer(Generic[T]):
             TimeoutError: not done within `timeout` seconds; it goes on.
             SwapIOError: a request failed; names path, offset, size and errno.
         """
-        if not self.operation.wait(timeout):
-            raise TimeoutError(f"transfer of {self.operation.size_bytes} bytes not done after {timeout} s")
+        operation: Operation | None = self.operation
+        while operation is not None:
+            if not operation.wait(timeout):
+                raise TimeoutError(f"transfer of {operation.size_bytes} bytes not done after {timeout} s")
+            operation = self._begun_again(operation)
         return self._outcome()
 
     def __await__(self) -> Generator[Any, None, T]:
-        if not self.done():
-            yield from _LoopWaker.of_running_loop().wait_for(self.operation).__await__()
+        operation: Operation | None = self.operation
+        while operation is not None:
+            if not operation.done():
+                yield from _LoopWaker.of_running_loop().wait_for(operation).__await__()
+            operation = self._begun_again(operation)
         return self._outcome()
+
+    def _begun_again(self, operation: Operation) -> Operation | None:
+        """What does once more an operation that its engine lost; None where this one has the outcome."""
+        if operation.failure is None or not operation.failure.engine_lost:
+            return None
+        renewed = self._again(operation)
+        if renewed is not None:
+            self.operation = renewed
+        return renewed
 
     def _outcome(self) -> T:
         failure = self.operation.failure

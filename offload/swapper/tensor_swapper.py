@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 
 from nvme_offload.aio_native import EngineStats, FaultSpec, Op
+from nvme_offload.offload.config.honoured import BY_SWAPPER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import ClosedError, ConfigError, ForkError
+from nvme_offload.offload.errors import ClosedError, ConfigError, ConfigWarning, ForkError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.transfer import Transfer
@@ -334,6 +336,8 @@ def _read_config(config: OffloadConfig | Mapping[str, Any] | str | Path) -> Offl
     if device != "nvme":
         key = "zero_optimization.offload_optimizer.device"
         raise ConfigError([f'{key} = "{device}": a TensorSwapper needs "nvme" and an nvme_path beside it'])
+    if unread := unread_text(config, "TensorSwapper", BY_SWAPPER):
+        warnings.warn(unread, ConfigWarning, stacklevel=3)
     return config
 
 

@@ -14,6 +14,8 @@ GROWTH_FACTOR = 2.0
 BACKOFF_FACTOR = 0.5
 _MAX_SCALE = 2.0**127
 """Largest power of two in fp32; beyond it the scaled loss itself would overflow."""
+_MIN_SCALE = 2.0**-126
+"""Least power of two whose inverse is finite in fp32, and which is a normal number itself."""
 
 
 @dataclass
@@ -26,7 +28,7 @@ class LossScaler:
         growth_interval: good steps in a row before it doubles.
         hysteresis: overflows until it halves; the last of them halves it.
         consecutive_hysteresis: a good step forgives earlier overflows at once, not only when the scale grows.
-        min_loss_scale: it never goes below.
+        min_loss_scale: it never goes below; nor below 2^-126.
     """
 
     loss_scale: float
@@ -52,7 +54,7 @@ class LossScaler:
             if self.overflows_left > 1:
                 self.overflows_left -= 1
             else:
-                self.loss_scale = max(self.loss_scale * BACKOFF_FACTOR, self.min_loss_scale)
+                self.loss_scale = max(self.loss_scale * BACKOFF_FACTOR, self.min_loss_scale, _MIN_SCALE)
             return
         if self.consecutive_hysteresis:
             self.overflows_left = self.hysteresis

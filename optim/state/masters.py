@@ -83,7 +83,7 @@ def write_master(
 def read_master(run: Run, subgroup: Subgroup, memory: Memory, table: ParamTable, pool: KernelPool) -> torch.Tensor:
     """Master weights of a run, fp32 [run.numel] on the CPU.
 
-    Where somebody changed the parameter since the last update, the parameter is the truth: see `update_subgroup`.
+    Where somebody changed the parameter since the last update, the parameter is the truth: see `step.update_of`.
     """
     param = table[run.param].copy_of(run)
     if subgroup.form is MasterForm.ITSELF:

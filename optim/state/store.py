@@ -189,11 +189,11 @@ class StateStore(StateBody):
         Raises:
             SwapIOError, CorruptionError, StateError: an update behind the latest step failed; all is closed by then.
         """
-        if self.is_closed or not self.is_own_process:
+        if not self.is_own_process:
             return
         self.worker.wait_until(lambda: self.worker.job is None)  # parameters stay, and stay as the latest step has them
         self.worker.stop()
-        self.is_closed = True
+        self.is_closed = True  # and each part once more does no harm: an interrupted close can be repeated
         if self.mirror is not None:
             self.mirror.close()
         self.blocks.close()

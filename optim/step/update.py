@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.kernels import KernelPool, make_segment
+from nvme_offload.optim.kernels import Segment, make_segment
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.masters import section_view, state_views
 from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep
@@ -50,22 +50,23 @@ def read_update_write(
     with record_function("nvme_offload: read"):
         memory = store.pipeline.acquire(order, position)
     with store.blocks.held_for_update(slot.subgroup, inputs.grads):
-        step.updating = True
         store.pipeline.will_change(slot)
         with meter.computing("compute", slot.subgroup.index), record_function("nvme_offload: update"):
-            step.changed_tiles += update_subgroup(slot, memory, inputs, store)
-        # No call in between: a signal handler sees it updated, or cut off inside.
-        del step.pending[slot]
-        step.updating = False
+            update = update_of(slot, memory, inputs, store)
+            # No other call until `updating` is false: an exception in between leaves a step that nobody can finish.
+            step.updating = True
+            step.changed_tiles += update()
+            del step.pending[slot]
+            step.updating = False
         with record_function("nvme_offload: write"):
             store.pipeline.release(slot)
 
 
-def update_subgroup(slot: SlotRecord, memory: Memory, inputs: StepInputs, store: StateStore) -> int:
-    """Update the state in `memory` and the parameters it belongs to.
+def update_of(slot: SlotRecord, memory: Memory, inputs: StepInputs, store: StateStore) -> Callable[[], int]:
+    """What updates the state in `memory` and the parameters it belongs to. Before it is called nothing changes.
 
     Returns:
-        Tiles of 65536 elements that somebody else had changed since the last update.
+        To be called once. Returns how many tiles of 65536 elements somebody else had changed since the last update.
     """
     subgroup, table, mirror = slot.subgroup, store.table, store.mirror
     copies = mirror.take(subgroup) if mirror else None
@@ -81,41 +82,46 @@ def update_subgroup(slot: SlotRecord, memory: Memory, inputs: StepInputs, store:
         master, states = section_view(subgroup, memory, "master", run), state_views(subgroup, memory, run)
         scalars = inputs.scalars[run.param]
         work[run.param] = RunTensors(param, grad, master, states, record.checksums_of(run), scalars)
-    changed_tiles = _run_rule(subgroup.rule, work, inputs.whole, store)
-    if mirror and copies is not None:
-        mirror.copy_back(subgroup, copies, table.params, inputs.grads)
+    by_rule = _by_rule(subgroup.rule, work, inputs.whole, store)
+
+    def update_and_copy_back() -> int:
+        changed_tiles = by_rule()
+        if mirror and copies is not None:
+            mirror.copy_back(subgroup, copies, table.params, inputs.grads)
+        return changed_tiles
+
     # The kernel writes by address: without this, a graph kept from before the step would use the new values unnoticed.
     increment_version([table[index].leaf for index in work])
-    return changed_tiles
+    return by_rule if copies is None else update_and_copy_back
 
 
-def _run_rule(rule: UpdateRule, work: Mapping[int, RunTensors], whole: WholeParams, store: StateStore) -> int:
-    """Update runs by parameter index in whichever way the rule is written; returns blocks found changed."""
+def _by_rule(
+    rule: UpdateRule, work: Mapping[int, RunTensors], whole: WholeParams, store: StateStore
+) -> Callable[[], int]:
+    """What updates runs, by parameter index, in whichever way the rule is written; returns tiles found changed."""
+    pool = store.kernels
     if rule.whole:
-        return sum(
-            update_whole(rule, run, store.table[index].param, store.kernels, partial(whole.through, index))
+        return lambda: sum(
+            update_whole(rule, run, store.table[index].param, pool, partial(whole.through, index))
             for index, run in work.items()
         )
     if rule.kernel:
-        return _update_natively(rule, work.values(), store.kernels)
-    return sum(update_in_torch(rule, run, store.kernels) for run in work.values())
+        segments = [_segment(rule, run) for run in work.values()]
+        return lambda: sum(pool.update(segments))
+    return lambda: sum(update_in_torch(rule, run, pool) for run in work.values())
 
 
-def _update_natively(rule: UpdateRule, work: Iterable[RunTensors], pool: KernelPool) -> int:
-    segments = [
-        make_segment(
-            param=run.param,
-            grad=run.grad,
-            master=run.master,
-            states=run.states,
-            checksums=run.checksums,
-            rule=rule,
-            scalars=run.scalars.of_rule,
-            grad_scale=run.scalars.grad_scale,
-        )
-        for run in work
-    ]
-    return sum(pool.update(segments))
+def _segment(rule: UpdateRule, run: RunTensors) -> Segment:
+    return make_segment(
+        param=run.param,
+        grad=run.grad,
+        master=run.master,
+        states=run.states,
+        checksums=run.checksums,
+        rule=rule,
+        scalars=run.scalars.of_rule,
+        grad_scale=run.scalars.grad_scale,
+    )
 
 
 def _flat(grad: torch.Tensor) -> torch.Tensor:

@@ -179,7 +179,7 @@ class OffloadEngine:
             RuntimeError: no backward came before.
             ValueError: a parameter requires a gradient and is not the optimizer's; nothing has moved.
             SwapIOError: a read or write failed, see `OffloadOptimizer.step`.
-            Whatever the scheduler raises, when everything else is done.
+            Exception: what the scheduler raises, when everything else is done.
         """
         if self.micro_steps == 0 and not self.is_pipelined:
             raise RuntimeError("engine.step was called before engine.backward")
@@ -331,8 +331,8 @@ class OffloadEngine:
             The files.
 
         Raises:
-            ValueError, CheckpointWriteError: see `optim.checkpoint.export.export_safetensors`.
-            Or the module is a stage.
+            ValueError: the module is one stage of a pipeline, or see `optim.checkpoint.export.export_safetensors`.
+            CheckpointWriteError: see there.
         """
         if self.is_pipelined:
             raise ValueError(

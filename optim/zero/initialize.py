@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.layout.flat import storage_of
@@ -93,7 +94,7 @@ def initialize(
         reshard_after_forward=config.zero_optimization.stage == 3,
         give_shards=birth.give_shards if birth is not None else None,
     )
-    made = make_optimizer(_params_of(model), offload=config, norm_group=roles.pipeline_group)
+    made = make_optimizer(_params_of(model), offload=part_for_optimizer(config), norm_group=roles.pipeline_group)
     try:
         if birth is not None:
             birth.fill(made.store, chosen, roles.data_parallel)

@@ -1,5 +1,6 @@
 """The one thing that rings when an operation is done."""
 
+import contextlib
 import errno
 import os
 import re
@@ -11,6 +12,7 @@ import pytest
 from nvme_offload.aio_native import Op, Segment
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.aio_native.operation import PythonOperation
+from tests.support.interrupts import Struck, every, raise_struck
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 30.0
@@ -34,6 +36,16 @@ def test_it_rings_for_whichever_is_done_first(bell):
     operations[1].complete(None)
     assert bell.wait(PATIENCE) is True
     assert bell.wait(0) is False, "one wait takes all that rang"
+
+
+def test_no_descriptor_is_lost_to_an_exception(bell):
+    before = len(os.listdir("/proc/self/fd"))
+    for interrupt in every(1, raise_struck):
+        hung = operation()
+        with contextlib.suppress(Struck), interrupt:
+            bell.hang_on(hung)
+        hung.complete(None)
+        assert len(os.listdir("/proc/self/fd")) == before, interrupt.place
 
 
 def test_it_rings_at_once_for_what_is_done(bell):

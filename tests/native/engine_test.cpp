@@ -179,6 +179,37 @@ void leaves_a_forked_child_alone() {
     CHECK(run(engine, Op::write, {{file.fd, 0, address(memory), block}})->failure().error == 0);
 }
 
+// As a ring that breaks finds out when the kernel has finished its requests: also while a forked child lives.
+void knows_when_a_ring_is_gone() {
+    io_uring ring{};
+    CHECK(io_uring_queue_init(4, &ring, 0) == 0);
+    Witness witness;
+    CHECK(!witness.wait_until_released(0ms));  // nothing was registered: nobody knows
+    for (int turn = 0; turn < 2; ++turn) {
+        if (turn) CHECK(io_uring_unregister_files(&ring) == 0);
+        const int end = witness.renew(ring.ring_fd);
+        CHECK(io_uring_register_files(&ring, &end, 1) == 0);
+        witness.handed_over(true);
+    }
+    int stay[2];
+    CHECK(pipe(stay) == 0);
+    const pid_t child = fork();
+    if (child == 0) {
+        close(stay[1]);
+        char nothing = 0;
+        _exit(static_cast<int>(read(stay[0], &nothing, 1)));
+    }
+    CHECK(!witness.wait_until_released(20ms));
+    witness.forget_ring();
+    io_uring_queue_exit(&ring);
+    CHECK(witness.wait_until_released(30s));
+    close(stay[1]);
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    close(stay[0]);
+}
+
 }  // namespace
 
 void test_engine() {
@@ -189,4 +220,5 @@ void test_engine() {
     wakes_through_a_descriptor_that_its_owner_closed();
     uses_registered_memory_and_files();
     leaves_a_forked_child_alone();
+    knows_when_a_ring_is_gone();
 }

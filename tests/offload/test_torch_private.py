@@ -28,6 +28,7 @@ from nvme_offload.offload._torch_private import (
     own_initializer,
     refuse_conversion,
     refuse_writes,
+    running_last_before_load,
     shard_offsets,
     sharded_like,
     state_dict_hooks,
@@ -300,6 +301,19 @@ def test_refuse_conversion():
     with pytest.raises(ValueError, match=r"0\.weight is not converted"):
         module.double()
     assert module[0].weight is weight
+
+
+def test_running_last_before_load():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    ran = []
+    ours, theirs = (lambda *_, name=name: ran.append(name) for name in ("ours", "theirs"))
+    optimizer.register_load_state_dict_pre_hook(ours)  # left behind by a load that was cut short
+    optimizer.register_load_state_dict_pre_hook(theirs)
+    with running_last_before_load(optimizer, ours):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert ran == ["theirs", "ours"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert ran == ["theirs", "ours", "theirs"]
 
 
 def test_state_dict_hooks():

@@ -46,16 +46,21 @@ def interrupt_after(monkeypatch):
     """SIGINT arrives inside the n-th kernel call from now."""
 
     def arrange(number, signals=1):
-        update, calls = nvme_offload.optim.step.update.update_subgroup, []
+        update_of, calls = nvme_offload.optim.step.update.update_of, []
 
         def interrupted(*arguments):
-            calls.append(arguments)
-            if len(calls) == number:
-                for _ in range(signals):
-                    os.kill(os.getpid(), signal.SIGINT)
-            return update(*arguments)
+            update = update_of(*arguments)
 
-        monkeypatch.setattr(nvme_offload.optim.step.update, "update_subgroup", interrupted)
+            def update_under_signals():
+                calls.append(arguments)
+                if len(calls) == number:
+                    for _ in range(signals):
+                        os.kill(os.getpid(), signal.SIGINT)
+                return update()
+
+            return update_under_signals
+
+        monkeypatch.setattr(nvme_offload.optim.step.update, "update_of", interrupted)
 
     yield arrange
     monkeypatch.undo()

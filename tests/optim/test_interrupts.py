@@ -28,6 +28,12 @@ def default_handler():
     signal.signal(signal.SIGINT, before)
 
 
+IN_THE_KERNEL = tuple(
+    f"({name}, after {opcode})" for name in ("_update", "<lambda>", "update") for opcode in ("CALL", "RESUME")
+)
+"""Where alone a handler that raises leaves a step that cannot be finished: nobody knows how far the kernel got."""
+
+
 class Pair:
     """An optimizer whose state is on NVMe, and one that nobody disturbs."""
 
@@ -115,6 +121,7 @@ def test_a_step_is_finished_repeated_or_refused(make_adamw, strike, stride):
                 optimizer.finish_step()
             except StateError:
                 assert strike is raise_struck, "Ctrl-C is held back where a step could not be finished"
+                assert interrupt.place.endswith(IN_THE_KERNEL), interrupt.place
                 pair.load()
         elif optimizer.stats().steps == before:
             optimizer.step()

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -148,8 +147,7 @@ class Case:
         sick = tier.engine
         sick.close()
         self._count(sick.stats())
-        tier._opened = open_engine(sick.name, dataclasses.replace(sick.options, faults=None))
-        weakref.finalize(tier, tier.engine.close)  # the tier itself closes the engine that it was made with
+        tier._engines.opened[:] = [open_engine(sick.name, dataclasses.replace(sick.options, faults=None))]
         tier.register(pools)
 
     def _count(self, stats: Any) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 from nvme_offload import aio_native, offload, optim
 
-_OURS = tuple(f"{Path(package.__file__).parent}/" for package in (aio_native, offload, optim))
+OURS = tuple(f"{Path(package.__file__).parent}/" for package in (aio_native, offload, optim))
+"""How the file names of our packages begin."""
 _HANDLERS_RUN_AFTER = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
 
 
@@ -58,13 +59,13 @@ class Interrupt:
         self._previous.clear()
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.startswith(_OURS):
+        if not frame.f_code.co_filename.startswith(OURS):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._on_opcode
 
     def _on_opcode(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
-        if event == "return":
+        if event in ("return", "exception"):  # after a call that raised CPython runs no handler
             self._previous.pop(frame, None)
         elif event == "opcode":
             before = self._previous.get(frame)

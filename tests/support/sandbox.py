@@ -22,6 +22,7 @@ NOBODY = 65534
 IO_URING_CALLS = {"setup": 425, "enter": 426, "register": 427}
 """io_uring_setup, io_uring_enter, io_uring_register; the same numbers on every architecture."""
 
+_SECCOMP = {"x86_64": 317, "aarch64": 277}  # seccomp(2), which glibc does not wrap
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 8, 22, 38
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -104,7 +105,7 @@ def _confine(asked: argparse.Namespace) -> None:
     if asked.ordinary_user and os.geteuid() == 0:
         _become_nobody()
     if asked.forbid:
-        _forbid([IO_URING_CALLS[name] for name in asked.forbid])
+        forbid(asked.forbid)
 
 
 def _mount(file_systems: Sequence[tuple[str, str]]) -> None:
@@ -138,8 +139,12 @@ class _Program(ctypes.Structure):
     _fields_ = [("len", ctypes.c_uint16), ("filter", ctypes.POINTER(_Instruction))]
 
 
-def _forbid(calls: Sequence[int]) -> None:
-    """Install a seccomp filter, for this thread and all that it starts, that answers these system calls with EPERM."""
+def forbid(names: Sequence[str], *, all_threads: bool = False) -> None:
+    """Install a seccomp filter that answers these of `IO_URING_CALLS` with EPERM, for good.
+
+    For this thread and all that it starts, or also for all that there are in this process.
+    """
+    calls = [IO_URING_CALLS[name] for name in names]
     load, jump_if_equal, answer = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
     allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM  # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO
     lines = [
@@ -154,7 +159,10 @@ def _forbid(calls: Sequence[int]) -> None:
     program = _Program(len(lines), instructions)
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
-    _check(libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "PR_SET_SECCOMP")
+    if all_threads:  # SECCOMP_SET_MODE_FILTER with SECCOMP_FILTER_FLAG_TSYNC
+        _check(libc.syscall(_SECCOMP[platform.machine()], 1, 1, ctypes.byref(program)), "seccomp")
+    else:
+        _check(libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "PR_SET_SECCOMP")
 
 
 def _check(result: int, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from nvme_offload import OffloadAdamW
 SIZES = ((70_001, torch.bfloat16), (999, torch.float32), (131_072, torch.bfloat16), (5, torch.float16))
 
 
-def train(path: str | Path, engine: str, *, num_steps: int = 4) -> dict[str, Any]:
+def train(
+    path: str | Path, engine: str, *, num_steps: int = 4, before_step: Callable[[int], None] = lambda number: None
+) -> dict[str, Any]:
     """Train on made-up gradients; the same arguments but for `path` and `engine` must give the same digest."""
     generator = torch.Generator().manual_seed(7)
     params = [torch.nn.Parameter(torch.randn(numel, generator=generator).to(dtype)) for numel, dtype in SIZES]
@@ -29,7 +32,8 @@ def train(path: str | Path, engine: str, *, num_steps: int = 4) -> dict[str, Any
     tier = optimizer.store.tier
     assert tier is not None
     try:
-        for _ in range(num_steps):
+        for number in range(num_steps):
+            before_step(number)
             for param in params:
                 param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
             optimizer.step()

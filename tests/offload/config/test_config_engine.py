@@ -40,7 +40,6 @@ def data_types(**keys):
 # A bad section, the line that says so must start with the second, and holds the third.
 BAD = [
     # precision
-    ({"bf16": {"enabled": "auto"}}, 'bf16.enabled = "auto"', "write true or false (default false)"),
     ({"bf16": {"enabled": 1}}, "bf16.enabled = 1", "write true or false"),
     ({"bfloat16": {"enabled": 1}}, "bfloat16.enabled = 1", "write true or false"),
     ({"bfloat16": {"enable": True}}, "bfloat16.enable = true", "the nearest known key is bf16.enabled"),
@@ -57,7 +56,7 @@ BAD = [
     ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window = 0", "a whole number, 1 or more (default 1000)"),
     ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis = 0", "a whole number, 1 or more (default 2)"),
     ({"fp16": {"consecutive_hysteresis": 2}}, "fp16.consecutive_hysteresis = 2", "true or false (default false)"),
-    ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale = 0", "a number, more than 0 (default 1.0)"),
+    ({"fp16": {"min_loss_scale": -1}}, "fp16.min_loss_scale = -1", "a number, 0 or more (default 1.0)"),
     ({"fp16": {"min_loss_scale": 8, "initial_scale_power": 2}}, "fp16.min_loss_scale = 8", "initial_scale_power = 2"),
     ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype = missing", 'write "bfloat16" or "float16"'),
     ({"torch_autocast": {"dtype": "float32"}}, 'torch_autocast.dtype = "float32"', "'bf16' or 'fp16'"),
@@ -72,7 +71,6 @@ BAD = [
         '["torch.nn.Linear"]',
     ),
     ({"communication_data_type": "int8"}, 'communication_data_type = "int8"', "'fp32', 'bf16' or 'fp16'"),
-    ({"communication_data_type": "auto"}, 'communication_data_type = "auto"', "Hugging Face"),
     (
         {"gradient_accumulation_dtype": "fp32", **data_types(grad_accum_dtype="bf16"), **BF16},
         'data_types.grad_accum_dtype = "bf16"',
@@ -85,14 +83,12 @@ BAD = [
     ({"data_types": "auto"}, 'data_types = "auto"', "is not a section"),
     # batch sizes
     ({"train_batch_size": 0}, "train_batch_size = 0", "a whole number, 1 or more (default none)"),
-    ({"train_batch_size": "auto"}, 'train_batch_size = "auto"', "a whole number, 1 or more"),
     ({"train_micro_batch_size_per_gpu": 1.5}, "train_micro_batch_size_per_gpu = 1.5", "a whole number, 1 or more"),
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0", "a whole number, 1 or more"),
     # optimizer and scheduler
     ({"optimizer": {"type": "Lamb"}}, 'optimizer.type = "Lamb"', "'AdamW', "),
     ({"optimizer": {"type": None}}, "optimizer.type = null", "'AdamW', "),
     ({"optimizer": {"lr": 1e-3}}, "optimizer.lr = 0.001", "lr belongs in optimizer.params; write optimizer.params.lr"),
-    (adam(lr="auto"), 'optimizer.params.lr = "auto"', "write a number, 0 or more (default of the type)"),
     (adam(lr=-1), "optimizer.params.lr = -1", "a number, 0 or more"),
     (adam(eps=float("inf")), "optimizer.params.eps = Infinity", "a number, 0 or more"),
     (adam(betas=[0.9]), "optimizer.params.betas[1] = null", "two numbers, each 0 or more and below 1"),
@@ -105,7 +101,11 @@ BAD = [
     (schedule("WarmupLR", warmup_max_lr=0), "scheduler.params.warmup_max_lr = 0", "a number, more than 0"),
     (schedule("WarmupLR", total_num_steps=9), "scheduler.params.total_num_steps = 9", 'type = "WarmupLR" has no such'),
     (schedule("WarmupLR", last_batch_iteration=7), "scheduler.params.last_batch_iteration = 7", "load_checkpoint"),
-    (schedule("WarmupDecayLR"), "scheduler.params.total_num_steps = missing", 'type = "WarmupDecayLR" needs it'),
+    (
+        schedule("WarmupDecayLR", warmup_max_lr=1e-3),
+        "scheduler.params.total_num_steps = missing",
+        'type = "WarmupDecayLR" needs it',
+    ),
     (schedule("WarmupDecayLR", total_num_steps=9), "scheduler.params.warmup_max_lr = missing", "or 0.001"),
     (schedule("WarmupCosineLR"), "scheduler.params.total_num_steps = missing", 'type = "WarmupCosineLR" needs it'),
     (
@@ -116,7 +116,7 @@ BAD = [
     # what would change what is computed, or where it lives
     ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp = ", "enable bf16, fp16 or torch_autocast"),
     ({"amp": True}, "amp = true", 'write {"enabled": false} or leave it out'),
-    ({"elasticity": {"enabled": True}}, "elasticity = ", "write the three batch keys"),
+    ({"elasticity": {"enabled": True}}, "elasticity = ", "write the batch keys"),
     (
         {"activation_checkpointing": {"cpu_checkpointing": True}},
         "activation_checkpointing = ",
@@ -129,7 +129,6 @@ BAD = [
         f"{ZERO}.offload_param.nvme_path = ",
         "write a folder on the drive",
     ),
-    ({ZERO: {"offload_param": {"nvme_path": "/d"}}}, f"{ZERO}.offload_param.nvme_path = ", 'write device = "nvme"'),
     ({ZERO: {"offload_param": {"buffer_count": 1}}}, f"{ZERO}.offload_param.buffer_count = 1", "2"),
     ({"offload_gradients": {"device": "ssd"}}, 'offload_gradients.device = "ssd"', "nvme"),
     ({"offload_gradients": {"device": "nvme"}}, "offload_gradients.nvme_path = ", "write a folder on the drive"),
@@ -361,95 +360,6 @@ def test_harmless_sections_are_accepted_with_their_reasons():
         assert OffloadConfig.from_dict(harmless) == OffloadConfig()
     assert len(caught) == 1
     assert len(str(caught[0].message).splitlines()) == 1 + 9 + 1 + LEFT_OUT
-
-
-# The NVMe section of Hugging Face's documentation, "auto" as it stands there.
-HUGGING_FACE = {
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {
-            "device": "nvme",
-            "nvme_path": "/local_nvme",
-            "pin_memory": True,
-            "buffer_count": 4,
-            "fast_init": False,
-        },
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    "aio": {
-        "block_size": 262144,
-        "queue_depth": 32,
-        "thread_count": 1,
-        "single_submit": False,
-        "overlap_events": True,
-    },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
-}
-RESOLVED = {
-    "fp16.enabled": False,
-    "bf16.enabled": True,
-    "optimizer.params.lr": 3e-5,
-    "optimizer.params.betas": [0.9, 0.999],
-    "optimizer.params.eps": 1e-8,
-    "optimizer.params.weight_decay": 0.0,
-    "scheduler.params.warmup_min_lr": 0,
-    "scheduler.params.warmup_max_lr": 3e-5,
-    "scheduler.params.warmup_num_steps": 500,
-    "gradient_accumulation_steps": 1,
-    "gradient_clipping": 1.0,
-    "train_batch_size": 16,
-    "train_micro_batch_size_per_gpu": 4,
-}
-
-
-def test_auto_is_refused_by_name_with_what_to_write():
-    with pytest.raises(ConfigError) as caught:
-        OffloadConfig.from_dict(HUGGING_FACE)
-    pattern = re.compile(r'(\S+) = "auto": Hugging Face\'s "auto" is not resolved here; write .+ \(default .+\)')
-    matches = [pattern.fullmatch(problem) for problem in caught.value.problems]
-    assert {match[1] for match in matches} == set(RESOLVED)
-
-    data = json.loads(json.dumps(HUGGING_FACE))
-    for full_key, value in RESOLVED.items():
-        *path, name = full_key.split(".")
-        section = data
-        for part in path:
-            section = section[part]
-        section[name] = value
-    with pytest.warns(ConfigWarning, match="without effect"):
-        config = OffloadConfig.from_dict(data)
-    assert config.batch_sizes(4) == (16, 4, 1)
-    assert config.compute_dtype == "bf16"
 
 
 # The threads this project answers, word by word: the request for gradient_accumulation_dtype, and autocast with ZeRO.

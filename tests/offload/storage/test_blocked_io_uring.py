@@ -1,13 +1,20 @@
 """io_uring forbidden or limited for real: by a seccomp filter, by RLIMIT_MEMLOCK. The numbers stay the same."""
 
 import json
+import logging
 import os
 
 import pytest
+import torch
 
+from nvme_offload import OffloadConfig, TensorSwapper
 from nvme_offload.aio_native import _native
+from nvme_offload.offload.errors import EngineLostError
+from nvme_offload.offload.staging.block_cache import BlockCache
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.perf.doctor.engines import kernel_version
-from tests.support.sandbox import IO_URING_CALLS, can_filter, can_mount, run_python
+from tests.support.ranks import run_ranks
+from tests.support.sandbox import IO_URING_CALLS, can_filter, can_mount, forbid, run_python
 from tests.support.small_training import train
 
 needs_filter = pytest.mark.skipif(not can_filter(), reason="no seccomp filter is written for this architecture")
@@ -109,6 +116,87 @@ def test_a_filter_that_refuses_only_entering_is_found_before_the_first_transfer(
     assert "seccomp" in named["refusal"]
 
 
+def run_on_after_forbidding(rank, world_size, path, engine):
+    """Train, swap and use a cache while io_uring_enter is forbidden on all threads; what came of each, and was said."""
+    offload = {"device": "nvme", "nvme_path": str(path), "staging_budget": "64MiB"}
+    section = {"zero_optimization": {"offload_optimizer": offload}, "aio": {"engine": engine}}
+    said, value, tensor = [], torch.arange(4 << 20), torch.arange(100_000)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("nvme_offload").addHandler(handler)
+    swapper, cache = TensorSwapper(section), BlockCache(NvmeTier(OffloadConfig.from_dict(section)), "blocks", 2)
+    swapper.swap_out("large", value).wait()
+    swapper.swap_out("small", tensor).wait()
+    cache.add([(f"blocks {number}", 1 << 20) for number in range(4)])
+    reads = []
+
+    def fill(number):
+        with cache.holding(cache.blocks[number], change=True, load=False) as buffer:
+            buffer.view(torch.uint8, 0, 1 << 20).fill_(number)
+
+    def forbid_now(step):
+        if step == 2:
+            reads.append(swapper.swap_in("large"))
+            fill(1)
+            forbid(["enter"], all_threads=True)
+
+    def content():
+        for number in (2, 3):
+            fill(number)
+        for number in (1, 2, 3):
+            with cache.holding(cache.blocks[number]) as buffer:
+                assert buffer.view(torch.uint8, 0, 1 << 20).unique().tolist() == [number]
+        cache.synchronize()
+        return cache.tier.name
+
+    def swapped():
+        assert torch.equal(reads[0].wait(), value)
+        assert torch.equal(swapper.swap_in("small").wait(), tensor)
+        return swapper.stats().engine
+
+    outcome = [_outcome(lambda: train(path, engine, before_step=forbid_now)), _outcome(swapped), _outcome(content)]
+    swapper.close()
+    cache.close()
+    assert not os.listdir(path), "something was left behind"
+    return outcome, said
+
+
+def _outcome(call):
+    try:
+        return call()
+    except EngineLostError as error:
+        return str(error)
+
+
+@needs_filter
+@pytest.mark.usefixtures("_needs_io_uring")
+class TestForbiddenAfterTheStart:
+    """A filter on all threads refuses io_uring_enter while rings are in use, and transfers are under way."""
+
+    def test_auto_goes_on_with_another_engine_and_loses_nothing(self, tmp_path, unconfined):
+        [((trained, *others), said)] = run_ranks(run_on_after_forbidding, 1, tmp_path, "auto")
+        assert (trained["engine"], *others) == ("aiofiles",) * 3
+        assert trained["digest"] == unconfined["digest"]
+        (message,) = said
+        assert message.startswith(
+            "engine aiofiles does the I/O from now on (io_uring has stopped working: Operation not"
+        )
+        assert "pyuring is not available" in message
+
+    @pytest.mark.parametrize("engine", ["io_uring", "pyuring"])
+    def test_an_engine_asked_for_by_name_is_said_to_be_dead(self, tmp_path, engine):
+        [(errors, _)] = run_ranks(run_on_after_forbidding, 1, tmp_path, engine)
+        for words in (
+            str(tmp_path),
+            f"the {engine} engine is dead, and no other takes its place: it was asked for by name",
+            "EPERM",
+            "not the drive",
+            "seccomp filter that refuses io_uring_enter",
+            'aio.engine = "auto"',
+        ):
+            assert all(words in error for error in errors)
+
+
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory):
     path = tmp_path_factory.mktemp("limited")
@@ -135,7 +223,7 @@ class TestLittleLockedMemory:
         said = [
             message
             for name, message in records
-            if name == "nvme_offload.offload.storage.nvme_tier" and "registered buffers" in message
+            if name == "nvme_offload.offload.storage.engine_in_use" and "registered buffers" in message
         ]
         assert len(said) == 1, records
         assert "RLIMIT_MEMLOCK (ulimit -l)" in said[0]

@@ -60,6 +60,12 @@ def test_it_never_goes_below_the_minimum_and_a_static_one_stays():
     assert scales(scaler(dynamic=False), [True, False, False, False]) == [1024.0] * 4
 
 
+def test_without_a_minimum_it_and_its_inverse_stay_normal_numbers():
+    [least] = set(scales(scaler(min_loss_scale=0.0), [True] * 200)[150:])
+    assert torch.finfo(torch.float32).tiny == least
+    assert torch.isfinite(1 / torch.tensor(least))
+
+
 def test_its_state_goes_through_a_state_dict():
     first, second = scaler(hysteresis=3), scaler(loss_scale=1.0)
     scales(first, [True, False, False, True])

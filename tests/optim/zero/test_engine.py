@@ -284,11 +284,11 @@ def test_a_step_that_stopped_halfway_is_completed_by_the_next_call(make_engine, 
 @pytest.mark.parametrize("then", ["step", "save_checkpoint"])
 def test_an_update_that_is_done_is_not_done_again(make_engine, monkeypatch, tmp_path, then):
     """Ctrl-C in the last subgroup is raised when the update is done."""
-    update = nvme_offload.optim.step.update.update_subgroup
+    update_of = nvme_offload.optim.step.update.update_of
 
     def interrupted(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
-        return update(*arguments)
+        return update_of(*arguments)
 
     states = []
     for disturbed in (False, True):
@@ -296,7 +296,7 @@ def test_an_update_that_is_done_is_not_done_again(make_engine, monkeypatch, tmp_
         backward(engine, 0, 0)
         if disturbed:
             with monkeypatch.context() as patch:
-                patch.setattr(nvme_offload.optim.step.update, "update_subgroup", interrupted)
+                patch.setattr(nvme_offload.optim.step.update, "update_of", interrupted)
                 with pytest.raises(KeyboardInterrupt) as caught:
                     engine.step()
             assert "The update of this step is done" in caught.value.__notes__[-1]

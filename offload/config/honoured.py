@@ -1,0 +1,51 @@
+"""Which keys of a section those read who are not `nvme_offload.initialize`, and what they say of the others."""
+
+from nvme_offload.offload.config.keys import Section
+from nvme_offload.offload.config.section import OffloadConfig
+
+BY_OPTIMIZER = frozenset(
+    {
+        "zero_optimization",
+        "offload_gradients",
+        "host_budget",
+        "aio",
+        "gradient_clipping",
+        "overlap_step",
+        "skip_non_finite",
+    }
+)
+"""What an optimizer by itself reads; of `gradient_accumulation_steps` it only plans with the number."""
+BY_SWAPPER = frozenset({"zero_optimization", "aio"})
+
+
+def unread_text(config: OffloadConfig, who: str, reads: frozenset[str]) -> str | None:
+    """A warning that names the keys which were written, ask for something, and are not read; None without any.
+
+    Args:
+        config: the whole section.
+        who: reads it.
+        reads: the keys of the top level that are.
+    """
+    names = [name for name in OffloadConfig.model_fields if name not in reads and _asks(config, name)]
+    if not names:
+        return None
+    return (
+        f"{who} does not honour these keys of the section: {', '.join(names)}. nvme_offload.initialize does; here the "
+        "training loop and the arguments decide. Leave them out, or use initialize"
+    )
+
+
+def _asks(config: OffloadConfig, name: str) -> bool:
+    """Whether a key was written and asks for something that would not be without it."""
+    value = getattr(config, name)
+    if name not in config.model_fields_set or value in (None, ()):
+        return False
+    if isinstance(value, Section):
+        return getattr(value, "enabled", True)
+    return name != "gradient_accumulation_steps" or value > 1
+
+
+def part_for_optimizer(config: OffloadConfig) -> OffloadConfig:
+    """What `initialize` hands on to the optimizer it makes: nothing that it honours itself."""
+    given = {name: getattr(config, name) for name in (*BY_OPTIMIZER, "gradient_accumulation_steps")}
+    return OffloadConfig.model_construct(_fields_set=set(BY_OPTIMIZER), **given)

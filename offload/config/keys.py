@@ -1,0 +1,174 @@
+"""What a section is: a model with a field for each key, and tables of the keys of DeepSpeed that are no fields.
+
+Nothing here knows a key by name: the models (`offload.config.section` and those it is made of) say which keys there
+are, which of DeepSpeed's are accepted without effect and which are refused; `offload.config.reader` says so to users.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from nvme_offload.offload.units import KiB, format_bytes, parse_bytes
+
+
+def _whole(value: object) -> object:
+    """Take 1e9, which is how DeepSpeed's files write element counts, for the whole number it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+_LEAST_BUDGET = 4 * KiB
+
+
+def _budget(value: Any) -> int | str:
+    if value == "auto":
+        return "auto"
+    budget = parse_bytes(value)
+    if budget < _LEAST_BUDGET:
+        raise ValueError(f"is less than {format_bytes(_LEAST_BUDGET)}")
+    return budget
+
+
+_BUDGET_SCHEMA = {"type": ["integer", "string"], "minimum": _LEAST_BUDGET}
+ByteBudget = Annotated[int | Literal["auto"], PlainValidator(_budget), WithJsonSchema(_BUDGET_SCHEMA)]
+
+
+def key(
+    default: object, write: str, deepspeed: str = "", unit: str = "", *, shown: str | None = None, **limits: Any
+) -> Any:
+    """A field of a section: default, what may be written, equivalent in DeepSpeed (and default there), unit.
+
+    `shown` is what people read as its default, where `default` itself says nothing.
+    """
+    if shown is None:
+        shown = "none" if default in (None, ()) else json.dumps(default)
+    extra: dict[str, Any] = {"x-write": write, "x-deepspeed": deepspeed, "x-unit": unit, "x-default": shown}
+    if unit == "bytes" and isinstance(default, int):
+        extra |= {"type": ["integer", "string"], "x-default": format_bytes(default)}
+    return Field(default=default, json_schema_extra=extra, **limits)
+
+
+def each(keys: str, why: Any) -> dict[str, Any]:
+    """A table of several keys, separated by spaces, that have one entry in common."""
+    return dict.fromkeys(keys.split(), why)
+
+
+READER: Mapping[str, object] = {"reader": True}
+"""Context of validation that leaves contradictions to the reader, which tells those of all sections at once."""
+
+
+class Contradiction(NamedTuple):
+    """Keys that do not go together, each relative to the section that says so."""
+
+    key: str
+    """The one to change."""
+    what: str
+    """Why, with the others and their values, and what to write."""
+    beside: tuple[str, ...]
+    """The others."""
+
+
+def _accept_more(schema: dict[str, Any], model: type["Section"]) -> None:
+    """Let the JSON schema accept what the reader accepts: other spellings and keys without meaning."""
+    keys = schema.setdefault("properties", {})
+    for spelling, name in model.SPELLINGS.items():
+        home, dot, rest = spelling.rpartition(".")
+        if home in model.model_fields:  # a key in a section where it does not belong: editors may say so
+            continue
+        holder = {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
+        known = keys.setdefault(home, holder)["properties"] if dot else keys
+        known[rest] = keys[name]
+    keys.update({key: {"deprecated": True, "description": why} for key, why in model.IGNORED.items()})
+    keys.update({key: {**_only_schema(only), "description": why} for key, (only, why) in model.ONLY.items()})
+
+
+def _only_schema(only: object) -> dict[str, Any]:
+    if isinstance(only, Mapping):
+        return {"type": ["object", "null"], "properties": {key: {"const": value} for key, value in only.items()}}
+    return {"const": only}
+
+
+class Section(BaseModel):
+    """What every section shares. Keys of DeepSpeed that are no fields here stand in the tables."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        json_schema_extra=_accept_more,
+    )
+    SPELLINGS: ClassVar[Mapping[str, str]] = {}
+    """Other spellings, each with the field that it sets. "section.key" is a key of a section that has no other use,
+    or of one where it does not belong."""
+    IGNORED: ClassVar[Mapping[str, str]] = {}
+    """Keys that are accepted with a warning, each with why it has no meaning here."""
+    ONLY: ClassVar[Mapping[str, tuple[object, str]]] = {}
+    """Accepted, with a warning, at one value -> that value, and why no other. Of a section, only the keys
+    that the value names are looked at, in it or, where it has none of them, in the sections inside it; one that is
+    left out has the value named."""
+    REFUSED: ClassVar[Mapping[str, str]] = {}
+    """Keys that are refused although DeepSpeed knows them or they are planned here, each with what to do instead."""
+    IDLE: ClassVar[Mapping[str, tuple[str, object]]] = {}
+    """Fields that a file may also have where they do nothing, which is then told -> the field, and its value, that
+    they go with."""
+    OTHERWISE: ClassVar[Mapping[str, str]] = {}
+    """A field whose default changes results and is another in DeepSpeed -> what a section that was written for
+    DeepSpeed (see `offload.config.reader`) and leaves it out is told."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """What of this section does not go together; the sections in it say so themselves."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _check(self, info: ValidationInfo) -> Self:
+        if info.context is not READER and (found := list(self.contradictions())):
+            text = "; ".join(f"{key}: {what}" for key, what, _ in found)
+            raise PydanticCustomError("contradiction", "{text}", {"text": text})
+        return self
+
+
+def sections(model: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Yield `model` and every section below it: the dotted prefix of its keys ("aio.") and its model."""
+    yield prefix, model
+    for name, field in model.model_fields.items():
+        if inner := section_of(field):
+            yield from sections(inner, f"{prefix}{name}.")
+
+
+def parts(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
+    """Yield `section` and every section in it that is there, as `sections` does."""
+    yield prefix, section
+    for name, value in section:
+        if isinstance(value, Section):
+            yield from parts(value, f"{prefix}{name}.")
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The model of a field that is a section; None for a value."""
+    kinds = get_args(field.annotation) or (field.annotation,)  # "Section | None" is a section that may be absent
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def takes_auto(annotation: object) -> bool:
+    """Whether "auto" is a value of a field's own."""
+    kinds = get_args(annotation)
+    return "auto" in kinds or any(map(takes_auto, kinds))

@@ -1,0 +1,109 @@
+"""The site is built strictly and describes each public name; its links out of docs/ lead to the source."""
+
+import functools
+import http.server
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import nvme_offload
+
+ROOT = Path(__file__).parent.parent
+SOURCE = re.compile(r'href="https://github\.com/nvme-offload/nvme-offload/(?P<kind>blob|tree)/main/(?P<path>[^"#]+)')
+BROWSER = next((found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None)
+
+
+def build(target, config=ROOT / "mkdocs.yml"):
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(target)],
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    target = tmp_path_factory.mktemp("site")
+    done = build(target)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return target
+
+
+def test_every_public_name_has_its_place(site):
+    pages = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").rglob("index.html"))
+    described = set(re.findall(r'<h2 id="nvme_offload\.(\w+)"', pages))
+    assert described == set(nvme_offload.__all__)
+    for member in ("OffloadAdamW", "OffloadOptimizer.step", "OffloadEngine.save_checkpoint", "TensorSwapper.swap_in"):
+        assert f'id="nvme_offload.{member}"' in pages, member
+
+
+def test_links_to_the_source_lead_there(site):
+    found = set()
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        left = re.findall(r'href="(?:\.\./)+(?:aio_native|offload|optim|perf|tests|scripts)/[^"]*"', text)
+        assert not left, page
+        found |= {(match["kind"], match["path"]) for match in SOURCE.finditer(text)}
+    assert len(found) > 100
+    for kind, path in found:
+        assert (ROOT / path).is_dir() if kind == "tree" else (ROOT / path).is_file(), path
+
+
+def test_a_wrong_link_stops_the_build(tmp_path):
+    copy = tmp_path / "copy"
+    (copy / "docs").mkdir(parents=True)
+    for name in ("mkdocs.yml", "pyproject.toml", "scripts", "src", "aio_native", "offload", "optim", "perf", "tests"):
+        (copy / name).symlink_to(ROOT / name)
+    for page in (ROOT / "docs").iterdir():
+        (copy / "docs" / page.name).symlink_to(page)
+    page = copy / "docs" / "glossary.md"
+    text = page.read_text(encoding="utf-8")
+    page.unlink()
+    page.write_text(f"{text}\n[nowhere](no_such_page.md)\n", encoding="utf-8")
+    config = copy / "mkdocs.yml"
+    config.unlink()
+    shutil.copy(ROOT / "mkdocs.yml", config)
+    done = build(tmp_path / "site", config)
+    assert done.returncode != 0
+    assert "no_such_page.md" in done.stderr
+
+
+@pytest.fixture
+def address(site):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.parametrize("page", ["", "reference/optimizers/", "configuration/"])
+def test_a_browser_shows_it_without_script_errors(address, page, tmp_path):
+    done = subprocess.run(
+        [
+            BROWSER,
+            *("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"),
+            *(f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000", f"{address}/{page}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "<title>" in done.stdout
+    assert "data-md-color-scheme" in done.stdout
+    errors = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "rror" in line]
+    assert not errors
