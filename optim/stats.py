@@ -98,9 +98,9 @@ class OptimizerStats:
     step_seconds: float
     """Seconds spent inside ``step()``."""
     wait_seconds: float
-    """Seconds inside ``step()`` spent waiting for reads and writes."""
+    """Seconds spent waiting for reads and writes inside ``step()``, and where state is looked at."""
     compute_seconds: float
-    """Seconds inside ``step()`` spent in kernels, the norm included."""
+    """Seconds spent in kernels, inside ``step()`` and behind it, the norm included."""
     achieved_depth: float
     """Mean number of requests in flight while any was."""
     engine: str
@@ -122,6 +122,12 @@ class OptimizerStats:
     """Tiles of 65536 elements whose parameter was changed by someone else between steps."""
     iteration: IterationStats | None = None
     """Seconds of the latest iteration, and what limited it; None before the second step."""
+    updates_behind: int = 0
+    """Updates of subgroups that were done behind a step, under the next forward."""
+    updates_in_backward: int = 0
+    """Updates of subgroups that were done before their step, in backward."""
+    overlap_wait_seconds: float = 0.0
+    """Seconds that forwards, and whoever else wanted parameters or state, waited for updates behind a step."""
     param_uses: int = 0
     """Times a block of the parameter tier was needed: gathers, updates, accesses from outside."""
     param_reads: int = 0
@@ -163,6 +169,9 @@ class Meter:
     steps: int = 0
     skipped_steps: int = 0
     resplit_blocks: int = 0
+    changed_behind: int = 0
+    """Tiles found changed that nobody has been told of."""
+    updates_behind: int = 0
     step_seconds: float = 0.0
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from nvme_offload.offload._torch_private import local_tensor
@@ -25,6 +28,25 @@ class StateParts(ShardParts):
         self.body = body
         self._index = index
 
+    def gathered(self, dtype: torch.dtype) -> torch.Tensor:
+        """What FSDP2 gathers, as the latest step leaves it; waits for its update.
+
+        Raises:
+            SwapIOError, CorruptionError, StateError: see `StateBody.wait_for_update_of`.
+        """
+        self.body.wait_for_update_of(self._index)
+        return super().gathered(dtype)
+
+    @contextmanager
+    def held(self, *, change: bool) -> Iterator[torch.Tensor]:
+        """What is stored as the latest step leaves it, 1D with the padding, outside a gather.
+
+        Raises:
+            SwapIOError, CorruptionError, StateError: see `StateBody.at_rest`; or it cannot be read.
+        """
+        with self.body.at_rest(), super().held(change=change) as flat:
+            yield flat
+
     def read(self) -> torch.Tensor:
         """The parts joined, fp32, in the shape of this rank's shard.
 
@@ -45,7 +67,7 @@ class StateParts(ShardParts):
         if not self._is_all_stored:
             set_entries(self.body, {self._index: {"master": values}})
             return
-        with self.stored.held(change=True) as flat:
+        with self.held(change=True) as flat:
             flat[: values.numel()].copy_(values.reshape(-1))
         self.owner.reshard()
 

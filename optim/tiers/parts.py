@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -123,6 +124,10 @@ class ShardParts(ABC):
     def end_gather(self) -> None:
         """Let what was gathered go: FSDP2 has copied it."""
         self.stored.end_gather()
+
+    def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
+        """What is stored, 1D with the padding, outside a gather; what is done to it with `change` is kept."""
+        return self.stored.held(change=change)
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
         """What is stored, without padding, or a stand-in for it."""
