@@ -21,6 +21,9 @@ class Parts(Protocol):
     def gathered(self, dtype: torch.dtype) -> torch.Tensor:
         """What is gathered of it, in the padded shape that FSDP2 gathers and in `dtype`; valid until `end_gather`."""
 
+    def stays(self, dtype: torch.dtype) -> bool:
+        """Whether what is gathered in `dtype` stays valid after `end_gather`, and changes with the parameter."""
+
     def end_gather(self) -> None:
         """Let what is gathered go: FSDP2 has copied it."""
 
@@ -133,9 +136,10 @@ class SplitTensor(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """What FSDP2 gathers: what is stored, padded, in the dtype of the policy."""
+        """What FSDP2 gathers: what is stored, padded, in the dtype of the policy; for a rank alone also if it stays."""
+        dtype = mp_policy.param_dtype or self.dtype
         with record_function("nvme_offload: gather"):
-            return (self.parts.gathered(mp_policy.param_dtype or self.dtype),), None
+            return (self.parts.gathered(dtype),), self.parts.stays(dtype)
 
     def fsdp_post_all_gather(
         self,

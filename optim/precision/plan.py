@@ -35,6 +35,9 @@ class PrecisionPlan:
         parameters: Mapping[str, ParameterPrecision],
         rows: Iterable[PlanRow],
         buffers: Mapping[str, torch.dtype],
+        *,
+        arrived_mixed: bool = False,
+        named_fp32: Collection[str] = (),
     ) -> None:
         self.parameters = dict(parameters)
         """The precision of each parameter by qualified name; of tied parameters, by each of their names."""
@@ -48,6 +51,10 @@ class PrecisionPlan:
         """Dtype with which forward runs under `torch.autocast`; None where it does not."""
         self.loss_scaling = self.mode in ("fp16", "autocast-fp16")
         """Whether the loss is scaled, as the keys of the ``fp16`` section say."""
+        self.arrived_mixed = arrived_mixed
+        """Whether a 16-bit model came with 16-bit and with fp32 parameters: its own code casts."""
+        self.named_fp32 = frozenset(named_fp32)
+        """Names of the parameters that are fp32 because the section says so, and did not come so in a mixed model."""
 
     @classmethod
     def of(
@@ -69,7 +76,9 @@ class PrecisionPlan:
         Raises:
             ConfigError: keys that do not go together for this model; a name in the section that matches nothing.
         """
-        kept = _kept_fp32(config, model, elsewhere)
+        arrived_fp32 = _arrived_fp32(config, model, elsewhere)
+        named_fp32 = _named_fp32(config, model, elsewhere) - arrived_fp32
+        kept = arrived_fp32 | named_fp32
         safe = _safe_params(config, model)
         beside = {param for module in model.modules() for param in _beside_kept(module, kept)}
         parameters = {}
@@ -84,6 +93,8 @@ class PrecisionPlan:
             parameters,
             _rows(config, model, parameters, rule or rule_of(config.optimizer)),
             {name: item.dtype for name, item in model.named_buffers()},
+            arrived_mixed=_is_mixed(config, model, elsewhere),
+            named_fp32=[name for name, param in model.named_parameters() if param in named_fp32],
         )
 
     def __getitem__(self, name: str) -> ParameterPrecision:
@@ -92,11 +103,11 @@ class PrecisionPlan:
     def policy_of(self, name: str) -> MixedPrecisionPolicy:
         """A parameter's policy for ``fully_shard``. It always has a reduce dtype: torch's default differs by version.
 
-        Modules cast their inputs to the dtype they compute in, but for fp32 modules of a 16-bit model, which do it
-        themselves (`optim.precision.casts`), and under autocast, where every operator does.
+        Modules cast their inputs to the dtype they compute in, but in a model that arrived in mixed dtypes and for fp32
+        modules of a 16-bit model (`optim.precision.casts`), and under autocast, where every operator does.
         """
         precision = self[name]
-        casts = precision.compute in SIXTEEN_BITS or self.mode == "none"
+        casts = (precision.compute in SIXTEEN_BITS and not self.arrived_mixed) or self.mode == "none"
         return MixedPrecisionPolicy(precision.gather, precision.reduce, cast_forward_inputs=casts)
 
     @property
@@ -203,29 +214,44 @@ def _bytes(
     return sizes
 
 
-def _kept_fp32(config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None) -> set[nn.Parameter]:
-    """Parameters that stay fp32 in a 16-bit model: those the section names, and those the user left in fp32.
+def _is_mixed(config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None) -> bool:
+    """Whether a model that is computed in 16 bits came with 16-bit and with fp32 parameters."""
+    dtypes = {param.dtype for param in model.parameters()} | set(elsewhere or ())
+    has_16_bits = not dtypes.isdisjoint(SIXTEEN_BITS)
+    return config.compute_dtype != "fp32" and torch.float32 in dtypes and has_16_bits
+
+
+def _arrived_fp32(
+    config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None
+) -> set[nn.Parameter]:
+    """Parameters that stay fp32 because the user left them so, in a model with 16-bit ones."""
+    if config.compute_dtype == "fp32" and any(param.dtype in SIXTEEN_BITS for param in model.parameters()):
+        why = "neither bf16.enabled nor fp16.enabled is true"
+        warn_user(f"the model has 16-bit parameters and {why}: they become fp32 and are computed in fp32")
+    if not _is_mixed(config, model, elsewhere):
+        return set()
+    return {param for param in model.parameters() if param.dtype is torch.float32}
+
+
+def _named_fp32(
+    config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None
+) -> set[nn.Parameter]:
+    """Parameters that stay fp32 because the section names them.
 
     Raises:
         ConfigError: a pattern matches nothing.
     """
-    params = list(model.parameters())
-    dtypes = {param.dtype for param in params} | set(elsewhere or ())
-    is_mixed = torch.float32 in dtypes and not dtypes.isdisjoint(SIXTEEN_BITS)
+    named: set[nn.Parameter] = set()
     if config.compute_dtype == "fp32":
-        if not dtypes.isdisjoint(SIXTEEN_BITS):
-            why = "neither bf16.enabled nor fp16.enabled is true"
-            warn_user(f"the model has 16-bit parameters and {why}: they become fp32 and are computed in fp32")
-        return set()
-    kept = {param for param in params if is_mixed and param.dtype is torch.float32}
+        return named
     for pattern in config.fp32_modules:
         found = [param for param, names in _names_of_owners(model) if any(fnmatchcase(name, pattern) for name in names)]
         if not found and elsewhere is None:
             classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
             what = f'"{pattern}" names no module or parameter of this model; its classes are {classes}'
             raise ConfigError([f"fp32_modules: {what}"])
-        kept.update(found)
-    return kept
+        named.update(found)
+    return named
 
 
 def _beside_kept(module: nn.Module, kept: set[nn.Parameter]) -> set[nn.Parameter]:

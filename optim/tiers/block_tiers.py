@@ -12,7 +12,6 @@ import torch
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.shards.param_tier import ParamTier, ResidentShard, TieredShard, UnbornShard
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
@@ -68,8 +67,6 @@ class BlockTiers:
         self.grads: GradTier | None = None
         checksum = kernels.tile_checksums if config.aio.checksums else None
         section = config.zero_optimization.offload_param
-        if "nvme" in (section.device, config.offload_gradients.device):
-            give_back_freed_memory()
         try:
             if section.device == "nvme":
                 self.params = ParamTier(section, NvmeTier(config, paths=section.nvme_path), checksum)

@@ -116,6 +116,10 @@ class ShardParts(ABC):
         """
         return self.stored.gather().to(dtype)
 
+    def stays(self, dtype: torch.dtype) -> bool:
+        """Whether what is gathered in `dtype` stays valid after `end_gather`: it is what is stored, in memory."""
+        return isinstance(self.stored, ResidentShard) and self.stored.form.dtype is dtype
+
     def end_gather(self) -> None:
         """Let what was gathered go: FSDP2 has copied it."""
         self.stored.end_gather()

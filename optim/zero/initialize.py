@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.layout.flat import storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
@@ -82,6 +83,7 @@ def initialize(
     config = OffloadConfig.of(config)
     device_type = _device_type(model, mesh)
     check_supported(config, device_type)
+    _keep_no_freed_memory(config)
     chosen = find_blocks(model) if blocks is None else match_blocks(model, blocks)
     birth = _birth_of(model, config, weights, init)
     mesh = _mesh_for(config, mesh if mesh is not None else default_mesh(device_type))
@@ -110,6 +112,12 @@ def initialize(
         made.close()
         raise
     return OffloadEngine(model, made, scheduler, config, mesh, plan)
+
+
+def _keep_no_freed_memory(config: OffloadConfig) -> None:
+    """Where memory is short enough to use NVMe: what is born, gathered and reduced comes and goes group by group."""
+    if config.zero_optimization.offload_optimizer.device == "nvme" or config.has_block_tiers:
+        give_back_freed_memory()
 
 
 def _mesh_for(config: OffloadConfig, mesh: DeviceMesh) -> DeviceMesh:

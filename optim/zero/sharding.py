@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from nvme_offload.offload._torch_private import fsdp_params, gather_by_itself, refuse_conversion
+from nvme_offload.offload._torch_private import compute_on_shards, fsdp_params, gather_by_itself, refuse_conversion
 from nvme_offload.optim.precision.casts import (
     CONTAINERS,
-    cast_at_borders,
+    cast_where_needed,
     gather_fp32_outside_autocast,
     guard_autocast,
     return_no_views,
@@ -109,7 +109,7 @@ def shard_with_precision(
         reshard_after_forward: ZeRO stage 3 or not.
         give_shards: of a model on the meta device: gives its shards memory, in parts where the plan says so.
     """
-    cast_at_borders(model, plan)
+    cast_where_needed(model, plan)
     for param in model.parameters():
         if param.dtype in SIXTEEN_BITS:
             _make_fp32(param)
@@ -174,6 +174,9 @@ def shard_model(
         reshard = reshard_after_forward and len(modules) == 1
         fully_shard(together, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     _gather_in_own_dtypes(model, plan)
+    if mesh.size() == 1:
+        for module in model.modules():
+            compute_on_shards(module)
     remember_gatherers(model)
     return model
 

@@ -21,6 +21,9 @@ class PlainParts:
     def gathered(self, dtype):
         return self.stored.to(dtype)
 
+    def stays(self, dtype):
+        return True
+
     def end_gather(self):
         pass
 

@@ -155,8 +155,8 @@ def train_on_tiers(rank, path, weights):
 
 
 def typed_model(mode):
-    """The user's own dtypes in place of `fp32_modules`."""
-    model = fresh_model()
+    """The user's own dtypes, and casts, in place of `fp32_modules`."""
+    model = fresh_model(casts=True)
     for part in (model.embedding, *(part for block in model.blocks for part in (block.qkv, block.out, block.experts))):
         part.to(DTYPES[mode])
     for block in model.blocks:
