@@ -24,6 +24,7 @@ from nvme_offload.optim.checkpoint.run_state import Training
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.stats import Span
 from nvme_offload.optim.zero.accumulation import Accumulation, check_loss
 from nvme_offload.optim.zero.meshes import MeshRoles
 from nvme_offload.optim.zero.passes import Passes
@@ -100,7 +101,7 @@ class OffloadEngine:
             PeerError: this happened on another rank, and a collective with it failed.
             StateError: this happened before, and could not be undone.
         """
-        with self._passes.run("forward", self._drop_gradients):
+        with self._passes.run("forward", self._drop_gradients), self.optimizer.passing("forward"):
             return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> OffloadEngine:
@@ -216,7 +217,11 @@ class OffloadEngine:
         check_loss(loss)
         share = self.gradient_accumulation_steps if scale_wrt_gas else 1
         # Somebody's autocast context around this call is none of backward's.
-        with self._passes.run("backward", self._drop_gradients), torch.autocast(self.mesh.device_type, enabled=False):
+        with (
+            self._passes.run("backward", self._drop_gradients),
+            self.optimizer.passing("backward"),
+            torch.autocast(self.mesh.device_type, enabled=False),
+        ):
             self._set_sync()  # once more: an exception may have come before the call that belongs here
             torch.autograd.backward(self._scaled(loss, share), retain_graph=retain_graph)
             self._accumulation.has_backward = True
@@ -290,6 +295,13 @@ class OffloadEngine:
         self._set_sync()
         if taken and self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+    def timeline(self) -> list[Span]:
+        """What the latest iteration did and when: forward, backward, step, norm, reads, updates, writes, waits.
+
+        See `OffloadOptimizer.timeline`. ``stats().iteration`` of the optimizer says how near it came to the ideal.
+        """
+        return self.optimizer.timeline()
 
     def get_global_grad_norm(self) -> float:
         """Norm of all gradients of the latest step over all ranks, unscaled and before clipping; NaN before it."""

@@ -25,14 +25,12 @@ from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
+from nvme_offload.optim.stats import CLOSE, Limit
+
 OverlapStep = Literal["off", "forward", "backward"]
 OVERLAPS: tuple[OverlapStep, ...] = ("off", "forward", "backward")
-Limit = Literal["compute", "drive", "staging buffers", "kernel"]
 Part = Literal["forward", "backward", "step"]
 PARTS: tuple[Part, ...] = ("forward", "backward", "step")
-
-CLOSE = 0.9
-"""Share of the ideal from which on nothing but the larger of computing and moving limits an iteration."""
 
 _WARM_UP_ITERATIONS, _COUNTED_ITERATIONS = 2, 4  # the second is even: directions alternate
 _SAME_MOMENT = 1e-12

