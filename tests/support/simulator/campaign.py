@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.support.simulator.case import Case, draw_case
 from tests.support.simulator.install import freeze, install
@@ -32,6 +31,10 @@ _WARM_UP = range(10**6, 10**6 + 12)
 _MOST_ATTEMPTS = 150
 
 
+_roots: list[tempfile.TemporaryDirectory[str]] = []
+"""Of all folders that cases work in; goes with the process that made it."""
+
+
 @dataclass
 class Report:
     """What came of some seeds."""
@@ -44,6 +47,9 @@ class Report:
 
 def prepare() -> None:
     """Make this process, and those forked from it, one that simulates."""
+    # In memory, where there is such a file system: nothing of a case outlives its process.
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    _roots[:] = [tempfile.TemporaryDirectory(prefix="simulated-", dir=memory)]
     install()
     with _folder() as folder:
         for seed in _WARM_UP:  # what is imported and made once and kept
@@ -205,9 +211,8 @@ def _fewer(places: list[int], still_fails: Callable[[list[int]], bool]) -> list[
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder in memory, where there is such a file system: nothing of a case outlives its process."""
-    memory: Any = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    folder = Path(tempfile.mkdtemp(prefix="simulated-", dir=memory))
+    """For one case."""
+    folder = Path(tempfile.mkdtemp(dir=_roots[0].name))
     try:
         (folder / "drive").mkdir()
         yield folder / "drive"
