@@ -25,7 +25,7 @@ from nvme_offload.aio_native.registry import EngineEntry
 from nvme_offload.offload.weights import writer
 from nvme_offload.optim.checkpoint import files
 from tests.support.simulator.drive import SimulatedEngine
-from tests.support.simulator.primitives import Future, Threading, Time, world
+from tests.support.simulator.primitives import Future, SimpleQueue, Threading, Time, world
 
 _REAL = ("interrupt", "peers", "aiofiles_engine", "uring", "pyuring")
 """Modules that keep real threads and time: they look at the main thread, at other processes, or are not used."""
@@ -51,6 +51,8 @@ def install() -> None:
                 setattr(module, attribute, stepped)
         if hasattr(module, "Future") and name.endswith("python_engine"):
             module.Future = Future  # type: ignore[attr-defined]
+        if hasattr(module, "SimpleQueue"):
+            module.SimpleQueue = SimpleQueue  # type: ignore[attr-defined]
     EngineEntry.open = _open_engine  # type: ignore[method-assign]
     swap_file_module.os = _Allocating()  # type: ignore[assignment]
     _fill_files()

@@ -1,7 +1,8 @@
-"""What `threading`, `time` and `Future` are in a world: the same names, stepped by the seed."""
+"""What `threading`, `time`, `Future` and `SimpleQueue` are in a world: the same names, stepped by the seed."""
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -195,6 +196,25 @@ class Future:
 
     def __class_getitem__(cls, item: Any) -> Any:
         return cls
+
+
+class SimpleQueue:
+    """`queue.SimpleQueue`, as far as this package uses it."""
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        world().pause()
+
+    def get(self, timeout: float | None = None) -> Any:
+        if not world().block(lambda: bool(self._items), timeout, "a queue"):
+            raise queue.Empty
+        return self._items.pop(0)
+
+    def empty(self) -> bool:
+        return not self._items
 
 
 class Threading:
