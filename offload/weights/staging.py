@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+from io import FileIO
 from pathlib import Path
 
 from nvme_offload.offload.weights.reader import INDEX_FILE
@@ -18,6 +19,7 @@ WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 """What the files of an export are called."""
 
 _LOCK = "lock"
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _MOST_ATTEMPTS = 100
 
@@ -34,7 +36,7 @@ class Staging:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / STAGING
-        self._lock_fd = _locked(self._path)
+        self._lock: FileIO | None = _locked(self._path)
         self._clear()
 
     def path(self, name: str) -> Path:
@@ -43,14 +45,14 @@ class Staging:
 
     def remove(self) -> None:
         """Delete what is in it and the folder itself, and drop the lock. Idempotent."""
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd < 0:
+        if self._lock is None:
             return
-        with contextlib.suppress(OSError):  # the drive has failed, or somebody put something there: it stays
-            self._clear()
-            (self._path / _LOCK).unlink(missing_ok=True)
-            self._path.rmdir()
-        os.close(fd)
+        with self._lock:
+            self._lock = None
+            with contextlib.suppress(OSError):  # the drive has failed, or somebody put something there: it stays
+                self._clear()
+                (self._path / _LOCK).unlink(missing_ok=True)
+                self._path.rmdir()
 
     def _clear(self) -> None:
         """Remove the files that an export puts there; never anybody else's, and nothing through a link."""
@@ -59,26 +61,29 @@ class Staging:
                 os.unlink(entry.path)
 
 
-def _locked(path: Path) -> int:
-    """Make the folder if it is not there, and lock it; the descriptor of the lock."""
+def _locked(path: Path) -> FileIO:
+    """Make the folder if it is not there, and lock it; the file that holds the lock until it is closed."""
     for _ in range(_MOST_ATTEMPTS):
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         if path.is_symlink() or not path.is_dir():
             raise FileExistsError(errno.EEXIST, f"{path} is in the way, and no folder of an export: move it away")
         try:
-            fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            file = _opened(path / _LOCK)
         except FileNotFoundError:  # whoever had it has just removed it
             continue
-        try:
-            _lock(fd)
-            if _is_at(path / _LOCK, fd):
-                return fd
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
+        with contextlib.ExitStack() as unless_kept:
+            unless_kept.enter_context(file)
+            _lock(file.fileno())
+            if _is_at(path / _LOCK, file.fileno()):
+                unless_kept.pop_all()
+                return file
     raise OSError(errno.EBUSY, f"other exports into {path.parent} come and go: wait for their end")
+
+
+def _opened(path: Path) -> FileIO:
+    """The file of the lock; no handler of a signal runs between the descriptor and the object that closes it."""
+    return next(map(FileIO, map(os.open, (path,), (_LOCK_FLAGS,), (0o600,)), ("r+",)))
 
 
 def _lock(fd: int) -> None:

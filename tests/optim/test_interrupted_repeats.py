@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 import torch
 
+from nvme_offload.offload.weights.staging import Staging
 from tests.support.interrupts import Struck, every, raise_struck
 from tests.support.training import assert_same_training, params_of, set_grads
 
@@ -69,3 +70,14 @@ def test_a_close_that_was_cut_short_is_made_again(make_adamw, tmp_path, stride):
         struck(interrupt, optimizer.close)
         optimizer.close()
         assert descriptors() == before, interrupt.place
+
+
+@points(60)
+def test_a_folder_of_an_export_is_not_kept_locked(tmp_path, most):
+    for number, interrupt in enumerate(islice(every(1, raise_struck), most)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        struck(interrupt, partial(Staging, folder))
+        gc.collect()
+        Staging(folder).remove()
+        assert list(folder.iterdir()) == []
