@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -27,6 +27,7 @@ R = TypeVar("R")
 # ``torch.utils._pytree``: how every tensor subclass in torch itself walks the arguments of an operator.
 __all__ = [
     "METADATA_GLOBALS",
+    "compute_on_shards",
     "drop_unsharded_grads",
     "foreach_of",
     "fsdp_groups",
@@ -160,13 +161,17 @@ def fsdp_groups(module: torch.nn.Module) -> list[list[Any]]:
     ``FSDPModule._get_fsdp_state()._fsdp_param_group``: there is no public way from a sharded parameter to what
     FSDP2 gathers for it.
     """
+    return [list(group.fsdp_params) for group in _param_groups(module)]
+
+
+def _param_groups(module: torch.nn.Module) -> list[Any]:
     if not isinstance(module, FSDPModule):
         return []
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return [list(group.fsdp_params) for group in groups]
+    return list(groups)
 
 
 def fsdp_params(module: torch.nn.Module) -> list[Any]:
@@ -194,10 +199,133 @@ def drop_unsharded_grads(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         for record in fsdp_params(module):
-            if not isinstance(getattr(type(record), "unsharded_accumulated_grad", None), property):
-                record.unsharded_accumulated_grad = None
-            if hasattr(record, "_unsharded_param"):
-                record._unsharded_param.grad = None
+            _take_unsharded_grad(record)
+
+
+@torch.no_grad()
+def _take_unsharded_grad(fsdp_param: Any) -> torch.Tensor | None:
+    """The gradient of a gathered parameter, with what was added up before; FSDP2 has none any more."""
+    if not hasattr(fsdp_param, "_unsharded_param"):
+        return None
+    latest: torch.Tensor | None = fsdp_param._unsharded_param.grad
+    earlier: torch.Tensor | None = None
+    if not isinstance(getattr(type(fsdp_param), "unsharded_accumulated_grad", None), property):
+        earlier, fsdp_param.unsharded_accumulated_grad = fsdp_param.unsharded_accumulated_grad, None
+    fsdp_param._unsharded_param.grad = None
+    if earlier is None or latest is None:
+        return latest if earlier is None else earlier
+    return earlier.add_(latest)
+
+
+def compute_on_shards(module: torch.nn.Module) -> None:
+    """Let a module that is sharded over one rank compute with its shards, and train them with autograd's gradients.
+
+    ``FSDPParamGroup.unshard``, ``wait_for_unshard``, ``post_backward``: for a group of one rank FSDP2 (2.11 to 2.15)
+    copies every shard into a gathered parameter, and every gradient four times: into the input of a reduction, into its
+    output, to the dtype of the shard, and to that of the partition. Here a gathered parameter is the shard's own memory
+    (where a cast is due, or the memory is only lent, a copy), and ``p.grad`` is the gradient that autograd made.
+
+    A module with tensor-parallel parameters is left as it is.
+
+    Args:
+        module: after ``fully_shard`` over a mesh of one rank. Not its children.
+    """
+    for group in _param_groups(module):
+        if not any(record.is_dtensor for record in group.fsdp_params):
+            alone = _GroupOfOne(group)
+            group.unshard = alone.unshard
+            group.wait_for_unshard = alone.wait_for_unshard
+            group.post_backward = alone.post_backward
+
+
+class _GroupOfOne:
+    """What takes the place of three methods of an ``FSDPParamGroup`` of one rank."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._end_backward = group.post_backward
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Nothing to send."""
+
+    def wait_for_unshard(self) -> None:
+        if not self._group.is_unsharded:
+            records = self._group.fsdp_params
+            # All are asked before the first is answered: what is lent is held until then.
+            for record, shard in zip(records, [_shard_or_copy(record) for record in records], strict=True):
+                _unshard_alone(record, shard)
+            self._group._to_unsharded()
+
+    def post_backward(self, *unused: Any) -> None:
+        group = self._group
+        # FSDP2 itself reduces for whoever asked it to divide, or to call him; without gradients it only reshards.
+        if group.reduce_grads and group.gradient_divide_factor is None and group._all_reduce_hook is None:
+            for record in group.fsdp_params:
+                if (grad := _take_unsharded_grad(record)) is not None:
+                    _give_grad(record, grad)
+        self._end_backward()
+
+
+@torch.no_grad()
+def _shard_or_copy(fsdp_param: Any) -> torch.Tensor | None:
+    """The memory of a shard that its rank can compute with; None where it got a copy of it.
+
+    ``ExtensionsData.all_gather_metadata`` of our extension says whether what it gave stays where it is. What stands in
+    ``FSDPParam.all_gather_outputs`` FSDP2 frees when it reshards: never the memory of a shard.
+    """
+    if hasattr(local_tensor(fsdp_param.sharded_param), "fsdp_pre_all_gather"):
+        [shard] = fsdp_param.all_gather_inputs
+        stays = bool(fsdp_param._extensions_data.all_gather_metadata)
+    else:
+        shard = fsdp_param._sharded_param_data
+        stays = fsdp_param.param_dtype is None
+    gathered = getattr(fsdp_param, "_unsharded_param", None)
+    was_shard = not fsdp_param.all_gather_outputs
+    if gathered is not None and (was_shard != stays or (stays and gathered.data_ptr() != shard.data_ptr())):
+        del fsdp_param._unsharded_param  # of memory that is no longer the shard's
+        fsdp_param.all_gather_outputs = []
+    if stays:
+        return cast(torch.Tensor, shard)
+    if not fsdp_param.all_gather_outputs:
+        dtype = fsdp_param.param_dtype or shard.dtype
+        fsdp_param.all_gather_outputs = [torch.empty(shard.numel(), dtype=dtype, device=shard.device)]
+    fsdp_param.alloc_all_gather_outputs()
+    [copy] = fsdp_param.all_gather_outputs
+    with torch.autograd._unsafe_preserve_version_counter(copy):  # type: ignore[attr-defined]
+        copy.copy_(shard)
+    return None
+
+
+@torch.no_grad()
+def _unshard_alone(fsdp_param: Any, shard: torch.Tensor | None) -> None:
+    """Make the gathered parameter of one rank from what `_shard_or_copy` gave."""
+    if shard is None:
+        fsdp_param.init_unsharded_param()
+        return
+    fsdp_param.all_gather_outputs = [shard]
+    try:
+        fsdp_param.init_unsharded_param()
+    finally:
+        fsdp_param.all_gather_outputs = []
+
+
+@torch.no_grad()
+def _give_grad(fsdp_param: Any, grad: torch.Tensor) -> None:
+    """Add the gradient of one rank to its shard's, rounded as a reduction would, and call who waits for it.
+
+    ``Tensor._post_accumulate_grad_hooks``: FSDP2 itself calls them, as autograd knows nothing of the shard.
+    """
+    param = fsdp_param.sharded_param
+    if fsdp_param.reduce_dtype in (torch.bfloat16, torch.float16):
+        grad = grad.to(fsdp_param.reduce_dtype)  # to fp32 it would lose nothing
+    if param.grad_dtype is not None:
+        grad = grad.to(param.grad_dtype)
+    if param.grad is None:
+        param.grad = sharded_like(grad.contiguous(), param)
+    else:
+        param.grad._local_tensor += grad
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        hook(param)
 
 
 def gather_by_itself(fsdp_param: Any, policy: MixedPrecisionPolicy) -> None:

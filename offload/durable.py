@@ -1,4 +1,8 @@
-"""Names that outlive a power loss: a folder's entries are on the drive when the folder itself was synced."""
+"""What outlives a power loss: the bytes of a file that was synced, and its name if its folder was.
+
+A drive may have the rest in any part and order: a name before the bytes of its file, one name of a folder and not
+another that is older. So whoever renames syncs the file before and the folder afterwards. Nothing is synced past here.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,16 @@ import os
 from pathlib import Path
 
 
+def sync_file(descriptor: int) -> None:
+    """Bring the bytes and the length of an open file to the drive."""
+    os.fsync(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the drive."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        sync_file(descriptor)
     finally:
         os.close(descriptor)
 

@@ -16,7 +16,7 @@ from nvme_offload.optim.state.entries import read_entries, set_entries
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.tiers.gatherers import drop_gathered
 from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
-from nvme_offload.optim.tiers.halves import split_shard
+from nvme_offload.optim.tiers.parts import split_shard
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     body, record = _owner(param, "set_full_param")
     part = _own_part(param, value, "set_full_param")
-    has_state = record.is_placed or split_shard(param) is None  # one frozen so far has both halves in memory
+    has_state = record.is_placed or split_shard(param) is None  # one frozen so far has all of its parts itself
     if has_state and "master" in record.entry_names:
         set_entries(body, {record.index: {"master": part}})
     else:

@@ -235,6 +235,39 @@ class KernelPool:
         _kernels.join(self._threads, self._isa, hi_address, lo_address, dst_address, numel)
         return dst
 
+    def joined(self, stored: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
+        """The fp32 master weights of which `divide` makes these: a new tensor, in the shape of ``stored``.
+
+        Args:
+            stored: bf16, fp16 or fp32, any shape: what is computed with.
+            rest: what a master has besides, see `MASTER_DTYPE`. None beside 16 bits: masters are what is computed with.
+
+        Raises:
+            ValueError: as `join` does.
+        """
+        if rest is None:
+            return stored.to(torch.float32, copy=True)
+        return self.join(stored, rest) if rest.dtype is torch.uint16 else rest.view(stored.shape).clone()
+
+    def divide(self, master: torch.Tensor, stored: torch.Tensor, rest: torch.Tensor | None) -> None:
+        """Put fp32 master weights where they are kept.
+
+        Args:
+            master: fp32, any shape.
+            stored: bf16, fp16 or fp32, as many elements: gets what is computed with.
+            rest: of the dtype that `MASTER_DTYPE` has for ``stored``: gets what else there is. None beside fp32.
+
+        Raises:
+            ValueError: as `split` does.
+        """
+        if rest is None:
+            stored.copy_(master)
+        elif rest.dtype is torch.uint16:
+            self.split(master, out=(stored, rest))
+        else:
+            rest.copy_(master)
+            stored.copy_(self.fp32_to_fp16(master))
+
     def fp16_to_fp32(self, src: torch.Tensor) -> torch.Tensor:
         """Widen fp16 exactly, in the same shape. Raises ValueError as `split` does."""
         dst = torch.empty_like(src, dtype=torch.float32)

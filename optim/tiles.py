@@ -56,7 +56,7 @@ def update_in_torch(rule: UpdateRule, run: RunTensors, pool: KernelPool) -> int:
         rule.update(master, grad, states, run.scalars.of_rule)
         for state, updated in zip(run.states, states, strict=True):
             state[part].copy_(updated)  # where it is fp32, it is the same memory
-        _put_back(master, param, lower, pool)
+        pool.divide(master, param, lower)
         if known is not None:
             pool.tile_checksums(param, out=known)
     return changed
@@ -90,7 +90,7 @@ def update_whole(
     rule.update_whole(shaped[0], shaped[1], shaped[2:], run.scalars.of_rule, through_whole)
     for state, updated in zip(run.states, states, strict=True):
         state.copy_(updated)
-    _put_back(master, run.param, run.master, pool)
+    pool.divide(master, run.param, run.master)
     if run.checksums is not None:
         pool.tile_checksums(run.param, out=run.checksums)
     return len(changed)
@@ -103,14 +103,3 @@ def _master_of(param: torch.Tensor, lower: torch.Tensor | None, *, is_changed: b
     if is_changed:
         return param.float()
     return pool.join(param, lower) if lower.dtype is torch.uint16 else lower
-
-
-def _put_back(master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor | None, pool: KernelPool) -> None:
-    """Keep updated master weights where the form has them."""
-    if lower is None:
-        return
-    if lower.dtype is torch.uint16:
-        pool.split(master, out=(param, lower))
-    else:
-        lower.copy_(master)
-        param.copy_(pool.fp32_to_fp16(master))

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,16 @@ def _is_worker(config: pytest.Config) -> bool:
 def _needs_quiet(item: pytest.Item) -> bool:
     """Slow tests do, too: they are large."""
     return any(item.get_closest_marker(name) is not None for name in ("quiet", "slow"))
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder for thousands of small files that nobody needs to keep: in memory, where there is such a file system."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

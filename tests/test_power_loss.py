@@ -143,6 +143,7 @@ def test_every_sync_of_a_right_protocol_is_missed(tmp_path, protocol):
     assert history.syncs
     for sync in history.syncs:
         assert any(map(is_wrong, history.without(sync).power_losses())), sync
+        assert any(map(is_wrong, history.losses_without(sync))), sync
 
 
 @pytest.mark.parametrize("protocol", WRONG)

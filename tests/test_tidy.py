@@ -51,7 +51,7 @@ FOLDERS_BOTTOM_UP = {
     "perf": (
         {"measure"},
         {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
-        {"cli"},
+        {"cli", "hidden_step"},
     ),
 }
 """The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""
@@ -220,6 +220,12 @@ def test_one_name_is_imported(path):
     """The folders are no packages of their own: a user's `optim.py` or `perf/` must not hide them, nor they it."""
     wrong = {module for module in imported_modules(parsed(path)) if module.split(".")[0] in LAYERS}
     assert not wrong, f"{path.name} imports {sorted(wrong)}: write {FACE}.{min(wrong)}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_must_last_goes_through_one_door(path):
+    found = re.findall(r"\b(?:fsync|fdatasync|O_D?SYNC)\b", path.read_text(encoding="utf-8"))
+    assert not found or path.name == "durable.py", f"{path.name}: {found[0]} belongs in offload/durable.py"
 
 
 def test_imports_are_free():

@@ -25,10 +25,16 @@ from nvme_offload.offload.units import format_bytes, parse_bytes
 from nvme_offload.perf.planning.command import predicted_peak_bytes
 
 VOCABULARY = 32_000
-STATE_BYTES = 10
-"""On NVMe per parameter: lower half of the master weight and two moments."""
-HALVES_BYTES = 4
-"""And where parameters and gradients go there too: a bf16 weight and a bf16 gradient."""
+STATE_BYTES = {"bf16": 10, "fp16": 12, "fp32": 8, "autocast": 8}
+"""On NVMe per parameter: two moments and, of 16-bit weights, what the fp32 master has besides."""
+BLOCK_BYTES = {"bf16": 4, "fp16": 4, "fp32": 8, "autocast": 8}
+"""And where parameters and gradients go there too: a weight and a gradient."""
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 12}},
+    "fp32": {},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+}
 EXPORT_BYTES = 2
 CHECKPOINT_BYTES = 12
 MARGIN = 1.03
@@ -40,6 +46,7 @@ def options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--nvme-path", type=Path, required=True, help="folder for the training state")
     parser.add_argument("--output", type=Path, required=True, help="folder for the weights, bf16 safetensors")
     parser.add_argument("--size", type=parameters, default=parameters("2B"), help="at least so many; 2B, 350M")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--sequence", type=int, default=256, help="tokens of the one sequence of a batch")
     parser.add_argument(
@@ -89,7 +96,7 @@ def section(chosen: argparse.Namespace) -> dict[str, Any]:
     optimizer = {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}}
     return {
         "zero_optimization": zero,
-        "bf16": {"enabled": True},
+        **PRECISIONS[chosen.precision],
         "optimizer": optimizer,
         "gradient_clipping": 1,
         **more,
@@ -98,7 +105,7 @@ def section(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def check_disks(chosen: argparse.Namespace, numel: int) -> None:
     """Say what is needed where, and stop if there is less."""
-    on_tier = STATE_BYTES + (0 if chosen.keep_parameters else HALVES_BYTES)
+    on_tier = STATE_BYTES[chosen.precision] + (0 if chosen.keep_parameters else BLOCK_BYTES[chosen.precision])
     needs = [(chosen.nvme_path, on_tier, "training state"), (chosen.output, EXPORT_BYTES, "weights")]
     needs += [(chosen.checkpoint, CHECKPOINT_BYTES, "checkpoint")] if chosen.checkpoint else []
     by_device: dict[int, list[tuple[Path, int, str]]] = {}
@@ -166,7 +173,8 @@ def main(arguments: list[str]) -> None:
             loss = engine(tokens, labels=tokens).loss
             engine.backward(loss)
             engine.step()
-            report(f"step {step + 1}, loss {loss.item():.3f}, norm {engine.get_global_grad_norm():.3f}")
+            pace = engine.optimizer.stats().iteration or "begun"  # seconds, share of the ideal, what limits
+            report(f"step {step + 1}, loss {loss.item():.3f}, norm {engine.get_global_grad_norm():.3f}, {pace}")
         files = engine.export_safetensors(chosen.output, "bf16", max_shard_bytes="1GiB")
         report(f"wrote {len(files)} files of weights")
         if chosen.checkpoint:

@@ -23,6 +23,8 @@ TOP_IGNORED = {
     "pipeline": "a pipeline is a dimension 'pp' of the mesh, and torch.distributed.pipelining schedules it",
     "nebula": "checkpoints are written by this process, into the folder that save_checkpoint gets",
     "graph_harvesting": "no CUDA graphs are recorded here",
+    "seq_parallel_communication_data_type": "there is no sequence parallelism here",
+    **each("monitor_config comms_config", "nothing reads it in DeepSpeed either"),
     "use_data_before_expert_parallelism": "the mesh that initialize gets has the order of ranks",
 }
 TOP_ONLY = {
@@ -57,7 +59,6 @@ TOP_ONLY = {
     "hybrid_engine": ({"enabled": False}, "there is no engine for inference; generate with engine.module"),
     "expert_parallel": ({"enabled": False}, "there is no expert parallelism; the experts are sharded as all else is"),
     "sequence_parallel_size": (1, "there is no sequence parallelism here"),
-    "seq_parallel_communication_data_type": ("fp32", "there is no sequence parallelism here"),
     "managed_gradient_accumulation": (
         True,
         "the engine counts micro-batches; call engine.set_gradient_accumulation_boundary() where the loop does",

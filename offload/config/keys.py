@@ -86,8 +86,11 @@ class Contradiction(NamedTuple):
 
 
 def _accept_more(schema: dict[str, Any], model: type["Section"]) -> None:
-    """Let the JSON schema accept what the reader accepts: other spellings and keys without meaning."""
+    """Let the JSON schema accept what the reader accepts: "auto", other spellings and keys without meaning."""
     keys = schema.setdefault("properties", {})
+    for name, field in model.model_fields.items():
+        if section_of(field) is None and not takes_auto(field.annotation):
+            keys[name] = _or_auto(keys[name])
     for spelling, name in model.SPELLINGS.items():
         home, dot, rest = spelling.rpartition(".")
         if home in model.model_fields:  # a key in a section where it does not belong: editors may say so
@@ -97,6 +100,14 @@ def _accept_more(schema: dict[str, Any], model: type["Section"]) -> None:
         known[rest] = keys[name]
     keys.update({key: {"deprecated": True, "description": why} for key, why in model.IGNORED.items()})
     keys.update({key: {**_only_schema(only), "description": why} for key, (only, why) in model.ONLY.items()})
+
+
+def _or_auto(entry: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a key, which may also say "auto"; what is told about the key stays outside of the choice."""
+    told = {what: text for what, text in entry.items() if what in ("title", "description", "default")}
+    told |= {what: text for what, text in entry.items() if what.startswith("x-")}
+    rest = {what: limit for what, limit in entry.items() if what not in told}
+    return {**told, "anyOf": [*rest.pop("anyOf", []), *([rest] if rest else []), {"const": "auto"}]}
 
 
 def _only_schema(only: object) -> dict[str, Any]:

@@ -140,8 +140,8 @@ class ZeroOptimizationConfig(Section):
     """What is sharded, and what is offloaded."""
 
     stage: Whole = key(0, "a whole number, 0..3", "same", ge=0, le=3)
-    """ZeRO stage, 0..3: what `initialize` shards over ranks is nothing, optimizer state, gradients too, parameters
-    too."""
+    """ZeRO stage, 0..3: what `initialize` shards over ranks is nothing (plain data parallelism), optimizer state,
+    gradients too, parameters too."""
     sub_group_size: SubgroupSize = key(
         _SUBGROUP_SIZE, "a whole number, 0 or more", "same, default 1e9", "elements", ge=0
     )
@@ -201,8 +201,8 @@ class OffloadConfig(Section):
     dtype. fp32 goes with everything, bf16 with `bf16`, fp16 with `fp16`. torch's spellings do as well."""
     fp32_modules: Patterns = key((), 'a list of patterns, as ["*.router", "LayerNorm"]')
     """Modules that stay fp32 in a `bf16` or `fp16` model, with all that is in them: shell patterns of qualified names,
-    of modules or parameters, or of class names, with or without package. Parameters that came in fp32 in a model that
-    also has 16-bit ones stay fp32 without it."""
+    of modules or parameters, or of class names, alone or with the package that they are imported from, as
+    `torch.nn.LayerNorm`. Parameters that came in fp32 in a model that also has 16-bit ones stay fp32 without it."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer that `initialize` makes."""
     scheduler: SchedulerConfig | None = None
@@ -234,6 +234,11 @@ class OffloadConfig(Section):
     def autocast_dtype(self) -> HalfDType | None:
         """What autocast computes in; None where it is not enabled."""
         return self.torch_autocast.dtype if self.torch_autocast.enabled else None
+
+    @property
+    def has_block_tiers(self) -> bool:
+        """Whether parameters or gradients go to NVMe, in blocks."""
+        return "nvme" in (self.zero_optimization.offload_param.device, self.offload_gradients.device)
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """Complete the three batch keys for a number of data-parallel ranks.

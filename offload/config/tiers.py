@@ -39,11 +39,11 @@ def path_contradictions(device: str, paths: tuple[Path, ...]) -> Iterator[Contra
 
 
 class OffloadParamConfig(Section):
-    """Where the bf16 parameters of each rank, the upper halves of the master weights, live."""
+    """Where the parameters of each rank live between uses: what is gathered of them, and in fp32 that is all."""
 
     device: Literal["none", "cpu", "nvme"] = key("none", "one of these", "same")
-    """The tier of the parameters. `none` and `cpu` are the same place: split shards are in host memory. `nvme` needs
-    `bf16`, and gives the same bits."""
+    """The tier of the parameters, in any precision, with the same bits. `none` and `cpu` are the same place: host
+    memory."""
     nvme_path: PathTuple = key((), "a path or a list of different paths", "same, one path")
     """Folder for the swap files, or a list of folders, as in `offload_optimizer`; it may be the same one. Needed for
     `device: nvme`, and only used there."""
@@ -51,8 +51,8 @@ class OffloadParamConfig(Section):
     """Number of staging buffers, 2..64: one is gathered from while others are read and written. They also keep the
     blocks that are needed next."""
     buffer_size: Count | None = key(None, "a whole number, 1 or more", "same, default 1e8", "elements")
-    """Most elements that a staging buffer may have, 1 or more, 2 bytes each. A buffer is as large as the largest block,
-    that is what is gathered together; a larger block than this is an error. Left out, there is no limit."""
+    """Most elements that a staging buffer may have, 1 or more. A buffer is as large as the largest block, that is what
+    is gathered together; a larger block than this is an error. Left out, there is no limit."""
     read_ahead: bool = key(True, "true or false")
     """Read blocks before they are needed, in the order of the step before. `false` is for measuring what it saves."""
 
@@ -72,8 +72,8 @@ class OffloadGradientsConfig(Section):
     """Where the gradient partitions of each rank live between their arrival and the step."""
 
     device: Literal["none", "cpu", "nvme"] = key("none", "one of these")
-    """The tier of the gradient partitions. `none` and `cpu` are the same place: host memory. `nvme` needs `bf16`, and
-    gives the same bits."""
+    """The tier of the gradient partitions, in any precision, with the same bits. `none` and `cpu` are the same place:
+    host memory."""
     nvme_path: PathTuple = key((), "a path or a list of different paths")
     """Folder for the swap files, or a list of folders, as in `offload_optimizer`; it may be the same one. Needed for
     `device: nvme`, and only used there."""

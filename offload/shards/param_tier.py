@@ -1,10 +1,10 @@
-"""The upper halves of sharded parameters: in host memory, or on NVMe in one block for each group that FSDP2 gathers.
+"""What is stored of sharded parameters: in host memory, or on NVMe in one block for each group that FSDP2 gathers.
 
-FSDP2 asks for the upper half of every parameter of a group, one after the other, and copies them into a buffer of its
-own (``foreach_all_gather``, ``wait_for_unshard``). Then it tells each of them that it is done
-(``fsdp_post_all_gather``). Between the first question and the last answer the block is held in its staging buffer. On
-the CPU the copying is over when the next group is asked for; so where an answer never comes, because a group was
-gathered ahead and then not used, the hold is given up when its buffer is wanted.
+FSDP2 asks for every parameter of a group, one after the other, and copies them into a buffer of its own
+(``foreach_all_gather``, ``wait_for_unshard``). Then it tells each of them that it is done (``fsdp_post_all_gather``).
+Between the first question and the last answer the block is held in its staging buffer. On the CPU the copying is over
+when the next group is asked for; so where an answer never comes, because a group was gathered ahead and then not used,
+the hold is given up when its buffer is wanted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -28,19 +28,32 @@ KIND = "parameters"
 
 BUFFER_SIZE_KEY = "zero_optimization.offload_param.buffer_size"
 
-_ALIGNMENT = 64  # bytes: every upper half starts at a cache line
+_ALIGNMENT = 64  # bytes: every parameter starts at a cache line
 
 
-class UpperHalf(Protocol):
-    """The upper half of a shard, bf16, padded as FSDP2 gathers it."""
+class Padded(NamedTuple):
+    """How a shard is stored: the shape that FSDP2 gathers, padding included, and the dtype."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.shape.numel()
+
+
+class StoredShard(Protocol):
+    """What of a shard is kept between steps and gathered: the upper half, a copy in fp16, or all of it in fp32."""
 
     device: torch.device
+    form: Padded
 
     def gather(self) -> torch.Tensor:
         """The padded tensor, for FSDP2 to copy; valid until `end_gather`, or until another group is gathered."""
 
     def end_gather(self) -> None:
-        """Let the upper half go: FSDP2 has copied it."""
+        """Let it go: FSDP2 has copied it."""
 
     def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
         """The elements, 1D with the padding; what is done to them with `change` is kept."""
@@ -49,16 +62,17 @@ class UpperHalf(Protocol):
         """A tensor of the shard's shape that has the dtype, strides and device; its data only where it is resident."""
 
 
-class ResidentUpper:
-    """An upper half in host memory.
+class ResidentShard:
+    """Stored in host memory.
 
     Args:
-        values: bf16, padded, contiguous.
+        values: padded, contiguous.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
         self.device = values.device
+        self.form = Padded(values.shape, values.dtype)
 
     def gather(self) -> torch.Tensor:
         """Hand FSDP2 the tensor itself, which is in memory."""
@@ -76,15 +90,15 @@ class ResidentUpper:
         return self.values.view(-1)[: shape.numel()].view(shape)
 
 
-class UnbornUpper:
-    """An upper half that has no place yet, because nothing has a value yet.
+class UnbornShard:
+    """A shard that has no place yet, because nothing has a value yet.
 
     Args:
-        padded_shape: what FSDP2 will gather.
+        form: what FSDP2 will gather.
     """
 
-    def __init__(self, padded_shape: torch.Size) -> None:
-        self.padded_shape = padded_shape
+    def __init__(self, form: Padded) -> None:
+        self.form = form
         self.device = torch.device("cpu")
 
     def gather(self) -> torch.Tensor:
@@ -105,31 +119,31 @@ class UnbornUpper:
     def declared(self, shape: torch.Size) -> torch.Tensor:
         """Give a stand-in without data, of this shape."""
         like = torch.empty(shape, device="meta")
-        return StandIn(like, torch.bfloat16, name="a parameter without a value", remedy="give it one first")
+        return StandIn(like, self.form.dtype, name="a parameter without a value", remedy="give it one first")
 
 
-class TieredUpper:
-    """An upper half in a block of a `ParamTier`.
+class TieredShard:
+    """Stored in a block of a `ParamTier`.
 
     Args:
         tier: where the block is.
         block: which.
         byte_offset: of the first element in the block.
-        padded_shape: what FSDP2 gathers.
+        form: what FSDP2 gathers.
     """
 
-    def __init__(self, tier: ParamTier, block: Block, byte_offset: int, padded_shape: torch.Size) -> None:
+    def __init__(self, tier: ParamTier, block: Block, byte_offset: int, form: Padded) -> None:
         self.block = block
         self.device = torch.device("cpu")
+        self.form = form
         self._tier = tier
         self._byte_offset = byte_offset
-        self._padded_shape = padded_shape
         self._declared: torch.Tensor | None = None
 
     def gather(self) -> torch.Tensor:
         """A view of the staging buffer; see the module's first lines for how long it is valid."""
         self._tier.begin_gather(self)
-        return self.view().view(self._padded_shape)
+        return self.view().view(self.form.shape)
 
     def end_gather(self) -> None:
         """Let the block go: FSDP2 has copied it."""
@@ -142,16 +156,16 @@ class TieredUpper:
             yield self.view()
 
     def view(self) -> torch.Tensor:
-        """1D bf16 with the padding, over the staging buffer. The block must be held."""
+        """1D with the padding, over the staging buffer. The block must be held."""
         assert self.block.buffer is not None
-        return self.block.buffer.view(torch.bfloat16, self._byte_offset, self._padded_shape.numel())
+        return self.block.buffer.view(self.form.dtype, self._byte_offset, self.form.numel)
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
         """Give a stand-in without data, of this shape."""
         if self._declared is None:
             self._declared = StandIn(
                 torch.empty(shape, device="meta"),
-                torch.bfloat16,
+                self.form.dtype,
                 name=self.block.name,
                 remedy="read the parameter itself, which is an fp32 tensor that fetches its data",
             )
@@ -163,8 +177,8 @@ class _Gather:
     """One use of a block by FSDP2."""
 
     block: Block
-    asked: set[TieredUpper] = field(default_factory=set)
-    answered: set[TieredUpper] = field(default_factory=set)
+    asked: set[TieredShard] = field(default_factory=set)
+    answered: set[TieredShard] = field(default_factory=set)
 
     @property
     def complete(self) -> bool:
@@ -173,7 +187,7 @@ class _Gather:
 
 
 class ParamTier:
-    """Blocks of upper halves on NVMe. For one thread at a time.
+    """Blocks of parameters on NVMe. For one thread at a time.
 
     Args:
         config: `zero_optimization.offload_param`.
@@ -194,11 +208,11 @@ class ParamTier:
         self._latest: _Gather | None = None
         self._closed = False
 
-    def reserve(self, groups: Sequence[tuple[str, Sequence[torch.Size]]]) -> list[list[TieredUpper]]:
+    def reserve(self, groups: Sequence[tuple[str, Sequence[Padded]]]) -> list[list[TieredShard]]:
         """Blocks for groups of parameters, with all of their space promised.
 
         Args:
-            groups: the name of each, and the padded shapes of its parameters.
+            groups: the name of each, and how its parameters are stored.
 
         Returns:
             A place for each parameter; `put` its values there before anything else.
@@ -208,28 +222,28 @@ class ParamTier:
             OutOfSpaceError: names bytes needed and free.
             Nothing was reserved then.
         """
-        layouts = [block_layout((shape.numel(), torch.bfloat16) for shape in shapes) for _, shapes in groups]
+        check_block_sizes([(name, forms) for name, forms in groups], self._config.buffer_size, BUFFER_SIZE_KEY)
+        layouts = [block_layout((form.numel, form.dtype) for form in forms) for _, forms in groups]
         sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
-        check_block_sizes(sizes, self._config.buffer_size, BUFFER_SIZE_KEY)
         blocks = self.cache.add(sizes)
         return [
-            [TieredUpper(self, block, at, shape) for at, shape in zip(offsets, shapes, strict=True)]
-            for block, (offsets, _), (_, shapes) in zip(blocks, layouts, groups, strict=True)
+            [TieredShard(self, block, at, form) for at, form in zip(offsets, forms, strict=True)]
+            for block, (offsets, _), (_, forms) in zip(blocks, layouts, groups, strict=True)
         ]
 
-    def put(self, places: Sequence[TieredUpper], values: Sequence[UpperHalf]) -> None:
-        """Fill a block for the first time, with the upper halves of all of its parameters. The write runs behind.
+    def put(self, places: Sequence[TieredShard], values: Sequence[StoredShard]) -> None:
+        """Fill a block for the first time, with all of its parameters. The write runs behind.
 
         Those that have no value yet are zero; nothing is written where none has one.
         """
-        if all(isinstance(upper, UnbornUpper) for upper in values):
+        if all(isinstance(stored, UnbornShard) for stored in values):
             return
         with self.cache.holding(places[0].block, change=True):
-            for place, upper in zip(places, values, strict=True):
-                if not isinstance(upper, UnbornUpper):
-                    place.view().copy_(upper.gather().reshape(-1))
+            for place, stored in zip(places, values, strict=True):
+                if not isinstance(stored, UnbornShard):
+                    place.view().copy_(stored.gather().reshape(-1))
 
-    def begin_gather(self, upper: TieredUpper) -> None:
+    def begin_gather(self, shard: TieredShard) -> None:
         """Hold the block of a parameter that FSDP2 is about to copy, if it is not held for that already.
 
         Raises:
@@ -237,26 +251,26 @@ class ParamTier:
             ClosedError: after ``close``.
         """
         self._check_open()
-        gather = next((gather for gather in self._gathers if gather.block is upper.block), None)
-        if gather is None and self._latest is not None and self._latest.block is upper.block:
+        gather = next((gather for gather in self._gathers if gather.block is shard.block), None)
+        if gather is None and self._latest is not None and self._latest.block is shard.block:
             gather = self._latest  # its parameters are asked for and copied one by one
-        is_new = gather is None or upper in gather.asked
+        is_new = gather is None or shard in gather.asked
         if gather is None or is_new:
             if gather in self._gathers:
                 self._end(gather)
-            gather = _Gather(upper.block)
-            self.cache.order.note(upper.block.index)
+            gather = _Gather(shard.block)
+            self.cache.order.note(shard.block.index)
         if gather not in self._gathers:
-            self.cache.hold(upper.block, by=gather, is_new=is_new)
+            self.cache.hold(shard.block, by=gather, is_new=is_new)
             self._gathers.append(gather)
-        gather.asked.add(upper)
+        gather.asked.add(shard)
         self._latest = gather
 
-    def end_gather(self, upper: TieredUpper) -> None:
+    def end_gather(self, shard: TieredShard) -> None:
         """FSDP2 has copied a parameter; with the last one of its block the hold ends."""
         for gather in self._gathers:
-            if gather.block is upper.block:
-                gather.answered.add(upper)
+            if gather.block is shard.block:
+                gather.answered.add(shard)
                 if gather.complete:
                     self._end(gather)
                 return
@@ -305,18 +319,17 @@ def block_layout(tensors: Iterable[tuple[int, torch.dtype]]) -> tuple[list[int],
     return offsets, max(end, _ALIGNMENT)
 
 
-def check_block_sizes(sizes: Iterable[tuple[str, int]], limit: int | None, key: str) -> None:
-    """Raise ConfigError for the first block, by name and bytes, that is larger than a staging buffer may be.
+def check_block_sizes(groups: Iterable[tuple[str, Sequence[Padded]]], limit: int | None, key: str) -> None:
+    """Raise ConfigError for the first block that has more elements than a staging buffer may have.
 
     Args:
-        sizes: name and bytes of each block.
-        limit: 16-bit elements of a staging buffer; None: no limit.
+        groups: the name of each block, and how its parameters are stored.
+        limit: elements of a staging buffer; None: no limit.
         key: that sets the limit.
     """
-    for name, size_bytes in sizes:
-        if limit is not None and size_bytes > 2 * limit:
-            what = f"{name} take {size_bytes} bytes ({format_bytes(size_bytes)}), for they are gathered together"
-            room = f"a staging buffer of {limit} elements holds {2 * limit}"
-            raise ConfigError(
-                [f"{key} = {limit}: {what}; {room}; write at least {-(-size_bytes // 2)}, or gather smaller blocks"]
-            )
+    for name, forms in groups:
+        numel = sum(form.numel for form in forms)
+        if limit is not None and numel > limit:
+            size = format_bytes(block_layout((form.numel, form.dtype) for form in forms)[1])
+            what = f"{KIND} of {name} have {numel} elements ({size}), for they are gathered together"
+            raise ConfigError([f"{key} = {limit}: {what}; write at least {numel}, or gather smaller blocks"])

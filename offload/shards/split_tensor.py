@@ -1,4 +1,4 @@
-"""A parameter shard as an fp32 tensor whose two halves live apart."""
+"""A parameter shard as an fp32 tensor whose parts live apart: what is gathered, and what its master has besides."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from torch.profiler import record_function
 from nvme_offload.offload._torch_private import is_view, make_wrapper, tree_flatten, tree_unflatten, written_tensors
 
 
-class Halves(Protocol):
-    """Where the halves of an fp32 tensor are, and how to put them together and apart."""
+class Parts(Protocol):
+    """Where the parts of an fp32 tensor are, and how to put them together and apart."""
 
     @property
     def device(self) -> torch.device:
-        """Device that the upper half is gathered from."""
+        """Device that the tensor is gathered from."""
 
-    @property
-    def gathered(self) -> torch.Tensor:
-        """The upper half, bf16, in the padded shape that FSDP2 gathers; valid until `end_gather`."""
+    def gathered(self, dtype: torch.dtype) -> torch.Tensor:
+        """What is gathered of it, in the padded shape that FSDP2 gathers and in `dtype`; valid until `end_gather`."""
+
+    def stays(self, dtype: torch.dtype) -> bool:
+        """Whether what is gathered in `dtype` stays valid after `end_gather`, and changes with the parameter."""
 
     def end_gather(self) -> None:
-        """Let the upper half go: FSDP2 has copied it."""
+        """Let what is gathered go: FSDP2 has copied it."""
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
-        """The upper half without padding, in the shard's shape; where it is not in memory, a stand-in for it."""
+        """What is stored to be gathered, in the shard's shape, without padding; a stand-in where it is on a tier."""
 
     def read(self) -> torch.Tensor:
-        """Both halves joined: a new plain fp32 tensor in the shard's shape."""
+        """The parts joined: a new plain fp32 tensor in the shard's shape."""
 
     def write(self, values: torch.Tensor) -> None:
-        """Split fp32 values of the shard's shape into the two halves."""
+        """Divide fp32 values of the shard's shape among the parts."""
 
 
 class _View(NamedTuple):
@@ -54,19 +56,19 @@ class _Source:
     """Where the value of a tensor comes from.
 
     Args:
-        halves: of the tensor that it is a view of, or of the tensor itself.
+        parts: of the tensor that it is a view of, or of the tensor itself.
         views: the steps from there.
         owner: id of the tensor whose attribute this is.
     """
 
-    def __init__(self, halves: Halves, views: tuple[_View, ...], owner: int) -> None:
-        self.halves = halves
+    def __init__(self, parts: Parts, views: tuple[_View, ...], owner: int) -> None:
+        self.parts = parts
         self.views = views
         self._owner = owner
 
     def joined(self) -> torch.Tensor:
         """The value, joined: an ordinary fp32 tensor."""
-        return self.through(self.halves.read())
+        return self.through(self.parts.read())
 
     def through(self, base: torch.Tensor) -> torch.Tensor:
         """The value of the view, taken from a joined base."""
@@ -81,40 +83,38 @@ class _Source:
         """
         copied = memo.get(self._owner)
         if not isinstance(copied, torch.Tensor) or isinstance(copied, SplitTensor):
-            raise TypeError(
-                "the halves of a split parameter cannot be copied: copy the parameter, which gives a tensor"
-            )
+            raise TypeError("the parts of a split parameter cannot be copied: copy the parameter, which gives a tensor")
         copied.copy_(self.joined())
 
 
 class SplitTensor(torch.Tensor):
     """A read-through, write-through fp32 tensor.
 
-    It holds no data of its own. Every operator joins the halves first; an operator that works in place splits the
+    It holds no data of its own. Every operator joins the parts first; an operator that works in place splits the
     result back; views stay views. So state dicts are fp32 and conventional, and ``copy_``, ``load_state_dict`` and
     stock optimizers do what they say. Clones and factories (``zeros_like``) give plain tensors, as does serialization.
-    FSDP2 gathers the upper half alone, through its all-gather extension.
+    FSDP2 gathers what is stored for it alone, through its all-gather extension.
 
-    Reading one costs a pass over its halves, which may have to come from a drive: the training step never does it.
+    Reading one costs a pass over its parts, which may have to come from a drive: the training step never does it.
     """
 
     _source: _Source
 
     @staticmethod
-    def __new__(cls, halves: Halves, like: torch.Tensor, views: tuple[_View, ...] = ()) -> SplitTensor:
-        """Wrap `halves`; shape and strides are those of `like` (a meta tensor will do)."""
-        tensor: SplitTensor = make_wrapper(cls, like, halves.device)
-        tensor._source = _Source(halves, views, id(tensor))
+    def __new__(cls, parts: Parts, like: torch.Tensor, views: tuple[_View, ...] = ()) -> SplitTensor:
+        """Wrap `parts`; shape and strides are those of `like` (a meta tensor will do)."""
+        tensor: SplitTensor = make_wrapper(cls, like, parts.device)
+        tensor._source = _Source(parts, views, id(tensor))
         return tensor
 
     @property
-    def halves(self) -> Halves:
+    def parts(self) -> Parts:
         """Where the data of the tensor is."""
-        return self._source.halves
+        return self._source.parts
 
-    def use_halves(self, halves: Halves) -> None:
+    def use_parts(self, parts: Parts) -> None:
         """Exchange where the data of the tensor is; the value must be the same."""
-        self._source.halves = halves
+        self._source.parts = parts
 
     def plain(self) -> torch.Tensor:
         """An ordinary fp32 tensor of the same value, sharing nothing."""
@@ -125,7 +125,7 @@ class SplitTensor(torch.Tensor):
         return self._source.joined()
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
-        return f"SplitTensor(shape={tuple(self.shape)}, upper half on {self.device})"
+        return f"SplitTensor(shape={tuple(self.shape)}, gathered from {self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.plain()
@@ -136,9 +136,10 @@ class SplitTensor(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """What FSDP2 gathers: the upper half, bf16, padded."""
+        """What FSDP2 gathers: what is stored, padded, in the dtype of the policy; for a rank alone also if it stays."""
+        dtype = mp_policy.param_dtype or self.dtype
         with record_function("nvme_offload: gather"):
-            return (self.halves.gathered,), None
+            return (self.parts.gathered(dtype),), self.parts.stays(dtype)
 
     def fsdp_post_all_gather(
         self,
@@ -148,16 +149,16 @@ class SplitTensor(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """What FSDP2 computes with: the gathered upper halves as they are, in the buffer they arrived in."""
+        """What FSDP2 computes with: what was gathered as it is, in the buffer in which it arrived."""
         (gathered,) = all_gather_outputs
-        self.halves.end_gather()
+        self.parts.end_gather()
         return None if out is not None else (gathered, ())
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator on joined halves, and split back what it changed."""
+        """Run an operator on joined parts, and split back what it changed."""
         kwargs = kwargs or {}
         if is_view(func) and isinstance(args[0], SplitTensor):
             return _lazy_view(func, args[0], tuple(args[1:]), kwargs)
@@ -172,10 +173,9 @@ class SplitTensor(torch.Tensor):
 def _lazy_view(func: Any, source: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shapes, views = func(source._meta(), *args, **kwargs), source._source.views
     if isinstance(shapes, torch.Tensor):
-        return SplitTensor(source.halves, shapes, (*views, _View(func, args, kwargs, None)))
+        return SplitTensor(source.parts, shapes, (*views, _View(func, args, kwargs, None)))
     return [
-        SplitTensor(source.halves, shape, (*views, _View(func, args, kwargs, item)))
-        for item, shape in enumerate(shapes)
+        SplitTensor(source.parts, shape, (*views, _View(func, args, kwargs, item))) for item, shape in enumerate(shapes)
     ]
 
 
@@ -187,9 +187,9 @@ def _run_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def join(leaf: Any) -> Any:
         if not isinstance(leaf, SplitTensor):
             return leaf
-        key = id(leaf.halves)
+        key = id(leaf.parts)
         if key not in bases:
-            bases[key] = leaf.halves.read()
+            bases[key] = leaf.parts.read()
         if id(leaf) not in joined:
             joined[id(leaf)] = leaf._source.through(bases[key])
         return joined[id(leaf)]
@@ -198,9 +198,9 @@ def _run_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     plain_args, plain_kwargs = tree_unflatten([join(leaf) for leaf in leaves], layout)
     result = func(*plain_args, **plain_kwargs)
     changed = [leaf for leaf in written_tensors(func, args, kwargs) if isinstance(leaf, SplitTensor)]
-    written = {id(leaf.halves): leaf.halves for leaf in changed}
-    for key, halves in written.items():
-        halves.write(bases[key])
+    written = {id(leaf.parts): leaf.parts for leaf in changed}
+    for key, parts in written.items():
+        parts.write(bases[key])
     originals = {id(joined[id(leaf)]): leaf for leaf in leaves if isinstance(leaf, SplitTensor)}
     results, result_layout = tree_flatten(result)
     return tree_unflatten([originals.get(id(item), item) for item in results], result_layout)

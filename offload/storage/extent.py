@@ -58,6 +58,12 @@ class FreeList:
         """First byte after the last range ever handed out."""
         self._free: list[tuple[int, int]] = []  # (offset, size), by offset
 
+    def copy(self) -> FreeList:
+        """The ranges as they are now, to go back to."""
+        copy = FreeList()
+        copy.end, copy._free = self.end, list(self._free)
+        return copy
+
     def take(self, size_bytes: int) -> int:
         """Offset of a free range of this size, from a hole if one is large enough, else from the end."""
         for index, (offset, free_bytes) in enumerate(self._free):

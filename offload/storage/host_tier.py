@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ class HostTier:
     alignment = mmap.PAGESIZE
 
     def __init__(self) -> None:
-        self._regions: dict[Extent, HostRegion] = {}
+        self._regions: weakref.WeakKeyDictionary[Extent, HostRegion] = weakref.WeakKeyDictionary()
         self._num_extents = 0
         self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
 

@@ -35,11 +35,13 @@ MAX_OPERATIONS = 1024
 """Transfers accepted by the engine and not yet done. Staging buffers run out long before."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Flight:
     """A buffer and what the engine does with it; noted before the engine is asked."""
 
     op: Op
+    extent: Extent
+    """Kept: its bytes must not be handed out again before."""
     segments: list[Segment]
     buffer: StagingBuffer
     engine: Engine
@@ -212,7 +214,7 @@ class NvmeTier:
         if (size_bytes or extent.size_bytes) > buffer.size_bytes:
             raise ValueError(f"{what}: {size_bytes or extent.size_bytes} bytes into a buffer of {buffer.size_bytes}")
         segments = extent.segments(buffer.address, 0, size_bytes)
-        flight = _Flight(op, segments, buffer, self.engine)
+        flight = _Flight(op, extent, segments, buffer, self.engine)
         with self._lock:
             # Held here, the buffer's memory cannot go away under the kernel when the caller drops the transfer.
             self._under_way.difference_update([other for other in self._under_way if other.over()])

@@ -44,18 +44,19 @@ class SwapFile:
         self.fd, alignment = _open(path, direct)
         self.direct = alignment is not None
         self.alignment = alignment or MIN_ALIGNMENT
-        self._free = FreeList()
+        self.ranges = FreeList()
+        """What is handed out."""
         self._promised = 0
         self._counts_blocks = False
 
     @property
     def end(self) -> int:
         """First byte after the last range handed out."""
-        return self._free.end
+        return self.ranges.end
 
     def take(self, size_bytes: int) -> Stripe:
         """A range of this file, not promised yet: `reserve` everything up to `end` before it is used."""
-        return Stripe(self.fd, self._free.take(size_bytes), size_bytes)
+        return Stripe(self.fd, self.ranges.take(size_bytes), size_bytes)
 
     def reserve(self, size_bytes: int) -> None:
         """Make the file at least `size_bytes` long, its space promised by the file system, or change nothing.
@@ -126,7 +127,7 @@ class SwapFile:
 
     def free(self, stripe: Stripe) -> None:
         """Give a range back for later ``take`` calls."""
-        self._free.give_back(stripe.offset, stripe.size_bytes)
+        self.ranges.give_back(stripe.offset, stripe.size_bytes)
 
     def close(self) -> None:
         """Close the descriptor. The file itself belongs to its run directory."""

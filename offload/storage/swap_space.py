@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from fractions import Fraction
-from itertools import chain
+from itertools import count
 from pathlib import Path
 
 from nvme_offload.offload.errors import SwapIOError
@@ -38,6 +40,11 @@ class SwapSpace:
         self._directories: list[RunDirectory] = []
         self._files: list[SwapFile] = []
         self._lock = threading.Lock()
+        self._serials = count()
+        self._owned: dict[tuple[Stripe, ...], int] = {}
+        """What is handed out, with a number of its own each time."""
+        self._lost: deque[tuple[tuple[Stripe, ...], int]] = deque()
+        """What nobody has any more; some of it was freed before it went."""
         try:
             for path in self.paths:
                 self._directories.append(RunDirectory(path))
@@ -82,21 +89,34 @@ class SwapSpace:
         Raises:
             OutOfSpaceError: names the path that is full and all the bytes needed there; nothing is kept.
         """
-        stripes: list[list[Stripe]] = []
         with self._lock:
+            self._free_lost()
+            before, extents = [file.ranges.copy() for file in self._files], []
             try:
                 for size in sizes:
-                    stripes.append([])
-                    for file, share in zip(self._files, self._split(size), strict=True):
-                        if share:
-                            stripes[-1].append(file.take(share))
+                    extents.append(self._take(size))
                 for file in self._files:
                     file.reserve(file.end)
             except BaseException:
-                self._free_stripes(chain.from_iterable(stripes))
+                for file, ranges in zip(self._files, before, strict=True):
+                    file.ranges = ranges
+                for extent in extents:
+                    self._owned.pop(extent.stripes, None)
                 self._give_up_reserves()
                 raise
-        return [Extent(sum(stripe.size_bytes for stripe in parts), tuple(parts)) for parts in stripes]
+        return extents
+
+    def _take(self, size_bytes: int) -> Extent:
+        """An extent that is free again when nobody has it any more.
+
+        It may be lost to an exception anywhere on the way to its owner.
+        """
+        shares = zip(self._files, self._split(size_bytes), strict=True)
+        stripes = tuple(file.take(share) for file, share in shares if share)
+        extent = Extent(sum(stripe.size_bytes for stripe in stripes), stripes)
+        self._owned[stripes] = serial = next(self._serials)
+        weakref.finalize(extent, self._lost.append, (stripes, serial)).atexit = False
+        return extent
 
     def check_whole(self) -> None:
         """Raise SwapIOError if somebody shortened a file or took space from it."""
@@ -112,7 +132,10 @@ class SwapSpace:
     def free(self, extent: Extent) -> None:
         """Give an extent back. Its bytes may be handed out again at once."""
         with self._lock:
+            if self._owned.pop(extent.stripes, None) is None:
+                raise AssertionError(f"{extent} was given back twice")
             self._free_stripes(extent.stripes)
+            self._free_lost()
 
     def close(self) -> None:
         """Close and delete the files. Idempotent."""
@@ -133,6 +156,14 @@ class SwapSpace:
         for file in self._files:
             with suppress(OSError):
                 file.give_up_reserve()
+
+    def _free_lost(self) -> None:
+        """Free what was lost. Not at the moment when it was: that may come while the lock is held."""
+        while self._lost:
+            stripes, serial = self._lost.popleft()
+            if self._owned.get(stripes) == serial:
+                del self._owned[stripes]
+                self._free_stripes(stripes)
 
     def _free_stripes(self, stripes: Iterable[Stripe]) -> None:
         for stripe in stripes:

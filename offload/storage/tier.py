@@ -39,6 +39,8 @@ class Tier(Protocol):
     def reserve(self, sizes: Sequence[int]) -> list[Extent]:
         """One extent per size, in bytes, with the space of all of them promised.
 
+        An extent that nobody has any more is free again, as when an exception comes before its owner has it.
+
         Raises:
             OutOfSpaceError: names bytes needed and free; nothing is kept.
         """

@@ -54,32 +54,34 @@ class Transfer(Generic[T]):
             TimeoutError: not done within `timeout` seconds; it goes on.
             SwapIOError: a request failed; names path, offset, size and errno.
         """
-        operation: Operation | None = self.operation
-        while operation is not None:
+        operation = self.operation
+        while True:
             if not operation.wait(timeout):
                 raise TimeoutError(f"transfer of {operation.size_bytes} bytes not done after {timeout} s")
-            operation = self._begun_again(operation)
-        return self._outcome()
+            failure = operation.failure
+            renewed = self._begin_again(operation) if failure and failure.engine_lost else None
+            if renewed is None:
+                return self._outcome(failure)
+            operation = renewed
 
     def __await__(self) -> Generator[Any, None, T]:
-        operation: Operation | None = self.operation
-        while operation is not None:
+        operation = self.operation
+        while True:
             if not operation.done():
                 yield from _LoopWaker.of_running_loop().wait_for(operation).__await__()
-            operation = self._begun_again(operation)
-        return self._outcome()
+            failure = operation.failure
+            renewed = self._begin_again(operation) if failure and failure.engine_lost else None
+            if renewed is None:
+                return self._outcome(failure)
+            operation = renewed
 
-    def _begun_again(self, operation: Operation) -> Operation | None:
-        """What does once more an operation that its engine lost; None where this one has the outcome."""
-        if operation.failure is None or not operation.failure.engine_lost:
-            return None
-        renewed = self._again(operation)
+    def _begin_again(self, lost: Operation) -> Operation | None:
+        renewed = self._again(lost)
         if renewed is not None:
             self.operation = renewed
         return renewed
 
-    def _outcome(self) -> T:
-        failure = self.operation.failure
+    def _outcome(self, failure: Failure | None) -> T:
         if failure is not None:
             raise self._to_error(failure)
         return self._result

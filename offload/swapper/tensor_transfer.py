@@ -44,7 +44,7 @@ class TensorTransfer(Transfer[T]):
         code = getattr(error, "errno", None) or errno.EIO
         self._operation.complete(Failure(code, -1, 0, self._operation.size_bytes))
 
-    def _outcome(self) -> T:
+    def _outcome(self, failure: Failure | None) -> T:
         if self._error is not None:
             raise self._error
         return self._result

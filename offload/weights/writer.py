@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.offload.durable import make_folder, sync_folder
+from nvme_offload.offload.durable import make_folder, sync_file, sync_folder
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.weights.reader import DIGEST, DTYPES, INDEX_FILE, SINGLE_FILE
@@ -278,7 +278,7 @@ class _Export:
 
     def _finish(self) -> None:
         assert self._file is not None
-        os.fsync(self._file.fileno())
+        sync_file(self._file.fileno())
         self._file.close()
         self._file = None
 

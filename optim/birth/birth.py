@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from nvme_offload.offload._torch_private import give_shard, local_tensor
+from nvme_offload.offload.shards.param_tier import Padded, ResidentShard, StoredShard, UnbornShard
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.optim.birth.initializers import Init, Initializers, check_initializers, shared_random_numbers
 from nvme_offload.optim.birth.master_writer import MasterWriter
@@ -20,15 +21,16 @@ from nvme_offload.optim.birth.weight_files import WeightSource
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.tier_halves import TierHalves
-from nvme_offload.optim.tiers.halves import (
-    ResidentHalves,
-    UnbornHalves,
+from nvme_offload.optim.state.state_parts import StateParts
+from nvme_offload.optim.tiers.parts import (
+    OwnParts,
+    ShardParts,
+    StorageOf,
+    UnbornParts,
     gather_groups,
-    install_halves,
-    keep_grad_in,
+    install_parts,
+    parts_of,
     split_shard,
-    will_split,
 )
 
 Values = Callable[[int, int], torch.Tensor]
@@ -50,7 +52,7 @@ class Birth:
         model: plain, all parameters on the meta device.
         weights: safetensors to load; None: the model's own initialisers.
         init: called with each module after its own initialiser.
-        params_on_tier: upper halves will be on the parameter tier.
+        params_on_tier: parameters will be on the parameter tier.
 
     Raises:
         WeightsError: the files are damaged or do not fit the model.
@@ -75,31 +77,34 @@ class Birth:
             check_initializers(model, buffers if stored else [*self._plan.params, *buffers])
         self._source = WeightSource(weights, model, self._plan) if weights is not None else None
 
-    def give_shards(self, accumulation_dtype: torch.dtype | None) -> None:
+    def give_shards(self, storage_of: StorageOf) -> None:
         """Replace FSDP2's shards on meta by shards that can take values, on the device of their mesh.
 
-        Split ones that are trained have memory for their upper half only.
+        Those in parts have memory for what is stored, and only where that is not on the parameter tier.
 
         Args:
-            accumulation_dtype: of the gradients of split ones; None where nothing is split.
+            storage_of: how each of them is to be kept.
         """
         kernels = KernelPool(torch.get_num_threads())
         for owner, group, records in gather_groups(self._model):
             for record in records:
                 shard, padded_size = local_tensor(record.sharded_param), record.padded_sharded_param_size
-                if accumulation_dtype is None or not will_split(record):  # gathered in bf16 under autocast: no halves
+                if (storage := storage_of(record)) is None:
                     padded = torch.zeros(padded_size, dtype=shard.dtype, device=record.device)
                     give_shard(record, padded.view(-1)[: shard.numel()].view(shard.shape), padded)
                     continue
-                device = record.device
-                halves: ResidentHalves | UnbornHalves
+                form = Padded(padded_size, storage.dtype)
+                stored = self._unborn(form, record.device)
+                parts: ShardParts = OwnParts(shard, stored, owner, group, storage.accumulate, kernels)
                 if record.sharded_param.requires_grad:
-                    halves = UnbornHalves(padded_size, owner, group, None if self._params_on_tier else device)
-                else:
-                    values = torch.zeros(shard.shape, device=device)
-                    halves = ResidentHalves(values, padded_size, owner, kernels, group)
-                install_halves(record, SplitTensor(halves, shard), give_shard)
-                keep_grad_in(record.sharded_param, accumulation_dtype)
+                    parts = UnbornParts(owner, group, stored, storage.accumulate)
+                install_parts(record, SplitTensor(parts, shard), give_shard)
+
+    def _unborn(self, form: Padded, device: torch.device) -> StoredShard:
+        """Where what is stored of a parameter will be. Memory full of zeros takes none before it is written to."""
+        if self._params_on_tier:
+            return UnbornShard(form)
+        return ResidentShard(torch.zeros(form.shape, dtype=form.dtype, device=device))
 
     def fill(self, body: StateBody, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
         """Give every parameter and buffer its value.
@@ -115,8 +120,8 @@ class Birth:
         """
         for record in body.table:
             split = split_shard(record.leaf)
-            if split is not None and isinstance(split.halves, UnbornHalves):
-                split.use_halves(TierHalves(body, record.index, split.halves))
+            if split is not None and isinstance(split.parts, UnbornParts):
+                split.use_parts(StateParts(body, record.index, split.parts))
         device = torch.device(mesh.device_type)
         with shared_random_numbers(mesh), MasterWriter(body) as writer:
             initializers = Initializers(self._model, self._plan, self._init, device)
@@ -157,16 +162,16 @@ class Birth:
 
 def _fill(param: torch.Tensor, values: Values, writer: MasterWriter) -> None:
     """Give a sharded parameter this rank's values, wherever it keeps them."""
-    local, split = local_tensor(param).detach(), split_shard(param)
-    if split is None:
-        flat = local.view(-1)
-        for start in range(0, flat.numel(), _PIECE_NUMEL):
-            stop = min(start + _PIECE_NUMEL, flat.numel())
-            flat[start:stop].copy_(values(start, stop))
-    elif isinstance(split.halves, TierHalves):
+    local, parts = local_tensor(param).detach(), parts_of(param)
+    if parts is None or parts.stored.form.dtype is torch.float32:  # all of it is in one place
+        with parts.stored.held(change=True) if parts is not None else nullcontext(local.view(-1)) as flat:
+            for start in range(0, local.numel(), _PIECE_NUMEL):
+                stop = min(start + _PIECE_NUMEL, local.numel())
+                flat[start:stop].copy_(values(start, stop))
+    elif isinstance(parts, StateParts):
         writer.write(param, values)
     else:
-        split.halves.write(values(0, local.numel()).float().view(local.shape))
+        parts.write(values(0, local.numel()).float().view(local.shape))
 
 
 def _stored_values(source: WeightSource, new: NewTensor) -> Values:

@@ -16,7 +16,7 @@ from nvme_offload.offload.errors import CheckpointWriteError, SwapIOError
 from nvme_offload.offload.weights.writer import HalfRenamedError, weight_items, write_sharded
 from nvme_offload.optim.collective import on_every_rank
 from nvme_offload.optim.precision.parameter import DTYPES
-from nvme_offload.optim.tiers.halves import split_halves, split_shard
+from nvme_offload.optim.tiers.parts import parts_of, split_shard
 
 
 def export_safetensors(
@@ -68,7 +68,7 @@ def export_safetensors(
 def _cast(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The tensor in the wanted dtype, sharded as it is.
 
-    In bf16 a split shard gives its upper half, what forward computes with; the lower one need not be read for it.
+    In the dtype in which it is stored, a split shard gives what forward computes with; nothing else is read for it.
 
     Raises:
         ValueError: a finite weight became infinite.
@@ -76,10 +76,10 @@ def _cast(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     source, split = value.detach(), split_shard(value)
     if split is not None:
         assert isinstance(value, DTensor)
-        halves = split_halves(value)
-        if dtype is torch.bfloat16 and halves is not None:
-            with halves.held(change=False) as upper:
-                return sharded_like(upper[: split.numel()].view(split.shape).clone(), value)
+        parts = parts_of(value)
+        if parts is not None and dtype is parts.stored.form.dtype is not torch.float16:  # which may have overflowed
+            with parts.held(change=False) as flat:
+                return sharded_like(flat[: split.numel()].view(split.shape).clone(), value)
         source = sharded_like(split.plain(), value)
     if not value.is_floating_point():
         return source

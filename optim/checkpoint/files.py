@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from nvme_offload.offload.durable import sync_folder
+from nvme_offload.offload.durable import sync_file, sync_folder
 from nvme_offload.offload.errors import CheckpointError, StateError
 
 LATEST = "latest"
@@ -26,7 +26,10 @@ PARTIAL, REPLACED = ".partial", ".replaced"
 MARKER = ".nvme-offload-checkpoint"
 """An empty file in every folder that we made: what we may remove again, whatever it is called."""
 _UNMARKED = ".nvme-offload-unmarked"
-"""What a folder is called as long as it has no marker yet, or no more."""
+"""What a folder is called as long as it has no marker yet, or no more.
+
+After a power loss it may have one all the same, and other files of ours: of what was not synced a drive keeps any part.
+"""
 _KNOWN = {MANIFEST, LATEST, ".metadata", ".metadata.tmp", "state.json", "objects.pt"}
 _MISPLACED = "unexpected pos"  # torch's container of tensors, when it was not told of what ended a write
 _CHUNK_BYTES = 1 << 22
@@ -87,7 +90,7 @@ def durable_file(path: Path) -> Iterator[HashingStream]:
                 raise error.__context__ from None
             raise
         file.flush()
-        os.fsync(file.fileno())
+        sync_file(file.fileno())
 
 
 def write_durably(path: Path, data: bytes) -> FileRecord:
@@ -142,6 +145,7 @@ def begin(root: Path, tag: str) -> Path:
     unmarked = root / _UNMARKED
     unmarked.mkdir()
     (unmarked / MARKER).touch()
+    sync_folder(unmarked)  # under the other name nobody would remove it without its marker
     return unmarked.rename(partial)
 
 
@@ -152,7 +156,9 @@ def publish(partial: Path, tag: str) -> Path:
     write_durably(partial / LATEST, tag.encode())
     sync_folder(partial)
     if final.exists():
-        (final / MARKER).touch()  # one of an earlier version has none
+        if not _is_file(final / MARKER):  # of an earlier version
+            (final / MARKER).touch()
+            sync_folder(final)
         final.rename(replaced)
     partial.rename(final)
     sync_folder(root)
@@ -174,14 +180,24 @@ def remove(folder: Path) -> None:
     """Remove a folder of ours, and nothing in it that is not ours."""
     if not _is_ours(folder):
         return
-    for path in folder.iterdir():
-        if path.name in _KNOWN or path.suffix == ".distcp":
-            path.unlink()
+    _remove_files(folder)
     if any(path.name != MARKER for path in folder.iterdir()):
         return  # something of somebody else's
     unmarked = folder.rename(folder.with_name(_UNMARKED))
-    (unmarked / MARKER).unlink()
-    unmarked.rmdir()
+    sync_folder(folder.parent)  # not without its marker as long as it has the other name
+    _remove_unmarked(unmarked)
+
+
+def _remove_files(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name in _KNOWN or path.suffix == ".distcp":
+            path.unlink()
+
+
+def _remove_unmarked(folder: Path) -> None:
+    _remove_files(folder)
+    (folder / MARKER).unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def _is_folder(path: Path) -> bool:
@@ -274,8 +290,7 @@ def verify(path: Path, record: FileRecord) -> None:
 def _clear_up(root: Path) -> None:
     """Undo what a killed save left behind; the whole checkpoint that it was replacing gets its name back."""
     if _is_folder(unmarked := root / _UNMARKED):
-        (unmarked / MARKER).unlink(missing_ok=True)
-        unmarked.rmdir()
+        _remove_unmarked(unmarked)
     for replaced in filter(_is_ours, list(root.glob("*" + REPLACED))):
         final = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if os.path.lexists(final):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,8 +112,12 @@ def _save(training: Training, root: Path, tag: str | None, client_state: Mapping
 
 
 @torch.no_grad()
-def load(training: Training, root: Path, tag: str | None) -> Loaded | None:
+def load(
+    training: Training, root: Path, tag: str | None, take_over: Callable[[Loaded], None] = lambda loaded: None
+) -> Loaded | None:
     """Resume from a checkpoint; every rank must call it. None where `tag` is None and nothing was ever saved.
+
+    `take_over` does what else belongs to a load. Until it is done the optimizer refuses to go on.
 
     Raises:
         CheckpointError: there is no such checkpoint, or a file of it is missing, damaged or asks to run code.
@@ -130,10 +134,12 @@ def load(training: Training, root: Path, tag: str | None) -> Loaded | None:
     on_every_rank(lambda: _verify_share(folder, manifest, group), group)
     store = training.optimizer.store
     with store.at_rest(forgiving=True):
-        return _load(training, folder, manifest)
+        return _load(training, folder, manifest, take_over)
 
 
-def _load(training: Training, folder: Path, manifest: Mapping[str, FileRecord]) -> Loaded:
+def _load(
+    training: Training, folder: Path, manifest: Mapping[str, FileRecord], take_over: Callable[[Loaded], None]
+) -> Loaded:
     store, group = training.optimizer.store, training.group
 
     def prepare() -> tuple[TierWindow, Contents]:
@@ -169,8 +175,10 @@ def _load(training: Training, folder: Path, manifest: Mapping[str, FileRecord]) 
     for index, step in contents.steps.items():
         store.table[index].steps = int(step)
     apply_state(state, training)
-    store.unfinished = None
-    return Loaded(folder, state.client_state, state.global_steps)
+    loaded = Loaded(folder, state.client_state, state.global_steps)
+    take_over(loaded)
+    store.unfinished = None  # last, and no call after it: whatever stopped it, the load is done or it is not
+    return loaded
 
 
 def _contents_of(training: Training, window: TierWindow) -> Contents:

@@ -25,7 +25,7 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     is_split: bool
-    """Whether the lower half of the parameter is elsewhere."""
+    """Whether this is what is stored of a split parameter, which has its other parts elsewhere."""
 
     @classmethod
     def of(cls, leaf: torch.Tensor) -> Layout:
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
         return cls(param.dtype, param.device, tuple(param.shape), param.stride(), is_split)
 
     def __str__(self) -> str:
-        kind = "an upper half" if self.is_split else "a tensor"
+        kind = "a shard in parts" if self.is_split else "a tensor"
         return f"{kind} of {self.dtype} on {self.device}, shape {self.shape}, strides {self.strides}"
 
 
@@ -66,11 +66,11 @@ def unflatten(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def storage_of(leaf: torch.Tensor) -> torch.Tensor:
     """What of a parameter is in this process's memory.
 
-    The parameter itself; of a sharded one (DTensor) this rank's shard; of a split shard its upper half, bf16, without
+    The parameter itself; of a sharded one (DTensor) this rank's shard; of a split shard what is stored of it, without
     padding, or where that is on a tier a stand-in for it.
     """
     local = local_tensor(leaf)
-    return local.halves.declared(local.shape) if isinstance(local, SplitTensor) else local
+    return local.parts.declared(local.shape) if isinstance(local, SplitTensor) else local
 
 
 def check_param(param: torch.Tensor, name: str) -> None:

@@ -32,6 +32,8 @@ FORM_OF_DTYPE = {
 }
 """The form of the master by the dtype of the parameter; other dtypes have none."""
 
+DTYPE_OF_FORM = {form: dtype for dtype, form in FORM_OF_DTYPE.items()}
+
 MASTER_DTYPE = {MasterForm.SPLIT: torch.uint16, MasterForm.FULL: torch.float32, MasterForm.ITSELF: None}
 """Dtype of the tensor that is kept beside the parameter, by form of the master; None: there is none."""
 

@@ -1,9 +1,9 @@
-"""Casts at the borders: around fp32 modules in a 16-bit model, and around the whole model under autocast."""
+"""The casts that a model lacks: in a 16-bit model with fp32 modules, and around the whole model under autocast."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,13 +18,31 @@ from nvme_offload.optim.warn import warn_user
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Classes of modules that only hold others and have no forward."""
 
+ONE_DTYPE = (
+    nn.Linear,
+    nn.Bilinear,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell),
+    nn.MultiheadAttention,
+    nn.PReLU,
+)
+"""Classes of modules whose operators raise where inputs and parameters differ in dtype."""
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Classes of modules whose operators raise where parameters are 16-bit and inputs are not; on the CPU only there."""
 
-def cast_at_borders(model: nn.Module, plan: PrecisionPlan) -> None:
-    """Let fp32 modules of a 16-bit model take 16-bit inputs and give back what they took; autograd casts backward.
 
-    An fp32 module casts 16-bit inputs to fp32, and its fp32 outputs to the dtype in which its first floating input
-    came. A module that is called with fp32 inputs, because the model casts by hand, gives fp32. So does the last module
-    of the model that has parameters, an fp32 head for example: nothing after it computes in 16 bits.
+def cast_where_needed(model: nn.Module, plan: PrecisionPlan) -> None:
+    """Give a 16-bit model in which some parameters are fp32 the casts that it lacks; autograd casts backward.
+
+    A model that arrived in mixed dtypes casts by hand. It is computed as plain PyTorch computes it: a module whose
+    forward is torch's own and takes one dtype only has its floating inputs cast to that of its parameters, and nothing
+    else is cast.
+
+    A model that arrived in one dtype knows nothing of the modules that the section names. Each of them casts 16-bit
+    inputs to fp32, and its fp32 outputs to the dtype in which its first floating input came; called with fp32 inputs it
+    gives fp32. What the model returns straight from such a module is fp32, wherever that was registered; and so is,
+    for the model's own code, what the last module that has parameters gives: nothing after it computes in 16 bits.
 
     Args:
         model: a plain module, before it is sharded.
@@ -32,12 +50,20 @@ def cast_at_borders(model: nn.Module, plan: PrecisionPlan) -> None:
     """
     if not plan.keeps_fp32_modules:
         return
-    kept = {param for name, param in model.named_parameters() if plan[name].compute is torch.float32}
+    named = {param for name, param in model.named_parameters() if name in plan.named_fp32}
+    bordered = list(_outermost_within(model, named))
+    inside = {inner for module in bordered for inner in module.modules()}
+    for name, module in model.named_modules():
+        if module not in inside and (dtype := _own_dtype(name, module, plan)) is not None:
+            _cast_to_own(module, dtype)
     half = next(item.compute for item in plan.parameters.values() if item.compute in SIXTEEN_BITS)
     owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
-    for module in _outermost_within(model, kept):
+    latest = _Unrounded()
+    for module in bordered:
         is_last = any(inner is owners[-1] for inner in module.modules())
-        _wrap_forward(module, functools.partial(_in_fp32, without_inputs=half, stays_fp32=is_last))
+        _wrap_forward(module, functools.partial(_in_fp32, without_inputs=half, stays_fp32=is_last, latest=latest))
+    if bordered:
+        _wrap_forward(model, latest.returned)
 
 
 def guard_autocast(model: nn.Module, plan: PrecisionPlan) -> None:
@@ -160,16 +186,94 @@ def _outermost_within(module: nn.Module, params: set[nn.Parameter]) -> Iterator[
             yield from _outermost_within(child, params)
 
 
+class _Unrounded:
+    """What the fp32 module that was called last gave, before it was cast: what the model returns of it is not."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Any, Any]] | None = None
+
+    def note(self, rounded: Any, exact: Any) -> None:
+        """Remember an output and what it was cast from, while the model's forward runs."""
+        if self._pairs is not None:
+            self._pairs = list(zip(tree_flatten(rounded)[0], tree_flatten(exact)[0], strict=True))
+
+    def returned(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the model's `forward`."""
+        self._pairs = []
+        try:
+            output = forward(*args, **kwargs)
+            leaves, layout = tree_flatten(output)
+            exact = {id(rounded): exact for rounded, exact in self._pairs}
+            if exact.keys().isdisjoint(map(id, leaves)):
+                return output
+            return tree_unflatten([exact.get(id(leaf), leaf) for leaf in leaves], layout)
+        finally:
+            self._pairs = None
+
+
 def _in_fp32(
-    forward: Callable[..., Any], *args: Any, without_inputs: torch.dtype | None, stays_fp32: bool, **kwargs: Any
+    forward: Callable[..., Any],
+    *args: Any,
+    without_inputs: torch.dtype | None,
+    stays_fp32: bool,
+    latest: _Unrounded,
+    **kwargs: Any,
 ) -> Any:
     """Call `forward` in fp32 and return what it gives in the dtype that it was given."""
-    leaves, _ = tree_flatten((args, kwargs))
-    came = [leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    came = _floating_dtypes((args, kwargs))
     args, kwargs = _cast((args, kwargs), SIXTEEN_BITS, torch.float32)
     output = forward(*args, **kwargs)
     goes = came[0] if came else without_inputs
-    return output if stays_fp32 or goes not in SIXTEEN_BITS else _cast(output, (torch.float32,), goes)
+    if stays_fp32 or goes not in SIXTEEN_BITS:
+        return output
+    rounded = _cast(output, (torch.float32,), goes)
+    latest.note(rounded, output)
+    return rounded
+
+
+def _own_dtype(name: str, module: nn.Module, plan: PrecisionPlan) -> torch.dtype | None:
+    """What a module's floating inputs have to be, where its operators take one dtype only; else None.
+
+    In a model that arrived in one dtype only 16-bit modules are asked: what is fp32 there has borders.
+    """
+    own = [f"{name}.{param}" if name else param for param, _ in module.named_parameters(recurse=False)]
+    dtypes = {plan[param].compute for param in own}
+    if len(dtypes) != 1 or not (_is_one_of(module, ONE_DTYPE) or _is_one_of(module, NORMS)):
+        return None
+    [dtype] = dtypes
+    return dtype if plan.arrived_mixed or dtype in SIXTEEN_BITS else None
+
+
+def _cast_to_own(module: nn.Module, dtype: torch.dtype) -> None:
+    """Have a module's floating inputs cast to the dtype of its own parameters."""
+    if dtype is torch.float32 and _is_one_of(module, NORMS):
+        _wrap_forward(module, _norm_in_fp32)
+        return
+    others = tuple({torch.float32, *SIXTEEN_BITS} - {dtype})
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _cast((args, kwargs), others, dtype)
+        return forward(*args, **kwargs)
+
+    _wrap_forward(module, run)
+
+
+def _norm_in_fp32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """An fp32 norm gives 16 bits when called with 16 bits: as PyTorch's does on the CPU; CUDA has no kernel for it."""
+    leaves, _ = tree_flatten((args, kwargs))
+    if all(leaf.device.type == "cpu" for leaf in leaves):
+        return forward(*args, **kwargs)
+    return _in_fp32(forward, *args, without_inputs=None, stays_fp32=False, latest=_Unrounded(), **kwargs)
+
+
+def _is_one_of(module: nn.Module, classes: Iterable[type[nn.Module]]) -> bool:
+    """Whether a module's forward is that of one of these classes: one that is written anew casts as it wants."""
+    return any(type(module).forward is one.forward for one in classes)
+
+
+def _floating_dtypes(tree: Any) -> list[torch.dtype]:
+    leaves, _ = tree_flatten(tree)
+    return [leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 def _cast(tree: Any, those: tuple[torch.dtype, ...], dtype: torch.dtype) -> Any:

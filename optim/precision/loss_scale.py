@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from nvme_offload.offload.config.training import Fp16Config
+
 GROWTH_FACTOR = 2.0
 BACKOFF_FACTOR = 0.5
 _MAX_SCALE = 2.0**127
@@ -41,6 +43,19 @@ class LossScaler:
     """Steps without an overflow since the latest overflow or growth."""
     overflows_left: int = 0
     """Overflows until the scale halves; 0 means `hysteresis`."""
+
+    @classmethod
+    def of(cls, section: Fp16Config) -> LossScaler:
+        """The scaler that the keys of the ``fp16`` section describe."""
+        dynamic = section.loss_scale == 0
+        return cls(
+            loss_scale=2.0**section.initial_scale_power if dynamic else section.loss_scale,
+            dynamic=dynamic,
+            growth_interval=section.loss_scale_window,
+            hysteresis=section.hysteresis,
+            consecutive_hysteresis=section.consecutive_hysteresis,
+            min_loss_scale=section.min_loss_scale,
+        )
 
     def __post_init__(self) -> None:
         self.overflows_left = self.overflows_left or self.hysteresis

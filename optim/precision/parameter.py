@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nvme_offload.optim.layout.master import MasterForm
+from nvme_offload.optim.layout.master import DTYPE_OF_FORM, MasterForm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by their names in the section."""
@@ -28,11 +28,13 @@ class ParameterPrecision:
     """Dtype of the gradient partition, ``p.grad``, in which micro-batches are added up."""
     master: MasterForm = MasterForm.ITSELF
     """Where the fp32 master weight is."""
+    in_parts: bool = False
+    """Whether the shard is in parts, each of which may be on a tier (`optim.tiers.parts`)."""
 
     @property
     def storage(self) -> torch.dtype:
-        """What this rank keeps of the parameter between steps: a split one only its upper half."""
-        return torch.bfloat16 if self.master is MasterForm.SPLIT else torch.float32
+        """What this rank keeps of the parameter between steps, and gathers it from."""
+        return DTYPE_OF_FORM[self.master]
 
     @property
     def reduces_every_micro_batch(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.optim.layout.master import MasterForm, state_itemsize
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS, ParameterPrecision
 from nvme_offload.optim.precision.text import PlanRow, as_text, name_pattern
 from nvme_offload.optim.rules.registry import rule_of
@@ -34,6 +35,9 @@ class PrecisionPlan:
         parameters: Mapping[str, ParameterPrecision],
         rows: Iterable[PlanRow],
         buffers: Mapping[str, torch.dtype],
+        *,
+        arrived_mixed: bool = False,
+        named_fp32: Collection[str] = (),
     ) -> None:
         self.parameters = dict(parameters)
         """The precision of each parameter by qualified name; of tied parameters, by each of their names."""
@@ -47,6 +51,10 @@ class PrecisionPlan:
         """Dtype with which forward runs under `torch.autocast`; None where it does not."""
         self.loss_scaling = self.mode in ("fp16", "autocast-fp16")
         """Whether the loss is scaled, as the keys of the ``fp16`` section say."""
+        self.arrived_mixed = arrived_mixed
+        """Whether a 16-bit model came with 16-bit and with fp32 parameters: its own code casts."""
+        self.named_fp32 = frozenset(named_fp32)
+        """Names of the parameters that are fp32 because the section says so, and did not come so in a mixed model."""
 
     @classmethod
     def of(
@@ -68,7 +76,9 @@ class PrecisionPlan:
         Raises:
             ConfigError: keys that do not go together for this model; a name in the section that matches nothing.
         """
-        kept = _kept_fp32(config, model, elsewhere)
+        arrived_fp32 = _arrived_fp32(config, model, elsewhere)
+        named_fp32 = _named_fp32(config, model, elsewhere) - arrived_fp32
+        kept = arrived_fp32 | named_fp32
         safe = _safe_params(config, model)
         beside = {param for module in model.modules() for param in _beside_kept(module, kept)}
         parameters = {}
@@ -83,6 +93,8 @@ class PrecisionPlan:
             parameters,
             _rows(config, model, parameters, rule or rule_of(config.optimizer)),
             {name: item.dtype for name, item in model.named_buffers()},
+            arrived_mixed=_is_mixed(config, model, elsewhere),
+            named_fp32=[name for name, param in model.named_parameters() if param in named_fp32],
         )
 
     def __getitem__(self, name: str) -> ParameterPrecision:
@@ -91,23 +103,17 @@ class PrecisionPlan:
     def policy_of(self, name: str) -> MixedPrecisionPolicy:
         """A parameter's policy for ``fully_shard``. It always has a reduce dtype: torch's default differs by version.
 
-        Modules cast their inputs to the dtype they compute in, but for fp32 modules of a 16-bit model, which do it
-        themselves (`optim.precision.casts`), and under autocast, where every operator does.
+        Modules cast their inputs to the dtype they compute in, but in a model that arrived in mixed dtypes and for fp32
+        modules of a 16-bit model (`optim.precision.casts`), and under autocast, where every operator does.
         """
         precision = self[name]
-        casts = precision.compute in SIXTEEN_BITS or self.mode == "none"
+        casts = (precision.compute in SIXTEEN_BITS and not self.arrived_mixed) or self.mode == "none"
         return MixedPrecisionPolicy(precision.gather, precision.reduce, cast_forward_inputs=casts)
 
     @property
     def keeps_fp32_modules(self) -> bool:
         """Whether some parameters of a 16-bit model are fp32."""
         return {precision.compute for precision in self.parameters.values()} > {torch.float32}
-
-    @property
-    def split_accumulation(self) -> torch.dtype | None:
-        """What gradients of parameters in halves are accumulated in, one dtype for all; None where nothing is split."""
-        split = (item for item in self.parameters.values() if item.master is MasterForm.SPLIT)
-        return next((precision.accumulate for precision in split), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, strings and numbers: what `to_json` writes."""
@@ -150,13 +156,15 @@ def precision_of(
         gather, compute = DTYPES[config.autocast_dtype] if safe else torch.float32, None
     else:
         gather = compute = torch.float32 if kept else DTYPES[config.compute_dtype]
+    # Autocast rounds fp32 parameters, to even, where upper halves round ties away from zero: there they stay whole.
+    master = FORM_OF_DTYPE[compute or torch.float32]
     return ParameterPrecision(
         compute=compute,
         gather=gather,
         reduce=DTYPES[reduce] if reduce else torch.float32 if beside_fp32 else gather,
         accumulate=DTYPES[accumulate] if accumulate else compute or torch.float32,
-        # A gathered upper half rounds ties away from zero, autocast rounds them to even: no halves under autocast.
-        master=MasterForm.SPLIT if compute is torch.bfloat16 else MasterForm.ITSELF,
+        master=master,
+        in_parts=master is not MasterForm.ITSELF or config.has_block_tiers,
     )
 
 
@@ -187,14 +195,16 @@ def _bytes(
     """Bytes per parameter of one shard, by tier: what is kept between steps, with the gradient at its largest."""
     zero = config.zero_optimization
     memory = "cuda" if param.device.type == "cuda" else "memory"  # one on meta is born in memory
-    is_split = precision.master is MasterForm.SPLIT
-    storage = "nvme" if is_split and zero.offload_param.device == "nvme" else memory
+    storage = "nvme" if zero.offload_param.device == "nvme" else memory
     if not param.requires_grad:
-        rest = 2 if is_split else 0  # the lower half
-        return {memory: rest, storage: 2} if storage != memory else {memory: 4}
-    gradient = "nvme" if is_split and config.offload_gradients.device == "nvme" else memory
+        rest_dtype = MASTER_DTYPE[precision.master]
+        rest = 0 if rest_dtype is None or param.dtype is precision.storage else rest_dtype.itemsize
+        sizes = {memory: rest}
+        sizes[storage] = sizes.get(storage, 0) + precision.storage.itemsize
+        return sizes
+    gradient = "nvme" if config.offload_gradients.device == "nvme" else memory
     state = "nvme" if zero.offload_optimizer.device == "nvme" else "memory"
-    sizes: dict[str, int] = {memory: 0}
+    sizes = {memory: 0}
     for tier, size in (
         (storage, precision.storage.itemsize),
         (gradient, precision.accumulate.itemsize),
@@ -204,29 +214,44 @@ def _bytes(
     return sizes
 
 
-def _kept_fp32(config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None) -> set[nn.Parameter]:
-    """Parameters that stay fp32 in a 16-bit model: those the section names, and those the user left in fp32.
+def _is_mixed(config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None) -> bool:
+    """Whether a model that is computed in 16 bits came with 16-bit and with fp32 parameters."""
+    dtypes = {param.dtype for param in model.parameters()} | set(elsewhere or ())
+    has_16_bits = not dtypes.isdisjoint(SIXTEEN_BITS)
+    return config.compute_dtype != "fp32" and torch.float32 in dtypes and has_16_bits
+
+
+def _arrived_fp32(
+    config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None
+) -> set[nn.Parameter]:
+    """Parameters that stay fp32 because the user left them so, in a model with 16-bit ones."""
+    if config.compute_dtype == "fp32" and any(param.dtype in SIXTEEN_BITS for param in model.parameters()):
+        why = "neither bf16.enabled nor fp16.enabled is true"
+        warn_user(f"the model has 16-bit parameters and {why}: they become fp32 and are computed in fp32")
+    if not _is_mixed(config, model, elsewhere):
+        return set()
+    return {param for param in model.parameters() if param.dtype is torch.float32}
+
+
+def _named_fp32(
+    config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None
+) -> set[nn.Parameter]:
+    """Parameters that stay fp32 because the section names them.
 
     Raises:
         ConfigError: a pattern matches nothing.
     """
-    params = list(model.parameters())
-    dtypes = {param.dtype for param in params} | set(elsewhere or ())
-    is_mixed = torch.float32 in dtypes and not dtypes.isdisjoint(SIXTEEN_BITS)
+    named: set[nn.Parameter] = set()
     if config.compute_dtype == "fp32":
-        if not dtypes.isdisjoint(SIXTEEN_BITS):
-            why = "neither bf16.enabled nor fp16.enabled is true"
-            warn_user(f"the model has 16-bit parameters and {why}: they become fp32 and are computed in fp32")
-        return set()
-    kept = {param for param in params if is_mixed and param.dtype is torch.float32}
+        return named
     for pattern in config.fp32_modules:
         found = [param for param, names in _names_of_owners(model) if any(fnmatchcase(name, pattern) for name in names)]
         if not found and elsewhere is None:
             classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
             what = f'"{pattern}" names no module or parameter of this model; its classes are {classes}'
             raise ConfigError([f"fp32_modules: {what}"])
-        kept.update(found)
-    return kept
+        named.update(found)
+    return named
 
 
 def _beside_kept(module: nn.Module, kept: set[nn.Parameter]) -> set[nn.Parameter]:
@@ -242,10 +267,17 @@ def _names_of_owners(model: nn.Module) -> Iterable[tuple[nn.Parameter, set[str]]
         paths = [".".join(parts[: depth + 1]) for depth in range(len(parts))] if module_name else []
         names = set(paths)
         for path in paths:
-            kind = type(model.get_submodule(path))
-            names |= {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+            names |= _names_of_class(type(model.get_submodule(path)))
         for name, param in module.named_parameters(recurse=False):
             yield param, {*names, f"{module_name}.{name}" if module_name else name}
+
+
+def _names_of_class(kind: type) -> set[str]:
+    """A class's name, and that with each package it is imported from: torch.nn.LayerNorm is of a module below that."""
+    parts = kind.__module__.split(".")
+    packages = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    public = {package for package in packages if getattr(sys.modules.get(package), kind.__qualname__, None) is kind}
+    return {kind.__name__, *(f"{package}.{kind.__qualname__}" for package in (*public, kind.__module__))}
 
 
 def _safe_params(config: OffloadConfig, model: nn.Module) -> set[nn.Parameter]:

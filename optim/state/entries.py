@@ -58,33 +58,31 @@ def _as_sharded(local: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def fresh_entry(param: torch.Tensor, name: str, rule: UpdateRule) -> torch.Tensor:
-    """An entry of a parameter that was never updated: as the rule begins, and the master, which is the parameter."""
+    """An entry, other than the master, of a parameter that was never updated: as the rule begins."""
     if name == "step":
         return torch.zeros(())
-    if name == "master":
-        return unflatten(flat_view(param).cpu().float(), param)
     [birth] = (state.birth for state in rule.states if state.name == name)
     return unflatten(torch.full((param.numel(),), birth, dtype=torch.float32), param)
 
 
 def _room_for(body: StateBody, index: int, name: str) -> torch.Tensor:
     """A fresh entry, perhaps to be overwritten. What is on a tier and has state is born: nothing needs to be read."""
-    if body.table[index].upper is not None and body.table[index].is_placed:
+    if name == "master" and body.table[index].tiered is not None and body.table[index].is_placed:
         return torch.empty(body.table[index].param.shape)
     return fresh_entry_of(body, index, name)
 
 
 def fresh_entry_of(body: StateBody, index: int, name: str) -> torch.Tensor:
-    """`fresh_entry` of a parameter wherever it is; the master of a split shard is both of its halves.
+    """`fresh_entry` of a parameter wherever it is; the master of a split shard is all of its parts.
 
     Raises:
         SwapIOError: it is on a tier and cannot be read.
     """
-    param, lower = body.table[index].param, body.table[index].first_lower
-    if lower is None or name != "master":
-        return fresh_entry(param, name, body.table[index].rule)
-    upper = body.table[index].copy_of(Run(index, 0, param.numel(), 0))
-    return unflatten(body.kernels.join(upper, lower), param)
+    record = body.table[index]
+    if name != "master":
+        return fresh_entry(record.param, name, record.rule)
+    stored = record.copy_of(Run(index, 0, record.param.numel(), 0))
+    return unflatten(body.kernels.joined(stored, record.first_rest), record.param)
 
 
 def prepare_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, torch.Tensor]]:

@@ -40,14 +40,12 @@ def give_birth(slot: SlotRecord, memory: Memory, table: ParamTable, pool: Kernel
         if checksums is not None:
             host = table[run.param].copy_of(run)
             pool.tile_checksums(host, out=checksums)
-            if subgroup.form is MasterForm.FULL:
-                master = section_view(subgroup, memory, "master", run)
-                assert master is not None
+            rest, master = table[run.param].first_rest, section_view(subgroup, memory, "master", run)
+            assert master is not None
+            if rest is not None:
+                master.copy_(rest[run.start : run.stop])
+            elif subgroup.form is MasterForm.FULL:
                 master.copy_(pool.fp16_to_fp32(host))
-            elif (lower := table[run.param].first_lower) is not None:
-                master = section_view(subgroup, memory, "master", run)
-                assert master is not None
-                master.copy_(lower[run.start : run.stop])
 
 
 def write_master(
@@ -64,15 +62,8 @@ def write_master(
         pool: kernels.
     """
     master = section_view(subgroup, memory, "master", run)
-    if subgroup.form is MasterForm.ITSELF:
-        table[run.param].view(run).copy_(values)
-        return
-    assert master is not None
-    if subgroup.form is MasterForm.SPLIT:
-        rounded, _ = pool.split(values, out=(torch.empty(run.numel, dtype=torch.bfloat16), master))
-    else:
-        rounded = pool.fp32_to_fp16(values)
-        master.copy_(values)
+    rounded = torch.empty(run.numel, dtype=table[run.param].param.dtype)
+    pool.divide(values, rounded, master)
     with table[run.param].reaching(run, change=True) as param:
         param.copy_(rounded)
     checksums = table[run.param].checksums_of(run)
@@ -86,13 +77,10 @@ def read_master(run: Run, subgroup: Subgroup, memory: Memory, table: ParamTable,
     Where somebody changed the parameter since the last update, the parameter is the truth: see `step.update_of`.
     """
     param = table[run.param].copy_of(run)
-    if subgroup.form is MasterForm.ITSELF:
-        return param.clone()
-    master = section_view(subgroup, memory, "master", run)
-    assert master is not None
-    joined = pool.join(param, master) if subgroup.form is MasterForm.SPLIT else master.clone()
+    joined = pool.joined(param, section_view(subgroup, memory, "master", run))
     known = table[run.param].checksums_of(run)
-    assert known is not None
+    if known is None:
+        return joined
     changed = (pool.tile_checksums(param) != known).nonzero().flatten().tolist()
     for block in changed:
         part = slice(block * TILE_NUMEL, (block + 1) * TILE_NUMEL)

@@ -11,6 +11,7 @@ import torch
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.shards.param_tier import TieredShard
 from nvme_offload.offload.storage.host_tier import HostTier
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Tier
@@ -25,11 +26,11 @@ from nvme_offload.optim.state.masters import give_birth
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.state.state_parts import StateParts
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
-from nvme_offload.optim.state.tier_halves import TierHalves
 from nvme_offload.optim.stats import Meter
-from nvme_offload.optim.tiers.block_tiers import BlockTiers
-from nvme_offload.optim.tiers.halves import GatherGroup, ResidentHalves, split_halves, split_shard
+from nvme_offload.optim.tiers.block_tiers import Admission, BlockTiers
+from nvme_offload.optim.tiers.parts import OwnParts, parts_of, split_shard
 
 
 class StateStore(StateBody):
@@ -84,17 +85,22 @@ class StateStore(StateBody):
         return [self.table.add(leaf, name, group, rule) for leaf, name in params.items()]
 
     def _check_not_elsewhere(self, leaf: torch.Tensor, name: str) -> None:
-        """Two optimizers of one split parameter would each change the upper half under the other's lower one."""
-        halves = split_halves(leaf)
-        if not isinstance(halves, TierHalves) or halves.body is self:
-            return
-        if halves.body.is_closed:
+        """Two optimizers of one split parameter would each change what is stored under the other's rest."""
+        parts = parts_of(leaf)
+        if isinstance(parts, OwnParts) and isinstance(parts.stored, TieredShard):  # frozen, and on its way at most
             raise ValueError(
-                f"{name} belonged to an {halves.body.owner} that is closed, and the lower half of its weights went "
-                "with that: load a checkpoint into a new model, and make the optimizer for that one"
+                f"{name} is on the parameter tier of another optimizer, which goes when that is closed: load a "
+                "checkpoint, or model.state_dict(), into a new model"
+            )
+        if not isinstance(parts, StateParts) or parts.body is self:
+            return
+        if parts.body.is_closed:
+            raise ValueError(
+                f"{name} belonged to an {parts.body.owner} that is closed, and part of its weights went with that: "
+                "load a checkpoint into a new model, and make the optimizer for that one"
             )
         raise ValueError(
-            f"{name} belongs to another {halves.body.owner}, which holds the lower half of its weights: go on "
+            f"{name} belongs to another {parts.body.owner}, which holds part of its weights: go on "
             "with that one (load_state_dict gives it another state), or load model.state_dict() into a new model"
         )
 
@@ -102,19 +108,20 @@ class StateStore(StateBody):
         """Give parameters whose state has no place yet one: see `StateBody`."""
         self._tidy_up()
         missing = [record for record in records if not record.is_placed]
-        groups = self.blocks.admit([record.leaf for record in missing])
+        frozen = [record.leaf for record in self.table if not (record.is_placed or record.leaf.requires_grad)]
+        admitted = self.blocks.admit([record.leaf for record in missing], frozen)
         slots: list[SlotRecord] = []
         try:
-            plan = self._place(missing, groups, slots)
-            self._write_lower_halves(slots)
-            self.blocks.take(groups)
+            plan = self._place(missing, admitted, slots)
+            self._write_rests(slots)
+            self.blocks.take(admitted)
             for record in missing:
                 record.is_placed = True
         except BaseException:
             for record in missing:
                 record.is_placed = False
             self._give_up(slots)
-            self.blocks.drop(groups)
+            self.blocks.drop(admitted)
             raise
         # No call in between: a signal handler sees all of it or nothing.
         self.slots += slots
@@ -127,22 +134,20 @@ class StateStore(StateBody):
         if not self._arrived:
             return
         for record in self._arrived:
-            self._let_go_of_lower_half(record)
+            self._let_go_of_rest(record)
         for record in self.table:
-            record.note_upper()
+            record.note_place()
         self.table.look_again()  # lets go of what was resident
         self._arrived = []
 
-    def _place(
-        self, missing: Sequence[ParamRecord], groups: Sequence[GatherGroup], slots: list[SlotRecord]
-    ) -> TierPlan:
+    def _place(self, missing: Sequence[ParamRecord], admitted: Admission, slots: list[SlotRecord]) -> TierPlan:
         """Promise places and fill in `slots`, one for each new subgroup; returns the plan with them in it."""
-        blocks = self.blocks.units(groups)
+        blocks = self.blocks.units(admitted)
         subgroups = self._cut(missing, blocks)
-        if not subgroups and not groups:
+        if not subgroups and not admitted.groups:
             return self.plan
         plan = self._plan(subgroups, blocks)
-        self.blocks.reserve(groups, plan.tiers[: len(blocks)])
+        self.blocks.reserve(admitted, plan.tiers[: len(blocks)])
         slots += [SlotRecord(subgroup) for subgroup in subgroups]
         tiers = plan.tiers[len(plan.tiers) - len(subgroups) :]
         moving = [slot for slot, tier in zip(slots, tiers, strict=True) if tier == "nvme"]
@@ -162,7 +167,7 @@ class StateStore(StateBody):
                 slot.place(tier, extent)
 
     def _give_up(self, slots: Sequence[SlotRecord]) -> None:
-        """Undo `_place` and `_write_lower_halves`, as far as they came."""
+        """Undo `_place` and `_write_rests`, as far as they came."""
         self.pipeline.forget(slots)
         for slot in slots:
             if slot.tier is not None and slot.extent is not None:
@@ -213,10 +218,13 @@ class StateStore(StateBody):
     def _num_buffers(self) -> int:
         return self.config.zero_optimization.offload_optimizer.buffer_count
 
-    def _write_lower_halves(self, slots: Sequence[SlotRecord]) -> None:
-        """Bring the lower halves of split shards to their tier, subgroup by subgroup. They stay in memory as well."""
+    def _write_rests(self, slots: Sequence[SlotRecord]) -> None:
+        """Bring what the masters of split shards have besides to its tier, subgroup by subgroup. It also stays."""
+        split = {record.index for record in self.table if isinstance(parts_of(record.leaf), OwnParts)}
         order = [
-            slot for slot in slots if any(self.table[run.param].first_lower is not None for run in slot.subgroup.runs)
+            slot
+            for slot in slots
+            if "master" in slot.subgroup.sections and any(run.param in split for run in slot.subgroup.runs)
         ]
         if not order:
             return  # in particular where nothing is new: a step does not wait for the writes of the one before
@@ -226,12 +234,11 @@ class StateStore(StateBody):
             self.pipeline.release(slot)
         self.pipeline.synchronize()
 
-    def _let_go_of_lower_half(self, record: ParamRecord) -> None:
-        """From now on the one on the tier counts."""
+    def _let_go_of_rest(self, record: ParamRecord) -> None:
+        """From now on the one in the state counts."""
         split = split_shard(record.leaf)
-        if split is not None and isinstance(split.halves, ResidentHalves):  # not where this was cut short before
-            split.use_halves(TierHalves(self, record.index, split.halves))
-        record.first_lower = None
+        if split is not None and isinstance(split.parts, OwnParts):  # not where this was cut short before
+            split.use_parts(StateParts(self, record.index, split.parts))
 
     def _cut(self, records: Sequence[ParamRecord], blocks: Sequence[Unit]) -> list[Subgroup]:
         places = [

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from nvme_offload.offload.shards.param_tier import TieredUpper
+from nvme_offload.offload.shards.param_tier import TieredShard
 from nvme_offload.optim.layout.flat import Layout, flat_view, storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, TILE_NUMEL, MasterForm, num_tiles
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.tiers.halves import ResidentHalves, split_halves
+from nvme_offload.optim.tiers.parts import OwnParts, parts_of, split_shard
 
 
 @dataclass(eq=False)
@@ -40,20 +40,15 @@ class ParamRecord:
     """Number of updates that the parameter has had."""
     is_placed: bool = False
     """Whether its state has a place (it has had state, or was trainable when it came)."""
-    first_lower: torch.Tensor | None = None
-    """Lower half, uint16, of a split shard whose subgroups are not born yet."""
-    upper: TieredUpper | None = None
-    """Where on the parameter tier its upper half is; None where it is not there."""
+    tiered: TieredShard | None = None
+    """Where on the parameter tier it is; None where it is not there."""
 
     def __post_init__(self) -> None:
         self.param = storage_of(self.leaf)
         self.layout = Layout.of(self.leaf)
         tiles = num_tiles(self.param.numel())
         self.checksums = None if self.form is MasterForm.ITSELF else torch.zeros(tiles, dtype=torch.int64)
-        halves = split_halves(self.leaf)
-        if isinstance(halves, ResidentHalves):
-            self.first_lower = halves.lower
-            self.note_upper()
+        self.note_place()
 
     @property
     def form(self) -> MasterForm:
@@ -66,11 +61,17 @@ class ParamRecord:
         master = () if self.form is MasterForm.ITSELF else ("master",)
         return ("step", *master, *(state.name for state in self.rule.states))
 
-    def note_upper(self) -> None:
-        """Look whether the parameter's upper half is on the parameter tier now."""
-        halves = split_halves(self.leaf)
-        if halves is not None and isinstance(halves.upper, TieredUpper):
-            self.upper = halves.upper
+    @property
+    def first_rest(self) -> torch.Tensor | None:
+        """What the masters of a split shard without state have besides what is stored; None where that says all."""
+        parts = parts_of(self.leaf)
+        return parts.rest if isinstance(parts, OwnParts) else None
+
+    def note_place(self) -> None:
+        """Look whether the parameter is on the parameter tier now."""
+        parts = parts_of(self.leaf)
+        if parts is not None and isinstance(parts.stored, TieredShard):
+            self.tiered = parts.stored
 
     @contextmanager
     def reaching(self, run: Run, *, change: bool) -> Iterator[torch.Tensor]:
@@ -79,7 +80,7 @@ class ParamRecord:
         Raises:
             SwapIOError: it is on a tier and cannot be read.
         """
-        with self.upper.held(change=change) if self.upper is not None else nullcontext():
+        with self.tiered.held(change=change) if self.tiered is not None else nullcontext():
             yield self.view(run)
 
     def copy_of(self, run: Run) -> torch.Tensor:
@@ -90,11 +91,11 @@ class ParamRecord:
         """
         with self.reaching(run, change=False) as param:
             # A staging buffer may be another block's right after this.
-            return param.clone() if self.upper is not None else param.cpu()
+            return param.clone() if self.tiered is not None else param.cpu()
 
     def view(self, run: Run) -> torch.Tensor:
         """A run of it inside the step, which holds the block of a parameter on a tier."""
-        whole = self.upper.view() if self.upper is not None else flat_view(self.param)
+        whole = self.tiered.view() if self.tiered is not None else flat_view(self.param)
         return whole[run.start : run.stop]
 
     def checksums_of(self, run: Run) -> torch.Tensor | None:
@@ -154,8 +155,8 @@ class ParamTable:
 
     @property
     def has_split_params(self) -> bool:
-        """Whether the state has the lower half of any parameter."""
-        return any(split_halves(record.leaf) is not None for record in self._records)
+        """Whether the state has a part of any parameter that FSDP2 gathers."""
+        return any("master" in record.entry_names and split_shard(record.leaf) is not None for record in self._records)
 
     def look_again(self) -> None:
         """Look where parameters are now; what they were in before is let go."""

@@ -8,12 +8,12 @@ from itertools import islice
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep
 from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.state.state_parts import StateParts
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.state.tier_halves import TierHalves
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.update import read_update_write
-from nvme_offload.optim.tiers.halves import split_halves
+from nvme_offload.optim.tiers.parts import parts_of
 
 LOOK_AHEAD = 256  # subgroups; most of them may be in host memory, past which the reads go on
 
@@ -39,7 +39,7 @@ def waits_for_updates(store: StateStore, record: ParamRecord) -> bool:
     wanted = moves if config.overlap_step is None else config.overlap_step != "off"
     if not wanted or record.rule.whole or store.mirror is not None or store.blocks.exist:
         return False
-    return isinstance(split_halves(record.leaf), TierHalves)
+    return isinstance(parts_of(record.leaf), StateParts)
 
 
 class UpdatesBehind:

@@ -21,7 +21,7 @@ from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.behind import LOOK_AHEAD, forward_order, update_captured, waits_for_updates
 from nvme_offload.optim.step.scalars import scalars_of
-from nvme_offload.optim.tiers.halves import split_halves
+from nvme_offload.optim.tiers.parts import parts_of
 from nvme_offload.optim.whole_params import WholeParams
 
 
@@ -145,13 +145,13 @@ class FinalGradients:
             StateError: it was final before.
         """
         store, job = self._store, self._job
-        record, halves = store.table.of(leaf), split_halves(leaf)
+        record, parts = store.table.of(leaf), parts_of(leaf)
         if job is not None and record.index in job.arrived:
             more = "another gradient after the one that was final"
             way_on = 'one backward before step() (write gradient_accumulation_steps, or overlap_step = "forward")'
             raise StateError(record.name, way_on, more)
         may_begin = self.is_last_backward and waits_for_updates(store, record)
-        if store.is_closed or not may_begin or halves is None or num_backwards_left(halves.owner):
+        if store.is_closed or not may_begin or parts is None or num_backwards_left(parts.owner):
             return
         job = job or self._begin()
         if job is not None and (grad := flat_grad(leaf, record.name)) is not None:

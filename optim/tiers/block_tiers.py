@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from nvme_offload.aio_native import EngineStats
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
-from nvme_offload.offload.shards.param_tier import ParamTier, ResidentUpper, TieredUpper, UnbornUpper
+from nvme_offload.offload.shards.param_tier import ParamTier, ResidentShard, TieredShard, UnbornShard
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
@@ -22,9 +22,30 @@ from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.grad_tier import GradTier, PartitionStandIn
-from nvme_offload.optim.tiers.halves import GatherGroup, Halves, split_halves
+from nvme_offload.optim.tiers.parts import GatherGroup, parts_of
 from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
 from nvme_offload.optim.warn import warn_user
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Groups that are to get a place."""
+
+    numbered: list[GatherGroup] = field(default_factory=list)
+    """Those that had no number before."""
+    params: list[GatherGroup] = field(default_factory=list)
+    """Those whose parameters need one."""
+    grads: list[GatherGroup] = field(default_factory=list)
+    """Those whose gradients need one."""
+
+    @property
+    def groups(self) -> list[GatherGroup]:
+        """All of them."""
+        return list(dict.fromkeys([*self.params, *self.grads]))
+
+    def groups_of(self, kind: str) -> list[GatherGroup]:
+        """Those that need a place for parameters, or for gradients."""
+        return self.params if kind == PARAMS else self.grads
 
 
 class BlockTiers:
@@ -47,8 +68,6 @@ class BlockTiers:
         self.grads: GradTier | None = None
         checksum = kernels.tile_checksums if config.aio.checksums else None
         section = config.zero_optimization.offload_param
-        if "nvme" in (section.device, config.offload_gradients.device):
-            give_back_freed_memory()
         try:
             if section.device == "nvme":
                 self.params = ParamTier(section, NvmeTier(config, paths=section.nvme_path), checksum)
@@ -60,11 +79,11 @@ class BlockTiers:
             raise
         self._config = config
         self._numbers: dict[GatherGroup, int] = {}
-        self._param_places: dict[GatherGroup, list[TieredUpper]] = {}
+        self._param_places: dict[GatherGroup, list[TieredShard]] = {}
         self._param_blocks: dict[int, Block] = {}
         self._grad_blocks: dict[int, Block] = {}
-        self._placed: dict[str, list[Unit]] = {cache.kind: [] for cache, _ in self._caches()}
-        """The units of blocks that have a place, by kind and by number of the block."""
+        self._placed: dict[str, dict[GatherGroup, Unit]] = {cache.kind: {} for cache, _ in self._caches()}
+        """The units of blocks that have a place, by kind."""
 
     @property
     def exist(self) -> bool:
@@ -73,110 +92,132 @@ class BlockTiers:
 
     def number_of(self, leaf: torch.Tensor) -> int:
         """The block of a parameter, wherever it lives; -1 where there is no tier for such."""
-        halves = split_halves(leaf) if self.exist else None
-        return self._numbers.get(halves.group, -1) if halves is not None else -1
+        parts = parts_of(leaf) if self.exist else None
+        return self._numbers.get(parts.group, -1) if parts is not None else -1
 
-    def admit(self, leaves: Iterable[torch.Tensor]) -> list[GatherGroup]:
-        """Number the groups that these parameters belong to, frozen members included.
+    def admit(self, trained: Iterable[torch.Tensor], frozen: Iterable[torch.Tensor]) -> Admission:
+        """Number the groups that these parameters belong to, and find those that have no place yet.
+
+        Args:
+            trained: parameters that get their first gradient, or will.
+            frozen: parameters that have had none so far. Their groups are gathered from the parameter tier, too.
 
         Returns:
-            The groups that had no number yet. They still need a place: `reserve`, or `drop`.
+            What still needs a place: `reserve`, or `drop`.
 
         Raises:
             ConfigError: there is nothing to put on the tier.
         """
-        found = [halves.group for leaf in leaves if (halves := split_halves(leaf)) is not None]
-        groups = [group for group in dict.fromkeys(found) if group not in self._numbers]
-        late = sorted({group.name for group in found if self._numbers.get(group) in self._grad_blocks})
+        if not self.exist:
+            return Admission()
+        trained = [leaf for leaf in trained if parts_of(leaf) is not None]
+        self._warn_of_late(trained)
+        of_trained = _groups_of(trained)
+        of_all = list(dict.fromkeys([*of_trained, *(_groups_of(frozen) if self.params is not None else ())]))
+        if not of_all and not self._numbers:
+            self._refuse()
+        new = [group for group in of_all if group not in self._numbers]
+        self._numbers.update({group: number for number, group in enumerate(new, start=len(self._numbers))})
+        return Admission(
+            new,
+            [group for group in of_all if self.params is not None and group not in self._placed[PARAMS]],
+            [group for group in of_trained if self.grads is not None and group not in self._placed[GRADS]],
+        )
+
+    def _warn_of_late(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Gradients of these parameters, which have none yet, may have no room in the block of their group."""
+        if self.grads is None:
+            return
+        late = [leaf for leaf in leaves if self.number_of(leaf) in self._grad_blocks and not self.grads.takes(leaf)]
         if late:
+            names = sorted({group.name for group in _groups_of(late)})
             warn_user(
-                f"parameters of {', '.join(late)} have their first gradient, in blocks of gradients that are laid out "
+                f"parameters of {', '.join(names)} have their first gradient, in blocks of gradients that are laid out "
                 "without them: these gradients stay in memory. Parameters that require a gradient when the optimizer "
                 "is made have a place on the tier"
             )
-        if self.exist and not found and not self._numbers:
-            self._refuse()
-        self._numbers.update({group: number for number, group in enumerate(groups, start=len(self._numbers))})
-        return groups
 
-    def units(self, groups: Sequence[GatherGroup]) -> list[Unit]:
-        """What the tier plan has to place: for each tier its staging buffers, the blocks of before, and new ones.
-
-        Args:
-            groups: from `admit`, still without a place.
-        """
+    def units(self, admitted: Admission) -> list[Unit]:
+        """What the tier plan has to place: for each tier its staging buffers, the blocks of before, and new ones."""
         units = []
         for cache, _ in self._caches():
-            blocks = [*self._placed[cache.kind], *(self._unit(cache, group) for group in groups)]
+            blocks = [
+                *self._placed[cache.kind].values(),
+                *(self._unit(cache, group) for group in admitted.groups_of(cache.kind)),
+            ]
             units += [staging_unit(cache.kind, blocks, cache.num_buffers, cache.buffer_bytes), *blocks]
         return units
 
-    def reserve(self, groups: Sequence[GatherGroup], tiers: Sequence[Tier]) -> None:
+    def reserve(self, admitted: Admission, tiers: Sequence[Tier]) -> None:
         """Reserve blocks for what is to be on NVMe, with all of their space promised; the rest stays where it is.
 
-        Hand the groups to `take` when the optimizer's state has its place too; after an error, to `drop`.
+        Hand what was admitted to `take` when the optimizer's state has its place too; after an error, to `drop`.
 
         Args:
-            groups: from `admit`.
-            tiers: of `units` for these groups, one for each.
+            admitted: from `admit`.
+            tiers: of `units` for it, one for each.
 
         Raises:
             ConfigError: a block is too large for a staging buffer.
             OutOfSpaceError: names bytes needed and free.
         """
-        placed = [replace(unit, tiers=(tier,)) for unit, tier in zip(self.units(groups), tiers, strict=True)]
-        self._placed = {kind: [unit for unit in placed if unit.kind == kind] for kind in self._placed}
+        placed = [replace(unit, tiers=(tier,)) for unit, tier in zip(self.units(admitted), tiers, strict=True)]
+        for kind, before in self._placed.items():
+            units = [unit for unit in placed if unit.kind == kind]
+            self._placed[kind] = dict(zip([*before, *admitted.groups_of(kind)], units, strict=True))
         if self.params is not None:
-            moving = self._moving(groups, PARAMS)
-            places = self.params.reserve([(group.name, group.padded_shapes) for group in moving])
-            for group, uppers in zip(moving, places, strict=True):
-                self._param_places[group] = uppers
-                self._param_blocks[self._numbers[group]] = uppers[0].block
+            moving = self._moving(admitted, PARAMS)
+            places = self.params.reserve([(group.name, group.forms) for group in moving])
+            for group, stored in zip(moving, places, strict=True):
+                self._param_places[group] = stored
+                self._param_blocks[self._numbers[group]] = stored[0].block
         if self.grads is not None:
-            moving = self._moving(groups, GRADS)
-            blocks = self.grads.reserve([(group.name, _partitions(group)) for group in moving])
+            moving = self._moving(admitted, GRADS)
+            blocks = self.grads.reserve([(group.name, group.partitions) for group in moving])
             for group, block in zip(moving, blocks, strict=True):
                 self._grad_blocks[self._numbers[group]] = block
 
-    def drop(self, groups: Sequence[GatherGroup]) -> None:
+    def drop(self, admitted: Admission) -> None:
         """Undo `admit`, `reserve` and a `take` that failed, as far as they came."""
-        for group in reversed(groups):
-            number = self._numbers.pop(group)
-            if self.grads is not None and number in self._grad_blocks:
-                self.grads.drop([self._grad_blocks.pop(number)])
-            if self.params is not None and number in self._param_blocks:
-                self.params.cache.drop([self._param_blocks.pop(number)])
+        for group in reversed(admitted.grads):
+            if self.grads is not None and (block := self._grad_blocks.pop(self._numbers[group], None)) is not None:
+                self.grads.drop([block])
+            self._placed[GRADS].pop(group, None)
+        for group in reversed(admitted.params):
+            if self.params is not None and (block := self._param_blocks.pop(self._numbers[group], None)) is not None:
+                self.params.cache.drop([block])
                 del self._param_places[group]
-        for units in self._placed.values():
-            del units[len(self._numbers) :]
+            self._placed[PARAMS].pop(group, None)
+        for group in admitted.numbered:
+            del self._numbers[group]
 
-    def take(self, groups: Sequence[GatherGroup]) -> None:
-        """Bring the upper halves to their tier, group by group, then free their memory; and gradients from now on.
+    def take(self, admitted: Admission) -> None:
+        """Bring what is stored to its tier, group by group, then free its memory; and gradients from now on.
 
         Raises:
-            SwapIOError: a write failed. The upper halves are in memory as before; hand the groups to `drop`.
+            SwapIOError: a write failed. All is in memory as before; hand what was admitted to `drop`.
         """
-        before = [(half, half.upper) for group in groups for half in _halves_of(group)]
+        before = [(parts, parts.stored) for group in admitted.params for parts in group.parts]
         try:
-            for group in groups:
+            for group in admitted.params:
                 self._take_params(group)
         except BaseException:
-            for half, upper in before:
-                half.upper = upper
+            for parts, stored in before:
+                parts.stored = stored
             raise
         if self.grads is not None:
-            self.grads.take([self._grad_blocks[self._numbers[group]] for group in self._moving(groups, GRADS)])
+            self.grads.take([self._grad_blocks[self._numbers[group]] for group in self._moving(admitted, GRADS)])
 
     def _take_params(self, group: GatherGroup) -> None:
-        halves = _halves_of(group)
+        all_parts = group.parts
         if self.params is not None and group in self._param_places:
             places = self._param_places[group]
-            self.params.put(places, [half.upper for half in halves])
-            for half, place in zip(halves, places, strict=True):
-                half.upper = place
-        for half in halves:
-            if isinstance(half.upper, UnbornUpper):
-                half.upper = ResidentUpper(torch.zeros(half.upper.padded_shape, dtype=torch.bfloat16))
+            self.params.put(places, [parts.stored for parts in all_parts])
+            for parts, place in zip(all_parts, places, strict=True):
+                parts.stored = place
+        for parts in all_parts:
+            if isinstance(parts.stored, UnbornShard):
+                parts.stored = ResidentShard(torch.zeros(parts.stored.form.shape, dtype=parts.stored.form.dtype))
 
     def begin_step(self, order: Sequence[Subgroup]) -> None:
         """A step will go through these subgroups in this order: read their blocks ahead."""
@@ -216,6 +257,11 @@ class BlockTiers:
             yield
 
     @property
+    def engine_stats(self) -> list[EngineStats]:
+        """Counters of the tier of parameters and of that of gradients, as far as there are such."""
+        return [cache.tier.stats() for cache, _ in self._caches()]
+
+    @property
     def staging_bytes(self) -> int:
         """Host memory of the staging buffers."""
         return sum(cache.staging_bytes for cache, _ in self._caches())
@@ -234,7 +280,9 @@ class BlockTiers:
                 "wait_seconds": counted.wait_seconds,
                 "bytes_read": engine.bytes_read,
                 "bytes_written": engine.bytes_written,
-                "host_bytes": sum(unit.size_bytes for unit in self._placed[cache.kind] if unit.tiers == ("host",)),
+                "host_bytes": sum(
+                    unit.size_bytes for unit in self._placed[cache.kind].values() if unit.tiers == ("host",)
+                ),
             }
             fields |= {f"{prefix}_{name}": value for name, value in named.items()}
         return fields
@@ -263,20 +311,20 @@ class BlockTiers:
             yield self.grads.cache, self._grad_blocks
 
     def _unit(self, cache: BlockCache, group: GatherGroup) -> Unit:
-        partitions, page = _partitions(group), cache.tier.alignment
+        page = cache.tier.alignment
         if cache.kind == PARAMS:
-            return param_unit(self._config, group.name, group.padded_shapes, trainable=bool(partitions), page=page)
-        sizes = [(local_tensor(leaf).numel(), dtype) for leaf, dtype in partitions]
+            return param_unit(self._config, group.name, group.forms, trainable=bool(group.partitions), page=page)
+        sizes = [(local_tensor(leaf).numel(), dtype) for leaf, dtype in group.partitions]
         return grad_unit(self._config, group.name, sizes, page=page)
 
-    def _moving(self, groups: Sequence[GatherGroup], kind: str) -> list[GatherGroup]:
+    def _moving(self, admitted: Admission, kind: str) -> list[GatherGroup]:
         """The groups whose blocks of a kind are on NVMe."""
-        return [group for group in groups if self._placed[kind][self._numbers[group]].tiers == ("nvme",)]
+        return [group for group in admitted.groups_of(kind) if self._placed[kind][group].tiers == ("nvme",)]
 
     def _refuse(self) -> None:
         name = "zero_optimization.offload_param" if self.params is not None else "offload_gradients"
-        why = "no parameter is an fp32 shard that FSDP2 gathers in bf16; enable bf16 in initialize, or call"
-        raise ConfigError([f'{name}.device = "nvme": {why} split_parameters before the optimizer is made'])
+        what = "no parameter is a shard in parts, which could move; use initialize, or call split_parameters(model, "
+        raise ConfigError([f'{name}.device = "nvme": {what}fp32_too=True) before the optimizer is made'])
 
 
 def _indices(order: Sequence[Subgroup], blocks: Mapping[int, Block]) -> list[int]:
@@ -284,14 +332,6 @@ def _indices(order: Sequence[Subgroup], blocks: Mapping[int, Block]) -> list[int
     return [blocks[subgroup.block].index for subgroup in order if subgroup.block in blocks]
 
 
-def _halves_of(group: GatherGroup) -> list[Halves]:
-    return [halves for leaf in group.params if (halves := split_halves(leaf)) is not None]
-
-
-def _partitions(group: GatherGroup) -> list[tuple[torch.Tensor, torch.dtype]]:
-    """The parameters of a group that have gradients, and what those are accumulated in."""
-    return [
-        (leaf, halves.accumulation_dtype)
-        for leaf in group.params
-        if leaf.requires_grad and (halves := split_halves(leaf)) is not None and halves.accumulation_dtype is not None
-    ]
+def _groups_of(leaves: Iterable[torch.Tensor]) -> list[GatherGroup]:
+    """The groups that these parameters belong to, each once."""
+    return list(dict.fromkeys(parts.group for leaf in leaves if (parts := parts_of(leaf)) is not None))

@@ -171,6 +171,10 @@ class GradTier:
                 self._partitions[partition.leaf] = partition
                 self._hooks.append(partition.leaf.register_post_accumulate_grad_hook(self._arrived))  # type: ignore[no-untyped-call]
 
+    def takes(self, leaf: torch.Tensor) -> bool:
+        """Whether the gradient of a parameter comes here when it arrives."""
+        return leaf in self._partitions
+
     def drop(self, blocks: Sequence[Block]) -> None:
         """Forget the latest blocks, of which no gradient was taken."""
         for block in blocks:

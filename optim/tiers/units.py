@@ -8,7 +8,7 @@ import torch
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
-from nvme_offload.offload.shards.param_tier import block_layout
+from nvme_offload.offload.shards.param_tier import Padded, block_layout
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 
@@ -16,19 +16,17 @@ STAGING = "staging buffers"
 """Kind of the units that are staging buffers, whatever passes through them."""
 
 
-def param_unit(
-    config: OffloadConfig, name: str, shapes: Iterable[torch.Size], *, trainable: bool, page: int = 4096
-) -> Unit:
+def param_unit(config: OffloadConfig, name: str, forms: Iterable[Padded], *, trainable: bool, page: int = 4096) -> Unit:
     """A block of parameters: gathered in every forward and backward, read and written once by the update.
 
     Args:
         config: the whole section.
         name: of the group that FSDP2 gathers together.
-        shapes: padded, of its parameters on this rank.
+        forms: how its parameters on this rank are stored.
         trainable: whether any of them is updated.
         page: what extents are rounded up to, in bytes.
     """
-    size_bytes = _rounded(block_layout((shape.numel(), torch.bfloat16) for shape in shapes)[1], page)
+    size_bytes = _rounded(block_layout((form.numel, form.dtype) for form in forms)[1], page)
     gathers = 1 if config.zero_optimization.stage in (1, 2) else 2  # those stages keep what forward gathered
     reads = gathers * (config.gradient_accumulation_steps or 1) + trainable
     return Unit(f"{PARAMS} of {name}", PARAMS, size_bytes, reads * size_bytes, trainable * size_bytes, _choice(config))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,16 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.shards.param_tier import BUFFER_SIZE_KEY, block_layout, check_block_sizes
+from nvme_offload.offload.shards.param_tier import BUFFER_SIZE_KEY, Padded, check_block_sizes
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.storage.tier_plan import Unit
-from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.layout.subgroup import ParamToPlace, plan_subgroups
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
-from nvme_offload.optim.tiers.halves import ROOT
+from nvme_offload.optim.tiers.parts import FROZEN, ROOT
 from nvme_offload.optim.tiers.units import STAGING, grad_unit, param_unit, staging_unit
 
 
@@ -29,10 +28,8 @@ from nvme_offload.optim.tiers.units import STAGING, grad_unit, param_unit, stagi
 class _Shard:
     """This rank's part of a parameter, as large as the largest of any rank."""
 
-    shape: torch.Size
+    form: Padded
     trainable: bool
-    on_tiers: bool
-    """Whether the shard is in halves, which the parameter tier and the gradient tier can take."""
     accumulate: torch.dtype
 
 
@@ -60,28 +57,24 @@ def check_blocks_fit(
         ConfigError: names the block, its bytes and the key to raise; or the budget and what is needed.
     """
     groups = list(_groups(model, blocks, mesh.size(mesh.ndim - 1), precision))
-    split = [(name, [shard for shard in shards if shard.on_tiers]) for name, shards in groups]
-    on_tiers = [(name, shards) for name, shards in split if shards]
+    forms = [(name, [shard.form for shard in shards]) for name, shards in groups]
     section = config.zero_optimization.offload_param
     if section.device == "nvme":
-        shapes = [(name, [(shard.shape.numel(), torch.bfloat16) for shard in shards]) for name, shards in on_tiers]
-        sizes = [(f"{PARAMS} of {name}", block_layout(shard_sizes)[1]) for name, shard_sizes in shapes]
-        check_block_sizes(sizes, section.buffer_size, BUFFER_SIZE_KEY)
+        check_block_sizes(forms, section.buffer_size, BUFFER_SIZE_KEY)
     if config.host_budget is None:
         return
     units: list[Unit] = []
     if section.device == "nvme":
         params = [
-            param_unit(
-                config, name, [shard.shape for shard in shards], trainable=any(item.trainable for item in shards)
-            )
-            for name, shards in on_tiers
+            param_unit(config, name, [shard.form for shard in shards], trainable=shards[0].trainable)
+            for name, shards in groups
         ]
         units += [staging_unit(PARAMS, params, section.buffer_count), *params]
     if config.offload_gradients.device == "nvme":
         grads = [
-            grad_unit(config, name, [(shard.shape.numel(), shard.accumulate) for shard in shards if shard.trainable])
-            for name, shards in on_tiers
+            grad_unit(config, name, [(shard.form.numel, shard.accumulate) for shard in shards])
+            for name, shards in groups
+            if shards[0].trainable
         ]
         units += [staging_unit(GRADS, grads, config.offload_gradients.buffer_count), *grads]
     _plan(config, rule, [shards for _, shards in groups], units, with_mirrors=mesh.device_type == "cuda")
@@ -98,9 +91,8 @@ def _plan(
     """Plan as `StateStore` will, which raises where the host budget is too small."""
     placement, section = StatePlacement(config, rule), config.zero_optimization.offload_optimizer
     staging_bytes = sum(unit.size_bytes for unit in units if unit.kind == STAGING)
-    dtypes = {True: torch.bfloat16, False: torch.float32}
     places = [
-        ParamToPlace(0, 0, shard.shape.numel(), dtypes[shard.on_tiers], rule, number)
+        ParamToPlace(0, 0, shard.form.numel, shard.form.dtype, rule, number)
         for number, shards in enumerate(groups)
         for shard in shards
         if shard.trainable
@@ -115,26 +107,21 @@ def _plan(
 def _groups(
     model: nn.Module, blocks: Sequence[nn.Module], num_shards: int, precision: PrecisionPlan
 ) -> Iterator[tuple[str, list[_Shard]]]:
-    """The name of each block, and its parameters."""
+    """The name of each block, and its parameters: of one policy, and all of them trainable or frozen."""
     module_names = {module: name for name, module in model.named_modules()}
     param_names = {param: name for name, param in model.named_parameters()}
     taken: set[nn.Parameter] = set()
     for block in (*blocks, model):
         params = [param for param in dict.fromkeys(block.parameters()) if param not in taken]
         taken.update(params)
-        kinds = [(param, precision[param_names[param]]) for param in params]
-        yield (
-            module_names[block] or ROOT,
-            [
-                _Shard(
-                    _padded(local_tensor(param).shape, num_shards),
-                    param.requires_grad,
-                    kind.master is MasterForm.SPLIT,
-                    kind.accumulate,
-                )
-                for param, kind in kinds
-            ],
-        )
+        alike: dict[Hashable, list[_Shard]] = {}
+        for param in params:
+            name = param_names[param]
+            form = Padded(_padded(local_tensor(param).shape, num_shards), precision[name].storage)
+            key = precision.policy_of(name), param.requires_grad
+            alike.setdefault(key, []).append(_Shard(form, param.requires_grad, precision[name].accumulate))
+        for shards in alike.values():
+            yield (module_names[block] or ROOT) + ("" if shards[0].trainable else FROZEN), shards
 
 
 def _padded(shape: torch.Size, num_shards: int) -> torch.Size:

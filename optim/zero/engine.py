@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nvme_offload.offload._torch_private import drop_unsharded_grads
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import CorruptionError, PeerError, StateError, SwapIOError
+from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.units import parse_bytes
 from nvme_offload.optim.checkpoint import save_load as checkpoint
 from nvme_offload.optim.checkpoint.export import export_safetensors
@@ -24,9 +24,12 @@ from nvme_offload.optim.checkpoint.run_state import Training
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.stats import Span
+from nvme_offload.optim.zero.accumulation import Accumulation, check_loss
 from nvme_offload.optim.zero.meshes import MeshRoles
+from nvme_offload.optim.zero.passes import Passes
 from nvme_offload.optim.zero.peers import Peers
-from nvme_offload.optim.zero.sharding import reset_pass
+from nvme_offload.optim.zero.update import Update
 
 
 class OffloadEngine:
@@ -38,8 +41,9 @@ class OffloadEngine:
         engine.backward(loss)
         engine.step()
 
-    `backward` divides by the number of accumulation steps and scales the loss where fp16 asks for it; `step` acts at
-    the accumulation boundary only. The parts (`module`, `optimizer`, `lr_scheduler`) work alone too.
+    `backward` divides by the number of accumulation steps and scales the loss where fp16 asks for it; a micro-batch of
+    several losses calls it for each. `step` ends the micro-batch, and acts at the accumulation boundary only. The parts
+    (`module`, `optimizer`, `lr_scheduler`) work alone too.
 
     In a mesh with a dimension ``pp`` the module is a stage, and the schedule of ``torch.distributed.pipelining`` runs
     forward and backward of all micro-batches of a step::
@@ -68,20 +72,22 @@ class OffloadEngine:
         """Which dtype every parameter and buffer has, for what. Prints as a table."""
         self.global_steps = 0
         """Accumulation boundaries passed: steps taken and steps skipped."""
-        self.micro_steps = 0
-        """Micro-batches since the latest boundary."""
         roles = MeshRoles.of(mesh)
         self.gradient_accumulation_steps = config.batch_sizes(roles.num_data_parallel_ranks).gradient_accumulation_steps
         """Micro-batches of one step."""
         self.is_pipelined = roles.pipeline is not None
         """Whether a schedule runs forward and backward, and `step` follows it directly."""
-        self._counts_before: tuple[int, int] | None = None
-        """Updates done and skipped when the step under way began with its own."""
-        self._way_on = ""
-        """What is left to do after a pass that could not be given up, in words."""
+        stage = config.zero_optimization.stage
+        self._accumulation = Accumulation(
+            self.gradient_accumulation_steps,
+            is_pipelined=self.is_pipelined,
+            reduces_once=stage == 1 or (stage == 0 and roles.num_data_parallel_ranks > 1),
+        )
         self._stages = roles.pipeline_group
         self._peers = Peers(mesh.mesh.flatten().tolist())
-        self._scaler = _loss_scaler(config) if precision_plan.loss_scaling else None
+        self._passes = Passes(module, mesh.size(), self._peers)
+        self._update = Update(optimizer, self._peers)
+        self._scaler = LossScaler.of(config.fp16) if precision_plan.loss_scaling else None
         if self.is_pipelined:  # whose schedule scales gradients that have been reduced
             optimizer.expect_step(False)
         self._set_sync()
@@ -97,7 +103,7 @@ class OffloadEngine:
             PeerError: this happened on another rank, and a collective with it failed.
             StateError: this happened before, and could not be undone.
         """
-        with self._giving_up_the_step("forward"):
+        with self._passes.run("forward", self._drop_gradients), self.optimizer.passing("forward"):
             return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> OffloadEngine:
@@ -114,19 +120,95 @@ class OffloadEngine:
         """What the loss of the next micro-batch is multiplied by; 1 without fp16."""
         return self._scaler.loss_scale if self._scaler else 1.0
 
-    @property
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` acts."""
-        return self.is_pipelined or self.micro_steps >= self.gradient_accumulation_steps
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The module's parameters: this rank's shards, as the optimizer has them."""
+        return (param for _, param in self.named_parameters(recurse=recurse))
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backward of one micro-batch.
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters with their qualified names."""
+        self._drop_gathered()  # FSDP2 shows gathered copies in the place of parameters
+        return self.module.named_parameters(prefix, recurse)
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches that ended since the latest boundary."""
+        return self._accumulation.micro_steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last of its step, so that the next `step` acts."""
+        return self._accumulation.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say before a backward whether its micro-batch is the last of its step; holds until the next call.
+
+        Gradients are divided by `gradient_accumulation_steps` as ever.
+        """
+        self._accumulation.boundary = is_boundary
+        self._set_sync()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, gradients are added up on each rank without being reduced; the next backward reduces them all.
+
+        Raises:
+            RuntimeError: of ZeRO stages 2 and 3, which reduce gradients in every backward.
+        """
+        try:
+            with self._accumulation.waiting(self.config.zero_optimization.stage):
+                self._set_sync()
+                yield
+        finally:
+            self._set_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, and with them the micro-batches of a step under way. `step` does it after an update.
+
+        Args:
+            set_to_none: must be true; there for the signature of torch's modules.
+
+        Raises:
+            RuntimeError: called between two micro-batches of one step, which loops do that mean nothing by it.
+            ValueError: `set_to_none` is false.
+        """
+        if not set_to_none:
+            raise ValueError("engine.zero_grad: set_to_none=False would keep zeros in memory; leave it out")
+        if self.micro_steps and not self._accumulation.has_backward:
+            raise RuntimeError(
+                f"engine.zero_grad was called with {self._accumulation.progress}, whose gradients it would lose: leave "
+                "it out, engine.step() zeroes them after the update. To give the step up, call it after a backward"
+            )
+        self._drop_gradients()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What `backward` differentiates: the loss in fp32, scaled and divided; for ``engine.scale(loss).backward()``.
+
+        An I/O error in such a backward leaves no way on but a new engine and a checkpoint.
+
+        Raises:
+            TypeError, ValueError: as `backward`.
+        """
+        check_loss(loss)
+        self._accumulation.has_backward = True
+        return self._scaled(loss, self.gradient_accumulation_steps)
+
+    def _scaled(self, loss: torch.Tensor, share: int) -> torch.Tensor:
+        return loss.float() * (self.loss_scale / share)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, *, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backward of one loss of a micro-batch.
+
+        Args:
+            loss: a scalar.
+            retain_graph: keep the graph for another loss of the same forward.
+            scale_wrt_gas: divide it by the number of accumulation steps.
+
+        Returns:
+            The loss as divided, without its graph.
 
         Raises:
             TypeError: `loss` is no tensor, but perhaps the output of a Hugging Face model.
             ValueError: `loss` is not a scalar.
-            RuntimeError: more micro-batches than one step accumulates; `step` was not called. Or the mesh has a
-                dimension ``pp``.
+            RuntimeError: the mesh has a dimension ``pp``.
             SwapIOError, CorruptionError, StateError: as in a forward.
         """
         if self.is_pipelined:
@@ -134,26 +216,19 @@ class OffloadEngine:
                 "engine.backward was called in a mesh with a dimension 'pp': the schedule runs backward there; call "
                 "schedule.step(...) and then engine.step()"
             )
-        if not isinstance(loss, torch.Tensor):
-            raise TypeError(
-                f"engine.backward needs the loss itself, not {type(loss).__name__}: a Hugging Face model that was "
-                "given labels has it in outputs.loss"
-            )
-        if loss.numel() != 1:
-            raise ValueError(
-                f"engine.backward needs a scalar loss, not one of shape {tuple(loss.shape)}: take its mean"
-            )
-        if self.is_gradient_accumulation_boundary:
-            raise RuntimeError(
-                f"engine.backward was called {self.micro_steps + 1} times in a step of "
-                f"{self.gradient_accumulation_steps} micro-batches: call engine.step() after every engine.backward()"
-            )
-        self.optimizer.expect_step(self.micro_steps == self.gradient_accumulation_steps - 1)
+        check_loss(loss)
+        share = self.gradient_accumulation_steps if scale_wrt_gas else 1
+        self.optimizer.expect_step(self._accumulation.is_boundary)
         # Somebody's autocast context around this call is none of backward's.
-        with self._giving_up_the_step("backward"), torch.autocast(self.mesh.device_type, enabled=False):
-            torch.autograd.backward(loss.float() * (self.loss_scale / self.gradient_accumulation_steps))
-        self.micro_steps += 1
-        self._set_sync()
+        with (
+            self._passes.run("backward", self._drop_gradients),
+            self.optimizer.passing("backward"),
+            torch.autocast(self.mesh.device_type, enabled=False),
+        ):
+            self._set_sync()  # once more: an exception may have come before the call that belongs here
+            torch.autograd.backward(self._scaled(loss, share), retain_graph=retain_graph)
+            self._accumulation.has_backward = True
+        return loss.detach() / share
 
     def pipeline_loss(self, loss_fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """The loss function to hand to a pipeline's schedule: `loss_fn`, scaled where fp16 asks for it.
@@ -169,7 +244,7 @@ class OffloadEngine:
         return scaled
 
     def step(self) -> None:
-        """Update the parameters if this was the last micro-batch of the step, otherwise do nothing.
+        """End the micro-batch; update the parameters if it was the last of the step.
 
         In a pipeline it always acts; every rank of every stage calls it after ``schedule.step``.
 
@@ -179,21 +254,24 @@ class OffloadEngine:
         `OffloadOptimizer.finish_step`; gradients that were applied are not applied again.
 
         Raises:
-            RuntimeError: no backward came before.
+            RuntimeError: no backward came before, or a plain ``loss.backward()`` where `backward` does more; says what
+                to write.
             ValueError: a parameter requires a gradient and is not the optimizer's; nothing has moved.
             SwapIOError: a read or write failed, see `OffloadOptimizer.step`.
             Exception: what the scheduler raises, when everything else is done.
         """
-        if self.micro_steps == 0 and not self.is_pipelined:
-            raise RuntimeError("engine.step was called before engine.backward")
-        if not self.is_gradient_accumulation_boundary:
+        gradients = (param.grad for param in self.module.parameters())
+        self._accumulation.check_step(gradients, is_scaled=self._scaler is not None)
+        if not self._accumulation.is_boundary:
+            self._accumulation.end_micro_batch()
+            self._set_sync()
             return
-        taken = self._outcome()
-        if taken is None and self._counts_before is None:
+        taken = self._update.outcome
+        if taken is None and not self._update.has_begun:
             self._check_trained()
         if taken is None:
             with self._peers.named():
-                taken = self._update()
+                taken = self._update.take(self._scaler.loss_scale if self._scaler else None)
         self._end_step(taken)
 
     def _check_trained(self) -> None:
@@ -208,51 +286,25 @@ class OffloadEngine:
                     "engine.step() then does the step"
                 )
 
-    def _update(self) -> bool:
-        """The optimizer's part of a step; whether it was taken."""
-        if self._counts_before is None:
-            self._counts_before = self._counts()
-        try:
-            if self.optimizer.has_unfinished_step:
-                self.optimizer.finish_step()
-                return True
-            return self.optimizer.try_step(self._scaler.loss_scale if self._scaler else None)
-        except BaseException as error:
-            if isinstance(error, SwapIOError | CorruptionError):
-                self._peers.tell("step", error, goes_on=True)
-            if (taken := self._outcome()) is not None:
-                what = "done" if taken else "skipped"
-                error.add_note(f"The update of this step is {what}; engine.step() does what else belongs to the step.")
-            elif self.optimizer.has_unfinished_step:
-                error.add_note("engine.step() finishes the step, too, and does what else belongs to it.")
-            raise
-
-    def _counts(self) -> tuple[int, int]:
-        return self.optimizer.num_steps, self.optimizer.num_skipped_steps
-
-    def _outcome(self) -> bool | None:
-        """Whether an update that an exception came out of was done (True) or skipped (False); None: neither, so far.
-
-        It may have been done: Ctrl-C waits for the last subgroup, a warning can be an error, and the user may have
-        called ``finish_step``.
-        """
-        if self._counts_before is None or self.optimizer.has_unfinished_step:
-            return None
-        done, skipped = (now > before for now, before in zip(self._counts(), self._counts_before, strict=True))
-        return done if done or skipped else None
-
     def _end_step(self, taken: bool) -> None:
         """Do what follows the update. The scheduler, which is the user's and may raise, comes last."""
         self._drop_gathered()
         self.optimizer.zero_grad()
         if self._scaler:
             self._scaler.update(found_inf=not taken)
-        self.micro_steps = 0
+        self._accumulation.begin_step()
         self.global_steps += 1
-        self._counts_before = None
+        self._update.end()
         self._set_sync()
         if taken and self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+    def timeline(self) -> list[Span]:
+        """What the latest iteration did and when: forward, backward, step, norm, reads, updates, writes, waits.
+
+        See `OffloadOptimizer.timeline`. ``stats().iteration`` of the optimizer says how near it came to the ideal.
+        """
+        return self.optimizer.timeline()
 
     def get_global_grad_norm(self) -> float:
         """Norm of all gradients of the latest step over all ranks, unscaled and before clipping; NaN before it."""
@@ -280,14 +332,11 @@ class OffloadEngine:
             StateError: micro-batches of an unfinished step, a step that stopped halfway, or another run saving there.
             ValueError, FileExistsError, CheckpointWriteError, SwapIOError: see `optim.checkpoint.save_load.save`.
         """
-        if (taken := self._outcome()) is not None:
+        if (taken := self._update.outcome) is not None:
             self._end_step(taken)
-        if self.micro_steps:
-            raise StateError(
-                "engine.save_checkpoint",
-                "a call between two steps",
-                f"{self.micro_steps} of {self.gradient_accumulation_steps} micro-batches done: gradients are not saved",
-            )
+        if under_way := self._accumulation.progress:
+            actual = f"{under_way}: gradients are not saved"
+            raise StateError("engine.save_checkpoint", "a call between two steps", actual)
         checkpoint.save(self._training, Path(dir), tag, client_state)
         return True
 
@@ -309,13 +358,14 @@ class OffloadEngine:
             CheckpointError, ValueError: it is damaged, unsafe or does not fit; nothing was changed.
             SwapIOError: a tier failed on the way; load again.
         """
-        loaded = checkpoint.load(self._training, Path(dir), tag)
-        if loaded is None:
-            return None, None
-        self.global_steps = loaded.global_steps
-        self._drop_gathered()
-        self._drop_gradients()
-        return str(loaded.path), loaded.client_state
+
+        def take_over(loaded: checkpoint.Loaded) -> None:
+            self.global_steps = loaded.global_steps
+            self._drop_gathered()
+            self._drop_gradients()
+
+        loaded = checkpoint.load(self._training, Path(dir), tag, take_over)
+        return (None, None) if loaded is None else (str(loaded.path), loaded.client_state)
 
     def export_safetensors(
         self,
@@ -382,41 +432,12 @@ class OffloadEngine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @contextmanager
-    def _giving_up_the_step(self, where: str) -> Iterator[None]:
-        """Leave FSDP2 and the gradients as before the step, after an I/O error inside forward or backward.
-
-        Where that cannot be, no other pass begins, and the other ranks are told.
-        """
-        if self._way_on:
-            raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
-        try:
-            with self._peers.named():
-                yield
-        except PeerError:
-            self._way_on = "Another rank failed: end them all and resume from a checkpoint."
-            raise
-        except (SwapIOError, CorruptionError) as error:
-            if self.mesh.size() > 1:
-                self._way_on = (
-                    "Other ranks wait for this one in a collective: end them all and resume from a checkpoint."
-                )
-                self._peers.tell(where, error, goes_on=False)
-            elif not reset_pass(self.module):
-                self._way_on = "FSDP2 of this torch cannot leave a pass halfway: make a new engine, load a checkpoint."
-            else:
-                self._drop_gradients()
-            error.add_note(
-                self._way_on or "The gradients of this step were dropped: do it again from its first micro-batch."
-            )
-            raise
-
     def _drop_gradients(self) -> None:
         """Begin the step anew, also where FSDP2 has not reduced its gradients yet."""
         self.optimizer.zero_grad()
         drop_unsharded_grads(self.module)
-        self._counts_before = None
-        self.micro_steps = 0
+        self._update.end()
+        self._accumulation.begin_step()
         self._set_sync()
 
     def _drop_gathered(self) -> None:
@@ -426,22 +447,8 @@ class OffloadEngine:
                 module.reshard()
 
     def _set_sync(self) -> None:
-        """Stage 1 reduces gradients at the boundary only, where that loses nothing (the module itself knows)."""
+        """Stages 0 and 1 reduce gradients at the boundary only, where that loses nothing (the module itself knows)."""
         if self.is_pipelined:  # its schedule decides, and the module knows here, too
             return
-        if self.config.zero_optimization.stage == 1 and isinstance(self.module, FSDPModule):
-            last = self.micro_steps >= self.gradient_accumulation_steps - 1
-            self.module.set_requires_gradient_sync(last)
-
-
-def _loss_scaler(config: OffloadConfig) -> LossScaler:
-    section = config.fp16
-    dynamic = section.loss_scale == 0
-    return LossScaler(
-        loss_scale=2.0**section.initial_scale_power if dynamic else section.loss_scale,
-        dynamic=dynamic,
-        growth_interval=section.loss_scale_window,
-        hysteresis=section.hysteresis,
-        consecutive_hysteresis=section.consecutive_hysteresis,
-        min_loss_scale=section.min_loss_scale,
-    )
+        if self.config.zero_optimization.stage < 2 and isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(not self._accumulation.reduces_late)

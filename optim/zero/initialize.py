@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nvme_offload.offload.config.honoured import part_for_optimizer
+from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.layout.flat import storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
@@ -25,7 +27,13 @@ from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.zero.block_checks import check_blocks_fit
 from nvme_offload.optim.zero.engine import OffloadEngine
-from nvme_offload.optim.zero.meshes import MeshRoles, check_not_sharded, check_same_on_ranks, dtypes_of_stages
+from nvme_offload.optim.zero.meshes import (
+    MeshRoles,
+    check_not_sharded,
+    check_same_on_ranks,
+    dtypes_of_stages,
+    replicated,
+)
 from nvme_offload.optim.zero.schedulers import scheduler_of
 from nvme_offload.optim.zero.section_checks import check_supported, completed_for
 from nvme_offload.optim.zero.sharding import default_mesh, find_blocks, match_blocks, shard_with_precision
@@ -75,9 +83,10 @@ def initialize(
     config = OffloadConfig.of(config)
     device_type = _device_type(model, mesh)
     check_supported(config, device_type)
+    _keep_no_freed_memory(config)
     chosen = find_blocks(model) if blocks is None else match_blocks(model, blocks)
     birth = _birth_of(model, config, weights, init)
-    mesh = mesh if mesh is not None else default_mesh(device_type)
+    mesh = _mesh_for(config, mesh if mesh is not None else default_mesh(device_type))
     roles = MeshRoles.of(mesh)
     check_not_sharded(model, roles)
     check_same_on_ranks(mesh, roles, config, model)
@@ -105,6 +114,16 @@ def initialize(
     return OffloadEngine(model, made, scheduler, config, mesh, plan)
 
 
+def _keep_no_freed_memory(config: OffloadConfig) -> None:
+    """Where memory is short enough to use NVMe: what is born, gathered and reduced comes and goes group by group."""
+    if config.zero_optimization.offload_optimizer.device == "nvme" or config.has_block_tiers:
+        give_back_freed_memory()
+
+
+def _mesh_for(config: OffloadConfig, mesh: DeviceMesh) -> DeviceMesh:
+    return replicated(mesh) if config.zero_optimization.stage == 0 else mesh
+
+
 def _params_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that the optimizer gets: frozen ones too, as in torch; those have no state before a gradient."""
     return [param for param in model.parameters() if param.requires_grad or storage_of(param).dtype in FORM_OF_DTYPE]
@@ -114,8 +133,10 @@ def _rule_of(optimizer: OptimizerFactory) -> UpdateRule:
     """The rule of the optimizer that will be made.
 
     Raises:
-        TypeError: it is none of ours.
+        TypeError: it is none of ours, or made already; says what to write.
     """
+    if isinstance(optimizer, Optimizer):
+        raise TypeError(_made_already(optimizer))
     found = optimizer.func if isinstance(optimizer, partial) else optimizer
     if not (isinstance(found, type) and issubclass(found, OffloadOptimizer)):
         raise TypeError(
@@ -123,6 +144,21 @@ def _rule_of(optimizer: OptimizerFactory) -> UpdateRule:
             "an optimizer that keeps its state in memory cannot be offloaded"
         )
     return found.rule
+
+
+def _made_already(optimizer: Optimizer) -> str:
+    """What to write in the place of an optimizer that has the parameters of a module which is sharded only now."""
+    name = type(optimizer).__name__.removeprefix("Offload")
+    if name not in OPTIMIZERS:
+        return f"initialize: optimizer = {name}: only optimizers of {', '.join(OPTIMIZERS)} are here; pass one's class"
+    given = {key: value for key, value in optimizer.defaults.items() if key in OPTIMIZERS[name]}
+    arguments = "".join(f", {key}={value!r}" for key, value in given.items())
+    return (
+        f"initialize: optimizer = {type(optimizer).__name__}: it was made of the parameters that sharding replaces, so "
+        "initialize makes it, of all that the model has and as one group. Write\n"
+        "    from functools import partial\n"
+        f"    engine = initialize(model, config, optimizer=partial(Offload{name}{arguments}))"
+    )
 
 
 def _checked(scheduler: LRScheduler) -> LRScheduler:

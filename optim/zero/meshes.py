@@ -78,6 +78,30 @@ class MeshRoles:
         return self.pipeline.get_group() if self.pipeline is not None else None
 
 
+def replicated(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh for ZeRO stage 0, plain data parallelism: each rank of a 1-D mesh has the whole model.
+
+    Args:
+        mesh: that `initialize` was given, or made. One that already has a dimension to replicate over is right as it
+            is, and so is one of a single rank.
+
+    Raises:
+        ConfigError: it shards over several ranks, and cannot be turned; says what to write.
+    """
+    roles = MeshRoles.of(mesh)
+    num_ranks = roles.data_parallel.size(-1)
+    if num_ranks == 1:
+        return mesh
+    if mesh.ndim == 1 and mesh.size() == dist.get_world_size():
+        names = ("dp_replicate", "dp_shard")
+        return DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(1), mesh_dim_names=names)
+    what = (
+        f"nothing is sharded, and the mesh shards over {num_ranks} ranks; give initialize one whose dimension "
+        f"dp_replicate has these ranks and dp_shard one, or write 1"
+    )
+    raise ConfigError([f"zero_optimization.stage = 0: {what}"])
+
+
 def dtypes_of_stages(model: nn.Module, roles: MeshRoles) -> set[torch.dtype] | None:
     """Dtypes of the parameters of all stages of a pipeline; None without one. Every rank must call it."""
     if roles.pipeline is None:

@@ -17,9 +17,6 @@ def check_supported(config: OffloadConfig, device_type: str) -> None:
         ("zero_optimization.offload_param", config.zero_optimization.offload_param.device),
         ("offload_gradients", config.offload_gradients.device),
     ):
-        if device == "nvme" and not config.bf16.enabled:
-            what = 'only the halves of bf16 training go there; write bf16.enabled = true, or "none"'
-            problems.append(f'{name}.device = "nvme": {what}')
         if device != "none" and device_type != "cpu":
             what = f'the model is on {device_type}, where parameters and gradients stay; write "none", or move it'
             problems.append(f'{name}.device = "{device}": {what} to the CPU')
@@ -37,8 +34,5 @@ def completed_for(config: OffloadConfig, num_ranks: int) -> OffloadConfig:
     Raises:
         ConfigError: it does not go with so many ranks; names the key and what to write instead.
     """
-    if config.zero_optimization.stage == 0 and num_ranks > 1:
-        what = f"nothing is sharded, which goes with one rank, not with {num_ranks}; write 1"
-        raise ConfigError([f"zero_optimization.stage = 0: {what}"])
     steps = config.batch_sizes(num_ranks).gradient_accumulation_steps
     return config.model_copy(update={"gradient_accumulation_steps": steps})

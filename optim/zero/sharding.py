@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from nvme_offload.offload._torch_private import fsdp_params, gather_by_itself, refuse_conversion
+from nvme_offload.offload._torch_private import compute_on_shards, fsdp_params, gather_by_itself, refuse_conversion
 from nvme_offload.optim.precision.casts import (
     CONTAINERS,
-    cast_at_borders,
+    cast_where_needed,
     gather_fp32_outside_autocast,
     guard_autocast,
     return_no_views,
@@ -25,7 +27,7 @@ from nvme_offload.optim.precision.casts import (
 from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.tiers.gatherers import remember_gatherers
-from nvme_offload.optim.tiers.halves import CONVERTED, keep_grad_in, split_parameters, split_shard
+from nvme_offload.optim.tiers.parts import CONVERTED, Storage, StorageOf, keep_grad_in, split_shard, take_apart
 
 PIPELINES_REDUCE_ONCE = hasattr(FSDPModule, "set_manual_backward_finalization")
 """Whether the schedules of this torch (2.15 and newer) put off all that follows a backward to the end of the step."""
@@ -94,7 +96,7 @@ def shard_with_precision(
     plan: PrecisionPlan,
     *,
     reshard_after_forward: bool,
-    give_shards: Callable[[torch.dtype | None], None] | None = None,
+    give_shards: Callable[[StorageOf], None] | None = None,
 ) -> None:
     """Shard a plain module and give it the precision of its plan: all that `initialize` does to it, in place.
 
@@ -105,18 +107,21 @@ def shard_with_precision(
         mesh: the data-parallel ranks.
         plan: of this module.
         reshard_after_forward: ZeRO stage 3 or not.
-        give_shards: of a model on the meta device: gives its shards memory, as halves where the plan says so. Called
-            with the accumulation dtype of these.
+        give_shards: of a model on the meta device: gives its shards memory, in parts where the plan says so.
     """
-    cast_at_borders(model, plan)
+    cast_where_needed(model, plan)
     for param in model.parameters():
         if param.dtype in SIXTEEN_BITS:
             _make_fp32(param)
     shard_model(model, blocks, mesh, plan, reshard_after_forward=reshard_after_forward)
-    if give_shards is not None:
-        give_shards(plan.split_accumulation)
-    elif plan.split_accumulation is not None:
-        split_parameters(model, plan.split_accumulation)
+    names = {param: name for name, param in model.named_parameters()}
+
+    def storage_of(record: Any) -> Storage | None:
+        precision = plan[names[record.sharded_param]]
+        is_apart = precision.in_parts and record.sharded_param.dtype is torch.float32
+        return Storage(precision.storage, precision.accumulate) if is_apart else None
+
+    (give_shards or partial(take_apart, model))(storage_of)
     for name, param in model.named_parameters():
         accumulate = plan[name].accumulate
         if param.is_floating_point() and param.dtype != accumulate and split_shard(param) is None:
@@ -169,6 +174,9 @@ def shard_model(
         reshard = reshard_after_forward and len(modules) == 1
         fully_shard(together, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     _gather_in_own_dtypes(model, plan)
+    if mesh.size() == 1:
+        for module in model.modules():
+            compute_on_shards(module)
     remember_gatherers(model)
     return model
 

@@ -28,11 +28,16 @@ def settled_resident_bytes() -> int | None:
 
 
 def peak_resident_bytes() -> int | None:
-    """The most memory of this process that was ever resident.
+    """The most memory of this process that was resident since it began, or since `reset_peak_resident_bytes`.
 
     Not `getrusage`: its figure survives an exec and so includes the parent.
     """
     return _status_bytes("VmHWM")
+
+
+def reset_peak_resident_bytes() -> None:
+    """Let the peak begin anew at what is resident now; see proc(5), clear_refs."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def storage_bytes() -> tuple[int, int] | None:

@@ -39,7 +39,7 @@ from nvme_offload.optim.stats import (
     OptimizerStats,
     Span,
 )
-from nvme_offload.optim.tiers.halves import split_parameters
+from nvme_offload.optim.tiers.parts import split_parameters
 from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.initialize import initialize
 

@@ -183,6 +183,7 @@ void leaves_a_forked_child_alone() {
 void knows_when_a_ring_is_gone() {
     io_uring ring{};
     CHECK(io_uring_queue_init(4, &ring, 0) == 0);
+    io_uring_ring_dontfork(&ring);
     Witness witness;
     CHECK(!witness.wait_until_released(0ms));  // nothing was registered: nobody knows
     for (int turn = 0; turn < 2; ++turn) {

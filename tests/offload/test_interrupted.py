@@ -170,3 +170,19 @@ def test_holds_for_a_gather_that_was_forgotten_are_given_up(tmp_path):
     assert subject.content(2) == [2]
     cache.release(cache.blocks[1], by="kept")
     cache.close()
+
+
+@STRIKES
+@strided(7)
+def test_what_was_reserved_is_given_back_or_owned(tmp_path, strike, stride):
+    """Also where the exception comes before anybody has it: between the tier and the cache that asked it."""
+    subject = Cache(tmp_path)
+    cache, files = subject.cache, subject.cache.tier.space._files
+    taken = files[0].end
+    for interrupt in every(stride, strike):
+        struck(interrupt, lambda: cache.add([(f"numbers {number}", SIZE) for number in range(5, 8)]))
+        cache.drop(cache.blocks[:4:-1])
+        cache.tier.free(*cache.tier.reserve([SIZE]))
+        assert files[0].end == taken, interrupt.place
+        subject.check(interrupt.place)
+    cache.close()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload import _torch_private
 from nvme_offload.offload._torch_private import (
     METADATA_GLOBALS,
+    compute_on_shards,
     drop_unsharded_grads,
     foreach_of,
     fsdp_groups,
@@ -255,15 +256,56 @@ def look_at_unsharded_grads(mesh):
         assert torch.equal(module.weight.grad.full_tensor(), torch.ones(2, 3))
 
 
-def test_a_forward_is_counted_until_its_backward_comes(mesh):
-    module = torch.nn.Linear(3, 2, bias=False)
-    fully_shard(module, mesh=mesh)
+def look_at_one_rank(mesh):
+    """In the shard's dtype nothing is copied; where a cast is due it is the parameter that is. Gradients never are."""
+    for dtype, is_copied in ((None, False), (torch.bfloat16, True)):
+        module, seen = torch.nn.Linear(3, 2, bias=False), []
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False))
+        compute_on_shards(module)
+        param, inputs = module.weight, torch.ones(1, 3, dtype=dtype)
+        module.register_forward_hook(lambda module, *_, seen=seen: seen.append(module.weight))
+        for factor in (1, 2):
+            module(inputs).sum().mul(factor).backward()
+            assert module.weight is param
+            assert seen[-1] is seen[0]
+            assert seen[0].grad is None
+            assert (seen[0].untyped_storage().size() == 0) is is_copied, "what is gathered is freed, a shard is not"
+            assert (seen[0].data_ptr() == local_tensor(param).data_ptr()) is not is_copied
+        assert torch.equal(param.grad.full_tensor(), torch.full((2, 3), 3.0))
+        with torch.no_grad():
+            local_tensor(param).fill_(0.5)
+        param.grad = None
+        module.set_requires_gradient_sync(False)
+        output = module(inputs)
+        assert torch.equal(output.float(), torch.full((1, 2), 1.5)), "the value that it has now"
+        output.sum().backward()
+        assert param.grad is None
+        module.set_requires_gradient_sync(True)
+        module(inputs).sum().backward()
+        assert torch.equal(param.grad.full_tensor(), torch.full((2, 3), 2.0))
+
+
+def look_at_backwards_left(mesh):
+    used_twice = torch.nn.Linear(3, 3, bias=False)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), used_twice, torch.nn.Tanh(), used_twice)
+    for module in (used_twice, model):
+        fully_shard(module, mesh=mesh)
     left = []
-    module.weight.register_post_accumulate_grad_hook(lambda param: left.append(num_backwards_left(module)))
-    once = module(torch.ones(1, 3))
-    assert num_backwards_left(module) == 1
-    (once + module(torch.ones(1, 3))).sum().backward()
+    used_twice.weight.register_post_accumulate_grad_hook(lambda param: left.append(num_backwards_left(used_twice)))
+    output = model(torch.ones(1, 3))
+    assert num_backwards_left(used_twice) == 2
+    output.sum().backward()
     assert left == [1, 0], "after the first of two gradients, and after the second"
+
+
+def test_a_forward_is_counted_until_its_backward_comes(alone):
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    look_at_backwards_left(init_device_mesh("cpu", (1,)))
+
+
+def test_one_rank_computes_on_its_shards(alone):
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    look_at_one_rank(init_device_mesh("cpu", (1,)))
 
 
 def test_fsdp2_gathers_what_was_installed():

@@ -59,26 +59,34 @@ def test_two_ranks():
     run_ranks(compare, 2, [section(3, None, **BF16), section(2, None, **MIXED)])
 
 
-@pytest.mark.parametrize("part", ["layers.2", "layers.2.up"], ids=["a block", "a part of a block"])
-def test_parameters_and_gradients_on_tiers(alone, tmp_path, part):
+@pytest.mark.parametrize(
+    ("frozen", "unfrozen"),
+    [
+        ("layers.2", {UNFROZEN_AT: "layers.2"}),
+        ("layers.2.up", {UNFROZEN_AT: "layers.2.up"}),
+        ("layers.2", {UNFROZEN_AT: "layers.2.up", UNFROZEN_AT + 1: "layers.2"}),
+    ],
+    ids=["a block", "a part of a block", "one after the other"],
+)
+def test_parameters_and_gradients_on_tiers(alone, tmp_path, frozen, unfrozen):
     ends = []
     for tiers in ({}, EVERYTHING):
         torch.manual_seed(0)
         model = Model()
-        model.get_submodule(part).requires_grad_(False)
+        model.get_submodule(frozen).requires_grad_(False)
         with (
             initialize(model, section_of_tiers(tmp_path, **tiers)) as engine,
             warnings.catch_warnings(record=True) as told,
         ):
             warnings.simplefilter("always")
             for step in range(STEPS):
-                if step == UNFROZEN_AT:
-                    model.get_submodule(part).requires_grad_(True)
+                if step in unfrozen:
+                    model.get_submodule(unfrozen[step]).requires_grad_(True)
                 train_step(engine, step)
             ends.append(full_state(engine.module, engine.optimizer))
         stays = [str(warning.message) for warning in told if "stay in memory" in str(warning.message)]
         assert [text.split(" have")[0] for text in stays] == (
-            ["parameters of layers.2"] if tiers and part == "layers.2.up" else []
+            ["parameters of layers.2 (frozen)"] if tiers and len(unfrozen) > 1 else []
         )
     assert_same(*ends)
 

@@ -10,6 +10,7 @@ from torch.func import functional_call
 from nvme_offload import OffloadAdamW, OffloadConfig, initialize
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.zero.sharding import shard_with_precision
+from tests.support.training import Twin
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HYPERPARAMETERS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -113,6 +114,28 @@ def _micro_batches(step, rank):
     return [batch(step, micro, rank) for micro in range(MICRO_BATCHES)]
 
 
+def reference_of(combination, *, waits, world_size, **more):
+    """What a combination means, without asking the plan."""
+    autocast = DTYPES[combination.mode.split("-")[1]] if "-" in combination.mode else None
+    compute = torch.float32 if autocast else DTYPES.get(combination.mode, torch.float32)
+    low = autocast or compute
+    reduce = DTYPES[combination.communication] if combination.communication else low
+    rest = DTYPES[combination.communication] if combination.communication else compute
+    accumulate = DTYPES[combination.accumulation] if combination.accumulation else compute
+    return Reference(
+        compute=compute,
+        autocast=autocast,
+        reduce=reduce,
+        reduce_rest=rest,
+        accumulate=accumulate,
+        once=waits and reduce == accumulate,
+        once_rest=waits and rest == accumulate,
+        scaled="fp16" in combination.mode,
+        world_size=world_size,
+        **more,
+    )
+
+
 class Reference:
     """One process, plain PyTorch: fp32 masters and `torch.optim.AdamW`, with the casts written out.
 
@@ -123,22 +146,41 @@ class Reference:
         reduce_rest: of the others.
         once: gradients are added up before they are reduced, in the reduce dtype.
         world_size: data-parallel ranks.
+        steps, micro_batches: how long, and of what, it trains.
+        exact: update by the rule's twin, as exactly as the kernels, in place of torch's AdamW.
     """
 
-    def __init__(self, *, compute, autocast, reduce, reduce_rest, accumulate, once, once_rest, scaled, world_size):
+    def __init__(
+        self,
+        *,
+        compute,
+        autocast,
+        reduce,
+        reduce_rest,
+        accumulate,
+        once,
+        once_rest,
+        scaled,
+        world_size,
+        steps=STEPS,
+        micro_batches=MICRO_BATCHES,
+        exact=False,
+    ):
         self.model = fresh_model()
+        self.steps, self.micro_batches = steps, micro_batches
         self.compute, self.autocast, self.world_size = compute, autocast, world_size
         self.reduce = {name: reduce_rest if autocast and "norm" in name else reduce for name in self._params()}
         self.once = {name: once_rest if autocast and "norm" in name else once for name in self._params()}
         self.accumulate = accumulate
         self.scale = SCALE if scaled else 1.0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **HYPERPARAMETERS)
+        self.twin = Twin(list(self.model.parameters()), HYPERPARAMETERS) if exact else None
 
     def train(self):
         losses = [[] for _ in range(self.world_size)]
-        for step in range(STEPS):
+        for step in range(self.steps):
             micro_grads = []
-            for micro in range(MICRO_BATCHES):
+            for micro in range(self.micro_batches):
                 of_ranks = [self._backward(*batch(step, micro, rank)) for rank in range(self.world_size)]
                 for rank, (loss, _) in enumerate(of_ranks):
                     losses[rank].append(loss)
@@ -148,8 +190,18 @@ class Reference:
                 first = total
             for name, param in self._params().items():
                 param.grad = total[name].float() / self.scale
-            self.optimizer.step()
+            self._update()
         return losses, first, {name: param.detach().clone() for name, param in self._params().items()}
+
+    def _update(self):
+        if self.twin is None:
+            self.optimizer.step()
+            return
+        params = list(self._params().values())
+        self.twin.step([param.grad for param in params])
+        with torch.no_grad():
+            for param, master in zip(params, self.twin.masters, strict=True):
+                param.copy_(torch.from_numpy(master).view(param.shape))
 
     def _params(self):
         return dict(self.model.named_parameters())
@@ -159,7 +211,7 @@ class Reference:
         context = torch.autocast("cpu", self.autocast) if self.autocast else nullcontext()
         with context:
             loss = loss_of(functional_call(self.model, leaves, inputs.to(self.compute)), target)
-        grads = torch.autograd.grad(loss * (self.scale / MICRO_BATCHES), list(leaves.values()))
+        grads = torch.autograd.grad(loss * (self.scale / self.micro_batches), list(leaves.values()))
         return loss.item(), dict(zip(leaves, grads, strict=True))
 
     def _accumulated(self, name, micro_grads):

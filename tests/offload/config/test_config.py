@@ -458,7 +458,9 @@ def test_command_prints_page_or_schema(capsys, monkeypatch):
     schema = json.loads(capsys.readouterr().out)
     aio = schema["$defs"]["AioConfig"]
     assert aio["additionalProperties"] is False
-    assert aio["properties"]["block_size"]["type"] == ["integer", "string"]
+    block_size = aio["properties"]["block_size"]
+    assert config_reference.plain(block_size)["type"] == ["integer", "string"]
+    assert {"const": "auto"} in block_size["anyOf"], "which the reader accepts too"
     assert {"intra_op_parallelism", "thread_count"} <= set(aio["properties"])
 
 

@@ -1,14 +1,15 @@
-"""Upper halves in blocks: what FSDP2 may copy is valid while it may copy it, in whatever order it asks."""
+"""Parameters in blocks: what FSDP2 may copy is valid while it may copy it, in whatever order it asks."""
 
 import pytest
 import torch
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ClosedError, ConfigError, StateError
-from nvme_offload.offload.shards.param_tier import ParamTier, ResidentUpper, UnbornUpper
+from nvme_offload.offload.shards.param_tier import Padded, ParamTier, ResidentShard, UnbornShard
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 
 SHAPES = [torch.Size([3, 5]), torch.Size([7])]
+FORMS = [Padded(shape, torch.bfloat16) for shape in SHAPES]
 
 
 def numbers(block, place):
@@ -26,9 +27,9 @@ def make_tier(tmp_path):
         section = config.zero_optimization.offload_param
         tier = ParamTier(section, NvmeTier(config, paths=section.nvme_path))
         tiers.append(tier)
-        places = tier.reserve([(f"layer {number}", SHAPES) for number in range(num_blocks)])
-        for number, uppers in enumerate(places):
-            tier.put(uppers, [ResidentUpper(numbers(number, place)) for place in range(2)])
+        places = tier.reserve([(f"layer {number}", FORMS) for number in range(num_blocks)])
+        for number, shards in enumerate(places):
+            tier.put(shards, [ResidentShard(numbers(number, place)) for place in range(2)])
         return tier, places
 
     yield make
@@ -37,29 +38,29 @@ def make_tier(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def all_then_all(uppers):
+def all_then_all(shards):
     """How several ranks gather: asked for together, answered together."""
-    seen = [upper.gather().clone() for upper in uppers]
-    for upper in uppers:
-        upper.end_gather()
+    seen = [shard.gather().clone() for shard in shards]
+    for shard in shards:
+        shard.end_gather()
     return seen
 
 
-def one_by_one(uppers):
+def one_by_one(shards):
     seen = []
-    for upper in uppers:
-        seen.append(upper.gather().clone())
-        upper.end_gather()
+    for shard in shards:
+        seen.append(shard.gather().clone())
+        shard.end_gather()
     return seen
 
 
-def never_answered(uppers):
-    return [upper.gather().clone() for upper in uppers]
+def never_answered(shards):
+    return [shard.gather().clone() for shard in shards]
 
 
-def asked_again_before_the_answer(uppers):
-    never_answered(uppers)
-    return all_then_all(uppers)
+def asked_again_before_the_answer(shards):
+    never_answered(shards)
+    return all_then_all(shards)
 
 
 @pytest.mark.parametrize("gather", [all_then_all, one_by_one, never_answered, asked_again_before_the_answer])
@@ -68,8 +69,8 @@ def test_every_order_of_asking_gives_the_values(make_tier, gather):
     for number in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 2, 2):
         seen = gather(places[number])
         assert all(torch.equal(value, numbers(number, place)) for place, value in enumerate(seen))
-    for uppers in places:
-        all_then_all(uppers)
+    for shards in places:
+        all_then_all(shards)
     assert sum(block.holds for block in tier.cache.blocks) <= 1, "only a gather that was never answered still holds"
 
 
@@ -85,10 +86,10 @@ def test_a_use_is_counted_once_however_many_parameters_it_has(make_tier):
 def test_a_gather_ahead_that_is_answered_late_keeps_its_block(make_tier):
     """FSDP2 asks for the next group before the one at work is done with."""
     _, places = make_tier(buffer_count=3)
-    first = [upper.gather() for upper in places[0]]
-    second = [upper.gather() for upper in places[1]]
-    for upper in places[0]:
-        upper.end_gather()
+    first = [shard.gather() for shard in places[0]]
+    second = [shard.gather() for shard in places[1]]
+    for shard in places[0]:
+        shard.end_gather()
     for number in (2, 3, 4):
         all_then_all(places[number])
     assert [value.unique().tolist() for value in second] == [[10], [11]]
@@ -99,31 +100,31 @@ def test_changes_are_kept_and_padding_is_zero(make_tier):
     tier, places = make_tier()
     tier.cache.synchronize()
     before = tier.cache.tier.stats().bytes_written
-    for uppers in places:
-        with uppers[1].held(change=True) as flat:
+    for shards in places:
+        with shards[1].held(change=True) as flat:
             flat.mul_(2)
-        with uppers[0].held(change=True) as flat:
+        with shards[0].held(change=True) as flat:
             flat[:3] = 1
     tier.cache.synchronize()
     written = tier.cache.tier.stats().bytes_written - before
     assert written == len(places) * 4096, "changes in a row are written once"
-    for number, uppers in enumerate(places):
-        assert torch.equal(all_then_all(uppers)[1], numbers(number, 1) * 2)
+    for number, shards in enumerate(places):
+        assert torch.equal(all_then_all(shards)[1], numbers(number, 1) * 2)
 
 
 def test_what_has_no_value_yet_is_zero_and_is_not_written(make_tier):
     tier, _ = make_tier(1)
     tier.cache.synchronize()
     before = tier.cache.tier.stats().bytes_written
-    new, half_new = tier.reserve([("new", SHAPES), ("half new", SHAPES)])
-    unborn = UnbornUpper(SHAPES[0])
+    new, half_new = tier.reserve([("new", FORMS), ("half new", FORMS)])
+    unborn = UnbornShard(FORMS[0])
     with pytest.raises(StateError, match="gives it a place"):
         unborn.gather()
     with pytest.raises(StateError, match="give it one first"):
         unborn.declared(SHAPES[0]).sum()
-    tier.put(new, [unborn, UnbornUpper(SHAPES[1])])
+    tier.put(new, [unborn, UnbornShard(FORMS[1])])
     assert tier.cache.tier.stats().bytes_written == before
-    tier.put(half_new, [unborn, ResidentUpper(numbers(3, 1))])
+    tier.put(half_new, [unborn, ResidentShard(numbers(3, 1))])
     with new[1].held(change=True) as flat:
         flat[:2] = 7
     assert all_then_all(new)[1].tolist() == [7, 7, 0, 0, 0, 0, 0]
@@ -134,7 +135,7 @@ def test_what_has_no_value_yet_is_zero_and_is_not_written(make_tier):
 
 def test_a_block_that_is_too_large_is_refused_by_name(make_tier):
     with pytest.raises(
-        ConfigError, match=r"buffer_size = 20: parameters of layer 0 take 128 bytes .* write at least 64"
+        ConfigError, match=r"buffer_size = 20: parameters of layer 0 have 22 elements \(128 B\).* write at least 22"
     ):
         make_tier(buffer_size=20)
 

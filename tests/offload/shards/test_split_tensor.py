@@ -1,4 +1,4 @@
-"""A read-through, write-through fp32 tensor, over halves kept by the test."""
+"""A read-through, write-through fp32 tensor, over parts kept by the test."""
 
 import copy
 import io
@@ -9,20 +9,26 @@ import torch
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 
 
-class PlainHalves:
-    """Halves that are simply kept joined, and count how often they are read and written."""
+class PlainParts:
+    """Parts that are simply kept joined, and count how often they are read and written."""
 
     def __init__(self, values):
         self.values = values.clone()
-        self.gathered = values.bfloat16()
+        self.stored = values.bfloat16()
         self.device = values.device
         self.num_reads = self.num_writes = 0
+
+    def gathered(self, dtype):
+        return self.stored.to(dtype)
+
+    def stays(self, dtype):
+        return True
 
     def end_gather(self):
         pass
 
     def declared(self, shape):
-        return self.gathered.view(shape)
+        return self.stored.view(shape)
 
     def read(self):
         self.num_reads += 1
@@ -40,13 +46,13 @@ def values():
 
 
 @pytest.fixture
-def halves(values):
-    return PlainHalves(values)
+def parts(values):
+    return PlainParts(values)
 
 
 @pytest.fixture
-def split(halves, values):
-    return SplitTensor(halves, values)
+def split(parts, values):
+    return SplitTensor(parts, values)
 
 
 def test_reads_are_of_the_joined_value(split, values):
@@ -76,11 +82,11 @@ def test_reads_are_of_the_joined_value(split, values):
         lambda t: t.clamp_(min=0).view(4, 6)[1].add_(1),
     ],
 )
-def test_a_change_in_place_reaches_the_halves(change, split, halves, values):
+def test_a_change_in_place_reaches_the_parts(change, split, parts, values):
     change(split)
     expected = values.clone()
     change(expected)
-    assert torch.equal(halves.values, expected)
+    assert torch.equal(parts.values, expected)
     assert torch.equal(split.plain(), expected)
     assert not torch.equal(expected, values), "the change was none"
 
@@ -90,10 +96,10 @@ def test_in_place_operators_return_the_tensor_itself(split):
     assert isinstance(split.view(-1).mul_(2), SplitTensor)
 
 
-def test_views_are_lazy_and_copies_are_plain(split, halves, values):
+def test_views_are_lazy_and_copies_are_plain(split, parts, values):
     view = split.view(-1)[2:5]
     assert isinstance(view, SplitTensor)
-    assert halves.num_reads == 0
+    assert parts.num_reads == 0
     assert view.shape == (3,)
     assert torch.equal(view.plain(), values.view(-1)[2:5])
     for copied in (split.clone(), copy.deepcopy(split), split.to(torch.float64), split.plain()):
@@ -102,11 +108,11 @@ def test_views_are_lazy_and_copies_are_plain(split, halves, values):
     assert torch.equal(split.plain(), values)
 
 
-def test_factories_read_nothing(split, halves):
+def test_factories_read_nothing(split, parts):
     assert torch.equal(torch.zeros_like(split), torch.zeros(6, 4))
     assert split.new_ones(2).tolist() == [1, 1]
     assert torch.empty_like(split, dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert halves.num_reads == 0
+    assert parts.num_reads == 0
 
 
 def test_it_is_saved_as_a_plain_tensor(split, values):
@@ -129,13 +135,13 @@ def test_stock_adamw_trains_it(split, values):
     assert torch.equal(ours.data.plain() if isinstance(ours.data, SplitTensor) else ours.detach(), plain.detach())
 
 
-def test_one_operator_reads_the_halves_once(split, halves):
+def test_one_operator_reads_the_parts_once(split, parts):
     torch.add(split, split)
-    assert halves.num_reads == 1
+    assert parts.num_reads == 1
     torch.dot(split.view(-1), split.view(-1))
-    assert halves.num_reads == 2
+    assert parts.num_reads == 2
 
 
-def test_the_halves_alone_are_not_copied(split):
+def test_the_parts_alone_are_not_copied(split):
     with pytest.raises(TypeError, match="copy the parameter"):
         copy.deepcopy(split.__dict__)

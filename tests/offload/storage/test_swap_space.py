@@ -237,7 +237,7 @@ def test_one_full_path_of_two_takes_nothing_from_the_other(tmp_path):
 subprocess.run(["mount", "-o", "remount,size=64m", path], check=True)
 roomy = Path(sys.argv[2])
 space = SwapSpace([roomy, path], direct="disabled")
-space.allocate(16 << 20)
+first = space.allocate(16 << 20)
 for allocate in (lambda: space.allocate(160 << 20), lambda: space.allocate_all([80 << 20, 80 << 20])):
     try:
         allocate()
@@ -317,7 +317,7 @@ def test_direct_io_can_be_switched_off(open_space):
 
 def test_a_shortened_file_is_found_also_after_it_grew_again(open_space):
     space = open_space()
-    space.allocate(8 << 20)
+    _kept = space.allocate(8 << 20)
     space.check_whole()
     os.truncate(space.path_of(space.fds[0]), 4 << 20)
     with pytest.raises(SwapIOError, match="should hold 8388608 bytes and has 4194304"):
@@ -334,7 +334,7 @@ def punch(path):
 @pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 0), punch], ids=["truncated", "hole"])
 def test_damage_is_not_hidden_by_an_allocation_that_grows_the_file(open_space, damage):
     space = open_space()
-    space.allocate(4 << 20)
+    _kept = space.allocate(4 << 20)
     damage(space.path_of(space.fds[0]))
     for _ in range(2):
         with pytest.raises(SwapIOError, match="ENODATA"):
@@ -351,7 +351,7 @@ def fail_on_the_second_path(space, error):
 
 def test_clean_up_hides_neither_damage_nor_the_first_error(open_space, monkeypatch):
     space = open_space(2)
-    space.allocate(4 << 20)
+    _kept = space.allocate(4 << 20)
 
     def damage_the_first():
         os.truncate(space.path_of(space.fds[0]), 0)
@@ -366,7 +366,7 @@ def test_clean_up_hides_neither_damage_nor_the_first_error(open_space, monkeypat
 
 def test_a_clean_up_that_fails_does_not_hide_the_first_error(open_space, monkeypatch):
     space = open_space(2)
-    space.allocate(4 << 20)
+    _kept = space.allocate(4 << 20)
 
     def read_only(*_):
         raise OSError(errno.EROFS, "Read-only file system")

@@ -31,21 +31,6 @@ def test_killed_anywhere_the_next_run_finds_a_whole_checkpoint(tag, tmp_path):
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_names_of_new_folders_are_on_the_drive_too(tmp_path, monkeypatch):
-    synced, fsync = set(), os.fsync
-
-    def note(fd):
-        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
-        fsync(fd)
-
-    with fresh_engine("bf16") as engine:
-        steps_of(engine, 0, range(1))
-        monkeypatch.setattr(os, "fsync", note)
-        engine.save_checkpoint(tmp_path / "new" / "run")
-    assert {str(tmp_path), str(tmp_path / "new"), str(tmp_path / "new" / "run")} <= synced
-
-
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("number", [1, 4, 9])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError, OSError])
 def test_what_ends_a_write_is_what_the_save_raises(tmp_path, monkeypatch, kind, number):

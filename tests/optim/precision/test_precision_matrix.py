@@ -8,7 +8,7 @@ from nvme_offload import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.optim.precision.table import PAGE, combinations, page_with_tables
 from nvme_offload.optim.zero.sharding import PIPELINES_REDUCE_ONCE
-from tests.support.precision import DTYPES, Reference, fresh_model, train_engine, train_pipeline
+from tests.support.precision import fresh_model, reference_of, train_engine, train_pipeline
 from tests.support.ranks import run_ranks
 
 # What goes with what, written down once more: mode -> accumulation dtypes, communication dtypes.
@@ -26,27 +26,6 @@ def is_valid(combination):
     accumulations, communications = GOES[combination.mode]
     return (combination.accumulation in accumulations | {None}) and (
         combination.communication in communications | {None}
-    )
-
-
-def reference_of(combination, *, waits, world_size):
-    """What a combination means, without asking the plan."""
-    autocast = DTYPES[combination.mode.split("-")[1]] if "-" in combination.mode else None
-    compute = torch.float32 if autocast else DTYPES.get(combination.mode, torch.float32)
-    low = autocast or compute
-    reduce = DTYPES[combination.communication] if combination.communication else low
-    rest = DTYPES[combination.communication] if combination.communication else compute
-    accumulate = DTYPES[combination.accumulation] if combination.accumulation else compute
-    return Reference(
-        compute=compute,
-        autocast=autocast,
-        reduce=reduce,
-        reduce_rest=rest,
-        accumulate=accumulate,
-        once=waits and reduce == accumulate,
-        once_rest=waits and rest == accumulate,
-        scaled="fp16" in combination.mode,
-        world_size=world_size,
     )
 
 

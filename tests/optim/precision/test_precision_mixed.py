@@ -155,8 +155,8 @@ def train_on_tiers(rank, path, weights):
 
 
 def typed_model(mode):
-    """The user's own dtypes in place of `fp32_modules`."""
-    model = fresh_model()
+    """The user's own dtypes, and casts, in place of `fp32_modules`."""
+    model = fresh_model(casts=True)
     for part in (model.embedding, *(part for block in model.blocks for part in (block.qkv, block.out, block.experts))):
         part.to(DTYPES[mode])
     for block in model.blocks:
@@ -318,7 +318,7 @@ def test_bytes_are_counted_on_the_tier_where_they_are():
     keys = {**BF16, **KEPT, "zero_optimization": zero, "offload_gradients": nvme}
     rows = {row["names"]: row["bytes_per_parameter"] for row in plan_of(model, **keys).to_dict()["parameters"]}
     assert rows["blocks.*.out.weight"] == {"memory": 0, "nvme": 2 + 2 + 10}
-    assert rows["blocks.*.router.weight"] == {"memory": 4 + 4, "nvme": 8}
+    assert rows["blocks.*.router.weight"] == {"memory": 0, "nvme": 4 + 4 + 8}
     frozen = [row.bytes for row in plan_of(model, **keys).rows if not row.trainable]
     assert frozen == [{"memory": 2, "nvme": 2}] * 2
     with torch.device("meta"):
@@ -344,6 +344,7 @@ def test_modules_are_named_by_pattern_class_or_dtype():
     assert kept_by(plan_of(model, **BF16)) == set()
     assert kept_by(plan_of(model, **BF16, fp32_modules=["LayerNorm"])) == norms
     assert kept_by(plan_of(model, **BF16, fp32_modules=["torch.nn.modules.normalization.Layer*"])) == norms
+    assert kept_by(plan_of(model, **BF16, fp32_modules=["torch.nn.LayerNorm"])) == norms, "the public name"
     assert kept_by(plan_of(model, **BF16, fp32_modules=["*norm*"])) == norms
     assert kept_by(plan_of(model, **BF16, fp32_modules=["blocks.1"])) == {
         name for name, _ in model.named_parameters() if name.startswith("blocks.1.")

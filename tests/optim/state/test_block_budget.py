@@ -9,8 +9,8 @@ import torch
 
 from nvme_offload import OffloadAdamW, initialize
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.offload.shards.param_tier import ResidentUpper
-from nvme_offload.optim.tiers.halves import split_halves
+from nvme_offload.offload.shards.param_tier import ResidentShard
+from nvme_offload.optim.tiers.parts import parts_of
 from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.sharded_model import assert_same, backward, full_state, sharded_model
 from tests.support.tiers import Model, loss_of, make, section, train_step
@@ -103,8 +103,8 @@ def test_a_block_may_be_on_one_tier_and_not_on_the_other(alone, tmp_path):
             ends.append(full_state(engine.module, engine.optimizer))
             blocks, plan = engine.optimizer.store.blocks, engine.optimizer.tier_plan
             for group, number in blocks._numbers.items():
-                uppers = {isinstance(split_halves(leaf).upper, ResidentUpper) for leaf in group.params}
-                assert uppers == {number not in blocks._param_blocks}, "all of a group, or nothing"
+                stored = {isinstance(parts_of(leaf).stored, ResidentShard) for leaf in group.params}
+                assert stored == {number not in blocks._param_blocks}, "all of a group, or nothing"
                 places.add((number in blocks._param_blocks, number in blocks._grad_blocks))
             assert len(blocks._param_blocks) == len(plan.units_on("nvme", "parameters"))
             assert len(blocks._grad_blocks) == len(plan.units_on("nvme", "gradients"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -116,6 +117,40 @@ def test_the_engine_is_a_plain_loop_bit_for_bit():
     run_ranks(beside_a_plain_loop, 2)
 
 
+def replicated_beside_sharded(rank, world_size, path):
+    """Stage 0 and stage 1: losses, norm, state, and what this rank keeps of the parameters; and stage 0 resumed."""
+    results = []
+    for stage in (0, 1):
+        for nvme in (None, path / str(rank)):
+            with initialize(fresh_model(), section(stage, nvme, **BF16, gradient_clipping=0.0)) as engine:
+                losses = []
+                for step in range(4):
+                    losses += backward(engine, rank, step)
+                    engine.step()
+                kept = sum(param.to_local().numel() for param in engine.parameters())
+                state = full_state(engine.module, engine.optimizer)
+                results.append((losses, engine.get_global_grad_norm(), state, kept))
+                if not results[1:]:
+                    engine.save_checkpoint(path / "saved")
+    with initialize(fresh_model(), section(3, **BF16)) as engine:
+        engine.load_checkpoint(path / "saved")
+        return results, full_state(engine.module, engine.optimizer)
+
+
+def test_stage_0_is_plain_data_parallelism_with_the_bits_of_stage_1(tmp_path):
+    numel = sum(param.numel() for param in fresh_model().parameters())
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    for (whole, whole_nvme, part, part_nvme), resumed in run_ranks(replicated_beside_sharded, 2, tmp_path):
+        assert whole[3] == whole_nvme[3] == numel, "each rank has the whole model"
+        assert part[3] < 0.6 * numel
+        for other in (whole_nvme, part, part_nvme):
+            assert other[0] == whole[0]
+            assert other[1] == pytest.approx(whole[1], rel=1e-6)
+            assert_same(other[2], whole[2])
+        assert_same(resumed, whole[2])
+
+
 def gradient_is_there(rank, world_size):
     seen = {}
     cases = {"fp32": {}, "bf16": BF16, "bf16, fp32 reduction": FP32_REDUCTION}
@@ -163,8 +198,10 @@ def test_an_overflow_on_one_rank_skips_on_all_and_moves_the_scale():
 
 
 def refuse_on_two_ranks(rank, world_size):
-    with pytest.raises(ConfigError, match=r"zero_optimization\.stage = 0: .*write 1"):
-        initialize(fresh_model(), section(0))
+    half = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage = 0: .*dp_replicate has .* or write 1"):
+        initialize(fresh_model(), section(0), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")))
+    initialize(fresh_model(), section(0), mesh=half).close()
     sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}
     with pytest.raises(ConfigError, match=r"train_batch_size = 12: .* is 16; write 16"):
         initialize(fresh_model(), section(**sizes))
@@ -233,10 +270,7 @@ def test_calls_in_the_wrong_order_are_said(make_engine):
         engine.backward({"loss": torch.ones((), requires_grad=True)})
     with pytest.raises(ValueError, match=r"scalar loss, not one of shape \(3,\)"):
         engine.backward(torch.ones(3, requires_grad=True))
-    backward(engine, 0, 0)
-    with pytest.raises(RuntimeError, match=r"3 times in a step of 2 micro-batches: call engine\.step"):
-        engine.backward(loss_of(engine, 0, 0, 0))
-    engine.step()
+    step_of(engine, 0)
     assert engine.global_steps == 1
     assert math.isfinite(engine.get_global_grad_norm())
 

@@ -48,7 +48,9 @@ def run(model, mesh, dp_rank, config):
 def norm_beside(engine, dp_rank):
     """The norm of one more step, ours and from whole gradients."""
     inputs, targets = batch(STEPS, dp_rank)
-    for tokens, target in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+    for micro, (tokens, target) in enumerate(zip(inputs.chunk(2), targets.chunk(2), strict=True)):
+        if micro:
+            engine.step()
         engine.backward(loss_of(engine(tokens), target))
     whole = [param.grad.full_tensor().double() for param in engine.module.parameters()]
     engine.step()
@@ -100,7 +102,9 @@ def overflow_in_a_copy(mesh, rank):
     with initialize(Part(), config, mesh=mesh) as engine:
         before = named_state(engine)
         for step in range(3):
-            for half in zip(*(part.chunk(2) for part in batch(step, rank)), strict=True):
+            for micro, half in enumerate(zip(*(part.chunk(2) for part in batch(step, rank)), strict=True)):
+                if micro:
+                    engine.step()
                 engine.backward(loss_of(engine(half[0]), half[1]))
             if step == 1 and rank == 3:
                 next(engine.module.parameters()).grad.to_local().view(-1)[0] = math.inf

@@ -79,7 +79,7 @@ class Synced(Event):
     what: str
     """The path of what was synced."""
     caller: str
-    """The function that asked for it, and its caller."""
+    """Where in the code it was asked for, and by whom."""
 
 
 @dataclass(frozen=True, slots=True)

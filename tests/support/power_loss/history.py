@@ -199,6 +199,26 @@ class History:
         """The same as if one sync had been left out."""
         return History(self.base, [event for event in self.events if event is not sync])
 
+    def losses_without(self, sync: Synced) -> Iterator[Crash]:
+        """What a power loss could leave if one sync had been left out, and cannot as it is; the likeliest first.
+
+        At every later moment something that this sync alone covered is lost, in one of these ways: all of it and
+        nothing else, all of it and whatever else nothing covers, all of it and all but one of the others, each alone.
+        """
+        other, left_out = self.without(sync), self.events.index(sync)
+        covered = [
+            theirs for mine, theirs in zip(self.changes, other.changes, strict=True) if mine.durable_at == left_out
+        ]
+        seen: set[Any] = set()
+        for at in range(left_out - 1, len(other.events)):
+            pending = other._pending(at)
+            if lost := {change for change in covered if change in pending}:
+                ways = [[change for change in pending if change not in lost], []]
+                ways += [[one] for one in pending if one not in lost]
+                ways += [[change for change in pending if change is not one] for one in lost]
+                for kept, fill in itertools.product(ways, (0, STALE)):
+                    yield from other._lost(seen, at, pending, kept, fill)
+
     def check_same_as(self, folder: Path) -> None:
         """AssertionError: the events do not lead to what the folder holds: something went past the recording."""
         mine, found = self._image(self.changes), _image_of(Files.found_in(folder).root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import fcntl
 import io
 import itertools
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from nvme_offload.offload.storage import nvme_tier
+from nvme_offload.offload import durable
+from nvme_offload.offload.storage import engine_in_use
 from tests.support.power_loss.events import (
     Allocated,
     Event,
@@ -34,7 +36,7 @@ from tests.support.power_loss.history import Files, History
 from tests.support.power_loss.recorded_engine import RecordedEngine
 
 _OPEN, _IO_OPEN = os.open, io.open
-_NEVER_CALLERS = (__file__, os.__file__, io.__file__)
+_NEVER_CALLERS = (__file__, os.__file__, contextlib.__file__, durable.__file__)
 
 
 class Recording:
@@ -64,19 +66,21 @@ class Recording:
             self._patches.enter_context(patch.object(os, name, _stand_in(method, self, originals[name])))
         for module in (builtins, io):
             self._patches.enter_context(patch.object(module, "open", self._open_stream))
-        opened = nvme_tier.open_engine
-
-        def open_engine(*arguments: Any) -> Any:
-            found = opened(*arguments)
-            return replace(found, engine=RecordedEngine(found.engine, self))
-
-        self._patches.enter_context(patch.object(nvme_tier, "open_engine", open_engine))
+        for name in ("open_engine", "open_next_engine"):
+            self._patches.enter_context(patch.object(engine_in_use, name, self._recorded(getattr(engine_in_use, name))))
         self._active = True
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._active = False
         self._patches.close()
+
+    def _recorded(self, opening: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(*arguments: Any) -> Any:
+            found = opening(*arguments)
+            return replace(found, engine=RecordedEngine(found.engine, self))
+
+        return opened
 
     def mark(self, name: str) -> None:
         """Give this moment a name: crashes after it have it among their `marks`."""
@@ -195,13 +199,14 @@ def _position(fd: int) -> int:
 
 
 def _caller() -> str:
-    """Who asks: the two innermost functions outside this file and the library."""
-    frame, names = sys._getframe(1), []
-    while frame is not None and len(names) < 2:
-        if frame.f_code.co_filename not in _NEVER_CALLERS:
-            names.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
+    """Who asks: file, line and function, and those of its caller; without the library and the door to the drive."""
+    frame, places = sys._getframe(1), []
+    while frame is not None and len(places) < 2:
+        code = frame.f_code
+        if not code.co_filename.endswith(_NEVER_CALLERS):
+            places.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back
-    return " < ".join(names)
+    return ", from ".join(places)
 
 
 def _stand_in(method: Callable[..., Any], recording: Recording, real: Callable[..., Any]) -> Callable[..., Any]:

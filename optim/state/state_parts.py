@@ -1,0 +1,77 @@
+"""Split parameters that an optimizer has: what their masters have besides what is stored is in its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from nvme_offload.offload._torch_private import local_tensor
+from nvme_offload.optim.layout.master import MasterForm
+from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.entries import fresh_entry_of, read_entries, set_entries
+from nvme_offload.optim.tiers.parts import ShardParts
+
+
+class StateParts(ShardParts):
+    """The rest in the optimizer's state, on whatever tier that is; of an fp32 parameter there is none.
+
+    Args:
+        body: the optimizer's state.
+        index: of the parameter in it.
+        before: where the parts were; what is stored stays where it is.
+    """
+
+    def __init__(self, body: StateBody, index: int, before: ShardParts) -> None:
+        super().__init__(before.owner, before.group, before.stored, before.accumulate)
+        self.body = body
+        self._index = index
+
+    def gathered(self, dtype: torch.dtype) -> torch.Tensor:
+        """What FSDP2 gathers, as the latest step leaves it; waits for its update.
+
+        Raises:
+            SwapIOError, CorruptionError, StateError: see `StateBody.wait_for_update_of`.
+        """
+        self.body.wait_for_update_of(self._index)
+        return super().gathered(dtype)
+
+    @contextmanager
+    def held(self, *, change: bool) -> Iterator[torch.Tensor]:
+        """What is stored, as the latest step leaves it, 1D with the padding, outside a gather.
+
+        Raises:
+            SwapIOError, CorruptionError, StateError: see `StateBody.at_rest`; or it cannot be read.
+        """
+        with self.body.at_rest(), super().held(change=change) as flat:
+            yield flat
+
+    def read(self) -> torch.Tensor:
+        """The parts joined, fp32, in the shape of this rank's shard.
+
+        Raises:
+            SwapIOError: the tier cannot be read.
+        """
+        if self._is_all_stored:
+            with self.body.at_rest():
+                return fresh_entry_of(self.body, self._index, "master").to(self.device)
+        master = read_entries(self.body, {self._index: ("master",)})[self._index]["master"]
+        return local_tensor(master).to(self.device)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Divide fp32 values, in the shape of this rank's shard, among the parts.
+
+        Raises:
+            SwapIOError: the tier cannot be written.
+        """
+        if not self._is_all_stored:
+            set_entries(self.body, {self._index: {"master": values}})
+            return
+        with self.held(change=True) as flat:
+            flat[: values.numel()].copy_(values.reshape(-1))
+        self.owner.reshard()
+
+    @property
+    def _is_all_stored(self) -> bool:
+        return self.body.table[self._index].form is MasterForm.ITSELF

@@ -1,0 +1,342 @@
+"""Sharded parameters of FSDP2 as fp32 tensors in parts, and their gradients as partitions.
+
+What is *stored* of a shard between steps is what is gathered; its dtype says what else an fp32 master weight has, which
+is the *rest* (`MASTER_DTYPE`): of bf16 the lower half, of fp16 the master itself, of fp32 nothing. The rest is part of
+the optimizer's state. An update makes both anew, and so does every write.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from nvme_offload.offload._torch_private import (
+    fsdp_groups,
+    install_extension,
+    local_tensor,
+    refuse_conversion,
+    sharded_like,
+)
+from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.shards.param_tier import Padded, ResidentShard, StoredShard
+from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE
+from nvme_offload.optim.tiers.gatherers import remember_gatherers
+
+ROOT = "the root module"
+"""What the block of parameters is called that is in no named part of the model."""
+
+FROZEN = " (frozen)"
+"""What comes after its name for parameters of it that are not trained."""
+
+CONVERTED = "of a sharded model would be converted: convert it before it is sharded, and make the optimizer after that"
+"""What `refuse_conversion` says."""
+
+
+class Storage(NamedTuple):
+    """How a shard in parts is kept."""
+
+    dtype: torch.dtype
+    """Of what is stored: bf16, fp16 or fp32."""
+    accumulate: torch.dtype
+    """Of the gradient partition."""
+
+
+StorageOf = Callable[[Any], Storage | None]
+"""How the shard of one of FSDP2's records is to be kept; None: it stays the tensor that it is."""
+
+
+@dataclass(eq=False)
+class GatherGroup:
+    """Parameters of this rank in parts that FSDP2 gathers together: one block of the tiers.
+
+    Those that are frozen when the model is sharded are a group of their own: their block is never written again.
+    """
+
+    name: str
+    """Name of the module that gathers the parameters."""
+    params: list[torch.Tensor] = field(default_factory=list)
+    """The parameters as the user knows them."""
+
+    @property
+    def forms(self) -> list[Padded]:
+        """How the parameters are stored."""
+        return [parts.stored.form for parts in self.parts]
+
+    @property
+    def parts(self) -> list[ShardParts]:
+        """The parts of all parameters."""
+        return [parts for leaf in self.params if (parts := parts_of(leaf)) is not None]
+
+    @property
+    def partitions(self) -> list[tuple[torch.Tensor, torch.dtype]]:
+        """The parameters that have gradients, and what those are accumulated in."""
+        pairs = zip(self.params, self.parts, strict=True)
+        return [(leaf, parts.accumulate) for leaf, parts in pairs if leaf.requires_grad]
+
+
+class ShardParts(ABC):
+    """What all parts have in common: something stored, which FSDP2 gathers, wherever it is.
+
+    Args:
+        owner: the module that gathers the parameter.
+        group: what is gathered together.
+        stored: what is stored.
+        accumulate: dtype of the gradient partition.
+    """
+
+    def __init__(self, owner: FSDPModule, group: GatherGroup, stored: StoredShard, accumulate: torch.dtype) -> None:
+        self.owner = owner
+        """The module that gathers the parameter."""
+        self.group = group
+        """The parameters that are gathered together with this one."""
+        self.stored = stored
+        self.accumulate = accumulate
+        """Dtype of the gradient partition."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the parameter is gathered from."""
+        return self.stored.device
+
+    def gathered(self, dtype: torch.dtype) -> torch.Tensor:
+        """What FSDP2 gathers, padded: what is stored, or under autocast that rounded. Every gather comes through here.
+
+        Raises:
+            SwapIOError: it is on a tier and cannot be read.
+        """
+        return self.stored.gather().to(dtype)
+
+    def stays(self, dtype: torch.dtype) -> bool:
+        """Whether what is gathered in `dtype` stays valid after `end_gather`: it is what is stored, in memory."""
+        return isinstance(self.stored, ResidentShard) and self.stored.form.dtype is dtype
+
+    def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
+        """What is stored, 1D with the padding, outside a gather; what is done to it with `change` is kept."""
+        return self.stored.held(change=change)
+
+    def end_gather(self) -> None:
+        """Let what was gathered go: FSDP2 has copied it."""
+        self.stored.end_gather()
+
+    def declared(self, shape: torch.Size) -> torch.Tensor:
+        """What is stored, without padding, or a stand-in for it."""
+        return self.stored.declared(shape)
+
+    @abstractmethod
+    def read(self) -> torch.Tensor:
+        """The parts joined: a new plain fp32 tensor in the shard's shape."""
+
+    @abstractmethod
+    def write(self, values: torch.Tensor) -> None:
+        """Divide fp32 values of the shard's shape among the parts."""
+
+
+class OwnParts(ShardParts):
+    """The rest in memory: a parameter between `split_parameters` and its optimizer, and a frozen one for good.
+
+    Where what is stored says all, as of 16-bit weights that were never anything else, there is no rest.
+
+    Args:
+        values: this rank's shard; shape and, of one that is not on meta, values.
+        stored: where to put what is stored; full of zeros.
+        owner: the module that gathers it.
+        group: what is gathered together.
+        accumulate: dtype of the gradient partition.
+        kernels: to divide and join with.
+    """
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        stored: StoredShard,
+        owner: FSDPModule,
+        group: GatherGroup,
+        accumulate: torch.dtype,
+        kernels: KernelPool,
+    ) -> None:
+        super().__init__(owner, group, stored, accumulate)
+        self.rest: torch.Tensor | None = None
+        """1D, on the CPU, of `MASTER_DTYPE`; None where `stored` says all."""
+        self._kernels = kernels
+        self._shape = values.shape
+        if not values.is_meta:
+            self.write(values)
+
+    def read(self) -> torch.Tensor:
+        """The parts joined: a new plain fp32 tensor in the shard's shape."""
+        with self.stored.held(change=False) as flat:
+            joined = self._kernels.joined(flat[: self._shape.numel()].cpu(), self.rest)
+        return joined.view(self._shape).to(self.device)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Divide fp32 values among the parts."""
+        with self.stored.held(change=True) as flat:
+            kept = flat[: self._shape.numel()]
+            on_host = kept if kept.device.type == "cpu" else torch.empty_like(kept, device="cpu")
+            rest_dtype = MASTER_DTYPE[FORM_OF_DTYPE[kept.dtype]]
+            rest = None if rest_dtype is None else torch.empty(kept.numel(), dtype=rest_dtype)
+            self._kernels.divide(values.cpu().contiguous().view(-1), on_host, rest)
+            if on_host is not kept:
+                kept.copy_(on_host)
+            self.rest = None if rest is None or _says_all(on_host, rest) else rest
+        self.owner.reshard()
+
+
+def _says_all(stored: torch.Tensor, rest: torch.Tensor) -> bool:
+    """Whether masters are no finer than what is stored of them."""
+    if rest.dtype is torch.uint16:
+        return not rest.view(torch.int16).any()
+    return torch.equal(rest, stored.float())
+
+
+class UnbornParts(ShardParts):
+    """Parts of a parameter that has no value yet: perhaps a place for what is stored, and nothing for the rest.
+
+    A model built on the meta device has them until its optimizer is made; see `optim.birth.birth`.
+    """
+
+    def read(self) -> torch.Tensor:
+        """Raises StateError: there is nothing to read."""
+        raise StateError("a parameter of a model that was on meta", "a value", "none: initialize() gives it one")
+
+    def write(self, values: torch.Tensor) -> None:
+        """Raises StateError: there is no place for the rest."""
+        raise StateError("a parameter of a model that was on meta", "an optimizer", "none: initialize() makes it")
+
+
+def split_parameters(
+    model: nn.Module, accumulation_dtype: torch.dtype | None = None, *, fp32_too: bool = False
+) -> nn.Module:
+    """Turn FSDP2's fp32 shards into parts, of which only what is gathered stays in memory.
+
+    Call it after ``fully_shard`` and before the optimizer is made. It changes the parameters that are fp32 and gathered
+    in 16 bits (``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``, or ``torch.float16``), in place; they go on
+    behaving as fp32 tensors, and no bit of an fp32 weight is lost. The reduced gradient of each is kept in ``p.grad``
+    as a partition of `accumulation_dtype`, into which later micro-batches accumulate.
+
+    Args:
+        model: a module after ``fully_shard``; all of its parts are searched.
+        accumulation_dtype: bf16, fp16 or fp32; by default what a parameter is gathered in.
+        fp32_too: also those that are gathered in fp32, of which all is stored. ``offload_param`` and
+            ``offload_gradients`` can move only what is in parts.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: no part of the model is managed by FSDP2, or it is still on the meta device.
+    """
+
+    def storage_of(record: Any) -> Storage | None:
+        gathered = record.mp_policy.param_dtype or record.sharded_param.dtype
+        if record.sharded_param.dtype is not torch.float32 or (gathered is torch.float32 and not fp32_too):
+            return None
+        return Storage(gathered, accumulation_dtype or gathered)
+
+    take_apart(model, storage_of)
+    return model
+
+
+def take_apart(model: nn.Module, storage_of: StorageOf) -> None:
+    """`split_parameters` of the shards for which `storage_of` names a storage.
+
+    Raises:
+        ValueError: no part of the model is managed by FSDP2, or it is still on the meta device.
+    """
+    kernels = KernelPool(torch.get_num_threads())
+    found = False
+    for owner, group, records in gather_groups(model):
+        found = True
+        for record in records:
+            storage, shard = storage_of(record), local_tensor(record.sharded_param)
+            if storage is None or isinstance(shard, SplitTensor):
+                continue
+            if shard.device.type not in ("cpu", "cuda"):
+                raise ValueError(
+                    f"split_parameters: a shard is on {shard.device}; it must be on the CPU or a CUDA device"
+                )
+            zeros = torch.zeros(record.padded_sharded_param_size, dtype=storage.dtype, device=shard.device)
+            stored = ResidentShard(zeros)
+            parts = OwnParts(shard.detach(), stored, owner, group, storage.accumulate, kernels)
+            install_parts(record, SplitTensor(parts, shard), install_extension)
+    if not found:
+        raise ValueError("split_parameters needs a module after torch.distributed.fsdp.fully_shard")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            refuse_conversion(module, CONVERTED)
+    remember_gatherers(model)
+
+
+def gather_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, GatherGroup, list[Any]]]:
+    """What FSDP2 gathers together: the module that does it, a new group without members, and FSDP2's records.
+
+    Those of trainable parameters first, then those of frozen ones. What several modules gather together comes once.
+    """
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        for records in fsdp_groups(module):
+            assert isinstance(module, FSDPModule)
+            if id(records[0]) in seen:
+                continue
+            seen.update(map(id, records))
+            for trainable in (True, False):
+                alike = [record for record in records if record.sharded_param.requires_grad is trainable]
+                if alike:
+                    yield module, GatherGroup((name or ROOT) + ("" if trainable else FROZEN)), alike
+
+
+def install_parts(record: Any, local: SplitTensor, install: Callable[[Any, SplitTensor], None]) -> None:
+    """Make a shard a split one, and a member of the group of its parts.
+
+    Args:
+        record: FSDP2's.
+        local: the shard.
+        install: how FSDP2 gets it.
+    """
+    install(record, local)
+    assert isinstance(local.parts, ShardParts)
+    local.parts.group.params.append(record.sharded_param)
+    keep_grad_in(record.sharded_param, local.parts.accumulate)
+
+
+def split_shard(leaf: torch.Tensor) -> SplitTensor | None:
+    """The split shard of a parameter, if it has one."""
+    local = local_tensor(leaf)
+    return local if isinstance(local, SplitTensor) else None
+
+
+def parts_of(leaf: torch.Tensor) -> ShardParts | None:
+    """Where the parts of a parameter are, if it is a split shard."""
+    split = split_shard(leaf)
+    return split.parts if split is not None and isinstance(split.parts, ShardParts) else None
+
+
+def keep_grad_in(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Keep the reduced gradient of a sharded parameter in `dtype`, however FSDP2 hands it over.
+
+    Of one that is frozen too: it may be unfrozen later.
+    """
+    param.grad_dtype = None  # permits a gradient of another dtype than the parameter's
+
+    def to_partition(arrived: torch.Tensor) -> None:
+        grad = arrived.grad
+        if isinstance(grad, DTensor) and grad.dtype != dtype:
+            arrived.grad = sharded_like(local_tensor(grad).to(dtype), grad)
+
+    # torch refuses to exchange a parameter to which there is a weak reference: the hook would be lost.
+    to_partition.present = weakref.ref(param)  # type: ignore[attr-defined]
+    trainable = param.requires_grad
+    param.requires_grad_(True)  # torch takes no such hook otherwise
+    param.register_post_accumulate_grad_hook(to_partition)  # type: ignore[no-untyped-call]
+    param.requires_grad_(trainable)

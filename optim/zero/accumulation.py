@@ -1,0 +1,114 @@
+"""Which micro-batch of a step is under way, and what may be called when: DeepSpeed's call sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+_SEQUENCE = "for every micro-batch, write\n    engine.backward(loss)\n    engine.step()"
+
+
+class Accumulation:
+    """Counts the micro-batches of a step. Each ends with ``engine.step()``, however many losses it had.
+
+    Args:
+        num_micro_batches: of one step.
+        is_pipelined: a schedule runs all micro-batches, and every ``engine.step()`` acts.
+        reduces_once: gradients wait for the last micro-batch of a step, and are reduced with it.
+    """
+
+    def __init__(self, num_micro_batches: int, *, is_pipelined: bool, reduces_once: bool) -> None:
+        self.num_micro_batches = num_micro_batches
+        self.micro_steps = 0
+        """Micro-batches that ended since the latest boundary."""
+        self.has_backward = False
+        """Whether there was a backward since the latest ``engine.step()``."""
+        self.boundary: bool | None = None
+        """Whether the micro-batch under way is the last one, where the loop says so itself."""
+        self._is_pipelined = is_pipelined
+        self._reduces_once = reduces_once
+        self._waits = False
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last of its step."""
+        if self._is_pipelined:
+            return True
+        return self.micro_steps + 1 >= self.num_micro_batches if self.boundary is None else self.boundary
+
+    @property
+    def reduces_late(self) -> bool:
+        """Whether gradients of the next backward may wait for another one before they are reduced."""
+        return self._waits or (self._reduces_once and not self.is_boundary)
+
+    def begin_step(self) -> None:
+        """The next micro-batch is the first of a step."""
+        self.micro_steps, self.has_backward = 0, False
+
+    def end_micro_batch(self) -> None:
+        """Another micro-batch of the same step follows."""
+        self.micro_steps, self.has_backward = self.micro_steps + 1, False
+
+    @property
+    def progress(self) -> str:
+        """How far the step is, in words; empty between two steps."""
+        done = self.micro_steps + self.has_backward
+        return f"{done} of {max(done, self.num_micro_batches)} micro-batches done" if done else ""
+
+    @contextmanager
+    def waiting(self, stage: int) -> Iterator[None]:
+        """Within, no backward reduces gradients, and no step is taken.
+
+        Raises:
+            RuntimeError: gradients of this ZeRO stage are reduced in every backward, or it is entered twice.
+        """
+        if stage >= 2:
+            raise RuntimeError(
+                f"engine.no_sync: stage {stage} keeps its part of the gradients only, and so reduces them in every "
+                "backward; write zero_optimization.stage = 1, or leave no_sync out: engine.step() acts at the boundary"
+            )
+        if self._waits:
+            raise RuntimeError("engine.no_sync was entered within engine.no_sync; leave the inner one out")
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
+    def check_step(self, gradients: Iterable[torch.Tensor | None], *, is_scaled: bool) -> None:
+        """Look whether ``engine.step()`` may be called now, and take note of a plain ``loss.backward()``.
+
+        Args:
+            gradients: of all parameters.
+            is_scaled: backward needs a scaled loss.
+
+        Raises:
+            RuntimeError: there was no backward, or one that lacks what ``engine.backward`` does; says what to write.
+        """
+        if self._waits:
+            raise RuntimeError("engine.step was called within engine.no_sync; call it after the with block")
+        if self.has_backward or self._is_pipelined:
+            return
+        if all(grad is None for grad in gradients):
+            raise RuntimeError(f"engine.step was called before engine.backward: {_SEQUENCE}")
+        if self.num_micro_batches > 1 or is_scaled or self.micro_steps:
+            share = f"divides it by gradient_accumulation_steps = {self.num_micro_batches}"
+            raise RuntimeError(
+                f"engine.step was called after loss.backward(), but engine.backward(loss) {share}"
+                f"{' and scales it for fp16' if is_scaled else ''}: {_SEQUENCE}\n"
+                "or engine.scale(loss).backward() in place of the first line. engine.zero_grad() drops these gradients"
+            )
+        self.has_backward = True
+
+
+def check_loss(loss: torch.Tensor) -> None:
+    """Raise TypeError or ValueError for what cannot be the loss of a backward."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"engine.backward needs the loss itself, not {type(loss).__name__}: a Hugging Face model that was "
+            "given labels has it in outputs.loss"
+        )
+    if loss.numel() != 1:
+        raise ValueError(f"engine.backward needs a scalar loss, not one of shape {tuple(loss.shape)}: take its mean")

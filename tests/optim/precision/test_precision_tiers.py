@@ -1,0 +1,136 @@
+"""Every precision on every tier, on one and two ranks, with and without accumulation: the bits of a run in memory."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from nvme_offload import initialize
+from nvme_offload.optim.precision.table import MODES, Combination
+from tests.support.precision import HYPERPARAMETERS, SCALE, WIDTH, batch, fresh_model, loss_of, reference_of
+from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
+
+PRECISIONS = (*MODES, "by hand")
+TIERS = {  # what is on NVMe
+    "state": {"state"},
+    "parameters": {"state", "param"},
+    "gradients": {"state", "grads"},
+    "all": {"state", "param", "grads"},
+}
+NEXT = dict(zip(TIERS, [*list(TIERS)[1:], "memory"], strict=True))
+"""Where a run on a tier goes on after its checkpoint."""
+ACCUMULATIONS = (1, 4)
+RANKS = (1, 2)
+STEPS = 10
+ALL = list(product(PRECISIONS, TIERS, RANKS, ACCUMULATIONS))
+PAIRS = [  # each precision on each tier, and each two values of any two of the four somewhere
+    (precision, tier, RANKS[(i + j) % 2], ACCUMULATIONS[(i + j // 2) % 2])
+    for i, precision in enumerate(PRECISIONS)
+    for j, tier in enumerate(TIERS)
+]
+
+
+class ByHand(nn.Module):
+    """A block that its author built in two dtypes, one module even of both, and casts between them itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 9, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(9)
+        self.down = nn.Linear(9, WIDTH, dtype=torch.bfloat16)
+        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH).bfloat16())
+        self.gain = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, hidden):
+        inner = nn.functional.gelu(self.norm(self.up(hidden.bfloat16()).float())).bfloat16()
+        return hidden + self.down(inner).float() + (hidden.bfloat16() @ self.mix).float() * self.gain
+
+
+def model_of(precision):
+    if precision != "by hand":
+        return fresh_model()
+    torch.manual_seed(0)
+    return nn.Sequential(ByHand(), ByHand())
+
+
+def section(precision, tier, accumulation, path):
+    nvme = {"device": "nvme", "nvme_path": str(path), "buffer_count": 2}
+    on_nvme = TIERS.get(tier, set())
+    keys = MODES["bf16" if precision == "by hand" else precision]
+    return {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {**(nvme if "state" in on_nvme else {"device": "cpu"}), "staging_budget": "2MiB"},
+            **({"offload_param": nvme} if "param" in on_nvme else {}),
+        },
+        **({"offload_gradients": nvme} if "grads" in on_nvme else {}),
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": HYPERPARAMETERS},
+        **keys,
+        "fp16": {"loss_scale": SCALE, **keys.get("fp16", {})},
+    }
+
+
+def train(rank, engine, steps):
+    for step in steps:
+        for micro in range(engine.gradient_accumulation_steps):
+            inputs, target = batch(step, micro, rank)
+            engine.backward(loss_of(engine(inputs), target))
+            engine.step()
+
+
+def train_cases(rank, world_size, cases, path):
+    """The end of a run in memory by precision and accumulation. Each run on tiers, resumed on others, has its bits."""
+    ends = {}
+    for precision, tier, _, accumulation in cases:
+        if (precision, accumulation) not in ends:
+            with initialize(model_of(precision), section(precision, "memory", accumulation, path)) as engine:
+                train(rank, engine, range(STEPS))
+                ends[precision, accumulation] = full_state(engine.module, engine.optimizer)
+        saved = path / f"{precision} {tier} {world_size} {accumulation}"
+        with initialize(model_of(precision), section(precision, tier, accumulation, path)) as engine:
+            train(rank, engine, range(STEPS // 2))
+            engine.save_checkpoint(saved)
+        with initialize(model_of(precision), section(precision, NEXT[tier], accumulation, path)) as engine:
+            engine.load_checkpoint(saved)
+            train(rank, engine, range(STEPS // 2, STEPS))
+            assert_same(full_state(engine.module, engine.optimizer), ends[precision, accumulation])
+    return ends
+
+
+def check(cases, path):
+    for ranks in RANKS:
+        chosen = [case for case in cases if case[2] == ranks]
+        ends = run_ranks(train_cases, ranks, chosen, path)[0]
+        for (precision, accumulation), end in ends.items():
+            if precision == "by hand":  # its casts have tests of their own
+                continue
+            combination, shape = Combination(precision, None, None), {"steps": STEPS, "micro_batches": accumulation}
+            reference = reference_of(combination, waits=False, world_size=ranks, exact=True, **shape)
+            for name, value in reference.train()[-1].items():
+                assert torch.equal(end[name], value), (precision, ranks, accumulation, name)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Ranks have one thread each, and how many there are decides the order of some sums."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_pairs_are_all_there():
+    for first, second in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)):
+        assert {(case[first], case[second]) for case in PAIRS} == {(case[first], case[second]) for case in ALL}
+
+
+def test_every_pair_has_the_bits_of_plain_pytorch_and_of_a_run_in_memory(tmp_path):
+    check(PAIRS, tmp_path)
+
+
+@pytest.mark.slow
+def test_every_combination_has_the_bits_of_plain_pytorch_and_of_a_run_in_memory(tmp_path):
+    check(ALL, tmp_path)

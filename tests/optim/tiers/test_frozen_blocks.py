@@ -1,0 +1,145 @@
+"""A fine-tune of adapters on a base that lives on NVMe: the base is gathered from there, and never written again."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nvme_offload import OffloadAdamW, get_full_param, initialize, set_full_param
+from nvme_offload.offload.errors import ClosedError
+from nvme_offload.optim.tiers.parts import parts_of
+from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
+from tests.support.tiers import EVERYTHING, Model, section, train_step
+from tests.support.training import storage_io
+
+VOCABULARY, LENGTH, RANK = 256, 16, 4
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64}, "bf16": {"enabled": False}}
+FP32 = {"bf16": {"enabled": False}}
+
+
+class Adapted(nn.Module):
+    """A frozen Linear and a product of two thin matrices beside it (LoRA, arXiv:2106.09685)."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(RANK, base.in_features) * 0.1)
+        self.up = nn.Parameter(torch.zeros(base.out_features, RANK))
+
+    def forward(self, hidden):
+        return self.base(hidden) + hidden @ self.down.T.to(hidden.dtype) @ self.up.T.to(hidden.dtype)
+
+
+def adapted_llama(dtype):
+    """All of it frozen but for adapters of the queries and values, in the dtype of its weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).requires_grad_(False)
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
+    return model.to(dtype)
+
+
+def fine_tune(model, config, steps=4):
+    """Whole state at the end; bytes that the kernel says each step has written; the engine's figures of the base."""
+    written = []
+    with initialize(model, config) as engine:
+        for step in range(steps):
+            engine.optimizer.synchronize()
+            before = storage_io()[1]
+            tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(step))
+            for _ in range(engine.gradient_accumulation_steps):
+                engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                engine.step()
+            engine.optimizer.synchronize()
+            written.append(storage_io()[1] - before)
+        blocks = engine.optimizer.store.blocks
+        of_params = blocks.params.cache.blocks if blocks.params is not None else []
+        sizes = {block.name: block.size_bytes for block in of_params}
+        whole_state = sum(slot.extent.size_bytes for slot in engine.optimizer.store.slots if slot.extent is not None)
+        grads = sum(block.size_bytes for block in blocks.grads.cache.blocks) if blocks.grads is not None else 0
+        return full_state(engine.module, engine.optimizer), written, sizes, whole_state + grads
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype", "itemsize"),
+    [(BF16, torch.bfloat16, 2), (FP16, torch.float16, 2), (FP32, torch.float32, 4)],
+    ids=["bf16", "fp16", "fp32"],
+)
+def test_of_the_base_no_byte_is_written_in_a_step(alone, tmp_path, keys, dtype, itemsize):
+    """By the kernel's count, to the byte: what is written is the adapters, their gradients and their state."""
+    expected, *_ = fine_tune(adapted_llama(dtype), section(tmp_path, accumulation=1) | keys)
+    model = adapted_llama(dtype)
+    base_numel = sum(param.numel() for param in model.parameters() if not param.requires_grad)
+    config = section(tmp_path, **EVERYTHING, accumulation=1) | keys
+    ours, written, sizes, of_state = fine_tune(model, config)
+    assert_same(ours, expected)
+    base = sum(size for name, size in sizes.items() if name.endswith("(frozen)"))
+    adapters = sum(size for name, size in sizes.items() if not name.endswith("(frozen)"))
+    assert base >= itemsize * base_numel > 20 * adapters
+    assert written[1:] == [adapters + of_state] * 3
+
+
+def test_a_base_in_16_bits_takes_no_memory_for_what_it_has_not(alone, tmp_path):
+    for keys, dtype in ((BF16, torch.bfloat16), (FP16, torch.float16)):
+        with initialize(adapted_llama(dtype), section(tmp_path, param="nvme") | keys) as engine:
+            frozen = [param for param in engine.module.parameters() if not param.requires_grad]
+            assert all(parts_of(param).rest is None for param in frozen)
+            set_full_param(frozen[1], torch.full(frozen[1].shape, 1 / 3))
+            assert torch.equal(get_full_param(frozen[1]), torch.full(frozen[1].shape, 1 / 3))
+            assert [param for param in frozen if parts_of(param).rest is not None] == [frozen[1]]
+
+
+@pytest.mark.parametrize("keys", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+def test_a_frozen_block_from_meta_is_born_on_its_tier(alone, tmp_path, keys):
+    states = []
+    for tiers in ({}, EVERYTHING):
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = Model(num_layers=2)
+        model.layers[0].requires_grad_(False)
+        model.layers[1].up.requires_grad_(False)
+        with initialize(model, section(tmp_path, **tiers) | keys) as engine:
+            train_step(engine, 0)
+            states.append(full_state(engine.module, engine.optimizer))
+    assert_same(*states)
+
+
+def train_with_two_buffers(rank, world_size, path):
+    """Each group is two blocks, its frozen half and its trained one: gathering one fills both buffers."""
+    states = []
+    for tiers in ({}, {"param": "nvme", "grads": "nvme", "buffer_count": 2}):
+        torch.manual_seed(0)
+        model = Model(num_layers=4, checkpointing=True)
+        for layer in model.layers:
+            layer.up.requires_grad_(False)
+        with initialize(model, section(path, **tiers)) as engine:
+            for step in range(3):
+                train_step(engine, step, rank)
+            states.append(full_state(engine.module, engine.optimizer))
+    assert_same(*states)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_buffers_hold_a_group_of_two_blocks(tmp_path, ranks):
+    run_ranks(train_with_two_buffers, ranks, tmp_path)
+
+
+def test_a_base_goes_with_its_tier(alone, tmp_path):
+    with initialize(adapted_llama(torch.bfloat16), section(tmp_path, param="nvme")) as engine:
+        model = engine.module
+        with pytest.raises(ValueError, match="is on the parameter tier of another optimizer"):
+            OffloadAdamW([model.model.norm.weight], offload={"zero_optimization": {"stage": 3}})
+    with pytest.raises(ClosedError, match="the parameter tier"):
+        model.model.norm.weight.sum()
