@@ -45,7 +45,7 @@ class StateBody(ABC):
         self.unfinished: UnfinishedStep | None = None
         """Set while a step or a load is under way, and left behind by one that stopped early."""
         self.is_closed = False
-        self.worker = Worker()
+        self.worker = Worker(pipeline.waiting)
         """Does what is left of a step when it returns."""
         pipeline.ring(self.worker.bell)
         self.uses = FirstUses()
