@@ -369,10 +369,10 @@ class OffloadOptimizer(Optimizer):
             total_norm=self._stepper.total_norm,
             clip_coef=self._stepper.clip_coef,
             resplit_blocks=meter.resplit_blocks + meter.changed_behind,
+            iteration=meter.iteration,
             updates_behind=meter.updates_behind,
             updates_in_backward=meter.updates_in_backward,
             overlap_wait_seconds=store.worker.wait_seconds,
-            iteration=meter.iteration,
             **store.blocks.stats(),
         )
 

@@ -120,14 +120,14 @@ class OptimizerStats:
     """What clipping multiplied the latest gradients by."""
     resplit_blocks: int
     """Tiles of 65536 elements whose parameter was changed by someone else between steps."""
+    iteration: IterationStats | None = None
+    """Seconds of the latest iteration, and what limited it; None before the second step."""
     updates_behind: int = 0
     """Updates of subgroups that were done behind a step, under the next forward."""
     updates_in_backward: int = 0
     """Updates of subgroups that were done before their step, in backward."""
     overlap_wait_seconds: float = 0.0
     """Seconds that forwards, and whoever else wanted parameters or state, waited for updates behind a step."""
-    iteration: IterationStats | None = None
-    """Seconds of the latest iteration, and what limited it; None before the second step."""
     param_uses: int = 0
     """Times a block of the parameter tier was needed: gathers, updates, accesses from outside."""
     param_reads: int = 0

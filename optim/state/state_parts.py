@@ -39,7 +39,7 @@ class StateParts(ShardParts):
 
     @contextmanager
     def held(self, *, change: bool) -> Iterator[torch.Tensor]:
-        """What is stored, as the latest step leaves it, 1D with the padding, outside a gather.
+        """What is stored as the latest step leaves it, 1D with the padding, outside a gather.
 
         Raises:
             SwapIOError, CorruptionError, StateError: see `StateBody.at_rest`; or it cannot be read.

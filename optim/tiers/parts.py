@@ -121,13 +121,13 @@ class ShardParts(ABC):
         """Whether what is gathered in `dtype` stays valid after `end_gather`: it is what is stored, in memory."""
         return isinstance(self.stored, ResidentShard) and self.stored.form.dtype is dtype
 
-    def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
-        """What is stored, 1D with the padding, outside a gather; what is done to it with `change` is kept."""
-        return self.stored.held(change=change)
-
     def end_gather(self) -> None:
         """Let what was gathered go: FSDP2 has copied it."""
         self.stored.end_gather()
+
+    def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
+        """What is stored, 1D with the padding, outside a gather; what is done to it with `change` is kept."""
+        return self.stored.held(change=change)
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
         """What is stored, without padding, or a stand-in for it."""

@@ -132,5 +132,6 @@ def test_every_pair_has_the_bits_of_plain_pytorch_and_of_a_run_in_memory(tmp_pat
 
 
 @pytest.mark.slow
-def test_every_combination_has_the_bits_of_plain_pytorch_and_of_a_run_in_memory(tmp_path):
-    check(ALL, tmp_path)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_combination_has_the_bits_of_plain_pytorch_and_of_a_run_in_memory(tmp_path, precision):
+    check([case for case in ALL if case[0] == precision], tmp_path)

@@ -257,13 +257,23 @@ class History:
                     yield from self._lost(seen, at, pending, kept, fill)
         chance = random.Random(seed)
         for _ in range(num_random):
-            at, sector = chance.randrange(-1, len(self.events)), chance.choice(SECTORS)
-            share, fill = chance.choice((0.05, 0.3, 0.5, 0.7, 0.95)), chance.choice((0, STALE))
-            pending = self._pending(at)
-            pieces = itertools.chain.from_iterable(
-                change.sectors(sector) if isinstance(change, Bytes) else [change] for change in pending
-            )
-            yield from self._lost(seen, at, pending, [piece for piece in pieces if chance.random() < share], fill)
+            yield from self._some_power_loss(seen, chance)
+
+    def some_crash(self, chance: random.Random) -> Crash:
+        """A kill or a power loss, at any moment, with any part of what nothing covers."""
+        if chance.random() < 0.3:
+            at = chance.randrange(-1, len(self.events))
+            return next(self._unless_seen(set(), at, [c for c in self.changes if c.at <= at], "killed", 0))
+        return next(self._some_power_loss(set(), chance))
+
+    def _some_power_loss(self, seen: set[Any], chance: random.Random) -> Iterator[Crash]:
+        at, sector = chance.randrange(-1, len(self.events)), chance.choice(SECTORS)
+        share, fill = chance.choice((0.05, 0.3, 0.5, 0.7, 0.95)), chance.choice((0, STALE))
+        pending = self._pending(at)
+        pieces = itertools.chain.from_iterable(
+            change.sectors(sector) if isinstance(change, Bytes) else [change] for change in pending
+        )
+        yield from self._lost(seen, at, pending, [piece for piece in pieces if chance.random() < share], fill)
 
     def _pending(self, at: int) -> list[Change]:
         return [change for change in self.changes if change.at <= at < change.durable_at]

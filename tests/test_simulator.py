@@ -1,0 +1,71 @@
+"""Thousands of small worlds: one seed decides everything that happens in one. See docs/simulator.md.
+
+To run others: ``python -m tests.support.simulator 17``, or ``20000:40000 --workers 2``.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.simulator.mutations import MUTATIONS
+
+ROOT = Path(__file__).parents[1]
+NUM_SEEDS = 20_000
+NUM_SEEDS_BY_DEFAULT = 200
+"""As many as take a processor ten seconds."""
+FIRST_SEED_BY_DEFAULT = 1_000_000
+"""Seeds that the long run does not have."""
+NUM_SEEDS_OF_A_MUTATION = 2000
+QUICKLY_FOUND = {"buffer released early": 40, "skipped fsync": 40}
+"""Mutations that few seeds are enough for: the simulator can fail."""
+
+logger = logging.getLogger(__name__)
+
+
+def simulated(*arguments):
+    """What came of a run in a process of its own: numbers of seeds, seconds, violations by seed."""
+    command = [sys.executable, "-m", "tests.support.simulator", *arguments, "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def assert_nothing_wrong(report, said, num_seeds):
+    for seed, wrong in report["violations"].items():
+        pytest.fail(f"seed {seed}; alone: python -m tests.support.simulator {seed}\n{wrong}\n{said[-4000:]}")
+    assert report["num_seeds"] == num_seeds
+
+
+def test_some_seeds():
+    end = FIRST_SEED_BY_DEFAULT + NUM_SEEDS_BY_DEFAULT
+    report, said = simulated(f"{FIRST_SEED_BY_DEFAULT}:{end}")
+    assert_nothing_wrong(report, said, NUM_SEEDS_BY_DEFAULT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_seeds():
+    report, said = simulated(f"0:{NUM_SEEDS}", "--workers", "2")
+    assert_nothing_wrong(report, said, NUM_SEEDS)
+    logger.info("%d seeds in %.0f s", report["num_seeds"], report["seconds"])
+
+
+@pytest.mark.parametrize("name", QUICKLY_FOUND)
+def test_a_mistake_is_found_quickly(name):
+    report, _ = simulated(f"0:{QUICKLY_FOUND[name]}", "--mutation", name, "--until-first")
+    assert report["violations"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_every_mistake_is_found(name):
+    report, _ = simulated(f"0:{NUM_SEEDS_OF_A_MUTATION}", "--mutation", name, "--until-first")
+    (seed,) = report["violations"]
+    logger.info("%s: found by seed %s, after %d seeds", name, seed, report["num_seeds"])
