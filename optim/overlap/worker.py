@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -45,9 +45,12 @@ class Worker:
     """One job at a time, done in a thread that is started when it is first needed.
 
     The thread keeps nothing alive while it sleeps, and ends when its owner is gone, at the latest with the interpreter.
+
+    Args:
+        counted: entered for the time that somebody waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counted: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self.bell = Bell()
         """Ring it when there may be something to do, as `wake` does."""
         self.job: Job | None = None
@@ -58,6 +61,7 @@ class Worker:
         """What ended the latest job or pastime, until somebody takes it with `raise_failure`."""
         self.wait_seconds = 0.0
         """Seconds that others waited for it."""
+        self._counted = counted
         self._lock = threading.RLock()
         self._waiting: list[SimpleQueue[None]] = []
         self._end = threading.Event()
@@ -83,10 +87,11 @@ class Worker:
         told: SimpleQueue[None] = SimpleQueue()
         try:
             self._waiting.append(told)
-            while not condition():
-                self.wake()
-                with suppress(Empty):
-                    told.get(timeout=_LOOK_AGAIN_SECONDS)
+            with self._counted():
+                while not condition():
+                    self.wake()
+                    with suppress(Empty):
+                        told.get(timeout=_LOOK_AGAIN_SECONDS)
         finally:
             if told in self._waiting:
                 self._waiting.remove(told)

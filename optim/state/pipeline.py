@@ -15,7 +15,7 @@ of read-ahead looks past them, so that reads and writes go on while they are upd
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import islice
 
 import torch
@@ -148,6 +148,10 @@ class StepPipeline:
     def is_quiet(self) -> bool:
         """Whether no transfer is under way."""
         return not any(slot.transfer for slot in self.residents)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count the time inside as waiting for the drive."""
+        return self._meter.waiting()
 
     def ring(self, bell: Bell) -> None:
         """Ring this bell whenever a transfer is done that begins from here on."""

@@ -54,7 +54,8 @@ class StateParts(ShardParts):
             SwapIOError: the tier cannot be read.
         """
         if self._is_all_stored:
-            return fresh_entry_of(self.body, self._index, "master").to(self.device)
+            with self.body.at_rest():
+                return fresh_entry_of(self.body, self._index, "master").to(self.device)
         master = read_entries(self.body, {self._index: ("master",)})[self._index]["master"]
         return local_tensor(master).to(self.device)
 

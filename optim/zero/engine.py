@@ -88,6 +88,8 @@ class OffloadEngine:
         self._passes = Passes(module, mesh.size(), self._peers)
         self._update = Update(optimizer, self._peers)
         self._scaler = LossScaler.of(config.fp16) if precision_plan.loss_scaling else None
+        if self.is_pipelined:  # whose schedule scales gradients that have been reduced
+            optimizer.expect_step(False)
         self._set_sync()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,6 +218,7 @@ class OffloadEngine:
             )
         check_loss(loss)
         share = self.gradient_accumulation_steps if scale_wrt_gas else 1
+        self.optimizer.expect_step(self._accumulation.is_boundary)
         # Somebody's autocast context around this call is none of backward's.
         with (
             self._passes.run("backward", self._drop_gradients),

@@ -26,6 +26,7 @@ from nvme_offload.offload._torch_private import (
     local_tensor,
     make_wrapper,
     not_compiled,
+    num_backwards_left,
     own_initializer,
     refuse_conversion,
     refuse_writes,
@@ -282,6 +283,24 @@ def look_at_one_rank(mesh):
         module.set_requires_gradient_sync(True)
         module(inputs).sum().backward()
         assert torch.equal(param.grad.full_tensor(), torch.full((2, 3), 2.0))
+
+
+def look_at_backwards_left(mesh):
+    used_twice = torch.nn.Linear(3, 3, bias=False)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), used_twice, torch.nn.Tanh(), used_twice)
+    for module in (used_twice, model):
+        fully_shard(module, mesh=mesh)
+    left = []
+    used_twice.weight.register_post_accumulate_grad_hook(lambda param: left.append(num_backwards_left(used_twice)))
+    output = model(torch.ones(1, 3))
+    assert num_backwards_left(used_twice) == 2
+    output.sum().backward()
+    assert left[-1] == 0, "when the gradient is whole"
+
+
+def test_a_forward_is_counted_until_its_backward_comes(alone):
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    look_at_backwards_left(init_device_mesh("cpu", (1,)))
 
 
 def test_one_rank_computes_on_its_shards(alone):
