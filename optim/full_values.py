@@ -113,7 +113,8 @@ def get_full_optimizer_state(param: torch.Tensor, name: str) -> torch.Tensor:
     body, record = _owner(param, "get_full_optimizer_state")
     _check_name(record, name, "get_full_optimizer_state")
     if name == "step":
-        return torch.tensor(float(record.steps))
+        with body.at_rest():
+            return torch.tensor(float(record.steps))
     return _gathered_entry(param, body, record.index, name)
 
 

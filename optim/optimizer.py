@@ -22,7 +22,7 @@ from nvme_offload.optim.state.entries import fresh_entry_of, prepare_entries, re
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.view import StateView
 from nvme_offload.optim.stats import Meter, Moved, OptimizerStats, Span
-from nvme_offload.optim.step import Stepper
+from nvme_offload.optim.step.stepper import Stepper
 from nvme_offload.optim.tiers.halves import split_shard
 from nvme_offload.optim.warn import warn_user
 
@@ -68,7 +68,7 @@ class OffloadOptimizer(Optimizer):
         self._meter = Meter()
         self.store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
         """The state itself, for those who save, load and fill it: see `StateBody`."""
-        self._stepper = Stepper(self.store, self.rule, self._meter, self.config.gradient_clipping, norm_group)
+        self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group)
         self._complete = False
         try:
             super().__init__(params, defaults)
@@ -104,7 +104,10 @@ class OffloadOptimizer(Optimizer):
             ValueError: a hyperparameter or a parameter cannot be used; names it.
             OutOfSpaceError: the paths cannot hold their state. After either, nothing was added.
         """
-        self.store.check_usable()
+        with self.store.at_rest():
+            self._add_param_group(param_group)
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
         number, first = len(self.param_groups), len(self.store.table)
         try:
             super().add_param_group(param_group)
@@ -193,7 +196,15 @@ class OffloadOptimizer(Optimizer):
         return torch.tensor(self._stepper.clip_grads(self.param_groups, max_norm), dtype=torch.float64)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or with ``set_to_none=False`` make them zero, wherever they are."""
+        """Drop all gradients, or with ``set_to_none=False`` make them zero, wherever they are.
+
+        Updates behind a step keep the gradients that they need. Zeroing them in place waits for these updates.
+
+        Raises:
+            SwapIOError: gradients on a tier, or (zeroing in place) what stopped the updates.
+        """
+        if not set_to_none:
+            self.store.wait_for_updates()
         self._stepper.clip_first = 1.0
         super().zero_grad(set_to_none)
 
@@ -215,7 +226,7 @@ class OffloadOptimizer(Optimizer):
     @property
     def has_unfinished_step(self) -> bool:
         """Whether the latest step stopped halfway; see `finish_step`."""
-        return self.store.unfinished is not None
+        return self.store.has_unfinished_step
 
     @not_compiled
     @torch.no_grad()
@@ -226,20 +237,23 @@ class OffloadOptimizer(Optimizer):
             StateError: there is nothing to finish, or it cannot be finished any more; says what to do.
             SwapIOError: it failed again.
         """
-        self.store.check_usable()
-        if (unfinished := self.store.unfinished) is None:
-            raise StateError(type(self).__name__, "a step that stopped halfway", "no such step")
-        self._stepper.finish(unfinished)
+        with self.store.at_rest(forgiving=True):
+            if (unfinished := self.store.unfinished) is None:
+                raise StateError(type(self).__name__, "a step that stopped halfway", "no such step")
+            self._stepper.finish(unfinished)
 
     def synchronize(self) -> None:
-        """Wait for the writes that still run behind the latest step.
+        """Wait for the updates, writes and reads that still run behind the latest step.
+
+        After it parameters are as that step leaves them, whoever reads them in whatever way.
 
         Raises:
             SwapIOError: a write failed. The bytes are still in memory; calling again writes them again.
         """
-        self.store.check_usable()
-        self.store.pipeline.synchronize()
-        self.store.blocks.synchronize()
+        self.store.wait_until_quiet()
+        with self.store.at_rest():
+            self.store.pipeline.synchronize()
+            self.store.blocks.synchronize()
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files. Idempotent. No-op in a forked child."""
@@ -257,14 +271,15 @@ class OffloadOptimizer(Optimizer):
 
         The layout is torch's, with ``master`` beside the rule's states for 16-bit parameters.
         """
-        self.store.check_whole()
-        before, after = state_dict_hooks(self)
-        for hook in before:
-            hook(self)
-        packed = self._packed_state()
-        for hook in after:
-            packed = packed if (changed := hook(self, packed)) is None else changed
-        return packed
+        with self.store.at_rest():
+            self.store.check_whole()
+            before, after = state_dict_hooks(self)
+            for hook in before:
+                hook(self)
+            packed = self._packed_state()
+            for hook in after:
+                packed = packed if (changed := hook(self, packed)) is None else changed
+            return packed
 
     def _packed_state(self) -> dict[str, Any]:
         """The state as torch packs it: parameters are numbered as they stand in the groups, others are left out."""
@@ -295,9 +310,8 @@ class OffloadOptimizer(Optimizer):
             ValueError: it does not fit; names what. Nothing was changed.
             SwapIOError: part of the state is old and part is new; load again.
         """
-        self.store.check_usable()
         # The last of these hooks: it gets what the user's have made of the state dict.
-        with running_last_before_load(self, OffloadOptimizer._take_over):
+        with self.store.at_rest(forgiving=True), running_last_before_load(self, OffloadOptimizer._take_over):
             super().load_state_dict(state_dict)
             self.store.unfinished = None
 
@@ -340,7 +354,9 @@ class OffloadOptimizer(Optimizer):
             host_state_bytes=store.host_state_bytes,
             total_norm=self._stepper.total_norm,
             clip_coef=self._stepper.clip_coef,
-            resplit_blocks=meter.resplit_blocks,
+            resplit_blocks=meter.resplit_blocks + meter.changed_behind,
+            updates_behind=meter.updates_behind,
+            overlap_wait_seconds=store.worker.wait_seconds,
             iteration=meter.iteration,
             **store.blocks.stats(),
         )

@@ -98,9 +98,9 @@ class OptimizerStats:
     step_seconds: float
     """Seconds spent inside ``step()``."""
     wait_seconds: float
-    """Seconds inside ``step()`` spent waiting for reads and writes."""
+    """Seconds spent waiting for reads and writes inside ``step()``, and where state is looked at."""
     compute_seconds: float
-    """Seconds inside ``step()`` spent in kernels, the norm included."""
+    """Seconds spent in kernels, inside ``step()`` and behind it, the norm included."""
     achieved_depth: float
     """Mean number of requests in flight while any was."""
     engine: str
@@ -122,6 +122,12 @@ class OptimizerStats:
     """Tiles of 65536 elements whose parameter was changed by someone else between steps."""
     iteration: IterationStats | None = None
     """Seconds of the latest iteration, and what limited it; None before the second step."""
+    updates_behind: int = 0
+    """Updates of subgroups that were done behind a step, under the next forward."""
+    updates_in_backward: int = 0
+    """Updates of subgroups that were done before their step, in backward."""
+    overlap_wait_seconds: float = 0.0
+    """Seconds that forwards, and whoever else wanted parameters or state, waited for updates behind a step."""
     param_uses: int = 0
     """Times a block of the parameter tier was needed: gathers, updates, accesses from outside."""
     param_reads: int = 0
@@ -163,6 +169,9 @@ class Meter:
     steps: int = 0
     skipped_steps: int = 0
     resplit_blocks: int = 0
+    changed_behind: int = 0
+    """Tiles found changed that nobody has been told of."""
+    updates_behind: int = 0
     step_seconds: float = 0.0
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0
@@ -177,6 +186,8 @@ class Meter:
     _norm_seconds: float = 0.0
     _kernel_seconds: float = 0.0
     _waits: dict[Cause, float] = field(default_factory=dict)
+    _kernel_behind: float = 0.0
+    _waited_behind: float = 0.0
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -195,6 +206,7 @@ class Meter:
         """What was since the latest step belongs to no iteration; `moved` as in `end_iteration`."""
         self._ended = time.monotonic_ns(), moved
         self._waits, self._norm_seconds, self._kernel_seconds = {}, 0.0, 0.0
+        self._kernel_behind = self._waited_behind = 0.0
 
     def end_iteration(self, moved: Moved) -> None:
         """The step is at its end: sum up what has been since the end of the step before, and forget what was earlier.
@@ -203,6 +215,7 @@ class Meter:
             moved: what drives have done by now.
         """
         before, waits, norm, kernel = self._ended, self._waits, self._norm_seconds, self._kernel_seconds
+        kernel_behind, waited_behind = self._kernel_behind, self._waited_behind
         self.begin_iteration(moved)
         if before is None:
             return
@@ -212,10 +225,14 @@ class Meter:
         waits["drive"] = waits.get("drive", 0.0) + for_blocks
         seconds = (now - began) / 1e9
         bytes_moved = moved.bytes_moved - earlier.bytes_moved
+        drive = bytes_moved * moved.busy_seconds / moved.bytes_moved if bytes_moved else 0.0
+        # Who waits for updates behind a step waits for the drive, but that had time before, and nowhere to read to.
+        behind: Cause = "kernel" if kernel_behind > drive else "staging buffers"
+        waits[behind] = waits.get(behind, 0.0) + waited_behind
         self.iteration = IterationStats(
             seconds=seconds,
             compute_seconds=max(0.0, seconds - norm - kernel - sum(waits.values())),
-            drive_seconds=bytes_moved * moved.busy_seconds / moved.bytes_moved if bytes_moved else 0.0,
+            drive_seconds=drive,
             norm_seconds=norm,
             kernel_seconds=kernel,
             wait_seconds=waits,
@@ -241,6 +258,11 @@ class Meter:
             self._waits[cause] = self._waits.get(cause, 0.0) + (end - start) / 1e9
             self.spans.append(Span("wait", -1, start, end))
 
+    def waited_behind(self, start_ns: int, end_ns: int) -> None:
+        """Note that somebody waited for updates behind a step."""
+        self._waited_behind += (end_ns - start_ns) / 1e9
+        self.spans.append(Span("wait", -1, start_ns, end_ns))
+
     @contextmanager
     def computing(self, kind: SpanKind, subgroup: int) -> Iterator[None]:
         """Count the time inside as computing and put it on the timeline."""
@@ -254,6 +276,8 @@ class Meter:
             if self._inside == threading.get_ident():
                 self._norm_seconds += seconds * (kind == "norm")
                 self._kernel_seconds += seconds * (kind == "compute")
+            else:
+                self._kernel_behind += seconds * (kind == "compute")
             self.spans.append(Span(kind, subgroup, start, end))
 
     @contextmanager

@@ -3,7 +3,17 @@
 from nvme_offload.offload.config.keys import Section
 from nvme_offload.offload.config.section import OffloadConfig
 
-BY_OPTIMIZER = frozenset({"zero_optimization", "offload_gradients", "host_budget", "aio", "gradient_clipping"})
+BY_OPTIMIZER = frozenset(
+    {
+        "zero_optimization",
+        "offload_gradients",
+        "host_budget",
+        "aio",
+        "gradient_clipping",
+        "overlap_step",
+        "skip_non_finite",
+    }
+)
 """What an optimizer by itself reads; of `gradient_accumulation_steps` it only plans with the number."""
 BY_SWAPPER = frozenset({"zero_optimization", "aio"})
 

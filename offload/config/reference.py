@@ -79,9 +79,10 @@ page, and one `ConfigWarning` lists the keys of which this is so.
 A file may hold the section inside one table or object named `deepspeed`, with nothing beside it, so that
 `[deepspeed.zero_optimization]` in TOML means `[zero_optimization]`.
 
-An optimizer by itself reads `zero_optimization`, `offload_gradients`, `host_budget`, `aio` and `gradient_clipping`;
-`stage` and `gradient_accumulation_steps` only to know what a step moves. All the rest is for `nvme_offload.initialize`,
-and an optimizer that is made with more warns of the keys that it does not honour.
+An optimizer by itself reads `zero_optimization`, `offload_gradients`, `host_budget`, `aio`, `gradient_clipping`,
+`overlap_step` and `skip_non_finite`; `stage` and `gradient_accumulation_steps` only to know what a step moves. All the
+rest is for `nvme_offload.initialize`, and an optimizer that is made with more warns of the keys that it does not
+honour.
 `OffloadConfig.batch_sizes(world_size)` completes and checks the three batch keys, `compute_dtype` and `autocast_dtype`
 say what the precision keys amount to, `optimizer.hyperparameters` are the optimizer's arguments.
 

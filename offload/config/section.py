@@ -166,6 +166,14 @@ class OffloadConfig(Section):
     """How bytes move between memory and files."""
     gradient_clipping: float = key(0.0, "a number, 0 or more", "same, default 1.0 since June 2026", "total norm", ge=0)
     """Largest total norm of all gradients, 0 or more. 0 is off."""
+    overlap_step: Literal["off", "forward", "backward"] | None = key(None, "one of these")
+    """When subgroups are updated. `off`: inside `step()`. `forward`: behind it, under the next forward, each before its
+    parameters are gathered; plain modules need the model for that. `backward`: as soon as a gradient is final, what is
+    left as with `forward`; needs `gradient_clipping` 0 and `skip_non_finite: false`. The bits are the same. Left out,
+    it is `forward` for split shards of FSDP2 (what `initialize` makes of `bf16`) with state on NVMe, and `off` for the
+    rest."""
+    skip_non_finite: bool = key(True, "true or false")
+    """Skip a step with a gradient that is not finite, and count it. `false`: such a gradient is an error."""
     host_budget: ByteBudget | None = key(None, '"auto", or 4 KiB or more, as "8GiB"', "", "bytes")
     """Host memory that one rank may use for staging buffers and for what stays in it of a kind whose tier is NVMe
     (optimizer state, blocks of parameters, blocks of gradients), 4 KiB or more; the rest goes to NVMe. `auto` is this
@@ -237,9 +245,10 @@ class OffloadConfig(Section):
         return complete_batch_sizes(train, micro, self.gradient_accumulation_steps, world_size)
 
     def contradictions(self) -> Iterator[Contradiction]:
-        """Weights without paths, precisions beside each other."""
+        """Weights without paths, precisions beside each other, updates that nothing may undo."""
         yield from self._weights_and_paths()
         yield from self._precision()
+        yield from self._overlap()
 
     def _weights_and_paths(self) -> Iterator[Contradiction]:
         weights = self.aio.path_weights
@@ -276,6 +285,21 @@ class OffloadConfig(Section):
             if not free and dtype not in (None, "fp32", half):
                 choice = '"fp32"' if half == "fp32" else f'"{half}" or "fp32"'
                 yield Contradiction(name, f"{mode}; write {choice} or leave it out", (*keys, "torch_autocast.dtype"))
+
+    def _overlap(self) -> Iterator[Contradiction]:
+        if not self.skip_non_finite and self.fp16.enabled:
+            why = "fp16.enabled = true looks for its loss scale by skipping steps; leave it out"
+            yield Contradiction("skip_non_finite", why, ("fp16.enabled",))
+        if self.overlap_step != "backward":
+            return
+        beside = ("gradient_clipping", "skip_non_finite")
+        other = 'or write overlap_step = "forward"'
+        if self.gradient_clipping:
+            why = f"gradient_clipping = {self.gradient_clipping} needs all gradients before the first update"
+            yield Contradiction("overlap_step", f"{why}; write gradient_clipping = 0, {other}", beside)
+        if self.skip_non_finite:
+            why = "a step that may be skipped needs all gradients before the first update"
+            yield Contradiction("overlap_step", f"{why}; write skip_non_finite = false, {other}", beside)
 
     @classmethod
     def of(cls, section: "OffloadConfig | Mapping[str, Any] | str | Path") -> "OffloadConfig":

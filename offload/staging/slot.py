@@ -149,6 +149,8 @@ class Staging(Generic[S]):
         self.pool = pool
         self._spare: BufferPool | None = None
         self._checksum = checksum
+        self.listener: Bell | None = None
+        """Rings, too, when a transfer is done: for who does not wait here."""
         self._bell = Bell()
         self._clock = count(1)
 
@@ -185,7 +187,7 @@ class Staging(Generic[S]):
         assert slot.buffer is not None
         slot.become(Residency.READING)
         slot.transfer = self.tier.read(slot.extent, slot.buffer, what=slot.name, kind=self.kind)
-        self._bell.hang_on(slot.transfer.operation)
+        self._ring_for(slot.transfer)
 
     def start_write(self, slot: S) -> None:
         """Start writing a changed slot to its extent. Raises as `start_read` does."""
@@ -195,7 +197,12 @@ class Staging(Generic[S]):
         slot.checksums = self._checksums_of(slot)
         slot.become(Residency.WRITING)
         slot.transfer = self.tier.write(slot.extent, slot.buffer, what=slot.name, kind=self.kind)
-        self._bell.hang_on(slot.transfer.operation)
+        self._ring_for(slot.transfer)
+
+    def _ring_for(self, transfer: Transfer[StagingBuffer]) -> None:
+        self._bell.hang_on(transfer.operation)
+        if self.listener is not None:
+            self.listener.hang_on(transfer.operation)
 
     def recover(self) -> None:
         """Make good what an exception cut short: wait for transfers that nobody has a handle of."""
@@ -259,6 +266,7 @@ class Staging(Generic[S]):
     def close(self) -> None:
         """Let the memory go, and what waiting needs. Nothing may be under way any more."""
         self._bell.close()
+        self.listener = None
         self.pool = self._spare = None
 
     def _quiesce(self, slot: S) -> None:

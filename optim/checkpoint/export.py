@@ -78,7 +78,7 @@ def _cast(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         assert isinstance(value, DTensor)
         halves = split_halves(value)
         if dtype is torch.bfloat16 and halves is not None:
-            with halves.upper.held(change=False) as upper:
+            with halves.held(change=False) as upper:
                 return sharded_like(upper[: split.numel()].view(split.shape).clone(), value)
         source = sharded_like(split.plain(), value)
     if not value.is_floating_point():

@@ -66,6 +66,13 @@ def save(training: Training, root: Path, tag: str | None, client_state: Mapping[
         CheckpointWriteError: the drive is full or failed. Nothing of it is left, earlier checkpoints are as they were.
         SwapIOError: state could not be read from its tier; as above.
     """
+    store = training.optimizer.store
+    on_every_rank(store.wait_until_quiet, training.group)  # what stopped an update is said by all ranks
+    with store.at_rest():
+        return _save(training, root, tag, client_state)
+
+
+def _save(training: Training, root: Path, tag: str | None, client_state: Mapping[str, Any] | None) -> Path:
     store, group = training.optimizer.store, training.group
 
     def prepare() -> tuple[str, Contents]:
@@ -122,6 +129,12 @@ def load(training: Training, root: Path, tag: str | None) -> Loaded | None:
     manifest = on_every_rank(lambda: files.read_manifest(folder), group)
     on_every_rank(lambda: _verify_share(folder, manifest, group), group)
     store = training.optimizer.store
+    with store.at_rest(forgiving=True):
+        return _load(training, folder, manifest)
+
+
+def _load(training: Training, folder: Path, manifest: Mapping[str, FileRecord]) -> Loaded:
+    store, group = training.optimizer.store, training.group
 
     def prepare() -> tuple[TierWindow, Contents]:
         store.check_usable()

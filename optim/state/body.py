@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from nvme_offload.offload.errors import ClosedError, ForkError
 from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.overlap.order import FirstUses
+from nvme_offload.optim.overlap.worker import Worker
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.progress import UnfinishedStep
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
+from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.tiers.block_tiers import BlockTiers
 
 
@@ -30,7 +34,13 @@ class StateBody(ABC):
     """
 
     def __init__(
-        self, owner: str, table: ParamTable, kernels: KernelPool, pipeline: StepPipeline, blocks: BlockTiers
+        self,
+        owner: str,
+        table: ParamTable,
+        kernels: KernelPool,
+        pipeline: StepPipeline,
+        blocks: BlockTiers,
+        meter: Meter,
     ) -> None:
         self.owner = owner
         self.table = table
@@ -42,6 +52,11 @@ class StateBody(ABC):
         self.unfinished: UnfinishedStep | None = None
         """Set while a step or a load is under way, and left behind by one that stopped early."""
         self.is_closed = False
+        self.worker = Worker(meter.waited_behind)
+        """Does what is left of a step when it returns."""
+        pipeline.ring(self.worker.bell)
+        self.uses = FirstUses()
+        """In which order the latest forward used the parameters."""
         self._owner_pid = os.getpid()
         _remember(self)
 
@@ -74,6 +89,68 @@ class StateBody(ABC):
         """Begin a load: the state is neither old nor new until somebody sets `unfinished` to None again."""
         self.unfinished = UnfinishedStep.of_load(split=self.table.has_split_params, owner=self.owner)
 
+    @contextmanager
+    def at_rest(self, *, forgiving: bool = False) -> Iterator[None]:
+        """The state as it is between two steps, for the time of the block: nobody updates, reads or writes meanwhile.
+
+        Waits for the updates behind the latest step. Re-entrant. Who reaches for state or its pipeline does it in here.
+
+        Args:
+            forgiving: do not raise what stopped them; for who makes good for it.
+
+        Raises:
+            ClosedError, ForkError: see `check_usable`.
+            SwapIOError, CorruptionError, StateError: what stopped these updates, or a write behind them. Said once.
+        """
+        while True:
+            self.wait_for_updates(forgiving=forgiving)
+            with self.worker.kept_away():
+                if self.worker.job is None:  # else another thread took a step
+                    yield
+                    return
+
+    def wait_for_updates(self, *, forgiving: bool = False) -> None:
+        """Wait until all updates behind the latest step are done; see `at_rest`."""
+        self.check_usable()
+        worker = self.worker
+        if worker.job is not None:
+            worker.wait_until(lambda: worker.job is None)
+        if forgiving:
+            worker.failure = None
+        worker.raise_failure()
+
+    def wait_until_quiet(self) -> None:
+        """Wait until nothing is done behind the latest step, no reads for the next one either; see `at_rest`."""
+        self.check_usable()
+        worker = self.worker
+        worker.wait_until(lambda: worker.is_idle)
+        worker.raise_failure()
+
+    def wait_for_update_of(self, index: int) -> None:
+        """Wait until a parameter is as the latest step leaves it: call it before its bytes are read.
+
+        Raises:
+            SwapIOError, CorruptionError, StateError: what stopped the updates before they came to this parameter.
+            ForkError: they go on in another process.
+        """
+        self.uses.note(index)
+        unfinished = self.unfinished
+        if unfinished is None or not unfinished.behind or not unfinished.concerns(index):
+            return
+        if not self.is_own_process:
+            raise ForkError(self.owner, self._owner_pid, os.getpid())
+        worker = self.worker
+        unfinished.wanted.append(index)
+        worker.wait_until(lambda: worker.job is None or not unfinished.concerns(index))
+        if unfinished.concerns(index):
+            worker.raise_failure()
+            raise unfinished.refusal("updated parameters")
+
+    @property
+    def has_unfinished_step(self) -> bool:
+        """Whether the latest step stopped halfway. One whose updates go on behind it has not."""
+        return self.worker.job is None and self.unfinished is not None  # in this order: the worker may be at it
+
     @property
     def is_own_process(self) -> bool:
         """Whether this is the process that made it: a forked child has neither its threads nor its rings."""
@@ -87,7 +164,7 @@ class StateBody(ABC):
             raise ForkError(self.owner, self._owner_pid, os.getpid())
 
     def check_whole(self) -> None:
-        """Raise unless all state is of the same step: see `UnfinishedStep`."""
+        """Raise unless all state is of the same step: see `UnfinishedStep`. Call it `at_rest`."""
         self.check_usable()
         if self.unfinished is not None:
             raise self.unfinished.refusal("whole state")

@@ -24,6 +24,11 @@ from nvme_offload.optim.tiers.gatherers import drop_gathered
 
 def read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[int, dict[str, torch.Tensor]]:
     """Copies of state entries by parameter index and name, reading every subgroup at most once."""
+    with body.at_rest():
+        return _read_entries(body, wanted)
+
+
+def _read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[int, dict[str, torch.Tensor]]:
     body.check_whole()
     body.table.check_layouts()
     params = body.table.params
@@ -89,26 +94,27 @@ def prepare_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> 
         ValueError: an entry has the wrong shape or is not a number.
         OutOfSpaceError: parameters that had no state so far find no place for it.
     """
-    body.check_usable()
-    body.table.check_layouts()
-    entries = {
-        index: {name: _check_entry(body, index, name, value) for name, value in named.items()}
-        for index, named in given.items()
-    }
-    body.ensure_placed([body.table[index] for index in entries])
-    return entries
+    with body.at_rest():
+        body.table.check_layouts()
+        entries = {
+            index: {name: _check_entry(body, index, name, value) for name, value in named.items()}
+            for index, named in given.items()
+        }
+        body.ensure_placed([body.table[index] for index in entries])
+        return entries
 
 
 def set_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> None:
     """Set entries by parameter index and name. Where that stops after the first change, the state says so."""
-    body.check_whole()
-    entries = prepare_entries(body, given)
-    write_entries(body, entries)
-    body.unfinished = None
+    with body.at_rest():
+        body.check_whole()
+        entries = prepare_entries(body, given)
+        write_entries(body, entries)
+        body.unfinished = None
 
 
 def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-    """Set what `prepare_entries` made, visiting every subgroup at most once.
+    """Set what `prepare_entries` made, visiting every subgroup at most once. Call it `at_rest`.
 
     From the first change on the state is said to be unfinished; the caller takes that back.
     """

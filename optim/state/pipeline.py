@@ -4,8 +4,9 @@ For every subgroup in turn a step acquires its state, updates it and releases it
 
     read k+1, k+2 ...  |  update k  |  write k-1, k-2 ...
 
-The steps go through the subgroups in alternating directions. What the end of one step leaves in the staging buffers is
-what the next one wants first, so it starts without waiting and these reads never happen.
+Steps that end before they return go through the subgroups in alternating directions. What the end of one step leaves in
+the staging buffers is what the next one wants first, so it starts without waiting and these reads never happen. Updates
+behind a step go in the order of the next forward, each time the same; what they want first is read in backward.
 
 Subgroups that live in host memory (all on the cpu tier, some within a host budget) take no staging buffer: the window
 of read-ahead looks past them, so that reads and writes go on while they are updated.
@@ -19,6 +20,7 @@ from itertools import islice
 
 import torch
 
+from nvme_offload.aio_native.bell import Bell
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.staging.slot import FAILURES, Staging
@@ -110,6 +112,46 @@ class StepPipeline:
         if slot.residency is Residency.UNBORN:
             self._give_birth(slot, slot.buffer)
         return slot.buffer
+
+    def advance(self, ahead: Sequence[SlotRecord]) -> None:
+        """Go on without waiting: take note of what is done, and start the reads of the first of `ahead` on NVMe.
+
+        Raises:
+            SwapIOError, CorruptionError: as in `acquire` of ``ahead[0]``.
+        """
+        self._write_again()
+        self._settle_finished(ahead[0])
+        self._read_ahead(self._window(ahead, 0))
+
+    def window(self, order: Sequence[SlotRecord]) -> list[SlotRecord]:
+        """The first subgroups on NVMe, as many as there are staging buffers."""
+        return self._window(order, 0)
+
+    def read_into_free_buffers(self, window: Sequence[SlotRecord], first: int) -> int:
+        """Start reads of ``window[first:]`` as far as there are buffers, without waiting; where to go on.
+
+        Raises:
+            SwapIOError: a write that ran behind failed.
+        """
+        self._settle_finished()
+        for place in range(first, len(window)):
+            if window[place].buffer is None and not self._lease(window[place], window):
+                return place
+            self._begin(window[place], load=True)
+        return len(window)
+
+    def is_here(self, slot: SlotRecord) -> bool:
+        """Whether `acquire` of this subgroup would wait for nothing."""
+        return slot.is_resident or (slot.buffer is not None and slot.transfer is None)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no transfer is under way."""
+        return not any(slot.transfer for slot in self.residents)
+
+    def ring(self, bell: Bell) -> None:
+        """Ring this bell whenever a transfer is done that begins from here on."""
+        self._staging.listener = bell
 
     def open_for_change(self, slot: SlotRecord) -> None:
         """What is done to the acquired memory from here on counts from `will_change` on, and is forgotten without it.

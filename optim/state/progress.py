@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +24,9 @@ _MODEL_LAST = "the optimizer's, then the model's (split parameters cannot be wri
 class StepInputs:
     """What a step needs besides the state; fixed when the step begins."""
 
-    grads: Mapping[int, torch.Tensor]
-    """Flat gradient by parameter index; parameters without a gradient are absent."""
+    grads: dict[int, torch.Tensor]
+    """Flat gradient by parameter index; parameters without a gradient are absent. Those of an update behind the step
+    are taken out when it is done."""
     scalars: Mapping[int, StepScalars]
     """Scalars by parameter index: the bias corrections follow each parameter's own step."""
     whole: WholeParams
@@ -36,7 +38,7 @@ class UnfinishedStep:
 
     Args:
         number: of the step, counted from 1.
-        order: subgroups in the order of this step.
+        order: subgroups in the order of this step: first those that are updated inside it, then those behind it.
         inputs: gradients and scalars, as they were when the step began.
         counts: updates that each parameter will have had, by index.
         split: whether there are split parameters, of which the state has a half.
@@ -57,15 +59,38 @@ class UnfinishedStep:
         self.order = order
         self.inputs = inputs
         self.counts = counts
-        self.done = 0
-        """Number of subgroups that have been updated."""
+        self.pending = dict.fromkeys(order)
+        """Subgroups that have not been updated yet, in the order of the step."""
+        self.behind = False
+        """Whether what is pending is done behind `step()`, or was to be: whoever reads a parameter waits for it."""
+        self.wanted: list[int] = []
+        """Parameters that somebody waits for, by index: they come next."""
+        self._left = Counter(run.param for slot in order for run in slot.subgroup.runs)
         self.updating = False
         """True while a kernel works. Left true, nobody knows how far it got."""
         self.changed_tiles = 0
         """Tiles of 65536 elements found changed by somebody else."""
-        self._versions = _versions(inputs)
+        self._versions = {index: _version(grad) for index, grad in inputs.grads.items()} if inputs else {}
         self._owner = owner
         self._checkpoint = _CHECKPOINT + (_MODEL_LAST if split else _MODEL_FIRST)
+
+    @property
+    def done(self) -> int:
+        """Number of subgroups that have been updated."""
+        return len(self.order) - len(self.pending)
+
+    def concerns(self, index: int) -> bool:
+        """Whether a part of this parameter is still to be updated. From any thread."""
+        return index in self._left
+
+    def let_go_of(self, slot: SlotRecord) -> None:
+        """Keep no gradient of parameters that are updated, as this subgroup is, in all of their parts."""
+        for run in slot.subgroup.runs:
+            self._left[run.param] -= 1
+            if not self._left[run.param]:
+                del self._left[run.param]
+                if self.inputs is not None:
+                    self.inputs.grads.pop(run.param, None)
 
     @classmethod
     def of_load(cls, *, split: bool, owner: str) -> UnfinishedStep:
@@ -106,19 +131,27 @@ class UnfinishedStep:
         """
         if self.updating or self.inputs is None:
             raise self.refusal("a step that can be finished")
-        if _versions(self.inputs) != self._versions:
+        self.check_grads(self.inputs.grads)
+        return self.inputs
+
+    def check_grads(self, indices: Iterable[int]) -> None:
+        """Check that the gradients of these parameters are as they were when the step began.
+
+        Raises:
+            StateError: one has changed.
+        """
+        grads = self.inputs.grads if self.inputs is not None else {}
+        if any(index in grads and _version(grads[index]) != self._versions[index] for index in indices):
             raise StateError(
                 self._owner,
                 "gradients as they were when the step began",
                 f"gradients that have changed since. {self.situation}; {self._checkpoint}",
             )
-        return self.inputs
 
 
-def _versions(inputs: StepInputs | None) -> list[int]:
-    """Version counters of the gradients: in-place changes after the step began show in them.
+def _version(grad: torch.Tensor) -> int:
+    """Version counter of a gradient: in-place changes after the step began show in it.
 
     On a tier a gradient of a later backward takes the place of the one before: that is a change too.
     """
-    grads: list[torch.Tensor] = list(inputs.grads.values()) if inputs else []
-    return [grad.partition.num_changes if isinstance(grad, PartitionStandIn) else version_of(grad) for grad in grads]
+    return grad.partition.num_changes if isinstance(grad, PartitionStandIn) else version_of(grad)

@@ -67,7 +67,7 @@ class StateStore(StateBody):
             pipeline = StepPipeline(
                 lambda slot, memory: give_birth(slot, memory, table, kernels), meter, self.tier, self.pool, checksum
             )
-            super().__init__(owner, table, kernels, pipeline, BlockTiers(config, kernels))
+            super().__init__(owner, table, kernels, pipeline, BlockTiers(config, kernels), meter)
         except BaseException:
             if self.tier is not None:
                 self.tier.close()
@@ -100,6 +100,10 @@ class StateStore(StateBody):
 
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
         """Give parameters whose state has no place yet one: see `StateBody`."""
+        with self.at_rest():
+            self._ensure_placed(records)
+
+    def _ensure_placed(self, records: Iterable[ParamRecord]) -> None:
         self._tidy_up()
         missing = [record for record in records if not record.is_placed]
         groups = self.blocks.admit([record.leaf for record in missing])
@@ -180,9 +184,15 @@ class StateStore(StateBody):
         return sum(slot.subgroup.size_bytes for slot in self.slots if slot.is_resident)
 
     def close(self) -> None:
-        """Wait for what is under way, free the memory, delete the swap files. Idempotent; no-op in a forked child."""
+        """Wait for what is under way, free the memory, delete the swap files. Idempotent; no-op in a forked child.
+
+        Raises:
+            SwapIOError, CorruptionError, StateError: an update behind the latest step failed; all is closed by then.
+        """
         if not self.is_own_process:
             return
+        self.worker.wait_until(lambda: self.worker.job is None)  # parameters stay, and stay as the latest step has them
+        self.worker.stop()
         self.is_closed = True  # and each part once more does no harm: an interrupted close can be repeated
         if self.mirror is not None:
             self.mirror.close()
@@ -197,6 +207,8 @@ class StateStore(StateBody):
         # The memory goes with its last user, and this object may be kept.
         self.pool, self.mirror = None, None
         self.slots.clear()
+        if self.unfinished is not None:
+            self.worker.raise_failure()
 
     @property
     def _num_buffers(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from nvme_offload.offload._torch_private import local_tensor
@@ -24,6 +27,26 @@ class TierHalves(Halves):
         self.accumulation_dtype = before.accumulation_dtype
         self.body = body
         self._index = index
+
+    @property
+    def gathered(self) -> torch.Tensor:
+        """The upper half as the latest step leaves it, padded as FSDP2 gathers it; waits for its update.
+
+        Raises:
+            SwapIOError, CorruptionError, StateError: see `StateBody.wait_for_update_of`.
+        """
+        self.body.wait_for_update_of(self._index)
+        return super().gathered
+
+    @contextmanager
+    def held(self, *, change: bool) -> Iterator[torch.Tensor]:
+        """The upper half as the latest step leaves it, 1D with the padding, outside a gather.
+
+        Raises:
+            SwapIOError, CorruptionError, StateError: see `StateBody.at_rest`; or it cannot be read.
+        """
+        with self.body.at_rest(), super().held(change=change) as upper:
+            yield upper
 
     def read(self) -> torch.Tensor:
         """Both halves joined, fp32, in the shape of this rank's shard.

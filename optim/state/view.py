@@ -27,7 +27,8 @@ class ParamState(MutableMapping[str, Any]):
         if key not in self._keys():
             raise KeyError(key)
         if key == "step":
-            return torch.tensor(float(self._body.table[self._index].steps))
+            with self._body.at_rest():
+                return torch.tensor(float(self._body.table[self._index].steps))
         return read_entries(self._body, {self._index: (key,)})[self._index][key]
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -104,7 +105,8 @@ class StateView(MutableMapping[torch.Tensor, ParamState]):
         raise TypeError("every parameter keeps an entry in optimizer.state; use pop(parameter), or clear()")
 
     def _set(self, index: int, entries: Mapping[str, Any]) -> None:
-        self._body.check_whole()
+        with self._body.at_rest():
+            self._body.check_whole()
         if entries or self._body.table[index].is_placed:
             set_entries(self._body, {index: entries})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,10 @@ class Halves:
     def end_gather(self) -> None:
         """Let the upper half go: FSDP2 has copied it."""
         self.upper.end_gather()
+
+    def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
+        """The upper half, 1D with the padding, outside a gather; what is done to it with `change` is kept."""
+        return self.upper.held(change=change)
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
         """The upper half without padding, or a stand-in for it."""

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.support.training import BLOCK, Twin, assert_same_bits, params_of, set_grads, snapshot
+from nvme_offload import OffloadAdamW
+from tests.support.training import BLOCK, Twin, assert_same_bits, params_of, section, set_grads, snapshot
 
 MIXED = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -29,6 +30,20 @@ def test_a_gradient_that_is_not_finite_skips_the_step(make_adamw, device, bad, c
     assert optimizer.stats().skipped_steps == 2
     assert optimizer.stats().steps == 2
     twin.assert_equals(optimizer)
+
+
+def test_where_no_step_may_be_skipped_such_a_gradient_is_an_error(drive):
+    params = params_of([(BLOCK + 3,)], torch.bfloat16)
+    with OffloadAdamW(params, offload={**section(drive), "skip_non_finite": False}) as optimizer:
+        set_grads(params, 0)
+        optimizer.step()
+        before = snapshot(optimizer)
+        params[0].grad.view(-1)[5] = torch.inf
+        with pytest.raises(ValueError, match="skip_non_finite") as caught:
+            optimizer.step()
+        assert caught.value.__notes__[0].startswith("Step 2 has updated nothing")
+        assert_same_bits(snapshot(optimizer), before)
+        assert (optimizer.stats().steps, optimizer.stats().skipped_steps) == (1, 0)
 
 
 def test_a_norm_beyond_fp32_is_still_a_norm(make_adamw):

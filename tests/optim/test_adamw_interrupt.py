@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nvme_offload.optim.state.store
-import nvme_offload.optim.step
+import nvme_offload.optim.step.update
 from nvme_offload.aio_native import FaultSpec
 from nvme_offload.offload.errors import StateError, SwapIOError
 from nvme_offload.optim.state.pipeline import StepPipeline
@@ -46,7 +46,7 @@ def interrupt_after(monkeypatch):
     """SIGINT arrives inside the n-th kernel call from now."""
 
     def arrange(number, signals=1):
-        update_of, calls = nvme_offload.optim.step.update_of, []
+        update_of, calls = nvme_offload.optim.step.update.update_of, []
 
         def interrupted(*arguments):
             update = update_of(*arguments)
@@ -60,7 +60,7 @@ def interrupt_after(monkeypatch):
 
             return update_under_signals
 
-        monkeypatch.setattr(nvme_offload.optim.step, "update_of", interrupted)
+        monkeypatch.setattr(nvme_offload.optim.step.update, "update_of", interrupted)
 
     yield arrange
     monkeypatch.undo()

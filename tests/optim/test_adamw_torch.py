@@ -247,7 +247,7 @@ class TestGradScaler:
         optimizer, scaler, twin = make_adamw([p]), self.scaler(), Twin([p])
         self.scaled([p], 0)
         with monkeypatch.context() as patch:
-            patch.setattr("nvme_offload.optim.step.flat_grad", lambda *arguments: [][0])
+            patch.setattr("nvme_offload.optim.step.stepper.flat_grad", lambda *arguments: [][0])
             with pytest.raises(IndexError):
                 scaler.step(optimizer)
         scaler.update()

@@ -105,6 +105,9 @@ BAD = [
     (optimizer(device="nvme", nvme_path=["/a", ""]), f"{OPTIMIZER}.nvme_path = ", "neither a path nor"),
     (optimizer(device="nvme", nvme_path=["/a", "/a/"]), f"{OPTIMIZER}.nvme_path = ", "names one path twice"),
     # contradictions name both keys
+    ({"overlap_step": "backward"}, "overlap_step", "skip_non_finite = false"),
+    ({"overlap_step": "backward", "skip_non_finite": False, "gradient_clipping": 1.0}, "overlap_step", "= 0, or write"),
+    ({"skip_non_finite": False, "fp16": {"enabled": True}}, "skip_non_finite = false", "leave it out"),
     (optimizer(device="nvme"), f"{OPTIMIZER}.nvme_path = missing", 'device = "nvme" needs it'),
     (optimizer(device="nvme", nvme_path=[]), f"{OPTIMIZER}.nvme_path = []", 'device = "nvme" needs it'),
     (nvme(buffer_count=64, staging_budget="64KiB"), f"{OPTIMIZER}.staging_budget", "buffer_count = 64"),

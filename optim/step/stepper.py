@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
-from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
 from nvme_offload.optim.groups import check_group
 from nvme_offload.optim.interrupt import DeferredInterrupt
-from nvme_offload.optim.kernels import Segment, make_segment
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule, rounded
-from nvme_offload.optim.state.masters import section_view, state_views
 from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.state.table import ParamRecord
+from nvme_offload.optim.state.tier_halves import TierHalves
 from nvme_offload.optim.stats import Meter
-from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
-from nvme_offload.optim.tiles import RunTensors, StepScalars, update_in_torch, update_whole
+from nvme_offload.optim.step.behind import UpdatesBehind, forward_order
+from nvme_offload.optim.step.update import read_update_write
+from nvme_offload.optim.tiers.halves import split_halves
+from nvme_offload.optim.tiles import StepScalars
 from nvme_offload.optim.warn import warn_user
 from nvme_offload.optim.whole_params import WholeParams
 
@@ -37,12 +37,17 @@ class Stepper:
         store: the optimizer's state.
         rule: the optimizer's.
         meter: counts steps and collects their timeline.
-        max_norm: ``gradient_clipping`` of the section; 0 does not clip.
+        config: the section, of which ``gradient_clipping`` and ``skip_non_finite`` say what becomes of a norm.
         norm_group: further ranks whose gradients belong to the same global norm.
     """
 
     def __init__(
-        self, store: StateStore, rule: UpdateRule, meter: Meter, max_norm: float, norm_group: dist.ProcessGroup | None
+        self,
+        store: StateStore,
+        rule: UpdateRule,
+        meter: Meter,
+        config: OffloadConfig,
+        norm_group: dist.ProcessGroup | None,
     ) -> None:
         self.total_norm = float("nan")
         """Norm of the latest step's gradients, over all ranks, unscaled, before clipping."""
@@ -53,7 +58,7 @@ class Stepper:
         self._store = store
         self._rule = rule
         self._meter = meter
-        self._max_norm = max_norm
+        self._config = config
         self._norm_group = norm_group
 
     def step(self, groups: Sequence[Mapping[str, Any]], loss_scale: float | None, found_inf: bool | None) -> None:
@@ -69,17 +74,17 @@ class Stepper:
             StateError: the step before stopped halfway.
             SwapIOError, ValueError, KeyboardInterrupt: with one note that says what is done.
         """
-        store = self._store
-        store.check_usable()
-        if store.unfinished is not None:
-            raise store.unfinished.refusal("a finished step")
-        number = self._meter.steps + 1
-        try:
-            with DeferredInterrupt() as interrupt, self._meter.stepping():
-                self._step(number, groups, loss_scale, found_inf, interrupt)
-        except BaseException as error:
-            error.add_note(self._where_it_stands(number))
-            raise
+        with self._meter.stepping(), self._store.at_rest():
+            if self._store.unfinished is not None:
+                raise self._store.unfinished.refusal("a finished step")
+            number = self._meter.steps + 1
+            try:
+                with DeferredInterrupt() as interrupt:
+                    self._report_changed()
+                    self._step(number, groups, loss_scale, found_inf, interrupt)
+            except BaseException as error:
+                error.add_note(self._where_it_stands(number))
+                raise
 
     def _step(
         self,
@@ -99,14 +104,14 @@ class Stepper:
             return
         inputs = StepInputs(grads, self._scalars(groups, grads, grad_scale), self._whole_params(grads))
         counts = {index: store.table[index].steps + 1 for index in grads}
-        order = self._ordered(store.slots_of(grads))
+        inside, behind = self._divided(store.slots_of(grads), grads)
         split = store.table.has_split_params
-        step = UnfinishedStep(number, order, inputs, counts, split=split, owner=store.owner)
+        step = UnfinishedStep(number, [*inside, *behind], inputs, counts, split=split, owner=store.owner)
         # Not earlier: where a hyperparameter is refused, the step is still to come. And no call in between: whoever
         # interrupts finds the factor, or a step that has it.
         store.unfinished = step
         self.clip_first = 1.0
-        self._go_on(step, inputs, interrupt)
+        self._go_on(step, inputs, len(inside), interrupt)
 
     def finish(self, step: UnfinishedStep) -> None:
         """Complete a step that stopped halfway.
@@ -120,14 +125,14 @@ class Stepper:
         try:
             with DeferredInterrupt() as interrupt:
                 self._store.pipeline.forget_failures()
-                self._go_on(step, inputs, interrupt)
+                self._go_on(step, inputs, len(step.order), interrupt)
         except BaseException as error:
             error.add_note(self._where_it_stands(step.number))
             raise
 
     def clip_grads(self, groups: Sequence[Mapping[str, Any]], max_norm: float) -> float:
         """Have the next step multiply all gradients by what clips them together; returns their norm as stored."""
-        self._store.check_usable()
+        self._store.wait_for_updates()
         norm = self.clip_first * self._norm_of(self._collect_grads(groups), found_inf=False)
         self.clip_first *= clip_coefficient(norm, max_norm)
         return norm
@@ -135,7 +140,7 @@ class Stepper:
     def _where_it_stands(self, number: int) -> str:
         """What has been done of a step that an exception comes out of, and the way on."""
         unfinished = self._store.unfinished
-        if unfinished is not None:
+        if unfinished is not None and self._store.has_unfinished_step:
             return f"{unfinished.situation}. {unfinished.way_on}"
         if self._meter.steps >= number:
             return f"Step {number} is complete."
@@ -163,6 +168,11 @@ class Stepper:
         inv_scale = (1.0 if loss_scale is None else 1.0 / loss_scale) * self.clip_first
         self.total_norm = self._norm_of(grads, found_inf=bool(found_inf)) * inv_scale
         if not math.isfinite(self.total_norm):
+            if not self._config.skip_non_finite:
+                raise ValueError(
+                    f"gradient norm is {self.total_norm}, and skip_non_finite = false makes that an error: write true "
+                    "to skip and count such steps"
+                )
             self._meter.skipped_steps += 1
             self.clip_first = 1.0
             if found_inf is None:
@@ -171,7 +181,7 @@ class Stepper:
                     "(counted in stats().skipped_steps)"
                 )
             return None
-        self.clip_coef = clip_coefficient(self.total_norm, self._max_norm)
+        self.clip_coef = clip_coefficient(self.total_norm, self._config.gradient_clipping)
         return inv_scale * self.clip_coef
 
     def _scalars(
@@ -192,6 +202,35 @@ class Stepper:
                     by_step[key] = StepScalars(rule.scalars(group, key[1]), scale)
                 scalars[record.index] = by_step[key]
         return scalars
+
+    def _divided(
+        self, slots: list[SlotRecord], grads: Mapping[int, torch.Tensor]
+    ) -> tuple[list[SlotRecord], list[SlotRecord]]:
+        """Subgroups in the order of this step: those that are updated inside it, and those behind it.
+
+        Behind it are those of which every reader of a parameter waits for the update.
+        """
+        store = self._store
+        may_wait = {index for index in grads if self._waits_for_updates(store.table[index])}
+        behind = [
+            slot for slot in slots if all(run.param in may_wait for run in slot.subgroup.runs if run.param in grads)
+        ]
+        kept = set(behind)
+        inside = self._ordered([slot for slot in slots if slot not in kept])
+        return inside, forward_order(behind, store.uses.take())
+
+    def _waits_for_updates(self, record: ParamRecord) -> bool:
+        """Whether whoever reads this parameter finds it updated, also where the update is done behind a step.
+
+        So it is with the split shards of FSDP2. A rule that needs parameters whole gathers them over ranks, which no
+        two threads of a process may do at once; a device's copies belong to the thread that computes there.
+        """
+        store, config = self._store, self._config
+        moves = config.zero_optimization.offload_optimizer.device == "nvme"
+        wanted = moves if config.overlap_step is None else config.overlap_step != "off"
+        if not wanted or record.rule.whole or store.mirror is not None or store.blocks.exist:
+            return False
+        return isinstance(split_halves(record.leaf), TierHalves)
 
     def _ordered(self, slots: list[SlotRecord]) -> list[SlotRecord]:
         """Subgroups in the order of this step, which is the same on every rank as far as whole parameters go."""
@@ -214,129 +253,66 @@ class Stepper:
         """Whether this step goes through the subgroups forward: directions alternate."""
         return self._meter.steps % 2 == 0
 
-    def _go_on(self, step: UnfinishedStep, inputs: StepInputs, interrupt: DeferredInterrupt) -> None:
-        """Do what is left of a step. Ctrl-C is honoured between subgroups, so that the step can be finished later."""
+    def _go_on(self, step: UnfinishedStep, inputs: StepInputs, num_inside: int, interrupt: DeferredInterrupt) -> None:
+        """Do what is left of a step. Ctrl-C is honoured between subgroups, so that the step can be finished later.
+
+        Args:
+            step: the record of it.
+            inputs: gradients and scalars.
+            num_inside: subgroups of its order that are updated here; the others are left to the worker.
+            interrupt: asked between two of them.
+        """
         store = self._store
 
         def on_pause() -> None:
             interrupt.deliver()
             store.blocks.advance()
 
-        subgroups = [slot.subgroup for slot in step.order]
+        inside = [slot.subgroup for slot in step.order[:num_inside]]
         store.pipeline.on_pause = on_pause
         if store.mirror:
             store.mirror.begin_step()
-        store.blocks.begin_step(subgroups[step.done :])
+        store.blocks.begin_step([subgroup.subgroup for subgroup in step.pending][:num_inside])
         try:
-            for position in range(step.done, len(step.order)):
-                on_pause()
-                self._update(position, step, inputs)
+            for position, slot in enumerate(step.order[:num_inside]):
+                if slot in step.pending:
+                    on_pause()
+                    read_update_write(store, self._meter, step, inputs, step.order, position)
             inputs.whole.finish()
         finally:
             store.pipeline.on_pause = lambda: None
             # Also after a failure: the device must not read parameters that are still on their way to it.
             if store.mirror:
                 store.mirror.end_step()
+        if step.pending:
+            self._leave_to_worker(step, inputs)
+            return
         # Set and not counted on, so that it may be cut short and done once more.
         for index, count in step.counts.items():
             store.table[index].steps = count
         self._meter.steps = step.number
-        store.blocks.end_step(subgroups)
+        store.blocks.end_step(inside)
         store.unfinished = None
         store.blocks.advance()  # last: whatever stops it, the step is done
-        self._report_changed(step.changed_tiles)
+        self._meter.changed_behind += step.changed_tiles
+        self._report_changed()
 
-    def _update(self, position: int, step: UnfinishedStep, inputs: StepInputs) -> None:
-        """Read, update and write one subgroup; reads of those that follow and writes of those before go on."""
-        store, slot = self._store, step.order[position]
-        if store.mirror:
-            for ahead in step.order[position : position + 2]:
-                store.mirror.fetch(ahead.subgroup, store.table.params, inputs.grads)
-        with record_function("nvme_offload: read"):
-            memory = store.pipeline.acquire(step.order, position)
-        with store.blocks.held_for_update(slot.subgroup, inputs.grads):
-            store.pipeline.will_change(slot)
-            with self._meter.computing("compute", slot.subgroup.index), record_function("nvme_offload: update"):
-                update = update_of(slot, memory, inputs, store)
-                # No other call until `updating` is false: an exception in between leaves a step that nobody can finish.
-                step.updating = True
-                step.changed_tiles += update()
-                step.done = position + 1
-                step.updating = False
-            with record_function("nvme_offload: write"):
-                store.pipeline.release(slot)
+    def _leave_to_worker(self, step: UnfinishedStep, inputs: StepInputs) -> None:
+        """End the step here: what is left of it goes on behind it, and whoever needs it waits."""
+        worker = self._store.worker
+        job = UpdatesBehind(self._store, self._meter, step, inputs, step.order)
+        # No call in between: a signal handler sees a step that stopped, or one that is taken.
+        step.behind = True
+        worker.pastime = None
+        worker.job = job
+        self._meter.steps = step.number
+        worker.wake()
 
-    def _report_changed(self, changed_tiles: int) -> None:
+    def _report_changed(self) -> None:
+        changed_tiles, self._meter.changed_behind = self._meter.changed_behind, 0
         self._meter.resplit_blocks += changed_tiles
         if changed_tiles:
             warn_user(
                 f"{changed_tiles} tiles of 65536 elements were changed between steps by something other than this "
                 "optimizer: their master weights now start from the changed 16-bit values (the moments are kept)"
             )
-
-
-def update_of(slot: SlotRecord, memory: Memory, inputs: StepInputs, store: StateStore) -> Callable[[], int]:
-    """What updates the state in `memory` and the parameters it belongs to. Before it is called nothing changes.
-
-    Returns:
-        To be called once. Returns how many tiles of 65536 elements somebody else had changed since the last update.
-    """
-    subgroup, table, mirror = slot.subgroup, store.table, store.mirror
-    copies = mirror.take(subgroup) if mirror else None
-    work: dict[int, RunTensors] = {}
-    for run in subgroup.runs:
-        if run.param not in inputs.grads:
-            continue
-        record = table[run.param]
-        param = record.view(run)
-        grad = _flat(inputs.grads[run.param])[run.start : run.stop]
-        if copies is not None:
-            param, grad = copies.param(run, param.dtype), copies.grad(run, grad.dtype)
-        master, states = section_view(subgroup, memory, "master", run), state_views(subgroup, memory, run)
-        scalars = inputs.scalars[run.param]
-        work[run.param] = RunTensors(param, grad, master, states, record.checksums_of(run), scalars)
-    by_rule = _by_rule(subgroup.rule, work, inputs.whole, store)
-
-    def update_and_copy_back() -> int:
-        changed_tiles = by_rule()
-        if mirror and copies is not None:
-            mirror.copy_back(subgroup, copies, table.params, inputs.grads)
-        return changed_tiles
-
-    # The kernel writes by address: without this, a graph kept from before the step would use the new values unnoticed.
-    increment_version([table[index].leaf for index in work])
-    return by_rule if copies is None else update_and_copy_back
-
-
-def _by_rule(
-    rule: UpdateRule, work: Mapping[int, RunTensors], whole: WholeParams, store: StateStore
-) -> Callable[[], int]:
-    """What updates runs, by parameter index, in whichever way the rule is written; returns tiles found changed."""
-    pool = store.kernels
-    if rule.whole:
-        return lambda: sum(
-            update_whole(rule, run, store.table[index].param, pool, partial(whole.through, index))
-            for index, run in work.items()
-        )
-    if rule.kernel:
-        segments = [_segment(rule, run) for run in work.values()]
-        return lambda: sum(pool.update(segments))
-    return lambda: sum(update_in_torch(rule, run, pool) for run in work.values())
-
-
-def _segment(rule: UpdateRule, run: RunTensors) -> Segment:
-    return make_segment(
-        param=run.param,
-        grad=run.grad,
-        master=run.master,
-        states=run.states,
-        checksums=run.checksums,
-        rule=rule,
-        scalars=run.scalars.of_rule,
-        grad_scale=run.scalars.grad_scale,
-    )
-
-
-def _flat(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient in memory, 1D. Where it is on a tier, its block must be held."""
-    return grad.flat if isinstance(grad, PartitionStandIn) else grad

@@ -1,0 +1,27 @@
+"""In which order a forward uses the parameters, learnt from the one before."""
+
+from __future__ import annotations
+
+
+class FirstUses:
+    """Ranks parameters by when the latest forward first used them.
+
+    A hint: whoever finds his parameter not ready asks for it, and it comes next.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[int, None] = {}
+        self._before: dict[int, None] = {}
+
+    def note(self, index: int) -> None:
+        """Note that the parameter with this index is about to be used."""
+        self._latest[index] = None
+
+    def take(self) -> dict[int, int]:
+        """Rank by index, of what was used since the call before first; then what was used before that.
+
+        A parameter that was never used has no rank.
+        """
+        order = {**self._latest, **self._before}
+        self._latest, self._before = {}, order
+        return {index: rank for rank, index in enumerate(order)}

@@ -1,0 +1,173 @@
+"""A thread that takes turns at a job, and whom others wait for, hurry, or keep away.
+
+Who owns what the job works on (the pipeline of the state, its staging buffers, the records) at which moment:
+
+- In a turn the worker, which holds the lock for as long. It never waits for a drive in a turn.
+- Between two turns nobody, or who is in `kept_away`: that one waits for drives as long as he likes.
+
+Signals arrive in the main thread alone, and may raise out of anything it does. So nothing here has to be undone there:
+a job begins with one assignment, who waits only waits, and the lock is held by ``with`` alone.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import torch
+
+from nvme_offload.aio_native.bell import Bell
+
+_LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a change and the word of it
+
+
+class Job(Protocol):
+    """Something to be done behind the scenes, turn by turn."""
+
+    def turn(self) -> bool:
+        """Do what can be done now, and wait for nothing; whether there is more that can be done at once."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do."""
+
+    def give_up(self, error: BaseException) -> None:
+        """Note that a turn ended with this error, and that no other follows."""
+
+
+class Worker:
+    """One job at a time, done in a thread that is started when it is first needed.
+
+    The thread keeps nothing alive while it sleeps, and ends when its owner is gone, at the latest with the interpreter.
+
+    Args:
+        on_wait: told when somebody has waited: from when to when, in nanoseconds of the monotonic clock.
+    """
+
+    def __init__(self, on_wait: Callable[[int, int], None] = lambda start_ns, end_ns: None) -> None:
+        self._on_wait = on_wait
+        self.bell = Bell()
+        """Ring it when there may be something to do, as `wake` does."""
+        self.job: Job | None = None
+        """What others may wait for. Assign it, then `wake` the worker; None again when it is done or given up."""
+        self.pastime: Job | None = None
+        """What is done while there is no job, and nobody waits for. It ends when the next job begins."""
+        self.failure: BaseException | None = None
+        """What ended the latest job or pastime, until somebody takes it with `raise_failure`."""
+        self.wait_seconds = 0.0
+        """Seconds that others waited for it."""
+        self._lock = threading.RLock()
+        self._waiting: list[SimpleQueue[None]] = []
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._finalizer: weakref.finalize[[threading.Thread, Bell, threading.Event], Worker] | None = None
+
+    def wake(self) -> None:
+        """Have the worker look whether there is something to do."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=_work, args=(weakref.ref(self), self.bell, self._end), name="nvme_offload: updates", daemon=True
+            )
+            # Made after the tiers, and so before them when the interpreter ends: no turn finds its buffers gone.
+            self._finalizer = weakref.finalize(self, _end, self._thread, self.bell, self._end)
+            self._thread.start()
+        self.bell.ring()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds, which is looked at after every turn. Signals are handled."""
+        if condition():
+            return
+        start = time.monotonic_ns()
+        told: SimpleQueue[None] = SimpleQueue()
+        try:
+            self._waiting.append(told)
+            while not condition():
+                self.wake()
+                with suppress(Empty):
+                    told.get(timeout=_LOOK_AGAIN_SECONDS)
+        finally:
+            if told in self._waiting:
+                self._waiting.remove(told)
+            end = time.monotonic_ns()
+            self.wait_seconds += (end - start) / 1e9
+            self._on_wait(start, end)
+
+    @contextmanager
+    def kept_away(self) -> Iterator[None]:
+        """No turn is taken during the block. Re-entrant."""
+        with self._lock:
+            yield
+
+    def raise_failure(self) -> None:
+        """Raise what ended the latest job, once."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def stop(self) -> None:
+        """End the thread for good; a job that is under way is left where it is. Idempotent."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self.bell.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is neither a job nor a pastime."""
+        return self.job is None and self.pastime is None
+
+    def turn(self) -> bool:
+        """One turn at the job, or else at the pastime; whether another can follow at once."""
+        with self._lock:
+            doing = self.job or self.pastime
+            if doing is None:
+                return False
+            try:
+                more = doing.turn()
+            except BaseException as error:
+                self._fail(doing, error)
+                more = False
+            if doing.is_done:
+                self._put_away(doing)
+                more = True
+        for told in tuple(self._waiting):
+            if told.empty():
+                told.put(None)
+        return more
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        job.give_up(error)
+        self.failure = error
+        self._put_away(job)
+
+    def _put_away(self, job: Job) -> None:
+        if self.job is job:
+            self.job = None
+        elif self.pastime is job:
+            self.pastime = None
+
+
+def _work(of: weakref.ref[Worker], bell: Bell, end: threading.Event) -> None:
+    """The thread: turns, and sleep when there is nothing to do."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    with torch.no_grad():
+        while not end.is_set():
+            worker = of()
+            if worker is None:
+                return
+            more, idle = worker.turn(), worker.is_idle
+            del worker
+            if not more and not end.is_set():
+                bell.wait(None if idle else _LOOK_AGAIN_SECONDS)
+
+
+def _end(thread: threading.Thread, bell: Bell, end: threading.Event) -> None:
+    end.set()
+    bell.ring()
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join()

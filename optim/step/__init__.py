@@ -1,0 +1,1 @@
+"""One step: from gradients to updated subgroups, inside `step()` or behind it."""

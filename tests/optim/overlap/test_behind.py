@@ -1,0 +1,251 @@
+"""Updates behind a step: the same bits as inside it, whoever reads what, whenever; never a stale weight."""
+
+import copy
+import itertools
+import random
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from nvme_offload import get_full_param, set_full_param
+from nvme_offload.aio_native import Op
+from nvme_offload.offload._torch_private import local_tensor
+from nvme_offload.offload.errors import StateError, SwapIOError
+from tests.support.failing_drive import Failing
+from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
+from tests.support.tiers import loss_of, make, section, train_step
+
+LAYERS = 4
+MODES = ("off", None, "forward")
+HALF = 150_000
+"""Bytes of a host budget that keeps some subgroups in memory, and others not."""
+
+
+def config_of(path, mode, state="nvme", clip=0.5, accumulation=2, **more):
+    config = section(path, state=state, accumulation=accumulation)
+    return {**config, "gradient_clipping": clip, "overlap_step": mode, **more}
+
+
+def trained(config, *, steps=5, uses=None, checkpointing=False, rank=0):
+    """Norms, and the whole state, of a training in which not every layer is used in every step."""
+    norms = []
+    with make(config, num_layers=LAYERS, width=129, checkpointing=checkpointing) as engine:
+        for step in range(steps):
+            engine.module.uses = uses[step % len(uses)] if uses else list(range(LAYERS))
+            train_step(engine, step, rank)
+            norms.append(engine.get_global_grad_norm())
+        stats = engine.optimizer.stats()
+        return {**full_state(engine.module, engine.optimizer), "norms": torch.tensor(norms)}, stats
+
+
+CASES = [  # state, clip, accumulation, checkpointing, uses: every pair of values of two columns, more or less
+    ("nvme", 0.5, 1, False, None),
+    ("nvme", 0.0, 2, True, [[0, 1], [3, 2], [0, 0, 1, 2, 3]]),
+    ("nvme", 1e9, 2, False, [[3, 2, 1, 0], [1], []]),
+    ("cpu", 0.5, 2, True, [[0, 1], [2, 3]]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_bits_are_those_of_updates_inside_the_step(alone, tmp_path, case):
+    state, clip, accumulation, checkpointing, uses = case
+    runs = {}
+    for mode in MODES:
+        config = config_of(tmp_path, mode, state, clip, accumulation)
+        runs[mode], stats = trained(config, uses=uses, checkpointing=checkpointing)
+        lazy = mode == "forward" or (mode is None and state == "nvme")
+        assert (stats.updates_behind > 0) == lazy
+    assert_same(runs[None], runs["off"])
+    assert_same(runs["forward"], runs["off"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", ["bf16", "fp32"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("budget", [None, "2MiB"])
+def test_the_bits_after_twenty_steps(alone, tmp_path, accumulate, stage, budget):
+    runs = {}
+    for mode, clip in itertools.product(("off", "forward"), (0.0, 0.5)):
+        config = config_of(tmp_path, mode, clip=clip, gradient_accumulation_dtype=accumulate, host_budget=budget)
+        config["zero_optimization"]["stage"] = stage
+        runs[mode, clip], _ = trained(config, steps=20, uses=[[0, 1, 2, 3], [2, 0]])
+    for clip in (0.0, 0.5):
+        assert_same(runs["forward", clip], runs["off", clip])
+
+
+def train_ranks(rank, world_size, path):
+    runs = [trained(config_of(path, mode), rank=rank, uses=[[0, 1, 2, 3], [3, 1]])[0] for mode in ("off", "forward")]
+    assert_same(*runs)
+
+
+def test_the_bits_on_two_ranks(tmp_path):
+    run_ranks(train_ranks, 2, tmp_path)
+
+
+def test_modules_that_stay_fp32_are_updated_inside_the_step(alone, tmp_path):
+    runs = {}
+    for mode in ("off", None):
+        config = config_of(tmp_path, mode, fp32_modules=["*.norm", "head"])
+        with make(config, num_layers=2, width=129, tied=False) as engine:
+            for step in range(4):
+                train_step(engine, step)
+                norms = [p for name, p in engine.module.named_parameters() if "norm" in name]
+                runs.setdefault((mode, step), [p.to_local().clone() for p in norms])  # nothing waits for these
+            runs[mode] = full_state(engine.module, engine.optimizer)
+            behind, inside = engine.optimizer.stats().updates_behind, engine.optimizer.stats().num_subgroups * 4
+    assert 0 < behind < inside
+    assert_same(runs[None], runs["off"])
+    for step in range(4):
+        assert all(map(torch.equal, runs[None, step], runs["off", step]))
+
+
+READERS = {
+    "full_tensor": lambda engine, p, _: p.full_tensor(),
+    "local": lambda engine, p, _: p.detach().to_local().plain(),
+    "get_full_param": lambda engine, p, _: get_full_param(p),
+    "state": lambda engine, p, _: engine.optimizer.state[p]["exp_avg"],
+    "step": lambda engine, p, _: engine.optimizer.state[p]["step"],
+    "state_dict": lambda engine, p, _: list(engine.optimizer.state_dict()["state"].values())[-1]["master"],
+    "model_state_dict": lambda engine, p, _: list(engine.module.state_dict().values())[-1],
+    "ema": lambda engine, p, _: [torch.empty(q.shape).copy_(q.full_tensor()) for q in engine.module.parameters()][1],
+    "evaluation": lambda engine, p, step: loss_of(engine.eval().module, 99, step).detach(),
+    "save": lambda engine, p, _: p.full_tensor(),
+    "set": lambda engine, p, _: set_full_param(p, torch.full(p.shape, 0.25)),
+    "zero": lambda engine, p, _: engine.optimizer.zero_grad(set_to_none=False),
+}
+
+
+def read_at_random(config, path, seed):
+    random_ = random.Random(seed)
+    seen = []
+    with make(config, num_layers=LAYERS, width=129) as engine:
+        for step in range(12):
+            train_step(engine, step)
+            for name in random_.sample(sorted(READERS), random_.choice([0, 1, 1, 3])):
+                if name == "save":
+                    engine.save_checkpoint(path / "checkpoints", "tag")
+                    engine.load_checkpoint(path / "checkpoints")
+                    engine.export_safetensors(path / "exported", dtype="bf16")
+                    seen.append((path / "exported" / "model.safetensors").read_bytes())
+                p = random_.choice(list(engine.optimizer.param_groups[0]["params"]))
+                value = READERS[name](engine, p, step)
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+                seen.append(value.clone() if isinstance(value, torch.Tensor) else value)
+                engine.train()
+                engine._drop_gathered()
+    return seen
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+def test_whoever_reads_finds_the_latest_step(alone, tmp_path, seed):
+    off, lazy = (read_at_random(config_of(tmp_path, mode), tmp_path, seed) for mode in ("off", None))
+    assert len(off) == len(lazy) > 5
+    for one, other in zip(off, lazy, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_another_thread_may_read_meanwhile(alone, tmp_path):
+    """As it may while nothing is done behind a step: between two steps, in forward and backward."""
+    ends = []
+    for disturbed in (False, True):
+        with make(config_of(tmp_path, None, accumulation=1), num_layers=LAYERS, width=129) as engine:
+            for step in range(6):
+                train_step(engine, step)
+                with ThreadPoolExecutor(1) as threads:
+                    found = threads.submit(engine.optimizer.state_dict) if disturbed else None
+                    loss_of(engine, step + 1)
+                if found:
+                    assert float(found.result()["state"][0]["step"]) == step + 1
+            ends.append(full_state(engine.module, engine.optimizer))
+    assert_same(*ends)
+
+
+def test_step_returns_before_the_updates_which_keep_the_gradients(alone, tmp_path):
+    with make(config_of(tmp_path, None, accumulation=1), num_layers=LAYERS, width=129) as engine:
+        twin = make(config_of(tmp_path, "off", accumulation=1), num_layers=LAYERS, width=129)
+        for one in (engine, twin):
+            train_step(one, 0)
+        optimizer = engine.optimizer
+        optimizer.synchronize()
+        before = optimizer.stats()
+        for one in (engine, twin):
+            one.backward(loss_of(one, 1))
+        with optimizer.store.worker.kept_away():
+            engine.step()
+            grads = {id(grad): weakref.ref(grad) for grad in optimizer.store.unfinished.inputs.grads.values()}
+            assert optimizer.stats().updates_behind == before.updates_behind
+            assert optimizer.stats().steps == 2
+            assert not optimizer.has_unfinished_step
+            assert all(p.grad is None for p in engine.module.parameters())
+            assert grads
+        loss_of(engine, 2)  # the next forward: whatever it gathers is updated
+        assert not [grad for grad in grads.values() if grad() is not None], "no gradient is kept when backward begins"
+        twin.step()
+        assert_same(full_state(engine.module, optimizer), full_state(twin.module, twin.optimizer))
+        twin.close()
+
+
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=lambda op: op.name)
+@pytest.mark.parametrize("where", ["forward", "step", "state_dict", "synchronize", "close"])
+def test_an_error_behind_a_step_is_said_where_somebody_waits_next_and_can_be_made_good(
+    alone, tmp_path, monkeypatch, op, where
+):
+    engine, twin = (
+        make(config_of(tmp_path, mode, accumulation=1), num_layers=LAYERS, width=129) for mode in (None, "off")
+    )
+    optimizer = engine.optimizer
+    for one in (engine, twin):
+        train_step(one, 0)
+    optimizer.synchronize()
+    drive = Failing(optimizer.store.tier, monkeypatch, op)
+    for one in (engine, twin):
+        train_step(one, 1)
+    calls = {
+        "forward": lambda: loss_of(engine, 2),
+        "step": lambda: optimizer.step(),
+        "state_dict": optimizer.state_dict,
+        "synchronize": optimizer.synchronize,
+        "close": engine.close,
+    }
+    with pytest.raises(SwapIOError, match="optimizer state of subgroup") as caught:
+        calls[where]()
+    assert "This happened behind a step: step 2 stopped after" in "".join(caught.value.__notes__)
+    if where != "close":
+        assert optimizer.has_unfinished_step
+        with pytest.raises(StateError, match="finish_step"):
+            loss_of(engine.module, 2)
+        with pytest.raises(StateError, match="finish_step"):
+            optimizer.state_dict()
+        drive.healthy = True
+        optimizer.finish_step()
+        for one in (engine, twin):
+            train_step(one, 2)
+        assert_same(full_state(engine.module, optimizer), full_state(twin.module, twin.optimizer))
+        engine.close()
+    twin.close()
+
+
+def test_a_gradient_that_is_changed_before_its_update_is_an_error(alone, tmp_path):
+    with make(config_of(tmp_path, None, accumulation=1), num_layers=LAYERS, width=129) as engine:
+        optimizer = engine.optimizer
+        engine.backward(loss_of(engine, 0))
+        with optimizer.store.worker.kept_away():
+            optimizer.step()
+            for p in engine.module.parameters():
+                local_tensor(p.grad).mul_(2)
+        with pytest.raises(StateError, match="gradients that have changed since"):
+            loss_of(engine.module, 1)
+        with pytest.raises(StateError, match="gradients that have changed since"):
+            optimizer.finish_step()
+
+
+def test_a_copy_of_the_model_is_of_the_latest_step(alone, tmp_path):
+    with make(config_of(tmp_path, None, accumulation=1), num_layers=2, width=129) as engine:
+        for step in range(2):
+            train_step(engine, step)
+            copied = copy.deepcopy(next(iter(engine.module.layers[1].parameters())).to_local())
+            assert torch.equal(copied, next(iter(engine.module.layers[1].parameters())).full_tensor())

@@ -1,0 +1,118 @@
+"""An exception between any two instructions of the main thread while updates go on behind a step."""
+
+import pytest
+
+from nvme_offload.offload.errors import StateError
+from tests.optim.test_interrupts import STRIKES, default_handler, strided, struck  # noqa: F401
+from tests.support.interrupts import every, raise_struck
+from tests.support.sharded_model import assert_same, full_state
+from tests.support.tiers import loss_of, make, section
+
+
+class Pair:
+    """An optimizer that updates behind its steps, and one that does not, which nobody disturbs."""
+
+    def __init__(self, path):
+        config = section(path, state="nvme", accumulation=1)
+        self.engine = make(config, num_layers=2, width=129)
+        self.twin = make({**config, "overlap_step": "off"}, num_layers=2, width=129)
+        self.optimizer = self.engine.optimizer
+        self.steps = 0
+        for _ in range(2):
+            self.backward()
+            self.step()
+
+    def backward(self):
+        for one in (self.engine, self.twin):
+            one.module.zero_grad()
+            loss_of(one.module, self.steps).backward()
+        self.steps += 1
+
+    def step(self):
+        self.optimizer.step()
+        self.twin.optimizer.step()
+
+    def check(self, place):
+        try:
+            self.backward()
+            self.step()
+            ends = [full_state(one.module, one.optimizer) for one in (self.engine, self.twin)]
+            assert_same(*ends)
+        except BaseException as error:
+            error.add_note(f"struck at {place}")
+            raise
+        pipeline = self.optimizer.store.pipeline
+        assert pipeline.pool.num_free + len(pipeline.residents) == pipeline.pool.num_buffers
+        assert len({slot.buffer.place for slot in pipeline.residents}) == len(pipeline.residents)
+
+    def close(self):
+        self.engine.close()
+        self.twin.close()
+
+
+@pytest.fixture
+def pair(alone, tmp_path):
+    pair = Pair(tmp_path)
+    yield pair
+    pair.close()
+
+
+@STRIKES
+@strided(173)
+def test_a_step_is_handed_over_finished_or_repeated(pair, strike, stride):
+    for interrupt in every(stride, strike):
+        pair.backward()
+        pair.twin.optimizer.step()
+        before = pair.optimizer.num_steps
+        struck(interrupt, pair.optimizer.step)
+        if pair.optimizer.has_unfinished_step:
+            pair.optimizer.finish_step()
+        elif pair.optimizer.num_steps == before:
+            pair.optimizer.step()
+        pair.check(interrupt.place)
+
+
+WAITERS = {
+    "forward": lambda pair: loss_of(pair.engine.module, 77),
+    "state_dict": lambda pair: pair.optimizer.state_dict(),
+    "synchronize": lambda pair: pair.optimizer.synchronize(),
+    "zero_grad": lambda pair: pair.optimizer.zero_grad(set_to_none=False),
+}
+
+
+@STRIKES
+@strided(397)
+@pytest.mark.parametrize("name", WAITERS)
+def test_who_waits_for_updates_can_be_interrupted(pair, name, strike, stride):
+    for interrupt in every(stride, strike):
+        pair.backward()
+        pair.step()
+        struck(interrupt, lambda: WAITERS[name](pair))
+        pair.engine.module.reshard()
+        for module in pair.engine.module.layers:
+            module.reshard()
+        pair.check(interrupt.place)
+
+
+@STRIKES
+@strided(173)
+def test_finishing_what_stopped_behind_a_step_can_be_cut_short(pair, monkeypatch, strike, stride):
+    for interrupt in every(stride, strike):
+        pair.backward()
+        pair.twin.optimizer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(pair.optimizer.store.pipeline, "advance", lambda ahead: raise_struck())
+            pair.optimizer.step()
+            pair.optimizer.store.worker.wait_until(lambda: pair.optimizer.store.worker.job is None)
+        assert pair.optimizer.has_unfinished_step
+        struck(interrupt, pair.optimizer.finish_step)
+        if pair.optimizer.has_unfinished_step:
+            try:
+                pair.optimizer.finish_step()
+            except StateError:
+                assert strike is raise_struck, "Ctrl-C is held back where a step could not be finished"
+                state, weights = pair.twin.optimizer.state_dict(), pair.twin.module.state_dict()
+                pair.optimizer.load_state_dict(state)
+                pair.engine.module.load_state_dict(weights)
+                pair.optimizer.load_state_dict(state)
+        pair.check(interrupt.place)
