@@ -38,6 +38,7 @@ __all__ = [
     "local_tensor",
     "make_wrapper",
     "not_compiled",
+    "num_backwards_left",
     "own_initializer",
     "refuse_conversion",
     "refuse_writes",
@@ -171,6 +172,17 @@ def fsdp_groups(module: torch.nn.Module) -> list[list[Any]]:
 def fsdp_params(module: torch.nn.Module) -> list[Any]:
     """FSDP2's records of the parameters that `module` manages (not its children). See `fsdp_groups`."""
     return [param for group in fsdp_groups(module) for param in group]
+
+
+def num_backwards_left(module: FSDPModule) -> int:
+    """How often backward will still come through the parameters that `module` gathers (not those of its children).
+
+    ``FSDPParamGroup._post_forward_indices``: FSDP2's record of forwards whose backward has not come yet. A parameter
+    that was used twice is reduced twice, and only the second gradient is whole.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return max((len(group._post_forward_indices) for group in groups if group is not None), default=0)
 
 
 def drop_unsharded_grads(model: torch.nn.Module) -> None:

@@ -24,6 +24,7 @@ def total_norm(
     *,
     norm_group: dist.ProcessGroup | None = None,
     found_inf: bool = False,
+    known: Mapping[int, torch.Tensor] | None = None,
 ) -> float:
     """2-norm of all gradients together, as stored (before any unscaling), over all ranks.
 
@@ -39,6 +40,7 @@ def total_norm(
             sums were taken when it arrived.
         pool: kernels for gradients on the CPU; on CUDA the blocks are summed by torch on the device.
         norm_group: ranks with other parameters whose gradients belong to the same norm (the stages of a pipeline).
+        known: sums of squares of the tiles of gradients of which they have been taken, by index.
         found_inf: somebody else found a gradient of this rank that is not finite.
 
     Returns:
@@ -46,7 +48,10 @@ def total_norm(
     """
     by_sharding: dict[_Sharding | None, list[torch.Tensor]] = {}
     for index, grad in grads.items():
-        by_sharding.setdefault(_sharding_of(leaves[index]), []).append(_tile_sums(grad, pool))
+        taken = known.get(index) if known is not None else None
+        by_sharding.setdefault(_sharding_of(leaves[index]), []).append(
+            tile_sums(grad, pool) if taken is None else taken
+        )
     total = start = math.inf if found_inf else 0.0
     for sharding, sums in by_sharding.items():
         own = start + ordered_sum(torch.cat(sums))
@@ -101,7 +106,8 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
-def _tile_sums(grad: torch.Tensor, pool: KernelPool) -> torch.Tensor:
+def tile_sums(grad: torch.Tensor, pool: KernelPool) -> torch.Tensor:
+    """Sums of squares of the tiles of a flat gradient, fp64 [tiles] on the CPU."""
     if isinstance(grad, PartitionStandIn):
         return grad.tile_sums
     if grad.device.type == "cpu" or grad.numel() == 0:

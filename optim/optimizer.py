@@ -75,6 +75,7 @@ class OffloadOptimizer(Optimizer):
             self._complete = True
             # All groups at once: a full disk is found before the first extent is handed out.
             self.store.place_trainable()
+            self._stepper.watch(self.param_groups)
         except BaseException:
             self.store.close()
             raise
@@ -116,6 +117,7 @@ class OffloadOptimizer(Optimizer):
             added = self.store.add_params(number, self.rule.of(group), new)
             if self._complete:
                 self.store.place_trainable(added)
+                self._stepper.watch(self.param_groups)
         except BaseException:
             if not self.store.slots_of(range(first, len(self.store.table))):  # else all is done, and stays
                 del self.param_groups[number:]
@@ -195,6 +197,14 @@ class OffloadOptimizer(Optimizer):
         """
         return torch.tensor(self._stepper.clip_grads(self.param_groups, max_norm), dtype=torch.float64)
 
+    def expect_step(self, after_next_backward: bool) -> None:
+        """Say whether `step` follows the next backward, or others come before it that add to the same gradients.
+
+        It matters with ``overlap_step = "backward"`` alone, and the engine does it. In a loop without one every
+        backward is taken for the last, where ``gradient_accumulation_steps`` of the section is 1 or left out, or none.
+        """
+        self._stepper.expect_step(after_next_backward)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or with ``set_to_none=False`` make them zero, wherever they are.
 
@@ -206,6 +216,7 @@ class OffloadOptimizer(Optimizer):
         if not set_to_none:
             self.store.wait_for_updates()
         self._stepper.clip_first = 1.0
+        self._stepper.drop_begun()
         super().zero_grad(set_to_none)
 
     @property
@@ -237,6 +248,8 @@ class OffloadOptimizer(Optimizer):
             StateError: there is nothing to finish, or it cannot be finished any more; says what to do.
             SwapIOError: it failed again.
         """
+        if self.store.unfinished is not None and self.store.unfinished.updating:
+            self.store.wait_for_updates()  # says what cut it off, where nobody has heard it
         with self.store.at_rest(forgiving=True):
             if (unfinished := self.store.unfinished) is None:
                 raise StateError(type(self).__name__, "a step that stopped halfway", "no such step")
@@ -328,6 +341,7 @@ class OffloadOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's load_state_dict hands over groups and state; the state has gone to its tier already.
         self.param_groups = [{**self.defaults, **group} for group in state["param_groups"]]
+        self._stepper.watch(self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         name = type(self).__name__
@@ -356,6 +370,7 @@ class OffloadOptimizer(Optimizer):
             clip_coef=self._stepper.clip_coef,
             resplit_blocks=meter.resplit_blocks + meter.changed_behind,
             updates_behind=meter.updates_behind,
+            updates_in_backward=meter.updates_in_backward,
             overlap_wait_seconds=store.worker.wait_seconds,
             iteration=meter.iteration,
             **store.blocks.stats(),

@@ -172,6 +172,7 @@ class Meter:
     changed_behind: int = 0
     """Tiles found changed that nobody has been told of."""
     updates_behind: int = 0
+    updates_in_backward: int = 0
     step_seconds: float = 0.0
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0

@@ -22,6 +22,11 @@ class FirstUses:
 
         A parameter that was never used has no rank.
         """
-        order = {**self._latest, **self._before}
-        self._latest, self._before = {}, order
-        return {index: rank for rank, index in enumerate(order)}
+        ranks = self.ranks
+        self._latest, self._before = {}, dict.fromkeys(ranks)
+        return ranks
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """What `take` would return."""
+        return {index: rank for rank, index in enumerate({**self._latest, **self._before})}

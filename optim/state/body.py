@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nvme_offload.offload.errors import ClosedError, ForkError
+from nvme_offload.offload.errors import ClosedError, ForkError, StateError
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.overlap.order import FirstUses
 from nvme_offload.optim.overlap.worker import Worker
@@ -62,7 +62,7 @@ class StateBody(ABC):
 
     @abstractmethod
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
-        """Give parameters whose state has no place yet one, with all of its space promised.
+        """Give parameters whose state has no place yet one, with all of its space promised. Call it `at_rest`.
 
         Raises:
             OutOfSpaceError: names bytes needed and free.
@@ -112,6 +112,9 @@ class StateBody(ABC):
     def wait_for_updates(self, *, forgiving: bool = False) -> None:
         """Wait until all updates behind the latest step are done; see `at_rest`."""
         self.check_usable()
+        if self.unfinished is not None and self.unfinished.is_open:
+            begun = "updates that have begun in backward (overlap_step)"
+            raise StateError(self.owner, "parameters and state as they are between two steps", f"{begun}: call step()")
         worker = self.worker
         if worker.job is not None:
             worker.wait_until(lambda: worker.job is None)
@@ -121,7 +124,7 @@ class StateBody(ABC):
 
     def wait_until_quiet(self) -> None:
         """Wait until nothing is done behind the latest step, no reads for the next one either; see `at_rest`."""
-        self.check_usable()
+        self.wait_for_updates()
         worker = self.worker
         worker.wait_until(lambda: worker.is_idle)
         worker.raise_failure()
@@ -135,6 +138,9 @@ class StateBody(ABC):
         """
         self.uses.note(index)
         unfinished = self.unfinished
+        if unfinished is not None and unfinished.is_open and index in unfinished.begun:
+            begun = f"{self.table[index].name}, whose gradient was final, is used once more before step()"
+            raise StateError(self.owner, 'one use in backward, or overlap_step = "forward"', begun)
         if unfinished is None or not unfinished.behind or not unfinished.concerns(index):
             return
         if not self.is_own_process:
@@ -149,7 +155,9 @@ class StateBody(ABC):
     @property
     def has_unfinished_step(self) -> bool:
         """Whether the latest step stopped halfway. One whose updates go on behind it has not."""
-        return self.worker.job is None and self.unfinished is not None  # in this order: the worker may be at it
+        if self.worker.job is not None:  # first: the worker may be done before the next line
+            return False
+        return self.unfinished is not None and not self.unfinished.is_open
 
     @property
     def is_own_process(self) -> bool:

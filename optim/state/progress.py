@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,7 @@ class UnfinishedStep:
         counts: updates that each parameter will have had, by index.
         split: whether there are split parameters, of which the state has a half.
         owner: name of the optimizer, for messages.
+        begun: what has been done of it in backward; its subgroups are in `order` too.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class UnfinishedStep:
         *,
         split: bool,
         owner: str,
+        begun: UnfinishedStep | None = None,
     ) -> None:
         self.number = number
         self.order = order
@@ -65,13 +67,18 @@ class UnfinishedStep:
         """Whether what is pending is done behind `step()`, or was to be: whoever reads a parameter waits for it."""
         self.wanted: list[int] = []
         """Parameters that somebody waits for, by index: they come next."""
-        self._left = Counter(run.param for slot in order for run in slot.subgroup.runs)
+        self._left = _parts(order)
+        self._spoilt = False
         self.updating = False
         """True while a kernel works. Left true, nobody knows how far it got."""
         self.changed_tiles = 0
         """Tiles of 65536 elements found changed by somebody else."""
+        self.is_open = False
+        """Whether updates have begun in backward, and the step itself is still to come."""
         self._versions = {index: _version(grad) for index, grad in inputs.grads.items()} if inputs else {}
         self._owner = owner
+        if begun is not None:
+            self._go_on_from(begun)
         self._checkpoint = _CHECKPOINT + (_MODEL_LAST if split else _MODEL_FIRST)
 
     @property
@@ -80,8 +87,8 @@ class UnfinishedStep:
         return len(self.order) - len(self.pending)
 
     def concerns(self, index: int) -> bool:
-        """Whether a part of this parameter is still to be updated. From any thread."""
-        return index in self._left
+        """Whether a part of this parameter is still to be updated, or nobody knows. From any thread."""
+        return index in self._left or self._spoilt
 
     def let_go_of(self, slot: SlotRecord) -> None:
         """Keep no gradient of parameters that are updated, as this subgroup is, in all of their parts."""
@@ -91,6 +98,32 @@ class UnfinishedStep:
                 del self._left[run.param]
                 if self.inputs is not None:
                     self.inputs.grads.pop(run.param, None)
+
+    def take_on(self, grads: Mapping[int, torch.Tensor], slots: Sequence[SlotRecord]) -> None:
+        """Add parameters to a step that began in backward, and subgroups that may be updated now."""
+        assert self.inputs is not None
+        self.inputs.grads.update(grads)
+        self._versions.update({index: _version(grad) for index, grad in grads.items()})
+        self._left.update(_parts(slots))
+        self.order = [*self.order, *slots]
+        self.pending.update(dict.fromkeys(slots))
+
+    def _go_on_from(self, begun: UnfinishedStep) -> None:
+        self.changed_tiles += begun.changed_tiles
+        for slot in begun.order:
+            if slot not in begun.pending:
+                del self.pending[slot]
+                self.let_go_of(slot)
+
+    @property
+    def begun(self) -> Collection[int]:
+        """Parameters of which it has, or had, the gradient, by index."""
+        return self._versions.keys()
+
+    def spoil(self) -> None:
+        """Note that what is done cannot be undone, and the rest cannot be done any more."""
+        self.updating = self.behind = self._spoilt = True
+        self.is_open = False
 
     @classmethod
     def of_load(cls, *, split: bool, owner: str) -> UnfinishedStep:
@@ -147,6 +180,11 @@ class UnfinishedStep:
                 "gradients as they were when the step began",
                 f"gradients that have changed since. {self.situation}; {self._checkpoint}",
             )
+
+
+def _parts(slots: Iterable[SlotRecord]) -> Counter[int]:
+    """In how many of these subgroups each parameter has a part, by index."""
+    return Counter(run.param for slot in slots for run in slot.subgroup.runs)
 
 
 def _version(grad: torch.Tensor) -> int:

@@ -100,10 +100,6 @@ class StateStore(StateBody):
 
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
         """Give parameters whose state has no place yet one: see `StateBody`."""
-        with self.at_rest():
-            self._ensure_placed(records)
-
-    def _ensure_placed(self, records: Iterable[ParamRecord]) -> None:
         self._tidy_up()
         missing = [record for record in records if not record.is_placed]
         groups = self.blocks.admit([record.leaf for record in missing])
@@ -191,6 +187,9 @@ class StateStore(StateBody):
         """
         if not self.is_own_process:
             return
+        if self.unfinished is not None and self.unfinished.is_open:
+            with self.worker.kept_away():
+                self.worker.job = None  # of a step that was never called
         self.worker.wait_until(lambda: self.worker.job is None)  # parameters stay, and stay as the latest step has them
         self.worker.stop()
         self.is_closed = True  # and each part once more does no harm: an interrupted close can be repeated

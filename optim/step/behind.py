@@ -9,10 +9,13 @@ from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.state.table import ParamRecord
+from nvme_offload.optim.state.tier_halves import TierHalves
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.update import read_update_write
+from nvme_offload.optim.tiers.halves import split_halves
 
-_LOOK_AHEAD = 256  # subgroups; most of them may be in host memory, past which the reads go on
+LOOK_AHEAD = 256  # subgroups; most of them may be in host memory, past which the reads go on
 
 
 def forward_order(slots: Sequence[SlotRecord], ranks: Mapping[int, int]) -> list[SlotRecord]:
@@ -23,6 +26,20 @@ def forward_order(slots: Sequence[SlotRecord], ranks: Mapping[int, int]) -> list
         return min(ranks.get(run.param, last) for run in slot.subgroup.runs)
 
     return sorted(slots, key=rank)
+
+
+def waits_for_updates(store: StateStore, record: ParamRecord) -> bool:
+    """Whether whoever reads this parameter finds it updated, also where the update is done behind a step.
+
+    So it is with the split shards of FSDP2. A rule that needs parameters whole gathers them over ranks, which no two
+    threads of a process may do at once; a device's copies belong to the thread that computes there.
+    """
+    config = store.config
+    moves = config.zero_optimization.offload_optimizer.device == "nvme"
+    wanted = moves if config.overlap_step is None else config.overlap_step != "off"
+    if not wanted or record.rule.whole or store.mirror is not None or store.blocks.exist:
+        return False
+    return isinstance(split_halves(record.leaf), TierHalves)
 
 
 class UpdatesBehind:
@@ -49,6 +66,7 @@ class UpdatesBehind:
         self._step = step
         self._inputs = inputs
         self._following = following
+        self._begun_in_backward = bool(step.done)
         self.is_done = False
 
     def turn(self) -> bool:
@@ -59,7 +77,8 @@ class UpdatesBehind:
         slot = next((slot for slot in ahead if slot in pending and pipeline.is_here(slot)), None)
         if slot is None:
             return False
-        self._update(slot, [slot, *(other for other in ahead if other is not slot)])
+        update_captured(self._store, self._meter, self._step, self._inputs, slot, ahead)
+        self._meter.updates_behind += 1
         if not pending:
             self._finish()
         return True
@@ -70,29 +89,20 @@ class UpdatesBehind:
 
     def _ahead(self) -> list[SlotRecord]:
         """The subgroups that will be needed next: those that somebody waits for, the rest, those of the next step."""
-        return list(dict.fromkeys(islice(self._upcoming(), _LOOK_AHEAD)))
+        return list(dict.fromkeys(islice(self._upcoming(), LOOK_AHEAD)))
 
     def _upcoming(self) -> Iterator[SlotRecord]:
+        """Where updates began in backward, what is in memory already comes before the rest: it holds the buffers."""
         pending = self._step.pending
         for index in tuple(self._step.wanted):
             if self._step.concerns(index):
                 yield from (slot for slot in pending if any(run.param == index for run in slot.subgroup.runs))
             else:
                 self._step.wanted.remove(index)
+        if self._begun_in_backward:
+            yield from (slot for slot in self._store.pipeline.residents if slot in pending)
         yield from pending
         yield from self._following
-
-    def _update(self, slot: SlotRecord, ahead: Sequence[SlotRecord]) -> None:
-        params = {run.param for run in slot.subgroup.runs}
-        self._step.check_grads(params)
-        read_update_write(self._store, self._meter, self._step, self._inputs, ahead)
-        self._meter.updates_behind += 1
-        try:
-            self._step.check_grads(params)
-        except BaseException:
-            self._step.updating = True  # with which gradient, nobody knows
-            raise
-        self._step.let_go_of(slot)
 
     def _finish(self) -> None:
         store, step = self._store, self._step
@@ -100,8 +110,34 @@ class UpdatesBehind:
             store.table[index].steps = count
         self._meter.changed_behind += step.changed_tiles
         store.unfinished = None
-        store.worker.pastime = FirstReads(store.pipeline, self._following)
+        # Updates that begin in backward begin with the last layers.
+        first = self._following[::-1] if store.config.overlap_step == "backward" else self._following
+        store.worker.pastime = FirstReads(store.pipeline, first)
         self.is_done = True
+
+
+def update_captured(
+    store: StateStore,
+    meter: Meter,
+    step: UnfinishedStep,
+    inputs: StepInputs,
+    slot: SlotRecord,
+    ahead: Sequence[SlotRecord],
+) -> None:
+    """Update a subgroup in memory with gradients that were captured, and let go of them.
+
+    Raises:
+        StateError: somebody has changed one since.
+    """
+    params = {run.param for run in slot.subgroup.runs}
+    step.check_grads(params)
+    read_update_write(store, meter, step, inputs, [slot, *(other for other in ahead if other is not slot)])
+    try:
+        step.check_grads(params)
+    except BaseException:
+        step.updating = True  # with which gradient, nobody knows
+        raise
+    step.let_go_of(slot)
 
 
 class FirstReads:

@@ -12,20 +12,17 @@ from torch.profiler import record_function
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
-from nvme_offload.optim.groups import check_group
 from nvme_offload.optim.interrupt import DeferredInterrupt
 from nvme_offload.optim.layout.flat import flat_grad
-from nvme_offload.optim.rules.rule import UpdateRule, rounded
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
-from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.state.tier_halves import TierHalves
 from nvme_offload.optim.stats import Meter
-from nvme_offload.optim.step.behind import UpdatesBehind, forward_order
+from nvme_offload.optim.step.behind import UpdatesBehind, forward_order, waits_for_updates
+from nvme_offload.optim.step.in_backward import FinalGradients
+from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.step.update import read_update_write
-from nvme_offload.optim.tiers.halves import split_halves
-from nvme_offload.optim.tiles import StepScalars
 from nvme_offload.optim.warn import warn_user
 from nvme_offload.optim.whole_params import WholeParams
 
@@ -60,6 +57,23 @@ class Stepper:
         self._meter = meter
         self._config = config
         self._norm_group = norm_group
+        self.final = FinalGradients(store, meter, rule) if config.overlap_step == "backward" else None
+        """Begins the updates in backward, where the section asks for that."""
+
+    def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Note that these are the optimizer's groups from now on."""
+        if self.final is not None:
+            self.final.watch(groups)
+
+    def expect_step(self, after_next_backward: bool) -> None:
+        """See `OffloadOptimizer.expect_step`."""
+        if self.final is not None:
+            self.final.is_last_backward = after_next_backward
+
+    def drop_begun(self) -> None:
+        """Note that the gradients are dropped: where updates have begun in backward, the step cannot be completed."""
+        if self.final is not None:
+            self.final.drop_begun()
 
     def step(self, groups: Sequence[Mapping[str, Any]], loss_scale: float | None, found_inf: bool | None) -> None:
         """Update every parameter of the groups that has a gradient.
@@ -74,9 +88,12 @@ class Stepper:
             StateError: the step before stopped halfway.
             SwapIOError, ValueError, KeyboardInterrupt: with one note that says what is done.
         """
-        with self._meter.stepping(), self._store.at_rest():
-            if self._store.unfinished is not None:
-                raise self._store.unfinished.refusal("a finished step")
+        store = self._store
+        open_ = store.unfinished is not None and store.unfinished.is_open
+        with self._meter.stepping(), store.worker.kept_away() if open_ else store.at_rest():
+            if store.unfinished is not None and not store.unfinished.is_open:
+                store.worker.raise_failure()
+                raise store.unfinished.refusal("a finished step")
             number = self._meter.steps + 1
             try:
                 with DeferredInterrupt() as interrupt:
@@ -102,16 +119,38 @@ class Stepper:
         grad_scale = self._grad_scale(grads, loss_scale, found_inf)
         if not grads or grad_scale is None:
             return
-        inputs = StepInputs(grads, self._scalars(groups, grads, grad_scale), self._whole_params(grads))
+        begun = self._begun(groups, grad_scale)
+        scalars = scalars_of(store, self._rule, groups, grads, grad_scale)
+        rest = {index: grad for index, grad in grads.items() if begun is None or index not in begun.begun}
+        known = begun.order if begun is not None else []
+        inside, behind = self._divided([slot for slot in store.slots_of(grads) if slot not in set(known)], grads)
+        captured = begun.inputs.grads if begun is not None and begun.inputs is not None else {}
+        inputs = StepInputs({**rest, **captured}, scalars, self._whole_params(rest))
         counts = {index: store.table[index].steps + 1 for index in grads}
-        inside, behind = self._divided(store.slots_of(grads), grads)
-        split = store.table.has_split_params
-        step = UnfinishedStep(number, [*inside, *behind], inputs, counts, split=split, owner=store.owner)
+        step = UnfinishedStep(
+            number,
+            [*inside, *known, *behind],
+            inputs,
+            counts,
+            split=store.table.has_split_params,
+            owner=store.owner,
+            begun=begun,
+        )
         # Not earlier: where a hyperparameter is refused, the step is still to come. And no call in between: whoever
-        # interrupts finds the factor, or a step that has it.
+        # interrupts finds the factor, or a step that has it; and updates in backward, or the step that goes on.
+        store.worker.job = None
         store.unfinished = step
         self.clip_first = 1.0
+        store.worker.raise_failure()
         self._go_on(step, inputs, len(inside), interrupt)
+
+    def _begun(self, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> UnfinishedStep | None:
+        """What has been updated in backward; None where nothing has.
+
+        Raises:
+            StateError: it would not be what this step does.
+        """
+        return self.final.begun(groups, grad_scale) if self.final is not None else None
 
     def finish(self, step: UnfinishedStep) -> None:
         """Complete a step that stopped halfway.
@@ -158,7 +197,12 @@ class Stepper:
         store = self._store
         with self._meter.computing("norm", -1), record_function("nvme_offload: norm"):
             return total_norm(
-                store.table.leaves, grads, store.kernels, norm_group=self._norm_group, found_inf=found_inf
+                store.table.leaves,
+                grads,
+                store.kernels,
+                norm_group=self._norm_group,
+                found_inf=found_inf,
+                known=self.final.sums if self.final is not None else None,
             )
 
     def _grad_scale(
@@ -169,6 +213,7 @@ class Stepper:
         self.total_norm = self._norm_of(grads, found_inf=bool(found_inf)) * inv_scale
         if not math.isfinite(self.total_norm):
             if not self._config.skip_non_finite:
+                self.drop_begun()
                 raise ValueError(
                     f"gradient norm is {self.total_norm}, and skip_non_finite = false makes that an error: write true "
                     "to skip and count such steps"
@@ -184,25 +229,6 @@ class Stepper:
         self.clip_coef = clip_coefficient(self.total_norm, self._config.gradient_clipping)
         return inv_scale * self.clip_coef
 
-    def _scalars(
-        self, groups: Sequence[Mapping[str, Any]], grads: Mapping[int, torch.Tensor], grad_scale: float
-    ) -> dict[int, StepScalars]:
-        scalars = {}
-        by_step: dict[tuple[int, int], StepScalars] = {}  # most parameters of a group are at the same step
-        for number, group in enumerate(groups):
-            records = [self._store.table.of(param) for param in group["params"]]
-            check_group(self._rule, group, number, records, self._store.owner)  # schedulers write to them
-            rule = self._rule.of(group)
-            for record in records:
-                if record.index not in grads:
-                    continue
-                key = number, record.steps + 1
-                if key not in by_step:
-                    [scale] = rounded(-grad_scale if group.get("maximize") else grad_scale)
-                    by_step[key] = StepScalars(rule.scalars(group, key[1]), scale)
-                scalars[record.index] = by_step[key]
-        return scalars
-
     def _divided(
         self, slots: list[SlotRecord], grads: Mapping[int, torch.Tensor]
     ) -> tuple[list[SlotRecord], list[SlotRecord]]:
@@ -211,26 +237,13 @@ class Stepper:
         Behind it are those of which every reader of a parameter waits for the update.
         """
         store = self._store
-        may_wait = {index for index in grads if self._waits_for_updates(store.table[index])}
+        may_wait = {index for index in grads if waits_for_updates(store, store.table[index])}
         behind = [
             slot for slot in slots if all(run.param in may_wait for run in slot.subgroup.runs if run.param in grads)
         ]
         kept = set(behind)
         inside = self._ordered([slot for slot in slots if slot not in kept])
         return inside, forward_order(behind, store.uses.take())
-
-    def _waits_for_updates(self, record: ParamRecord) -> bool:
-        """Whether whoever reads this parameter finds it updated, also where the update is done behind a step.
-
-        So it is with the split shards of FSDP2. A rule that needs parameters whole gathers them over ranks, which no
-        two threads of a process may do at once; a device's copies belong to the thread that computes there.
-        """
-        store, config = self._store, self._config
-        moves = config.zero_optimization.offload_optimizer.device == "nvme"
-        wanted = moves if config.overlap_step is None else config.overlap_step != "off"
-        if not wanted or record.rule.whole or store.mirror is not None or store.blocks.exist:
-            return False
-        return isinstance(split_halves(record.leaf), TierHalves)
 
     def _ordered(self, slots: list[SlotRecord]) -> list[SlotRecord]:
         """Subgroups in the order of this step, which is the same on every rank as far as whole parameters go."""
@@ -300,13 +313,17 @@ class Stepper:
     def _leave_to_worker(self, step: UnfinishedStep, inputs: StepInputs) -> None:
         """End the step here: what is left of it goes on behind it, and whoever needs it waits."""
         worker = self._store.worker
-        job = UpdatesBehind(self._store, self._meter, step, inputs, step.order)
+        job = UpdatesBehind(self._store, self._meter, step, inputs, self._following(step))
         # No call in between: a signal handler sees a step that stopped, or one that is taken.
         step.behind = True
         worker.pastime = None
         worker.job = job
         self._meter.steps = step.number
         worker.wake()
+
+    def _following(self, step: UnfinishedStep) -> list[SlotRecord]:
+        """Subgroups as the next step will probably go through them."""
+        return forward_order(step.order, self._store.uses.ranks) if self.final is not None else list(step.order)
 
     def _report_changed(self) -> None:
         changed_tiles, self._meter.changed_behind = self._meter.changed_behind, 0

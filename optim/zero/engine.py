@@ -83,6 +83,8 @@ class OffloadEngine:
         self._stages = roles.pipeline_group
         self._peers = Peers(mesh.mesh.flatten().tolist())
         self._scaler = _loss_scaler(config) if precision_plan.loss_scaling else None
+        if self.is_pipelined:  # whose schedule scales gradients that have been reduced
+            optimizer.expect_step(False)
         self._set_sync()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,6 +149,7 @@ class OffloadEngine:
                 f"engine.backward was called {self.micro_steps + 1} times in a step of "
                 f"{self.gradient_accumulation_steps} micro-batches: call engine.step() after every engine.backward()"
             )
+        self.optimizer.expect_step(self.micro_steps == self.gradient_accumulation_steps - 1)
         # Somebody's autocast context around this call is none of backward's.
         with (
             self._giving_up_the_step("backward"),

@@ -25,6 +25,7 @@ from nvme_offload.offload._torch_private import (
     local_tensor,
     make_wrapper,
     not_compiled,
+    num_backwards_left,
     own_initializer,
     refuse_conversion,
     refuse_writes,
@@ -252,6 +253,17 @@ def look_at_unsharded_grads(mesh):
         module.set_requires_gradient_sync(True)
         module(torch.ones(1, 3)).sum().backward()
         assert torch.equal(module.weight.grad.full_tensor(), torch.ones(2, 3))
+
+
+def test_a_forward_is_counted_until_its_backward_comes(mesh):
+    module = torch.nn.Linear(3, 2, bias=False)
+    fully_shard(module, mesh=mesh)
+    left = []
+    module.weight.register_post_accumulate_grad_hook(lambda param: left.append(num_backwards_left(module)))
+    once = module(torch.ones(1, 3))
+    assert num_backwards_left(module) == 1
+    (once + module(torch.ones(1, 3))).sum().backward()
+    assert left == [1, 0], "after the first of two gradients, and after the second"
 
 
 def test_fsdp2_gathers_what_was_installed():

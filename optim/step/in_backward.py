@@ -1,0 +1,258 @@
+"""Updates that begin in backward, where nothing can undo them: each as soon as its gradients are final."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from nvme_offload.offload._torch_private import num_backwards_left
+from nvme_offload.offload.errors import StateError
+from nvme_offload.optim.grad_norm import tile_sums
+from nvme_offload.optim.layout.flat import flat_grad
+from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep
+from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.stats import Meter
+from nvme_offload.optim.step.behind import LOOK_AHEAD, forward_order, update_captured, waits_for_updates
+from nvme_offload.optim.step.scalars import scalars_of
+from nvme_offload.optim.tiers.halves import split_halves
+from nvme_offload.optim.whole_params import WholeParams
+
+
+class UpdatesInBackward:
+    """The job of a worker between the first final gradient and `step()`, which puts another in its place.
+
+    Args:
+        store: the optimizer's state.
+        meter: of the optimizer.
+        step: has nothing pending yet.
+        inputs: of the step, without gradients.
+        expected: indices of parameters that may get a gradient. A subgroup waits for all of its own.
+        order: subgroups as they will probably be ready, the last layer's first.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        meter: Meter,
+        step: UnfinishedStep,
+        inputs: StepInputs,
+        expected: Collection[int],
+        order: Sequence[SlotRecord],
+    ) -> None:
+        self.step = step
+        self.inputs = inputs
+        self.arrived: set[int] = set()
+        """Parameters whose gradient is final, by index."""
+        self.sums: dict[int, torch.Tensor] = {}
+        """Sums of squares of the tiles of each gradient that was taken, by index."""
+        self.is_done = False
+        self._store = store
+        self._meter = meter
+        self._order = order
+        self._inbox: deque[tuple[int, torch.Tensor]] = deque()
+        self._missing = {slot: {run.param for run in slot.subgroup.runs} & set(expected) for slot in order}
+        self._slots: dict[int, list[SlotRecord]] = {}
+        for slot, params in self._missing.items():
+            for index in params:
+                self._slots.setdefault(index, []).append(slot)
+
+    def take(self, index: int, grad: torch.Tensor) -> None:
+        """Hand in a gradient that is final, flat. From the thread that runs backward."""
+        self.arrived.add(index)
+        self._inbox.append((index, grad))
+        self._store.worker.wake()
+
+    def turn(self) -> bool:
+        """Take a gradient in, or update the first subgroup that is ready and in memory."""
+        pipeline, pending = self._store.pipeline, self.step.pending
+        ahead = list(islice(self._upcoming(), LOOK_AHEAD))
+        if ahead:
+            pipeline.advance(ahead)
+        if self._inbox:
+            self._take_in(*self._inbox.popleft())
+            return True
+        slot = next((slot for slot in ahead if slot in pending and pipeline.is_here(slot)), None)
+        if slot is None:
+            return False
+        update_captured(self._store, self._meter, self.step, self.inputs, slot, ahead)
+        self._meter.updates_in_backward += 1
+        return True
+
+    def give_up(self, error: BaseException) -> None:
+        """Say in the error how far the updates came."""
+        error.add_note(f"This happened in backward: {self.step.situation}. {self.step.way_on}")
+
+    def _take_in(self, index: int, grad: torch.Tensor) -> None:
+        self.sums[index] = sums = tile_sums(grad, self._store.kernels)
+        if not bool(sums.isfinite().all()):
+            self.step.spoil()
+            raise ValueError(
+                f"the gradient of {self._store.table[index].name} is not finite, and with skip_non_finite = false that "
+                "is an error"
+            )
+        ready = []
+        for slot in self._slots.get(index, ()):
+            self._missing[slot].discard(index)
+            if not self._missing[slot]:
+                ready.append(slot)
+        self.step.take_on({index: grad}, ready)
+
+    def _upcoming(self) -> Iterator[SlotRecord]:
+        """What is ready, and what will be next."""
+        done = {slot for slot in self.step.order if slot not in self.step.pending}
+        return chain(tuple(self.step.pending), (slot for slot in self._order if slot not in done))
+
+
+class FinalGradients:
+    """Notices when a gradient is final, and has its parameter's subgroups updated.
+
+    Args:
+        store: the optimizer's state.
+        meter: of the optimizer.
+        rule: the optimizer's.
+    """
+
+    def __init__(self, store: StateStore, meter: Meter, rule: UpdateRule) -> None:
+        self.is_last_backward = (store.config.gradient_accumulation_steps or 1) == 1
+        """Whether the backward that runs, or runs next, is the last one of its step."""
+        self._store = store
+        self._meter = meter
+        self._rule = rule
+        self._groups: Sequence[Mapping[str, Any]] = ()
+        self._begun_with: list[dict[str, Any]] = []
+        self._hooked: set[int] = set()
+
+    def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Look at the gradients of all parameters of these groups when they arrive."""
+        self._groups = groups
+        for param in (param for group in groups for param in group["params"]):
+            record = self._store.table.of(param)
+            if record.index not in self._hooked and param.requires_grad:
+                self._hooked.add(record.index)
+                param.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
+
+    def arrive(self, leaf: torch.Tensor) -> None:
+        """A gradient has been added to ``leaf.grad``: see whether it is final, and hand it in.
+
+        Raises:
+            StateError: it was final before.
+        """
+        store, job = self._store, self._job
+        record, halves = store.table.of(leaf), split_halves(leaf)
+        if job is not None and record.index in job.arrived:
+            more = "another gradient after the one that was final"
+            way_on = 'one backward before step() (write gradient_accumulation_steps, or overlap_step = "forward")'
+            raise StateError(record.name, way_on, more)
+        may_begin = self.is_last_backward and waits_for_updates(store, record)
+        if store.is_closed or not may_begin or halves is None or num_backwards_left(halves.owner):
+            return
+        job = job or self._begin()
+        if job is not None and (grad := flat_grad(leaf, record.name)) is not None:
+            job.take(record.index, grad)
+
+    @property
+    def sums(self) -> Mapping[int, torch.Tensor]:
+        """Sums of squares of the tiles of gradients that were handed in, by index."""
+        return self._job.sums if self._job is not None else {}
+
+    def begun(self, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> UnfinishedStep | None:
+        """What has been updated since the latest step; None where nothing has.
+
+        Raises:
+            StateError: a hyperparameter has changed since, or gradients are scaled.
+        """
+        begun = self._store.unfinished
+        if begun is None or not begun.is_open:
+            return None
+        if grad_scale != 1.0:
+            way_on = 'gradients without a scale (or overlap_step = "forward")'
+            raise StateError(self._store.owner, way_on, f"a scale of {grad_scale}, after updates began in backward")
+        _check_same_hyperparameters(self._store.owner, self._begun_with, hyperparameters_of(groups))
+        begun.check_grads(begun.begun)
+        return begun
+
+    def drop_begun(self) -> None:
+        """Give up the step that began in backward. Where a subgroup is updated, only a checkpoint leads on."""
+        store = self._store
+        with store.worker.kept_away():
+            begun = store.unfinished
+            if begun is None or not begun.is_open:
+                return
+            store.worker.job = None
+            if begun.done:
+                begun.spoil()
+            else:
+                store.unfinished = None
+
+    @property
+    def _job(self) -> UpdatesInBackward | None:
+        job = self._store.worker.job
+        return job if isinstance(job, UpdatesInBackward) else None
+
+    def _begin(self) -> UpdatesInBackward | None:
+        """Begin a step in backward; None where one has stopped, which `step()` says."""
+        store, worker = self._store, self._store.worker
+        if worker.job is None and store.unfinished is not None:  # an error stopped it: `step()` says so
+            return None
+        store.wait_for_updates()
+        expected = {
+            record.index
+            for record in store.table.members(self._groups)
+            if record.leaf.requires_grad and waits_for_updates(store, record)
+        }
+        scalars = scalars_of(store, self._rule, self._groups, expected, 1.0)
+        inputs = StepInputs({}, scalars, WholeParams([], [], torch.float32))
+        step = UnfinishedStep(self._meter.steps + 1, [], inputs, {}, split=True, owner=store.owner)
+        order = [
+            slot
+            for slot in store.slots_of(expected)
+            if all(run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs)
+        ]
+        job = UpdatesInBackward(
+            store, self._meter, step, inputs, expected, forward_order(order, store.uses.ranks)[::-1]
+        )
+        self._begun_with = hyperparameters_of(self._groups)
+        step.is_open = True
+        # No call in between: a signal handler sees all of it or nothing.
+        worker.pastime = None
+        store.unfinished = step
+        worker.job = job
+        return job
+
+
+def _hook(of: weakref.ref[FinalGradients]) -> Callable[[torch.Tensor], None]:
+    """A hook that keeps no optimizer alive."""
+
+    def on_arrival(leaf: torch.Tensor) -> None:
+        final = of()
+        if final is not None:
+            final.arrive(leaf)
+
+    return on_arrival
+
+
+def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the groups say besides their parameters, to be compared later."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _check_same_hyperparameters(
+    owner: str, begun: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise StateError for a hyperparameter that has changed since updates began in backward."""
+    for number, (before, after) in enumerate(zip(begun, now, strict=False)):
+        for name in sorted({*before, *after}):
+            if before.get(name) != after.get(name):
+                raise StateError(
+                    owner,
+                    f"{name} of group {number} as it was when updates began in backward, {before.get(name)!r}",
+                    f"{after.get(name)!r}. Set it back and call step(); change it after step() and before backward, "
+                    'or write overlap_step = "forward"',
+                )

@@ -1,0 +1,154 @@
+"""Updates that begin in backward: the same bits, and an error where they would not be."""
+
+import pytest
+import torch
+
+from nvme_offload.aio_native import Op
+from nvme_offload.offload.errors import StateError, SwapIOError
+from tests.support.failing_drive import Failing
+from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
+from tests.support.tiers import loss_of, make, section, train_step
+
+LAYERS = 4
+
+
+def config_of(path, mode, accumulation=1, **more):
+    config = section(path, state="nvme", accumulation=accumulation)
+    return {**config, "gradient_clipping": 0.0, "skip_non_finite": False, "overlap_step": mode, **more}
+
+
+def model(config, **more):
+    return make(config, num_layers=LAYERS, width=129, tied=False, **more)
+
+
+def trained(config, *, steps=5, uses=None, rank=0, **more):
+    norms = []
+    with model(config, **more) as engine:
+        for step in range(steps):
+            engine.module.uses = uses[step % len(uses)] if uses else list(range(LAYERS))
+            train_step(engine, step, rank)
+            norms.append(engine.get_global_grad_norm())
+        return {**full_state(engine.module, engine.optimizer), "norms": torch.tensor(norms)}, engine.optimizer.stats()
+
+
+@pytest.mark.parametrize("uses", [None, [[0, 1], [3, 2], [0, 0, 1, 2, 3], []]], ids=["all", "some"])
+@pytest.mark.parametrize(("accumulation", "checkpointing", "stage"), [(1, False, 3), (2, True, 3), (2, False, 1)])
+def test_the_bits_are_those_of_updates_inside_the_step(alone, tmp_path, uses, accumulation, checkpointing, stage):
+    runs = {}
+    for mode in ("off", "backward"):
+        config = config_of(tmp_path, mode, accumulation)
+        config["zero_optimization"]["stage"] = stage
+        runs[mode], stats = trained(config, uses=uses, checkpointing=checkpointing)
+        assert (stats.updates_in_backward > 0) == (mode == "backward")
+    assert_same(runs["backward"], runs["off"])
+
+
+def train_ranks(rank, world_size, path):
+    runs = [trained(config_of(path, mode), rank=rank, uses=[[0, 1, 2, 3], [3, 1]])[0] for mode in ("off", "backward")]
+    assert_same(*runs)
+
+
+def test_the_bits_on_two_ranks(tmp_path):
+    run_ranks(train_ranks, 2, tmp_path)
+
+
+def begun(engine, step=1):
+    """Backward of a step, with at least one subgroup updated in it."""
+    train_step(engine, 0)
+    engine.optimizer.synchronize()
+    engine.backward(loss_of(engine, step))
+    optimizer = engine.optimizer
+    before = optimizer.stats().updates_in_backward
+    optimizer.store.worker.wait_until(
+        lambda: optimizer.store.worker.failure is not None or optimizer.store.unfinished.done
+    )
+    return optimizer, before
+
+
+def test_a_learning_rate_that_changes_after_backward_is_an_error(alone, tmp_path):
+    ends = []
+    for mode in ("off", "backward"):
+        with model(config_of(tmp_path, mode)) as engine:
+            if mode == "backward":
+                optimizer, _ = begun(engine)
+                [group] = optimizer.param_groups
+                group["lr"] = 0.5
+                with pytest.raises(StateError, match=r"lr of group 0 .*0\.01.*Set it back and call step"):
+                    optimizer.step()
+                group["lr"] = 1e-2
+            else:
+                train_step(engine, 0)
+                engine.backward(loss_of(engine, 1))
+            engine.step()
+            train_step(engine, 2)
+            ends.append(full_state(engine.module, engine.optimizer))
+    assert_same(*ends)
+
+
+def test_nobody_reads_between_backward_and_step(alone, tmp_path):
+    with model(config_of(tmp_path, "backward")) as engine:
+        optimizer, _ = begun(engine)
+        for read in (optimizer.state_dict, next(engine.module.parameters()).clone, optimizer.synchronize):
+            with pytest.raises(StateError, match="call step"):
+                read()
+        with pytest.raises(StateError, match="used once more before step"):
+            loss_of(engine.module, 2)
+        engine.step()
+        optimizer.state_dict()
+
+
+def test_a_second_backward_is_an_error(alone, tmp_path):
+    with model(config_of(tmp_path, "backward")) as engine:
+        loss = loss_of(engine.module, 0), loss_of(engine.module, 1)
+        loss[0].backward()
+        assert engine.optimizer.store.unfinished is None, "another backward is to come, as FSDP2 knows"
+        loss[1].backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
+def test_gradients_that_are_dropped_after_updates_leave_a_step_that_cannot_be_finished(alone, tmp_path):
+    with model(config_of(tmp_path, "backward")) as engine:
+        optimizer, _ = begun(engine)
+        optimizer.zero_grad()
+        assert optimizer.has_unfinished_step
+        for call in (optimizer.step, optimizer.finish_step, lambda: loss_of(engine.module, 2)):
+            with pytest.raises(StateError, match="load a checkpoint"):
+                call()
+
+
+def test_a_gradient_that_is_not_finite_is_an_error(alone, tmp_path):
+    with model(config_of(tmp_path, "backward")) as engine:
+        train_step(engine, 0)
+        loss = loss_of(engine, 1) * torch.inf
+        engine.backward(loss)
+        with pytest.raises(ValueError, match="not finite"):
+            engine.step()
+        with pytest.raises(StateError, match="load a checkpoint"):
+            engine.optimizer.step()
+
+
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=lambda op: op.name)
+def test_an_error_in_backward_is_said_by_step_and_can_be_made_good(alone, tmp_path, monkeypatch, op):
+    ends = []
+    for mode in ("off", "backward"):
+        with model(config_of(tmp_path, mode)) as engine:
+            train_step(engine, 0)
+            optimizer = engine.optimizer
+            optimizer.synchronize()
+            engine.backward(loss_of(engine, 1)) if mode == "off" else None
+            if mode == "backward":
+                drive = Failing(optimizer.store.tier, monkeypatch, op)
+                engine.backward(loss_of(engine, 1))
+                with pytest.raises(SwapIOError, match="optimizer state of subgroup"):  # noqa: PT012
+                    engine.step()
+                    loss_of(engine, 2)  # where it happened after `step`
+                drive.healthy = True
+                if engine.optimizer.has_unfinished_step:
+                    optimizer.finish_step()
+            if engine.micro_steps:
+                engine.step()
+            train_step(engine, 2)
+            ends.append(full_state(engine.module, optimizer))
+    assert_same(*ends)
