@@ -22,7 +22,7 @@ FAINT = "#8b949e"
 GRID = "#e6e9ed"
 WAITING = "#c4cad1"
 COLOURS = {
-    "forward": "#6baed6",
+    "forward": "#bdb76b",
     "backward": "#756bb1",
     "norm": "#dd77aa",
     "wait": WAITING,
@@ -39,11 +39,11 @@ LANES = {
 MEANINGS = {
     "forward": "forward",
     "backward": "backward",
-    "norm": "norm, for clipping",
-    "wait": "waits for the drive",
+    "norm": "norm",
+    "wait": "waits",
     "read": "state is read",
-    "compute": "AdamW updates it",
-    "write": "state is written back",
+    "compute": "is updated",
+    "write": "is written back",
 }
 OF_SUBGROUPS = ("read", "compute", "write")
 PICTURE_DPI = 150
@@ -199,7 +199,7 @@ def _facts(result: RunResult, step: int, bars: Iterable[Bar]) -> str:
         f"{result.stats['num_subgroups']} subgroups; {sample.bytes_moved / 1e6:.0f} MB moved at {rate:.2f} GB/s; "
         f"engine {result.stats['engine']}"
     )
-    return facts + (f"; {kept} subgroups were still in memory from the step before" if kept else "")
+    return facts + (f"; {kept} were still in memory" if kept else "")
 
 
 def _describe(figure: Figure, result: RunResult, step: int, bars: list[Bar]) -> None:
@@ -209,7 +209,7 @@ def _describe(figure: Figure, result: RunResult, step: int, bars: list[Bar]) -> 
     figure.text(0.015, 1 - 0.62 / height, _facts(result, step, bars), fontsize=9.5, color=INK)
     present = [kind for kind in MEANINGS if any(bar.kind == kind for bar in bars)]
     handles: list[Patch | Line2D] = [Patch(color=COLOURS[kind], label=MEANINGS[kind]) for kind in present]
-    handles.append(Line2D([], [], color=WAITING, linewidth=2.5, label="state waits in a staging buffer"))
+    handles.append(Line2D([], [], color=WAITING, linewidth=2.5, label="waits in a staging buffer"))
     figure.legend(
         handles=handles,
         loc="lower left",

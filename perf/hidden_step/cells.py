@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from nvme_offload.perf.hidden_step.paced import STANDS_IN_FOR, paced_drive
@@ -27,12 +27,17 @@ HEAD = (
     "step",
 )
 
+TOLERANCE = 0.1
+"""Share by which computing alone may differ from what was asked for."""
+ATTEMPTS = 3
+"""Times that a cell is measured, as long as computing is disturbed."""
+
 _LEAST_ITERATIONS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Iterations of one schedule at one ratio. Seconds are medians or, of iterations, the mean."""
+    """Iterations of one schedule at one ratio. Seconds are medians."""
 
     overlap_step: OverlapStep
     ratio: float
@@ -46,8 +51,8 @@ class Cell:
 
     @property
     def seconds(self) -> float:
-        """Mean seconds of an iteration: directions of ``off`` alternate."""
-        return mean(iteration.seconds for iteration in self.iterations)
+        """Median seconds of an iteration."""
+        return median(iteration.seconds for iteration in self.iterations)
 
     @property
     def of_ideal(self) -> float:
@@ -59,17 +64,23 @@ class Cell:
         """How much longer an iteration is than the bound says."""
         return self.of_ideal / self.bound
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether computing alone did not take what it should have."""
+        return abs(self.compute * self.ratio / self.nvme - 1) > TOLERANCE
+
     def to_dict(self) -> dict[str, Any]:
         """The cell in plain types, for JSON."""
-        return {**asdict(self), "of_ideal": self.of_ideal, "quotient": self.quotient}
+        return {**asdict(self), "of_ideal": self.of_ideal, "quotient": self.quotient, "is_disturbed": self.is_disturbed}
 
     def row(self) -> list[str]:
         """The cell as a row of the table."""
-        parts = (mean(getattr(one, part) for one in self.iterations) for part in ("forward", "backward", "step"))
+        parts = (median(getattr(one, part) for one in self.iterations) for part in ("forward", "backward", "step"))
         ratios = (f"{self.of_ideal:.2f}", f"{self.bound:.2f}", f"{self.quotient:.3f}")
+        ratio = f"{self.ratio:g}{' (disturbed)' if self.is_disturbed else ''}"
         return [
             self.overlap_step,
-            f"{self.ratio:g}",
+            ratio,
             f"{self.seconds:.3f}",
             *ratios,
             *(f"{part:.3f}" for part in parts),
@@ -95,19 +106,21 @@ def measure(
             overlap_step, path, sub_group_size=setup.width**2, buffers=setup.buffers, engine=STANDS_IN_FOR
         )
         with paced_drive() as pace, Training(model, model.sample, sections) as training:
-            own = median(one.seconds for one in training.iterations(_LEAST_ITERATIONS))
+            own = min(one.seconds for one in training.iterations(_LEAST_ITERATIONS))
             for ratio in ratios:
-                pace.rate = math.inf
-                model.compute_for(max(0.0, nvme / ratio - own))
-                compute = median(one.seconds for one in training.iterations(_LEAST_ITERATIONS))
-                pace.rate = setup.bytes_moved / nvme
-                taken = tuple(training.iterations(1 + count)[1:])
-                bound = setup.bound(overlap_step, compute, nvme)
-                yield Cell(
-                    overlap_step=overlap_step,
-                    ratio=ratio,
-                    compute=compute,
-                    nvme=nvme,
-                    iterations=taken,
-                    bound=bound.seconds / max(compute, nvme),
-                )
+                for _ in range(ATTEMPTS):
+                    pace.rate = math.inf
+                    model.compute_for(max(0.0, nvme / ratio - own))
+                    compute = median(one.seconds for one in training.iterations(_LEAST_ITERATIONS))
+                    pace.rate = setup.bytes_moved / nvme
+                    cell = Cell(
+                        overlap_step=overlap_step,
+                        ratio=ratio,
+                        compute=compute,
+                        nvme=nvme,
+                        iterations=tuple(training.iterations(1 + count)[1:]),
+                        bound=setup.bound(overlap_step, compute, nvme).seconds / max(compute, nvme),
+                    )
+                    if not cell.is_disturbed:
+                        break
+                yield cell

@@ -88,17 +88,16 @@ def section(
     drive: dict[str, Any] = {"device": "cpu"}
     if path is not None:
         drive = {"device": "nvme", "nvme_path": str(path), "buffer_count": buffers}
-    schedule: dict[str, Any] = {"gradient_clipping": 1.0}
+    clipping: dict[str, Any] = {"gradient_clipping": 1.0}
     if overlap_step == "backward":
-        schedule = {"gradient_clipping": 0.0, "skip_non_finite": False}
-    if overlap_step != "off":
-        schedule["overlap_step"] = overlap_step
+        clipping = {"gradient_clipping": 0.0, "skip_non_finite": False}
     return {
         "zero_optimization": {"stage": 3, "sub_group_size": sub_group_size, "offload_optimizer": drive},
         "bf16": {"enabled": True},
+        "overlap_step": overlap_step,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "aio": {"engine": engine},
-        **schedule,
+        **clipping,
     }
 
 

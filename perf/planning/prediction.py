@@ -182,7 +182,7 @@ def predict(job: Job, machine: Machine) -> Prediction:
         machine=machine,
         tiers=_tier_plan(job, machine, state),
         traffic=traffic,
-        overlap_step=overlap_of(job.config),
+        overlap_step=overlap_of(job.config, on_device=machine.device_memory is not None),
         times=_times(job, machine, state, traffic),
     )
 
@@ -316,7 +316,8 @@ def _traffic(job: Job, machine: Machine, state: _StatePlan) -> dict[str, StepTra
     visits = _without_repetitions([subgroup.block for subgroup in state.subgroups])
     traffic = {}
     if state.on_nvme:
-        buffers, alternates = zero.offload_optimizer.buffer_count, overlap_of(config) == "off"
+        buffers = zero.offload_optimizer.buffer_count
+        alternates = overlap_of(config, on_device=machine.device_memory is not None) == "off"
         traffic[STATE] = of_state(state.on_nvme, buffers, state.buffer_bytes, alternates=alternates)
     for kind, buffers in (
         (PARAMS, zero.offload_param.buffer_count),
@@ -360,9 +361,13 @@ def _times(
     return {name: iteration_time(its_work, name) for name, its_work in alone.items()}
 
 
-def overlap_of(config: OffloadConfig) -> OverlapStep:
-    """The schedule that `initialize` runs with this section."""
-    return "off"
+def overlap_of(config: OffloadConfig, *, on_device: bool) -> OverlapStep:
+    """The schedule that `initialize` runs with this section: see `Stepper`, which decides parameter by parameter."""
+    moves = config.zero_optimization.offload_optimizer.device == "nvme"
+    waits = precision_of(config).in_parts and not config.has_block_tiers
+    if not waits or rule_of(config.optimizer).whole or on_device:
+        return "off"
+    return config.overlap_step or ("forward" if moves else "off")
 
 
 def _without_repetitions(visits: list[int]) -> list[int]:

@@ -102,7 +102,8 @@ def test_a_timeline_is_of_the_latest_iteration_and_what_follows(clock):
     assert meter.timeline()[-1].kind == "backward"
 
 
-def test_a_timeline_of_an_engine_covers_whole_iterations(tmp_path, alone):
+@pytest.mark.parametrize("overlap_step", ["off", "forward"])
+def test_a_timeline_of_an_engine_covers_whole_iterations(overlap_step, tmp_path, alone):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
@@ -110,6 +111,7 @@ def test_a_timeline_of_an_engine_covers_whole_iterations(tmp_path, alone):
         "zero_optimization": {"stage": 3, "sub_group_size": 2**16, "offload_optimizer": nvme},
         "bf16": {"enabled": True},
         "aio": {"engine": STANDS_IN_FOR},
+        "overlap_step": overlap_step,
         "gradient_accumulation_steps": 2,
     }
     with paced_drive() as pace, initialize(model, section) as engine:
