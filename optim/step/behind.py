@@ -29,17 +29,24 @@ def forward_order(slots: Sequence[SlotRecord], ranks: Mapping[int, int]) -> list
 
 
 def waits_for_updates(store: StateStore, record: ParamRecord) -> bool:
-    """Whether whoever reads this parameter finds it updated, also where the update is done behind a step.
-
-    So it is with the split shards of FSDP2. A rule that needs parameters whole gathers them over ranks, which no two
-    threads of a process may do at once; a device's copies belong to the thread that computes there.
-    """
+    """Whether whoever reads this parameter finds it updated, also where the update is done behind a step."""
     config = store.config
     moves = config.zero_optimization.offload_optimizer.device == "nvme"
     wanted = moves if config.overlap_step is None else config.overlap_step != "off"
-    if not wanted or record.rule.whole or store.mirror is not None or store.blocks.exist:
-        return False
-    return isinstance(parts_of(record.leaf), StateParts)
+    return wanted and hindrance(store, record) is None
+
+
+def hindrance(store: StateStore, record: ParamRecord) -> str | None:
+    """Why a parameter has to be updated inside `step()`; None where its gather can wait for the update."""
+    if record.rule.whole:  # they are gathered over ranks, which no two threads of a process may do at once
+        return f"{store.owner} updates whole parameters"
+    if store.mirror is not None:  # a device's copies belong to the thread that computes there
+        return "the parameters are on a CUDA device"
+    if store.blocks.exist:
+        return "parameters or gradients have a tier of their own (offload_param, offload_gradients)"
+    if not isinstance(parts_of(record.leaf), StateParts):
+        return "its parameters are not shards in parts, which initialize and split_parameters make of 16-bit models"
+    return None
 
 
 class UpdatesBehind:

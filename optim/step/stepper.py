@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
 from nvme_offload.optim.interrupt import DeferredInterrupt
 from nvme_offload.optim.layout.flat import flat_grad
@@ -18,8 +19,9 @@ from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.stats import Meter
-from nvme_offload.optim.step.behind import UpdatesBehind, forward_order, waits_for_updates
+from nvme_offload.optim.step.behind import UpdatesBehind, forward_order, hindrance, waits_for_updates
 from nvme_offload.optim.step.in_backward import FinalGradients
 from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.step.update import read_update_write
@@ -57,6 +59,7 @@ class Stepper:
         self._meter = meter
         self._config = config
         self._norm_group = norm_group
+        self._has_said_that_nothing_overlaps = False
         self.final = FinalGradients(store, meter, rule) if config.overlap_step == "backward" else None
         """Begins the updates in backward, where the section asks for that."""
 
@@ -238,12 +241,24 @@ class Stepper:
         """
         store = self._store
         may_wait = {index for index in grads if waits_for_updates(store, store.table[index])}
+        if not may_wait and self._config.overlap_step not in (None, "off"):
+            self._say_once_that_nothing_overlaps(store.table[next(iter(grads))])
         behind = [
             slot for slot in slots if all(run.param in may_wait for run in slot.subgroup.runs if run.param in grads)
         ]
         kept = set(behind)
         inside = self._ordered([slot for slot in slots if slot not in kept])
         return inside, forward_order(behind, store.uses.take())
+
+    def _say_once_that_nothing_overlaps(self, record: ParamRecord) -> None:
+        if self._has_said_that_nothing_overlaps:
+            return
+        self._has_said_that_nothing_overlaps = True
+        warn_user(
+            f'overlap_step = "{self._config.overlap_step}" does nothing here: {hindrance(self._store, record)}. Steps '
+            'are taken as with "off", with the same bits; leave the key out to hide them wherever that is possible',
+            ConfigWarning,
+        )
 
     def _ordered(self, slots: list[SlotRecord]) -> list[SlotRecord]:
         """Subgroups in the order of this step, which is the same on every rank as far as whole parameters go."""

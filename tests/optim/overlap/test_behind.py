@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from nvme_offload import get_full_param, set_full_param
+from nvme_offload import ConfigWarning, OffloadAdamW, get_full_param, set_full_param
 from nvme_offload.aio_native import Op
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.errors import StateError, SwapIOError
@@ -249,3 +250,15 @@ def test_a_copy_of_the_model_is_of_the_latest_step(alone, tmp_path):
             train_step(engine, step)
             copied = copy.deepcopy(next(iter(engine.module.layers[1].parameters())).to_local())
             assert torch.equal(copied, next(iter(engine.module.layers[1].parameters())).full_tensor())
+
+
+def test_a_schedule_that_does_nothing_is_said_once(tmp_path):
+    model, config = torch.nn.Linear(8, 8), {**section(tmp_path, state="nvme"), "overlap_step": "forward"}
+    with OffloadAdamW(model.parameters(), offload=config) as adamw, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ConfigWarning)
+        for _ in range(2):
+            model(torch.ones(1, 8)).sum().backward()
+            adamw.step()
+    (about,) = [warning for warning in said if "overlap_step" in str(warning.message)]
+    assert "not shards in parts" in str(about.message)
+    assert about.filename == __file__
