@@ -78,6 +78,5 @@ def test_a_folder_of_an_export_is_not_kept_locked(tmp_path, most):
         folder = tmp_path / str(number)
         folder.mkdir()
         struck(interrupt, partial(Staging, folder))
-        gc.collect()
         Staging(folder).remove()
         assert list(folder.iterdir()) == []

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-import nvme_offload.optim.step
 from nvme_offload import OffloadAdamW, OffloadMuon, initialize
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError, StateError
@@ -15,6 +14,7 @@ from nvme_offload.offload.units import MiB
 from nvme_offload.optim.rules.adamw import AdamW
 from nvme_offload.optim.rules.muon import Muon
 from nvme_offload.optim.state.placement import StatePlacement
+from nvme_offload.optim.step import update
 from tests.support.interrupts import Struck, every, raise_struck, send_sigint
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import ACCUMULATION, assert_same, full_state, loss_of, sharded_model
@@ -224,7 +224,7 @@ def cut_off_on_one_rank(rank, world_size, path):
     config = sharded_section("nvme", path)
     config["zero_optimization"]["stage"] = 3
     config["optimizer"] = {"type": "Muon", "params": {"lr": 2e-2, "adjust_lr_fn": "match_rms_adamw"}}
-    update_of, ends = nvme_offload.optim.step.update_of, []
+    update_of, ends = update.update_of, []
 
     def interrupted(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
@@ -238,7 +238,7 @@ def cut_off_on_one_rank(rank, world_size, path):
                 torch.manual_seed(step)
                 engine.backward(engine(torch.randn(4, 9)).square().mean())
                 if disturbed and step == 1 and rank == 0:
-                    patch.setattr(nvme_offload.optim.step, "update_of", interrupted)
+                    patch.setattr(update, "update_of", interrupted)
                     with pytest.raises(KeyboardInterrupt) as caught:
                         engine.step()
                     assert "step 2 stopped after 1 of" in caught.value.__notes__[0]

@@ -24,6 +24,8 @@ NEXT = dict(zip(TIERS, [*list(TIERS)[1:], "memory"], strict=True))
 ACCUMULATIONS = (1, 4)
 RANKS = (1, 2)
 STEPS = 10
+FEW_STEPS = 4
+"""For the pairs; half of them before the checkpoint, as of the others."""
 ALL = list(product(PRECISIONS, TIERS, RANKS, ACCUMULATIONS))
 PAIRS = [  # each precision on each tier, and each two values of any two of the four somewhere
     (precision, tier, RANKS[(i + j) % 2], ACCUMULATIONS[(i + j // 2) % 2])
@@ -81,33 +83,33 @@ def train(rank, engine, steps):
             engine.step()
 
 
-def train_cases(rank, world_size, cases, path):
+def train_cases(rank, world_size, cases, path, steps):
     """The end of a run in memory by precision and accumulation. Each run on tiers, resumed on others, has its bits."""
     ends = {}
     for precision, tier, _, accumulation in cases:
         if (precision, accumulation) not in ends:
             with initialize(model_of(precision), section(precision, "memory", accumulation, path)) as engine:
-                train(rank, engine, range(STEPS))
+                train(rank, engine, range(steps))
                 ends[precision, accumulation] = full_state(engine.module, engine.optimizer)
         saved = path / f"{precision} {tier} {world_size} {accumulation}"
         with initialize(model_of(precision), section(precision, tier, accumulation, path)) as engine:
-            train(rank, engine, range(STEPS // 2))
+            train(rank, engine, range(steps // 2))
             engine.save_checkpoint(saved)
         with initialize(model_of(precision), section(precision, NEXT[tier], accumulation, path)) as engine:
             engine.load_checkpoint(saved)
-            train(rank, engine, range(STEPS // 2, STEPS))
+            train(rank, engine, range(steps // 2, steps))
             assert_same(full_state(engine.module, engine.optimizer), ends[precision, accumulation])
     return ends
 
 
-def check(cases, path):
+def check(cases, path, steps=STEPS):
     for ranks in RANKS:
         chosen = [case for case in cases if case[2] == ranks]
-        ends = run_ranks(train_cases, ranks, chosen, path)[0]
+        ends = run_ranks(train_cases, ranks, chosen, path, steps)[0]
         for (precision, accumulation), end in ends.items():
             if precision == "by hand":  # its casts have tests of their own
                 continue
-            combination, shape = Combination(precision, None, None), {"steps": STEPS, "micro_batches": accumulation}
+            combination, shape = Combination(precision, None, None), {"steps": steps, "micro_batches": accumulation}
             reference = reference_of(combination, waits=False, world_size=ranks, exact=True, **shape)
             for name, value in reference.train()[-1].items():
                 assert torch.equal(end[name], value), (precision, ranks, accumulation, name)
@@ -128,7 +130,7 @@ def test_the_pairs_are_all_there():
 
 
 def test_every_pair_has_the_bits_of_plain_pytorch_and_of_a_run_in_memory(tmp_path):
-    check(PAIRS, tmp_path)
+    check(PAIRS, tmp_path, FEW_STEPS)
 
 
 @pytest.mark.slow
