@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
 from nvme_offload.optim.state.entries import fresh_entry_of, prepare_entries, read_entries, write_entries
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.view import StateView
-from nvme_offload.optim.stats import Meter, OptimizerStats, Span
+from nvme_offload.optim.stats import Meter, Moved, OptimizerStats, Span
 from nvme_offload.optim.step import Stepper
 from nvme_offload.optim.tiers.parts import split_shard
 from nvme_offload.optim.warn import warn_user
@@ -149,6 +150,7 @@ class OffloadOptimizer(Optimizer):
             self.__dict__.pop("grad_scale", None)
             self.__dict__.pop("found_inf", None)
             raise
+        self._meter.end_iteration(self._moved())
         return loss
 
     def try_step(self, loss_scale: float | None = None) -> bool:
@@ -339,6 +341,7 @@ class OffloadOptimizer(Optimizer):
             total_norm=self._stepper.total_norm,
             clip_coef=self._stepper.clip_coef,
             resplit_blocks=meter.resplit_blocks,
+            iteration=meter.iteration,
             **store.blocks.stats(),
         )
 
@@ -347,9 +350,35 @@ class OffloadOptimizer(Optimizer):
         """Which subgroups live where, and what that moves in a step. ``print`` shows it as a table."""
         return self.store.plan
 
+    def _moved(self) -> Moved:
+        """What drives have done for this optimizer so far."""
+        own = [self.store.tier.stats()] if self.store.tier else []
+        counted, blocks = own + self.store.blocks.engine_stats, self.store.blocks.stats()
+        return Moved(
+            sum(engine.bytes_read + engine.bytes_written for engine in counted),
+            sum(engine.busy_ns for engine in counted) / 1e9 / self.config.aio.rings,
+            sum(blocks.get(f"{kind}_wait_seconds", 0.0) for kind in ("param", "grad")),
+        )
+
     def timeline(self) -> list[Span]:
-        """What the latest step did and when; call `synchronize` first to have its last writes in it."""
-        return sorted(self._meter.spans, key=lambda span: span.start_ns)
+        """What the latest iteration did and when, and what has followed it; by time.
+
+        It begins where the step before ended, with what still ran behind that, and has in it what the latest step has
+        left to do as far as that is done: `synchronize` first to have all of it. Forward and backward are in it where
+        a training engine does them, or whoever says so with `passing`.
+        """
+        return self._meter.timeline()
+
+    def begin_iteration(self) -> None:
+        """Say that what was since the latest step, an evaluation or a pause, is no part of the next iteration.
+
+        Only `timeline` and ``stats().iteration`` are concerned.
+        """
+        self._meter.begin_iteration(self._moved())
+
+    def passing(self, kind: Literal["forward", "backward"]) -> AbstractContextManager[None]:
+        """Put the block's time on the timeline as a pass of a micro-batch: ``with optimizer.passing("forward"):``."""
+        return self._meter.passing(kind)
 
     def check_group(self, group: Mapping[str, Any], number: int) -> None:
         """Check hyperparameters that are to take the place of a group's.

@@ -2,23 +2,85 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
-SpanKind = Literal["read", "compute", "write", "norm"]
+SpanKind = Literal["forward", "backward", "step", "norm", "wait", "read", "compute", "write"]
+Cause = Literal["drive", "staging buffers", "kernel"]
+"""What is waited for: a transfer, a buffer to read into, an update that somebody else does."""
+Limit = Literal["compute", "drive", "staging buffers", "kernel", "norm"]
+
+CLOSE = 0.9
+"""Share of the ideal from which on only the longer of computing and moving limits an iteration."""
 
 
 class Span(NamedTuple):
-    """Something that took time in a step, on the clock of ``time.monotonic_ns``."""
+    """Something that took time in an iteration, on the clock of ``time.monotonic_ns``.
+
+    "forward" and "backward" are passes of a micro-batch through a training engine, "step" is all of ``step()``, "wait"
+    is inside these; "read", "compute" (the update) and "write" are of one subgroup.
+    """
 
     kind: SpanKind
     subgroup: int
-    """Index of the subgroup; -1 for the norm."""
+    """Index of the subgroup; -1 for what belongs to none."""
     start_ns: int
     end_ns: int
+
+
+class Moved(NamedTuple):
+    """What drives have done since construction."""
+
+    bytes_moved: int = 0
+    """Bytes read and written, of state, parameters and gradients."""
+    busy_seconds: float = 0.0
+    """Seconds in which they had anything to do."""
+    wait_seconds: float = 0.0
+    """Seconds that forward and backward waited for parameters and gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationStats:
+    """Seconds of an iteration, from the end of the step before it to the end of its own. ``str()`` sums it up."""
+
+    seconds: float
+    compute_seconds: float
+    """Forward and backward, and all else that is neither waiting nor a part of the step."""
+    drive_seconds: float
+    """What moving this iteration's bytes takes at the rate of this run: bytes over the time with any under way."""
+    norm_seconds: float
+    kernel_seconds: float
+    """Updates inside ``step()``."""
+    wait_seconds: dict[Cause, float]
+    """Seconds of waiting, by what was waited for."""
+
+    @property
+    def ideal_seconds(self) -> float:
+        """Seconds of an iteration that hides the shorter of computing and moving behind the longer."""
+        return max(self.compute_seconds, self.drive_seconds)
+
+    @property
+    def share_of_ideal(self) -> float:
+        """How near the iteration came to the ideal: 1 is all of it."""
+        return min(1.0, self.ideal_seconds / self.seconds) if self.seconds else 1.0
+
+    @property
+    def limit(self) -> Limit:
+        """What made it so long: near the ideal the longer of its two parts, else what most of the rest went to."""
+        if self.share_of_ideal >= CLOSE:
+            return "drive" if self.drive_seconds > self.compute_seconds else "compute"
+        rest: dict[Limit, float] = {"norm": self.norm_seconds, "kernel": self.kernel_seconds}
+        for cause, seconds in self.wait_seconds.items():
+            rest[cause] = rest.get(cause, 0.0) + seconds
+        return max(rest, key=lambda name: rest[name])
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.3g} s, {self.share_of_ideal:.0%} of the ideal, limited by: {self.limit}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +120,8 @@ class OptimizerStats:
     """What clipping multiplied the latest gradients by."""
     resplit_blocks: int
     """Tiles of 65536 elements whose parameter was changed by someone else between steps."""
+    iteration: IterationStats | None = None
+    """Seconds of the latest iteration, and what limited it; None before the second step."""
     param_uses: int = 0
     """Times a block of the parameter tier was needed: gathers, updates, accesses from outside."""
     param_reads: int = 0
@@ -103,25 +167,79 @@ class Meter:
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0
     spans: list[Span] = field(default_factory=list)
-    """Spans of the latest step; writes that still run behind it are added when they are seen to be done."""
+    """Spans of the latest iteration and what follows it; reads and writes are added when they are seen to be done."""
+    iteration: IterationStats | None = None
+    _began_ns: int = 0
+    _ended: tuple[int, Moved] | None = None
+    """When the latest step ended, and what drives had done by then."""
+    _inside: int | None = None
+    """The thread that is in ``step()``."""
+    _norm_seconds: float = 0.0
+    _kernel_seconds: float = 0.0
+    _waits: dict[Cause, float] = field(default_factory=dict)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Count the time inside as step."""
         start = time.monotonic_ns()
+        self._inside = threading.get_ident()
         try:
             yield
         finally:
-            self.step_seconds += (time.monotonic_ns() - start) / 1e9
+            self._inside = None
+            end = time.monotonic_ns()
+            self.step_seconds += (end - start) / 1e9
+            self.spans.append(Span("step", -1, start, end))
+
+    def begin_iteration(self, moved: Moved) -> None:
+        """What was since the latest step belongs to no iteration; `moved` as in `end_iteration`."""
+        self._ended = time.monotonic_ns(), moved
+        self._waits, self._norm_seconds, self._kernel_seconds = {}, 0.0, 0.0
+
+    def end_iteration(self, moved: Moved) -> None:
+        """The step is at its end: sum up what has been since the end of the step before, and forget what was earlier.
+
+        Args:
+            moved: what drives have done by now.
+        """
+        before, waits, norm, kernel = self._ended, self._waits, self._norm_seconds, self._kernel_seconds
+        self.begin_iteration(moved)
+        if before is None:
+            return
+        began, earlier = before
+        now = time.monotonic_ns()
+        for_blocks = moved.wait_seconds - earlier.wait_seconds
+        waits["drive"] = waits.get("drive", 0.0) + for_blocks
+        seconds = (now - began) / 1e9
+        bytes_moved = moved.bytes_moved - earlier.bytes_moved
+        self.iteration = IterationStats(
+            seconds=seconds,
+            compute_seconds=max(0.0, seconds - norm - kernel - sum(waits.values())),
+            drive_seconds=bytes_moved * moved.busy_seconds / moved.bytes_moved if bytes_moved else 0.0,
+            norm_seconds=norm,
+            kernel_seconds=kernel,
+            wait_seconds=waits,
+        )
+        self._began_ns = began
+        # In one piece: a thread may append meanwhile.
+        del self.spans[: sum(1 for _ in takewhile(lambda span: span.end_ns <= began, self.spans))]
+
+    def timeline(self) -> list[Span]:
+        """What ended since the latest iteration began, by time."""
+        found = [span for span in tuple(self.spans) if span.end_ns > self._began_ns]
+        return sorted(found, key=lambda span: span.start_ns)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting."""
+    def waiting(self, cause: Cause = "drive") -> Iterator[None]:
+        """Count the time inside as waiting, and put it on the timeline."""
         start = time.monotonic_ns()
         try:
             yield
         finally:
-            self.wait_seconds += (time.monotonic_ns() - start) / 1e9
+            end = time.monotonic_ns()
+            self.wait_seconds += (end - start) / 1e9
+            self._waits[cause] = self._waits.get(cause, 0.0) + (end - start) / 1e9
+            self.spans.append(Span("wait", -1, start, end))
 
     @contextmanager
     def computing(self, kind: SpanKind, subgroup: int) -> Iterator[None]:
@@ -131,5 +249,18 @@ class Meter:
             yield
         finally:
             end = time.monotonic_ns()
-            self.compute_seconds += (end - start) / 1e9
+            seconds = (end - start) / 1e9
+            self.compute_seconds += seconds
+            if self._inside == threading.get_ident():
+                self._norm_seconds += seconds * (kind == "norm")
+                self._kernel_seconds += seconds * (kind == "compute")
             self.spans.append(Span(kind, subgroup, start, end))
+
+    @contextmanager
+    def passing(self, kind: Literal["forward", "backward"]) -> Iterator[None]:
+        """Put the time inside on the timeline."""
+        start = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(kind, -1, start, time.monotonic_ns()))

@@ -90,7 +90,6 @@ class Stepper:
         interrupt: DeferredInterrupt,
     ) -> None:
         store = self._store
-        self._meter.spans.clear()
         grads = self._collect_grads(groups)
         if not grads and self._norm_group is None:
             return

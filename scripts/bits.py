@@ -27,6 +27,8 @@ PRECISIONS = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
     "fp32": {},
     "mixed": {"bf16": {"enabled": True}, "fp32_modules": ["*.1"]},
+    "autocast-bf16": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+    "autocast-fp16": {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"initial_scale_power": 4}},
 }
 TIERS = ("memory", "state", "everything")
 STEPS, ACCUMULATION = 6, 2
@@ -125,13 +127,10 @@ def run_rank(rank: int, ranks: int, port: int, folder: str, drive: str, resume: 
     for precision, tiers in itertools.product(PRECISIONS, TIERS):
         name = f"{precision}-{tiers}-{ranks}"
         earlier = Path(resume) / name if resume else None
-        try:
-            found = train(rank, precision, tiers, drive, Path(folder) / name, earlier)
-        except ValueError as error:
-            found = f"refused: {str(error).splitlines()[-1].strip()[:90]}"
+        found = train(rank, precision, tiers, drive, Path(folder) / name, earlier)
         if rank == 0:
             sys.stdout.write(f"{name:24} {found}\n")
-        if ranks == 1 and not resume and tiers != "everything":
+        if ranks == 1 and not resume and tiers != "everything" and "autocast" not in precision:
             sys.stdout.write(f"{name + ' (plain)':24} {train_plain(precision, tiers, drive)}\n")
         sys.stdout.flush()
     os._exit(0)

@@ -96,6 +96,18 @@ def test_claims_are_found():
     assert not is_defined(ROOT / "aio_native" / "src" / "ring.cpp", "Ring::serves")
 
 
+def test_every_hazard_names_its_test():
+    """That it exists says `test_named_functions_exist`."""
+    page = ROOT / "docs" / "hazards.md"
+    tables = page.read_text(encoding="utf-8").partition("\n## On the drive\n")[2]
+    rows = re.findall(r"^\|(?!---\|)(?! What \|).*\|$", tables, re.MULTILINE)
+    assert len(rows) > 60
+    assert not [row for row in rows if not CLAIM.search(row.rpartition(" | ")[2])]
+    named = [name for path, name in claims(page) if path.suffix == ".py"]
+    assert len(named) > 80
+    assert not [name for name in named if not name.split(".")[-1].startswith("test_")]
+
+
 def test_the_life_of_a_gradient_names_each_stage(tmp_path):
     """Every numbered stage has its function, and the page breaks when one of them gets another name."""
     page = ROOT / "docs" / "life_of_a_gradient.md"

@@ -173,7 +173,8 @@ def main(arguments: list[str]) -> None:
             loss = engine(tokens, labels=tokens).loss
             engine.backward(loss)
             engine.step()
-            report(f"step {step + 1}, loss {loss.item():.3f}, norm {engine.get_global_grad_norm():.3f}")
+            pace = engine.optimizer.stats().iteration or "begun"  # seconds, share of the ideal, what limits
+            report(f"step {step + 1}, loss {loss.item():.3f}, norm {engine.get_global_grad_norm():.3f}, {pace}")
         files = engine.export_safetensors(chosen.output, "bf16", max_shard_bytes="1GiB")
         report(f"wrote {len(files)} files of weights")
         if chosen.checkpoint:

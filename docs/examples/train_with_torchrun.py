@@ -65,7 +65,8 @@ def main() -> None:
             dist.all_reduce(total)
             if rank == 0:
                 mean, norm = total.item() / dist.get_world_size(), engine.get_global_grad_norm()
-                print(f"step {step}: loss {mean:.4f}, gradient norm {norm:.3f}", flush=True)
+                pace = engine.optimizer.stats().iteration or "begun"  # seconds, share of the ideal, what limits
+                print(f"step {step}: loss {mean:.4f}, gradient norm {norm:.3f}; {pace}", flush=True)
         stats = engine.optimizer.stats()
         if rank == 0:
             print(f"state on {stats.engine}: {stats.bytes_read} bytes read, {stats.bytes_written} bytes written")

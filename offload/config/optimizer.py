@@ -112,7 +112,9 @@ class OptimizerConfig(Section):
     type: OptimizerType = key(
         "AdamW", "one of these, or give initialize(optimizer=...) a rule of your own", "same, no default"
     )
-    """The optimizer. `Adam` is AdamW, as in DeepSpeed, unless `params.adam_w_mode` is `false`."""
+    """The optimizer. `Adam` is AdamW, as in DeepSpeed, unless `params.adam_w_mode` is `false`. `Lamb`, `OneBitAdam`,
+    `OneBitLamb`, `ZeroOneAdam`, `MuAdam`, `MuAdamW` and `MuSGD` are not here: `initialize(optimizer=...)` takes a rule
+    of your own."""
     params: OptimizerParams = OptimizerParams()
     """Hyperparameters of the optimizer, in torch's spelling."""
 

@@ -80,8 +80,8 @@ A file may hold the section inside one table or object named `deepspeed`, with n
 `[deepspeed.zero_optimization]` in TOML means `[zero_optimization]`.
 
 An optimizer by itself reads `zero_optimization`, `offload_gradients`, `host_budget`, `aio` and `gradient_clipping`;
-`stage` and `gradient_accumulation_steps` only to know what a step moves. All the rest is for `nvme_offload.initialize`,
-and an optimizer that is made with more warns of the keys that it does not honour.
+`stage` and `gradient_accumulation_steps` only to know what a step moves. All the rest is for `nvme_offload.initialize`:
+where a section that is given to an optimizer or a `TensorSwapper` asks for more, one `ConfigWarning` names the keys.
 `OffloadConfig.batch_sizes(world_size)` completes and checks the three batch keys, `compute_dtype` and `autocast_dtype`
 say what the precision keys amount to, `optimizer.hyperparameters` are the optimizer's arguments.
 

@@ -155,7 +155,8 @@ class SchedulerConfig(Section):
     type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = key(
         "WarmupLR", "one of these, or give initialize(lr_scheduler=...) a torch scheduler", "same, no default"
     )
-    """After the warm-up: constant, down to `warmup_min_lr` in a line, or down along half a cosine."""
+    """After the warm-up: constant, down to `warmup_min_lr` in a line, or down along half a cosine. `OneCycle` and
+    `LRRangeTest` are not here: `initialize(lr_scheduler=...)` takes any torch scheduler."""
     params: SchedulerParams = SchedulerParams()
     """Parameters of the schedule; which of them there are depends on `scheduler.type`."""
 

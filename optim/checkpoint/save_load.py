@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,8 +105,12 @@ def save(training: Training, root: Path, tag: str | None, client_state: Mapping[
 
 
 @torch.no_grad()
-def load(training: Training, root: Path, tag: str | None) -> Loaded | None:
+def load(
+    training: Training, root: Path, tag: str | None, take_over: Callable[[Loaded], None] = lambda loaded: None
+) -> Loaded | None:
     """Resume from a checkpoint; every rank must call it. None where `tag` is None and nothing was ever saved.
+
+    `take_over` does what else belongs to a load. Until it is done the optimizer refuses to go on.
 
     Raises:
         CheckpointError: there is no such checkpoint, or a file of it is missing, damaged or asks to run code.
@@ -156,8 +160,10 @@ def load(training: Training, root: Path, tag: str | None) -> Loaded | None:
     for index, step in contents.steps.items():
         store.table[index].steps = int(step)
     apply_state(state, training)
-    store.unfinished = None
-    return Loaded(folder, state.client_state, state.global_steps)
+    loaded = Loaded(folder, state.client_state, state.global_steps)
+    take_over(loaded)
+    store.unfinished = None  # last, and no call after it: whatever stopped it, the load is done or it is not
+    return loaded
 
 
 def _contents_of(training: Training, window: TierWindow) -> Contents:

@@ -35,7 +35,7 @@ class Layout(NamedTuple):
         return cls(param.dtype, param.device, tuple(param.shape), param.stride(), is_split)
 
     def __str__(self) -> str:
-        kind = "what is stored" if self.is_split else "a tensor"
+        kind = "a shard in parts" if self.is_split else "a tensor"
         return f"{kind} of {self.dtype} on {self.device}, shape {self.shape}, strides {self.strides}"
 
 

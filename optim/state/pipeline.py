@@ -99,8 +99,8 @@ class StepPipeline:
         self._read_ahead(window, load)
         if (memory := slot.memory) is not None:
             return self._in_host_memory(slot, memory)
-        with self._meter.waiting():
-            while slot.buffer is None or slot.transfer is not None:
+        while slot.buffer is None or slot.transfer is not None:
+            with self._meter.waiting("staging buffers" if slot.buffer is None else "drive"):
                 if any(other.transfer for other in self.residents):
                     self._await_completion()
                 else:  # every buffer holds state that could not be written

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nvme_offload.aio_native import EngineStats
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
@@ -254,6 +255,11 @@ class BlockTiers:
                 self.params.cache.order.note_in_step(block.index)
                 held.enter_context(self.params.holding(block, change=True, in_order=True))
             yield
+
+    @property
+    def engine_stats(self) -> list[EngineStats]:
+        """Counters of the tier of parameters and of that of gradients, as far as there are such."""
+        return [cache.tier.stats() for cache, _ in self._caches()]
 
     @property
     def staging_bytes(self) -> int:

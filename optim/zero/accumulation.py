@@ -16,9 +16,10 @@ class Accumulation:
     Args:
         num_micro_batches: of one step.
         is_pipelined: a schedule runs all micro-batches, and every ``engine.step()`` acts.
+        reduces_once: gradients wait for the last micro-batch of a step, and are reduced with it.
     """
 
-    def __init__(self, num_micro_batches: int, *, is_pipelined: bool = False) -> None:
+    def __init__(self, num_micro_batches: int, *, is_pipelined: bool, reduces_once: bool) -> None:
         self.num_micro_batches = num_micro_batches
         self.micro_steps = 0
         """Micro-batches that ended since the latest boundary."""
@@ -27,6 +28,7 @@ class Accumulation:
         self.boundary: bool | None = None
         """Whether the micro-batch under way is the last one, where the loop says so itself."""
         self._is_pipelined = is_pipelined
+        self._reduces_once = reduces_once
         self._waits = False
 
     @property
@@ -39,7 +41,7 @@ class Accumulation:
     @property
     def reduces_late(self) -> bool:
         """Whether gradients of the next backward may wait for another one before they are reduced."""
-        return self._waits or not self.is_boundary
+        return self._waits or (self._reduces_once and not self.is_boundary)
 
     def begin_step(self) -> None:
         """The next micro-batch is the first of a step."""

@@ -24,6 +24,7 @@ from nvme_offload.optim.checkpoint.run_state import Training
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.stats import Span
 from nvme_offload.optim.zero.accumulation import Accumulation, check_loss
 from nvme_offload.optim.zero.meshes import MeshRoles
 from nvme_offload.optim.zero.passes import Passes
@@ -76,7 +77,12 @@ class OffloadEngine:
         """Micro-batches of one step."""
         self.is_pipelined = roles.pipeline is not None
         """Whether a schedule runs forward and backward, and `step` follows it directly."""
-        self._accumulation = Accumulation(self.gradient_accumulation_steps, is_pipelined=self.is_pipelined)
+        stage = config.zero_optimization.stage
+        self._accumulation = Accumulation(
+            self.gradient_accumulation_steps,
+            is_pipelined=self.is_pipelined,
+            reduces_once=stage == 1 or (stage == 0 and roles.num_data_parallel_ranks > 1),
+        )
         self._stages = roles.pipeline_group
         self._peers = Peers(mesh.mesh.flatten().tolist())
         self._passes = Passes(module, mesh.size(), self._peers)
@@ -95,7 +101,7 @@ class OffloadEngine:
             PeerError: this happened on another rank, and a collective with it failed.
             StateError: this happened before, and could not be undone.
         """
-        with self._passes.run("forward", self._drop_gradients):
+        with self._passes.run("forward", self._drop_gradients), self.optimizer.passing("forward"):
             return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> OffloadEngine:
@@ -211,9 +217,14 @@ class OffloadEngine:
         check_loss(loss)
         share = self.gradient_accumulation_steps if scale_wrt_gas else 1
         # Somebody's autocast context around this call is none of backward's.
-        with self._passes.run("backward", self._drop_gradients), torch.autocast(self.mesh.device_type, enabled=False):
+        with (
+            self._passes.run("backward", self._drop_gradients),
+            self.optimizer.passing("backward"),
+            torch.autocast(self.mesh.device_type, enabled=False),
+        ):
+            self._set_sync()  # once more: an exception may have come before the call that belongs here
             torch.autograd.backward(self._scaled(loss, share), retain_graph=retain_graph)
-        self._accumulation.has_backward = True
+            self._accumulation.has_backward = True
         return loss.detach() / share
 
     def pipeline_loss(self, loss_fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -285,6 +296,13 @@ class OffloadEngine:
         if taken and self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
+    def timeline(self) -> list[Span]:
+        """What the latest iteration did and when: forward, backward, step, norm, reads, updates, writes, waits.
+
+        See `OffloadOptimizer.timeline`. ``stats().iteration`` of the optimizer says how near it came to the ideal.
+        """
+        return self.optimizer.timeline()
+
     def get_global_grad_norm(self) -> float:
         """Norm of all gradients of the latest step over all ranks, unscaled and before clipping; NaN before it."""
         return self.optimizer.total_norm
@@ -337,13 +355,14 @@ class OffloadEngine:
             CheckpointError, ValueError: it is damaged, unsafe or does not fit; nothing was changed.
             SwapIOError: a tier failed on the way; load again.
         """
-        loaded = checkpoint.load(self._training, Path(dir), tag)
-        if loaded is None:
-            return None, None
-        self.global_steps = loaded.global_steps
-        self._drop_gathered()
-        self._drop_gradients()
-        return str(loaded.path), loaded.client_state
+
+        def take_over(loaded: checkpoint.Loaded) -> None:
+            self.global_steps = loaded.global_steps
+            self._drop_gathered()
+            self._drop_gradients()
+
+        loaded = checkpoint.load(self._training, Path(dir), tag, take_over)
+        return (None, None) if loaded is None else (str(loaded.path), loaded.client_state)
 
     def export_safetensors(
         self,

@@ -1,4 +1,4 @@
-"""Forward and backward of a sharded module, and what is left of a step after an I/O error inside one of them."""
+"""Forward and backward of a sharded module, and what is left of a step after an exception inside one of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nvme_offload.optim.zero.sharding import reset_pass
 
 
 class Passes:
-    """Runs forwards and backwards, and gives up the step where a tier failed in one.
+    """Runs forwards and backwards, and gives up the step where one was cut off.
 
     Args:
         module: as it was sharded.
@@ -30,9 +30,10 @@ class Passes:
 
     @contextmanager
     def run(self, where: str, begin_anew: Callable[[], None]) -> Iterator[None]:
-        """Leave FSDP2 and the gradients as before the step, after an I/O error inside forward or backward.
+        """Leave FSDP2 and the gradients as before the step, after an I/O error or Ctrl-C inside forward or backward.
 
-        Where that cannot be, no other pass begins, and the other ranks are told.
+        Where that cannot be, no other pass begins, and the other ranks are told. Any other exception out of a backward
+        leaves gradients of which nobody knows how much is in them: on one rank, the same.
 
         Args:
             where: ``forward`` or ``backward``, for messages.
@@ -46,7 +47,10 @@ class Passes:
         except PeerError:
             self._way_on = "Another rank failed: end them all and resume from a checkpoint."
             raise
-        except (SwapIOError, CorruptionError) as error:
+        except BaseException as error:
+            is_of_tier = isinstance(error, SwapIOError | CorruptionError)
+            if not is_of_tier and (self._num_ranks > 1 or (where == "forward" and isinstance(error, Exception))):
+                raise
             if self._num_ranks > 1:
                 self._way_on = (
                     "Other ranks wait for this one in a collective: end them all and resume from a checkpoint."

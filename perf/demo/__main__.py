@@ -1,10 +1,13 @@
-"""`python -m nvme_offload.perf.demo`: trains a small GPT twice, with state on NVMe and in memory, and compares."""
+"""`python -m nvme_offload.perf.demo`: trains a small GPT twice, state on NVMe and in memory, by turns, and compares."""
 
+import contextlib
 import dataclasses
+import math
 import shutil
 import signal
 import statistics
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -15,7 +18,7 @@ from rich.console import Console
 
 from nvme_offload.aio_native.registry import ENGINES
 from nvme_offload.perf.demo import report
-from nvme_offload.perf.demo.children import RunFailedError, follow, uninterrupted
+from nvme_offload.perf.demo.children import Child, RunFailedError, uninterrupted
 from nvme_offload.perf.demo.options import (
     PRESETS,
     ComputeDevice,
@@ -24,13 +27,17 @@ from nvme_offload.perf.demo.options import (
     file_system_type,
     parse_size,
 )
-from nvme_offload.perf.demo.progress import meter
-from nvme_offload.perf.demo.records import RunResult, RunSettings
+from nvme_offload.perf.demo.progress import meters
+from nvme_offload.perf.demo.records import MEASURED_FROM, RunResult, RunSettings
 from nvme_offload.perf.measure import machine
 from nvme_offload.perf.measure.command_line import choice_option
 from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
+from nvme_offload.perf.measure.trace import write_trace
 
 MEASURING_STEPS = 3
+TURN_STEPS = 4
+"""Steps that one run takes before the other goes on: an even number, since updates alternate in direction."""
+ON_NVME, IN_MEMORY = "state on NVMe", "state in memory"
 FEWEST_STEPS = 4
 DEFAULT_BUDGET = 50.0
 OVERTIME = 1.15
@@ -61,8 +68,6 @@ class Plan:
             width=self.size.width,
             sub_group_size=self.size.sub_group_size,
             steps=steps,
-            stop_after=steps,
-            seconds=None,
             seed=self.seed,
             engine=self.engine,
             compute_device=self.device.value,
@@ -83,28 +88,18 @@ class Demo:
         swap = Path(tempfile.mkdtemp(prefix="nvme-offload-demo-", dir=self.plan.swap_parent))
         try:
             steps, seconds = self.choose_steps(swap)
-            first = dataclasses.replace(self.plan.settings("nvme", swap, steps), seconds=seconds)
-            nvme = self.follow("state on NVMe", first)
-            taken = len(nvme.samples)
-            if taken < steps:
-                self.console.print(f"[yellow]The drive or the processor got slower: both runs end after {taken} steps.")
-            second = dataclasses.replace(
-                self.plan.settings("cpu", None, steps), stop_after=taken, arithmetic=nvme.arithmetic
-            )
-            memory = self.follow("state in memory", second)
+            nvme, memory = self.train(swap, steps, seconds)
         finally:
             with uninterrupted():
                 shutil.rmtree(swap, ignore_errors=True)
         return self.conclude(nvme, memory)
 
-    def choose_steps(self, swap: Path) -> tuple[int, float | None]:
-        """How many steps both runs take, and the seconds after which the first run stops anyway."""
+    def choose_steps(self, swap: Path) -> tuple[int, float]:
+        """How many steps both runs take, and the seconds of training on NVMe after which they stop anyway."""
         plan = self.plan
         if plan.steps is not None:
-            return plan.steps, None
-        settings = dataclasses.replace(plan.settings("nvme", swap, MEASURING_STEPS), measure_only=True)
-        trial = self.follow("measuring a step", settings)
-        seconds = statistics.mean(sample.seconds for sample in trial.measured)
+            return plan.steps, math.inf
+        seconds = self.measure(swap)
         possible = max(FEWEST_STEPS, int(plan.budget / seconds))
         if possible >= plan.size.steps:
             return plan.size.steps, plan.budget * OVERTIME
@@ -114,16 +109,44 @@ class Demo:
         )
         return possible, max(plan.budget, possible * seconds) * OVERTIME
 
-    def follow(self, name: str, settings: RunSettings) -> RunResult:
-        """Follow one run in a child process, with its progress and all that it said on standard error."""
+    def measure(self, swap: Path) -> float:
+        """Seconds of a step, from a few in a run that nothing is kept of."""
+        settings = dataclasses.replace(self.plan.settings("nvme", swap, MEASURING_STEPS), measure_only=True)
+        name = "measuring a step"
+        with self.child(name, settings) as trial, meters(self.console, {name: MEASURING_STEPS}) as show:
+            trial.wait_until_ready()
+            trial.train(MEASURING_STEPS, show[name])
+            trial.finish()
+        return statistics.mean(sample.seconds for sample in trial.samples[MEASURED_FROM:])
+
+    def train(self, swap: Path, steps: int, seconds: float) -> tuple[RunResult, RunResult]:
+        """Train both runs, a few steps each in turn, so that the machine's moods are those of both."""
+        with contextlib.ExitStack() as children:
+            nvme = children.enter_context(self.child(ON_NVME, self.plan.settings("nvme", swap, steps)))
+            arithmetic = nvme.wait_until_ready()
+            settings = dataclasses.replace(self.plan.settings("cpu", None, steps), arithmetic=arithmetic)
+            memory = children.enter_context(self.child(IN_MEMORY, settings))
+            memory.wait_until_ready()
+            with meters(self.console, {ON_NVME: steps, IN_MEMORY: steps}) as show:
+                turn = [(nvme, show[ON_NVME]), (memory, show[IN_MEMORY])]
+                while (taken := len(nvme.samples)) < steps and sum(one.seconds for one in nvme.samples) < seconds:
+                    for child, on_step in turn:
+                        child.train(min(TURN_STEPS, steps - taken), on_step)
+                    turn.reverse()
+            if taken < steps:
+                self.console.print(f"[yellow]The drive or the processor got slower: both runs end after {taken} steps.")
+            return nvme.finish(), memory.finish()
+
+    @contextlib.contextmanager
+    def child(self, name: str, settings: RunSettings) -> Iterator[Child]:
+        """One run in a child process, and in the end all that it said on standard error."""
         log = self.plan.out / f"{name.replace(' ', '-').lower()}.log"
         try:
-            with meter(self.console, name, settings.stop_after) as show:
-                result = follow(settings, log, show)
+            with Child(settings, log) as child:
+                yield child
             said = log.read_text(errors="replace").strip()
             if said:
                 self.console.print(f"{name} said:\n{said}", style="yellow", markup=False, highlight=False)
-            return result
         finally:
             if log.exists() and not log.stat().st_size:
                 log.unlink()
@@ -138,6 +161,7 @@ class Demo:
             console.print(f"This processor is slow at bf16: forward and backward computed in {nvme.arithmetic}.")
         engine, reason = nvme.stats["engine"], nvme.stats["engine_reason"]
         console.print(f"engine of the run on NVMe: {engine} ({reason})", markup=False, highlight=False)
+        write_trace(report.all_spans(nvme), out / "trace.json")
         step = self.draw(nvme, memory)
         options = dataclasses.asdict(self.plan) | {"timeline_step": step}
         runs = {"nvme": nvme, "cpu": memory}
@@ -148,6 +172,7 @@ class Demo:
         else:
             console.print(f"timeline of step {step + 1}: {out / 'timeline.png'}", highlight=False, soft_wrap=True)
             console.print(f"loss curves:        {out / 'loss.png'}", highlight=False, soft_wrap=True)
+        console.print(f"for ui.perfetto.dev: {out / 'trace.json'}", highlight=False, soft_wrap=True)
         console.print(f"everything:         {out / 'results.json'}", highlight=False, soft_wrap=True)
         console.print()
         if differing:

@@ -1,7 +1,7 @@
-"""Shows how a run gets on: a bar on a terminal, plain lines elsewhere."""
+"""Shows how runs get on: a bar on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -29,7 +29,7 @@ class PlainMeter:
         if self.done == 1 or self.done % every == 0 or self.done == self.steps:
             self.console.print(
                 f"{self.name}: step {self.done}/{self.steps}, loss {sample.loss:.3f}, "
-                f"{sample.seconds:.2f} s per step, {time.monotonic() - self.started:.0f} s",
+                f"{sample.pace}, {time.monotonic() - self.started:.0f} s",
                 highlight=False,
             )
 
@@ -43,14 +43,14 @@ class BarMeter:
 
     def __call__(self, sample: StepSample) -> None:
         """Moves the bar by one step."""
-        self.progress.update(self.task, advance=1, loss=f"loss {sample.loss:.3f}  {sample.seconds:.2f} s/step")
+        self.progress.update(self.task, advance=1, loss=f"loss {sample.loss:.3f}  {sample.pace}")
 
 
 @contextmanager
-def meter(console: Console, name: str, steps: int) -> Iterator[PlainMeter | BarMeter]:
-    """Gives what is to be called after every step of a run."""
+def meters(console: Console, steps: Mapping[str, int]) -> Iterator[Mapping[str, Callable[[StepSample], None]]]:
+    """Gives, by the name of a run, what is to be called after each of its steps, of which there will be so many."""
     if not console.is_terminal:
-        yield PlainMeter(console, name, steps)
+        yield {name: PlainMeter(console, name, number) for name, number in steps.items()}
         return
     columns = (
         TextColumn("{task.description}"),
@@ -60,4 +60,4 @@ def meter(console: Console, name: str, steps: int) -> Iterator[PlainMeter | BarM
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        yield BarMeter(progress, name, steps)
+        yield {name: BarMeter(progress, name, number) for name, number in steps.items()}

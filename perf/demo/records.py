@@ -21,10 +21,6 @@ class RunSettings:
     sub_group_size: int
     steps: int
     """Length of the learning-rate schedule."""
-    stop_after: int
-    """Steps that are really taken."""
-    seconds: float | None
-    """Stop at the next step once training took this long; both runs then take as many steps as the first did."""
     seed: int
     engine: str
     compute_device: str
@@ -56,18 +52,31 @@ class StepSample:
     optimizer_seconds: float
     """Seconds in `optimizer.step()`, and waiting for writes of the step before if they still ran."""
     total_norm: float
+    started_ns: int
+    """When its first forward began."""
     began_ns: int
     returned_ns: int
     """When `optimizer.step()` was called and when it returned; writes may run behind it."""
+    share_of_ideal: float | None = None
+    """How near the iteration came to the longer of its computing and its bytes; None is not known."""
+    limit: str = ""
+    """What limited the iteration."""
     spans: list[Span] = field(default_factory=list)
-    """Every piece of the step, also the writes that ran behind it."""
+    """All that began between the end of the step before and the end of this one, also what ran on behind them."""
     bytes_moved: int = 0
-    """Bytes that the pieces of the step read and wrote."""
+    """Bytes that this step read and wrote."""
 
     @property
     def seconds(self) -> float:
         """Seconds of the whole step."""
         return self.forward_backward_seconds + self.optimizer_seconds
+
+    @property
+    def pace(self) -> str:
+        """Seconds, and what share of the ideal they are, in words."""
+        if self.share_of_ideal is None:
+            return f"{self.seconds:.2f} s per step"
+        return f"{self.seconds:.2f} s per step, {self.share_of_ideal:.0%} of the ideal ({self.limit})"
 
 
 @dataclass(kw_only=True)

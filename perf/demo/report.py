@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from nvme_offload.optim.stats import Span
 from nvme_offload.perf.demo.options import file_system_type
 from nvme_offload.perf.demo.records import RunResult
 from nvme_offload.perf.demo.spans import io_seconds
@@ -43,9 +44,20 @@ def _per_parameter(result: RunResult, which: int) -> str:
 
 
 def _rate(result: RunResult) -> str:
-    seconds = sum(io_seconds(sample.spans) for sample in result.measured)
+    seconds = io_seconds(span for sample in result.measured for span in sample.spans)
     moved = sum(sample.bytes_moved for sample in result.measured)
     return f"{moved / seconds / 1e9:.2f} GB/s" if seconds else "nothing moved"
+
+
+def all_spans(result: RunResult) -> list[Span]:
+    """The spans of all steps, each once, by time: what runs on behind a step is in the samples of two."""
+    spans = {Span._make(span) for sample in result.samples for span in sample.spans}
+    return sorted(spans, key=lambda span: span.start_ns)
+
+
+def _share(result: RunResult) -> str:
+    shares = [sample.share_of_ideal for sample in result.measured if sample.share_of_ideal is not None]
+    return f"{statistics.median(shares):.0%}" if shares else UNKNOWN
 
 
 def _median(values: list[float]) -> str:
@@ -62,6 +74,7 @@ def _cells(result: RunResult) -> dict[str, str]:
         "time per step, median": _median([s.seconds for s in measured]),
         "  forward and backward": _median([s.forward_backward_seconds for s in measured]),
         "  optimizer.step()": _median([s.optimizer_seconds for s in measured]),
+        "  share of the ideal": _share(result),
         f"training time, {len(result.samples)} steps": f"{result.train_seconds:.1f} s",
         "peak resident memory": _mib(result.peak_resident_bytes),
         "  added by the optimizer": _mib(result.optimizer_resident_bytes),

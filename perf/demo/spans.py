@@ -6,6 +6,8 @@ Span = tuple[str, int, int, int]
 """Kind, subgroup, start and end in nanoseconds of the monotonic clock."""
 Interval = tuple[float, float]
 
+MOVING = ("read", "write")
+
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
     """The times in which at least one of the intervals runs, disjoint and in order."""
@@ -25,4 +27,4 @@ def total(intervals: Iterable[Interval]) -> float:
 
 def io_seconds(spans: Iterable[Span]) -> float:
     """Time in which a read or a write was under way."""
-    return total(merge((start, end) for kind, _, start, end in spans if kind in ("read", "write"))) / 1e9
+    return total(merge((start, end) for kind, _, start, end in spans if kind in MOVING)) / 1e9

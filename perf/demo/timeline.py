@@ -1,4 +1,4 @@
-"""The picture of one optimizer step: what the drive and the processor did, subgroup by subgroup."""
+"""The picture of one iteration: what training, the drive and the updates did, subgroup by subgroup."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,14 +21,31 @@ INK = "#22272e"
 FAINT = "#8b949e"
 GRID = "#e6e9ed"
 WAITING = "#c4cad1"
-COLOURS = {"norm": "#9e9ac8", "read": "#3182bd", "compute": "#e6550d", "write": "#31a354"}
-LANES = {"norm": "gradient norm", "read": "drive reads", "compute": "CPU updates", "write": "drive writes"}
+COLOURS = {
+    "forward": "#6baed6",
+    "backward": "#756bb1",
+    "norm": "#dd77aa",
+    "wait": WAITING,
+    "read": "#3182bd",
+    "compute": "#e6550d",
+    "write": "#31a354",
+}
+LANES = {
+    "training": ("forward", "backward", "norm", "wait"),
+    "drive reads": ("read",),
+    "CPU updates": ("compute",),
+    "drive writes": ("write",),
+}
 MEANINGS = {
-    "norm": "norm of all gradients, for clipping",
+    "forward": "forward",
+    "backward": "backward",
+    "norm": "norm, for clipping",
+    "wait": "waits for the drive",
     "read": "state is read",
     "compute": "AdamW updates it",
     "write": "state is written back",
 }
+OF_SUBGROUPS = ("read", "compute", "write")
 PICTURE_DPI = 150
 BAR_HEIGHT = 0.66
 LANE_INCHES = 0.36
@@ -37,7 +54,7 @@ ROW_INCHES = 0.25
 
 @dataclass(frozen=True)
 class Bar:
-    """One span, in milliseconds since `step()` was called."""
+    """One span, in milliseconds since the first forward began."""
 
     kind: str
     subgroup: int
@@ -46,23 +63,25 @@ class Bar:
 
 
 def typical_step(result: RunResult) -> int:
-    """The step whose update took the median time, among those that have reads and writes to show.
+    """The step whose iteration took the median time; not the first, which also creates what the others use.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No step has reads and writes to show.
     """
     steps = [i for i, sample in enumerate(result.samples) if any(span[0] == "write" for span in sample.spans)]
     if not steps:
         raise ValueError("the optimizer kept no timeline")
-    later = [i for i in steps if i > 0] or steps
-    return sorted(later, key=lambda i: result.samples[i].optimizer_seconds)[len(later) // 2]
+    steps = steps[1:] or steps
+    return sorted(steps, key=lambda i: result.samples[i].seconds)[len(steps) // 2]
 
 
-def to_bars(sample: StepSample) -> list[Bar]:
-    """The spans of a step in the order in which they began."""
-    zero = sample.began_ns
+def to_bars(sample: StepSample, zero: int) -> list[Bar]:
+    """The spans of an iteration in the order in which they began; `zero`: its start, in nanoseconds."""
     ordered = sorted(sample.spans, key=lambda span: span[2])
-    return [Bar(kind, subgroup, (start - zero) / 1e6, (end - zero) / 1e6) for kind, subgroup, start, end in ordered]
+    return [
+        Bar(kind, subgroup, max(0.0, (start - zero) / 1e6), (end - zero) / 1e6)
+        for kind, subgroup, start, end in ordered
+    ]
 
 
 def draw_timeline(result: RunResult, path: Path) -> int:
@@ -73,27 +92,27 @@ def draw_timeline(result: RunResult, path: Path) -> int:
     """
     step = typical_step(result)
     sample = result.samples[step]
-    bars = to_bars(sample)
-    kinds = [kind for kind in LANES if any(bar.kind == kind for bar in bars)]
-    updates = [bar.subgroup for bar in bars if bar.kind == "compute"]  # in the order in which the step took them
+    zero = sample.started_ns
+    bars = to_bars(sample, zero)
+    updates = list(dict.fromkeys(bar.subgroup for bar in bars if bar.kind == "compute"))
     top, gap, bottom = 1.2, 0.6, 1.12
-    lanes_height, rows_height = LANE_INCHES * len(kinds), ROW_INCHES * len(updates)
+    lanes_height, rows_height = LANE_INCHES * len(LANES), ROW_INCHES * len(updates)
     height = top + lanes_height + gap + rows_height + bottom
     figure = plt.figure(figsize=(11.5, height))
-    left, width = 0.115, 0.79
+    left, width = 0.115, 0.765
     rows = figure.add_axes((left, bottom / height, width, rows_height / height))
     lanes = figure.add_axes((left, (bottom + rows_height + gap) / height, width, lanes_height / height), sharex=rows)
-    returned = (sample.returned_ns - sample.began_ns) / 1e6
-    end = max(returned, *(bar.end for bar in bars))
-    _draw_lanes(lanes, bars, kinds, returned)
+    called, returned = ((moment - zero) / 1e6 for moment in (sample.began_ns, sample.returned_ns))
+    _draw_lanes(lanes, bars, returned)
     _draw_subgroups(rows, bars, updates)
-    rows.set_xlim(0, end * 1.01)
-    for axes in (lanes, rows):
-        axes.axvline(returned, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=5)
-    lanes.annotate(
-        "step() returns", (returned, 1), xycoords=("data", "axes fraction"), xytext=(0, 3), fontsize=9, color=INK,
-        textcoords="offset points", ha="right" if returned > 0.9 * end else "center",
-    )  # fmt: skip
+    rows.set_xlim(0, max(returned, *(bar.end for bar in bars)) * 1.01)
+    for moment, text, align in ((called, "step() is called", "right"), (returned, "returns", "right")):
+        for axes in (lanes, rows):
+            axes.axvline(moment, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=5)
+        lanes.annotate(
+            text, (moment, 1), xycoords=("data", "axes fraction"), xytext=(0, 3), fontsize=9, color=INK,
+            textcoords="offset points", ha=align,
+        )  # fmt: skip
     _describe(figure, result, step, bars)
     figure.savefig(path, dpi=PICTURE_DPI)
     plt.close(figure)
@@ -126,23 +145,23 @@ def _heading(axes: Axes, text: str) -> None:
     axes.set_title(text, loc="left", fontsize=10, color=INK, fontweight="bold")
 
 
-def _draw_lanes(axes: Axes, bars: list[Bar], kinds: list[str], returned: float) -> None:
-    for row, kind in enumerate(kinds):
-        times = merge((bar.start, bar.end) for bar in bars if bar.kind == kind)
-        for start, end in times:
-            _draw_bar(axes, row, start, end, kind)
-        share = total((start, min(end, returned)) for start, end in times if start < returned) / returned
+def _draw_lanes(axes: Axes, bars: list[Bar], returned: float) -> None:
+    for row, kinds in enumerate(LANES.values()):
+        for kind in kinds:
+            for start, end in merge((bar.start, bar.end) for bar in bars if bar.kind == kind):
+                _draw_bar(axes, row, start, end, kind)
+        times = merge((bar.start, min(bar.end, returned)) for bar in bars if bar.kind in kinds and bar.kind != "wait")
         axes.text(
             1.01,
             row,
-            f"{share:.0%} of step()",
+            f"{total(times) / returned:.0%} of the time",
             transform=axes.get_yaxis_transform(),
             va="center",
             fontsize=9,
             color=INK,
         )
-    axes.set_yticks(range(len(kinds)), [LANES[kind] for kind in kinds])
-    axes.set_ylim(len(kinds) - 0.5, -0.5)
+    axes.set_yticks(range(len(LANES)), list(LANES))
+    axes.set_ylim(len(LANES) - 0.5, -0.5)
     axes.tick_params(axis="x", labelbottom=False)
     _heading(axes, "All subgroups together")
     _bare(axes)
@@ -150,9 +169,9 @@ def _draw_lanes(axes: Axes, bars: list[Bar], kinds: list[str], returned: float) 
 
 def _draw_subgroups(axes: Axes, bars: list[Bar], updates: list[int]) -> None:
     for row, subgroup in enumerate(updates):
-        own = [bar for bar in bars if bar.subgroup == subgroup and bar.kind != "norm"]
+        own = [bar for bar in bars if bar.subgroup == subgroup and bar.kind in OF_SUBGROUPS]
         # Without a read the state was in its staging buffer from the start.
-        held_from = own[0].start if any(bar.kind == "read" for bar in own) else 0.0
+        held_from = next((bar.start for bar in own if bar.kind == "read"), 0.0)
         axes.plot(
             [held_from, max(bar.end for bar in own)],
             [row, row],
@@ -166,7 +185,7 @@ def _draw_subgroups(axes: Axes, bars: list[Bar], updates: list[int]) -> None:
     axes.set_yticks(range(len(updates)), [str(subgroup) for subgroup in updates])
     axes.set_ylim(len(updates) - 0.4, -0.6)
     axes.set_ylabel("subgroup", color=INK, labelpad=12)
-    axes.set_xlabel("milliseconds since step() was called", color=INK)
+    axes.set_xlabel("milliseconds since the first forward began", color=INK)
     _heading(axes, "Subgroup by subgroup, in the order of their updates")
     _bare(axes)
 
@@ -174,10 +193,10 @@ def _draw_subgroups(axes: Axes, bars: list[Bar], updates: list[int]) -> None:
 def _facts(result: RunResult, step: int, bars: Iterable[Bar]) -> str:
     sample = result.samples[step]
     kept = result.stats["num_subgroups"] - len({bar.subgroup for bar in bars if bar.kind == "read"})
-    rate = sample.bytes_moved / io_seconds(sample.spans) / 1e9
+    rate = sample.bytes_moved / io_seconds(span for span in sample.spans if span[2] >= sample.began_ns) / 1e9
     facts = (
-        f"Step {step + 1}: {result.num_parameters / 1e6:.1f} million parameters in {result.stats['num_subgroups']} "
-        f"subgroups; {sample.bytes_moved / 1e6:.0f} MB read and written at {rate:.2f} GB/s; "
+        f"Step {step + 1}, {sample.pace}; {result.num_parameters / 1e6:.1f} million parameters in "
+        f"{result.stats['num_subgroups']} subgroups; {sample.bytes_moved / 1e6:.0f} MB moved at {rate:.2f} GB/s; "
         f"engine {result.stats['engine']}"
     )
     return facts + (f"; {kept} subgroups were still in memory from the step before" if kept else "")
@@ -185,7 +204,7 @@ def _facts(result: RunResult, step: int, bars: Iterable[Bar]) -> str:
 
 def _describe(figure: Figure, result: RunResult, step: int, bars: list[Bar]) -> None:
     height = figure.get_figheight()
-    title = "One optimizer step with its state on NVMe"
+    title = "One iteration with its optimizer state on NVMe"
     figure.text(0.015, 1 - 0.34 / height, title, fontsize=15, fontweight="bold", color=INK)
     figure.text(0.015, 1 - 0.62 / height, _facts(result, step, bars), fontsize=9.5, color=INK)
     present = [kind for kind in MEANINGS if any(bar.kind == kind for bar in bars)]
@@ -201,6 +220,7 @@ def _describe(figure: Figure, result: RunResult, step: int, bars: list[Bar]) -> 
         columnspacing=1.4,
     )
     reading = (
-        "Bars above one another happen at the same time: while one subgroup is updated, others are read and written."
+        "Bars above one another happen at the same time: while one subgroup is updated, others are read and written. "
+        "At the left the last writes of the step before."
     )
     figure.text(0.015, 0.13 / height, reading, fontsize=9, color="#57606a")

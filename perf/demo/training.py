@@ -4,8 +4,9 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -88,14 +89,25 @@ def quick_arithmetic(device: str) -> str:
     return "fp32" if seconds["fp32"] * 2 < seconds["bf16"] else "bf16"
 
 
-def forward_backward(model: nn.Module, stream: Iterator[tuple[Tensor, Tensor]], device: str) -> tuple[float, float]:
+def _untimed(kind: Literal["forward", "backward"]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def forward_backward(
+    model: nn.Module,
+    stream: Iterator[tuple[Tensor, Tensor]],
+    device: str,
+    passing: Callable[[Literal["forward", "backward"]], AbstractContextManager[None]] = _untimed,
+) -> tuple[float, float]:
     """Accumulates the gradient of one step; gives the loss and the seconds it took."""
     started = time.perf_counter()
     total = 0.0
     for _ in range(ACCUMULATION):
         inputs, targets = next(stream)
-        loss = model(inputs, targets) / ACCUMULATION
-        loss.backward()
+        with passing("forward"):
+            loss = model(inputs, targets) / ACCUMULATION
+        with passing("backward"):
+            loss.backward()
         total += loss.item()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -169,8 +181,12 @@ class Run:
             "sha256": self.corpus.sha256,
         }
 
-    def train(self) -> RunResult:
-        """Trains, then takes digests; what the optimizer holds on a drive is gone afterwards, also after an error."""
+    def train(self, turns: Iterable[int]) -> RunResult:
+        """Trains, then takes digests; what the optimizer holds on a drive is gone afterwards, also after an error.
+
+        Args:
+            turns: Numbers of steps; between two of them nothing is done here.
+        """
         settings, result = self.settings, self.result
         baseline = self.warm_up()
         optimizer = OffloadAdamW(
@@ -182,7 +198,7 @@ class Run:
             offload=settings.section(),
         )
         with optimizer:
-            self.loop(optimizer)
+            self.loop(optimizer, turns)
             result.peak_resident_bytes = peak_resident_bytes()
             resident = settled_resident_bytes()
             if resident is not None and baseline is not None:
@@ -207,28 +223,29 @@ class Run:
         del stream  # it holds a copy of the text, as the one of training does only while it lasts
         return settled_resident_bytes()
 
-    def loop(self, optimizer: OffloadAdamW) -> None:
+    def loop(self, optimizer: OffloadAdamW, turns: Iterable[int]) -> None:
         """Take all steps, with validation in between."""
         settings, result = self.settings, self.result
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
         stream = batches(self.corpus.train, settings.seed, settings.compute_device)
         validate_at = {round(settings.steps * i / VALIDATIONS) for i in range(VALIDATIONS)}
         process_before, counted_before = storage_bytes(), moved_bytes(optimizer)
-        started, paused = time.perf_counter(), 0.0
-        for step in range(settings.stop_after):
-            if step == MEASURED_FROM:
-                optimizer.synchronize()
-                process_before, counted_before = storage_bytes(), moved_bytes(optimizer)
-            if step in validate_at:
-                paused += self.validate(step)
-            sample = self.step(optimizer, stream)
-            schedule.step()
-            result.samples.append(sample)
-            self.report(sample)
-            if settings.seconds is not None and time.perf_counter() - started - paused > settings.seconds:
-                break
-        self.complete_sample(optimizer)
-        result.train_seconds = time.perf_counter() - started - paused
+        for steps in turns:
+            started, paused = time.perf_counter(), 0.0
+            optimizer.begin_iteration()
+            for step in range(len(result.samples), len(result.samples) + steps):
+                if step == MEASURED_FROM:
+                    optimizer.synchronize()
+                    process_before, counted_before = storage_bytes(), moved_bytes(optimizer)
+                if step in validate_at:
+                    paused += self.validate(step)
+                    optimizer.begin_iteration()
+                sample = self.step(optimizer, stream)
+                schedule.step()
+                result.samples.append(sample)
+                self.report(sample)
+            self.complete_sample(optimizer)  # nothing runs on while another process trains
+            result.train_seconds += time.perf_counter() - started - paused
         result.process_bytes = difference(storage_bytes(), process_before)
         counted = difference(moved_bytes(optimizer), counted_before)
         result.counted_bytes = counted or (0, 0)
@@ -243,19 +260,24 @@ class Run:
 
     def step(self, optimizer: OffloadAdamW, stream: Iterator[tuple[Tensor, Tensor]]) -> StepSample:
         """Take one step: forward, backward and update."""
-        loss, seconds = forward_backward(self.model, stream, self.settings.compute_device)
+        started = time.monotonic_ns()
+        loss, seconds = forward_backward(self.model, stream, self.settings.compute_device, optimizer.passing)
         waited = self.complete_sample(optimizer)
         began = time.monotonic_ns()
         optimizer.step()
         returned = time.monotonic_ns()
         optimizer.zero_grad()
+        iteration = optimizer.stats().iteration
         return StepSample(
             loss=loss,
             forward_backward_seconds=seconds,
             optimizer_seconds=waited + (returned - began) / 1e9,
             total_norm=optimizer.stats().total_norm,
+            started_ns=started,
             began_ns=began,
             returned_ns=returned,
+            share_of_ideal=iteration.share_of_ideal if iteration else None,
+            limit=iteration.limit if iteration else "",
         )
 
     def complete_sample(self, optimizer: OffloadAdamW) -> float:
@@ -268,10 +290,13 @@ class Run:
         waited = time.perf_counter() - started
         moved = sum(moved_bytes(optimizer))
         if self.result.samples:
-            spans: list[Span] = [
-                (span.kind, span.subgroup, span.start_ns, span.end_ns) for span in optimizer.timeline()
-            ]
             latest = self.result.samples[-1]
-            self.result.samples[-1] = dataclasses.replace(latest, spans=spans, bytes_moved=moved - self.moved_before)
+            spans: list[Span] = [
+                (span.kind, span.subgroup, span.start_ns, span.end_ns)
+                for span in optimizer.timeline()
+                if span.start_ns < latest.returned_ns
+            ]
+            bytes_moved = latest.bytes_moved + moved - self.moved_before
+            self.result.samples[-1] = dataclasses.replace(latest, spans=spans, bytes_moved=bytes_moved)
         self.moved_before = moved
         return waited

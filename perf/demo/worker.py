@@ -1,4 +1,7 @@
-"""The child process of one run: settings come as JSON on standard input, messages leave as lines of JSON.
+"""The child process of one run: settings, then numbers of steps come as JSON on standard input, a line each.
+
+After each number the child takes so many steps and is quiet again; at the end of the input it takes digests and ends.
+Messages leave as lines of JSON.
 
 A process of its own makes the peak of its resident memory honest. Standard output carries messages only; whatever
 else is written there, by native code say, goes to standard error.
@@ -10,6 +13,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from types import FrameType
 from typing import TextIO
 
@@ -32,13 +36,19 @@ def main() -> int:
     """Trains as told; the exit code is 0 where a result was sent."""
     signal.signal(signal.SIGTERM, _stop)
     channel = _claim_output()
-    settings = RunSettings(**json.load(sys.stdin))
+    settings = RunSettings(**json.loads(sys.stdin.readline()))
 
     def send(kind: str, content: object) -> None:
         channel.write(json.dumps({"kind": kind, "content": content}, default=str) + "\n")
 
     def report(sample: StepSample) -> None:
         send("step", dataclasses.asdict(sample))
+
+    def turns(arithmetic: str) -> Iterator[int]:
+        send("ready", arithmetic)
+        for line in sys.stdin:
+            yield json.loads(line)
+            send("turn ended", None)
 
     # torch's threads would otherwise spin while they wait. Beside another process on the same cores that can make a
     # step ten times slower, and they would take time from the optimizer's own threads.
@@ -47,7 +57,8 @@ def main() -> int:
     try:
         from nvme_offload.perf.demo.training import Run  # imports torch: seconds, in which SIGTERM already works
 
-        send("result", dataclasses.asdict(Run(settings, report).train()))
+        run = Run(settings, report)
+        send("result", dataclasses.asdict(run.train(turns(run.result.arithmetic))))
     except BrokenPipeError:
         return 1  # the demo itself is gone
     except Exception as error:

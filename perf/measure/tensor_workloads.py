@@ -13,6 +13,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from nvme_offload.offload.units import MiB
 from nvme_offload.optim.adamw import OffloadAdamW
+from nvme_offload.optim.stats import Span
 from nvme_offload.perf.measure.settings import BUFFERS_PER_RING, Rw, Settings
 from nvme_offload.perf.measure.workloads import Gauge, Sample
 
@@ -138,18 +139,19 @@ class StepTarget(AbstractContextManager["StepTarget"]):
 
         `rw` is ``mixed``: a step has no other. What the step before left in the staging buffers is not read again.
         """
-        spans = []
+        spans: set[Span] = set()  # what runs behind a step is in the next timeline, too
         start = time.monotonic_ns()
         with Gauge(self._tier.stats) as gauge:
             for _ in range(max(1, size_bytes // (2 * self._settings.size))):
                 self.optimizer.step()
-                spans += [span for span in self.optimizer.timeline() if span.kind in ("read", "write")]
+                spans.update(self.optimizer.timeline())
             self.optimizer.synchronize()
             if self._param.is_cuda:
                 torch.cuda.synchronize()
             seconds = (time.monotonic_ns() - start) / 1e9
         moved = gauge.counted.bytes_read + gauge.counted.bytes_written
-        return gauge.sample(rw, [(span.start_ns, span.end_ns) for span in spans], moved, seconds)
+        moving = [span for span in spans if span.kind in ("read", "write") and span.start_ns >= start]
+        return gauge.sample(rw, [(span.start_ns, span.end_ns) for span in moving], moved, seconds)
 
     def _parameter(self, numel: int) -> torch.nn.Parameter:
         source = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Predictions of `offload plan` against measured training steps, ten configurations.
+"""Predictions of `offload plan` against measured iterations, ten configurations.
 
 python -m nvme_offload.perf.planning.check --path FOLDER [--save perf/results]
 
@@ -39,7 +39,7 @@ from nvme_offload.perf.planning.machine import Drives, Machine
 from nvme_offload.perf.planning.prediction import Job, Prediction, predict
 from nvme_offload.perf.planning.shape import ModelShape
 
-WARM_UP_STEPS, MEASURED_STEPS = 2, 4
+WARM_UP_STEPS, ROUNDS, MEASURED_STEPS = 2, 2, 2
 REGION_BYTES = 512 * MiB
 PASS_BYTES = 768 * MiB
 WANTED_BYTES, WANTED_TIME = 0.02, 0.20
@@ -153,10 +153,10 @@ def run(path: Path, configuration: Configuration) -> Outcome:
     rates, seconds = [_rates(path, configuration)], []
     moved: list[int] = []
     with _engine(configuration, configuration.section(path)) as engine:
-        _steps(engine, configuration, WARM_UP_STEPS)
-        for _ in range(MEASURED_STEPS // 2):
+        _iterations(engine, configuration, WARM_UP_STEPS)
+        for _ in range(ROUNDS):
             before = _bytes(engine)
-            seconds += _steps(engine, configuration, 2)
+            seconds += _iterations(engine, configuration, 1 + MEASURED_STEPS)[1:]
             moved.append(_bytes(engine) - before)
             rates.append(_rates(path, configuration))
     prediction = _predict(configuration, path, Rates.median_of(rates))
@@ -166,8 +166,8 @@ def run(path: Path, configuration: Configuration) -> Outcome:
         configuration,
         Rates.median_of(rates),
         total.read + total.written,
-        sum(moved) / MEASURED_STEPS,
-        prediction.time.total,
+        sum(moved) / (ROUNDS * (1 + MEASURED_STEPS)),
+        prediction.time.seconds,
         tuple(seconds),
         prediction.time.limit,
     )
@@ -178,8 +178,11 @@ def _engine(configuration: Configuration, section: dict[str, Any]) -> OffloadEng
     return initialize(layered_model(configuration.layers, configuration.width), section)
 
 
-def _steps(engine: OffloadEngine, configuration: Configuration, count: int) -> list[float]:
-    """Take `count` steps and give the seconds of each."""
+def _iterations(engine: OffloadEngine, configuration: Configuration, count: int) -> list[float]:
+    """Train for `count` iterations and give the seconds of each; nothing else waits for what runs behind a step.
+
+    Before the first one nothing runs: it is shorter than those after it.
+    """
     seconds = []
     batch = torch.randn(configuration.tokens, configuration.width)
     for _ in range(count):
@@ -187,8 +190,8 @@ def _steps(engine: OffloadEngine, configuration: Configuration, count: int) -> l
         for _ in range(engine.gradient_accumulation_steps):
             engine.backward(engine(batch).float().square().mean())
             engine.step()
-        engine.optimizer.synchronize()
         seconds.append(time.monotonic() - start)
+    engine.optimizer.synchronize()
     return seconds
 
 
@@ -217,9 +220,9 @@ def _rates(path: Path, configuration: Configuration) -> Rates:
         raw.run("write", REGION_BYTES)
         rates = {rw: raw.run(rw, PASS_BYTES).bw_bytes for rw in directions}
     with _engine(configuration, configuration.section(path, in_memory=True)) as engine:
-        _steps(engine, configuration, 1)
+        _iterations(engine, configuration, 1)
         before = engine.optimizer.stats().step_seconds
-        seconds = _steps(engine, configuration, 2)
+        seconds = _iterations(engine, configuration, 2)
         updating = (engine.optimizer.stats().step_seconds - before) / 2
         numel = sum(param.numel() for param in engine.module.parameters())
     operations = 6.0 * numel * configuration.tokens * configuration.accumulation

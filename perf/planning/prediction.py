@@ -29,9 +29,10 @@ from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
 from nvme_offload.perf.planning.machine import Machine
 from nvme_offload.perf.planning.residents import Residents
+from nvme_offload.perf.planning.schedule import OVERLAPS, IterationTime, OverlapStep, iteration_time
 from nvme_offload.perf.planning.shape import ModelShape
-from nvme_offload.perf.planning.step_time import StepTime, time_of
-from nvme_offload.perf.planning.traffic import StepTraffic, Traffic, of_gradients, of_parameters, of_state
+from nvme_offload.perf.planning.traffic import Phase, StepTraffic, Traffic, of_gradients, of_parameters, of_state
+from nvme_offload.perf.planning.work import on_one_processor, work_of
 
 SECONDS_PER_DAY = 86_400
 
@@ -61,10 +62,14 @@ class Job:
         """Number of forwards and backwards in a step."""
         return self.config.gradient_accumulation_steps or 1
 
+    def num_shards(self, machine: Machine) -> int:
+        """Ranks that share a parameter; with stage 0 each has all of it."""
+        return 1 if self.config.zero_optimization.stage == 0 else machine.ranks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a step of a job needs on a machine, for one rank."""
+    """What an iteration of a job needs on a machine, for one rank: all micro-batches and the step."""
 
     job: Job
     machine: Machine
@@ -72,8 +77,15 @@ class Prediction:
     """Where everything is that one rank holds; units of memory that comes and goes are at their peak."""
     traffic: dict[str, StepTraffic]
     """Bytes that one rank moves in a step, by kind."""
-    time: StepTime | None
-    """Time that a step takes; None where the machine's rates are not known."""
+    overlap_step: OverlapStep
+    """The schedule that will run."""
+    times: dict[OverlapStep, IterationTime]
+    """Time from one step to the next with each schedule; empty where the machine's rates are not known."""
+
+    @property
+    def time(self) -> IterationTime | None:
+        """Time from one step to the next with the schedule that will run; None where rates are not known."""
+        return self.times.get(self.overlap_step)
 
     @property
     def total_traffic(self) -> Traffic:
@@ -95,7 +107,7 @@ class Prediction:
         """Bytes per node and day of steps one after another; None where their time is not known."""
         if self.time is None:
             return None
-        return self.total_traffic.written * self.machine.ranks_per_node * SECONDS_PER_DAY / self.time.total
+        return self.total_traffic.written * self.machine.ranks_per_node * SECONDS_PER_DAY / self.time.seconds
 
     @property
     def days_of_life(self) -> float | None:
@@ -124,7 +136,7 @@ class Prediction:
                 kind: {"read": round(moved.total.read), "written": round(moved.total.written)}
                 for kind, moved in self.traffic.items()
             },
-            "step": None if self.time is None else self.time.to_dict(),
+            "iteration": None if self.time is None else self.time.to_dict(),
             "written_per_node_and_day": self.written_per_day,
             "days_of_life": self.days_of_life,
         }
@@ -138,6 +150,12 @@ class _StatePlan:
     tiers: TierPlan
     buffer_bytes: int
     """Bytes of one staging buffer."""
+
+    @property
+    def is_on_nvme(self) -> list[bool]:
+        """Of each subgroup, whether its state is on NVMe."""
+        pairs = zip(self.tiers.units, self.tiers.tiers, strict=True)
+        return [tier == "nvme" for unit, tier in pairs if unit.kind == STATE]
 
     @property
     def on_nvme(self) -> list[int]:
@@ -159,13 +177,13 @@ def predict(job: Job, machine: Machine) -> Prediction:
     """
     state = _state_plan(job, machine)
     traffic = _traffic(job, machine, state)
-    shard_numel = -(-job.shape.numel // machine.ranks)
     return Prediction(
         job=job,
         machine=machine,
         tiers=_tier_plan(job, machine, state),
         traffic=traffic,
-        time=time_of(traffic, machine, _operations(job), shard_numel),
+        overlap_step=overlap_of(job.config),
+        times=_times(job, machine, state, traffic),
     )
 
 
@@ -217,7 +235,7 @@ def _tier_plan(job: Job, machine: Machine, state: _StatePlan) -> TierPlan:
     residents = Residents(
         job.shape,
         job.config,
-        ranks=machine.ranks,
+        ranks=job.num_shards(machine),
         tokens=job.tokens,
         checkpointing=job.checkpointing,
         on_device=machine.device_memory is not None,
@@ -236,16 +254,17 @@ def _state_plan(job: Job, machine: Machine) -> _StatePlan:
     on_device = machine.device_memory is not None
     blocks = _block_units(job, machine)
     precision = precision_of(config)
+    num_shards = job.num_shards(machine)
     shards = [
         ParamToPlace(
-            0, 0, -(-numel // machine.ranks), precision.storage, rule, number if config.has_block_tiers else -1
+            number, 0, -(-numel // num_shards), precision.storage, rule, number if config.has_block_tiers else -1
         )
         for number, group in enumerate(job.shape.groups)
         for numel in group
     ]
     for shard in shards:
         needed = shard.numel * state_itemsize(precision.master, rule.states)
-        placement.check_whole(rule, needed, f"a parameter of {shard.numel * machine.ranks} elements")
+        placement.check_whole(rule, needed, f"a parameter of {shard.numel * num_shards} elements")
     fixed = sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
     max_bytes = placement.max_subgroup_bytes(fixed, on_device)
     itemsize = max(state_itemsize(precision.master, rule.states), 1)  # none at all: as many elements as one may have
@@ -265,7 +284,8 @@ def _block_units(job: Job, machine: Machine) -> list[Unit]:
     """Blocks of parameters and gradients that may be on NVMe, and their staging buffers: see `BlockTiers.units`."""
     config, precision = job.config, precision_of(job.config)
     storage, accumulate = precision.storage, precision.accumulate
-    shards = [[-(-numel // machine.ranks) for numel in group] for group in job.shape.groups]
+    num_shards = job.num_shards(machine)
+    shards = [[-(-numel // num_shards) for numel in group] for group in job.shape.groups]
     units: list[Unit] = []
     section = config.zero_optimization.offload_param
     if section.device == "nvme":
@@ -296,7 +316,8 @@ def _traffic(job: Job, machine: Machine, state: _StatePlan) -> dict[str, StepTra
     visits = _without_repetitions([subgroup.block for subgroup in state.subgroups])
     traffic = {}
     if state.on_nvme:
-        traffic["optimizer state"] = of_state(state.on_nvme, zero.offload_optimizer.buffer_count, state.buffer_bytes)
+        buffers, alternates = zero.offload_optimizer.buffer_count, overlap_of(config) == "off"
+        traffic[STATE] = of_state(state.on_nvme, buffers, state.buffer_bytes, alternates=alternates)
     for kind, buffers in (
         (PARAMS, zero.offload_param.buffer_count),
         (GRADS, config.offload_gradients.buffer_count),
@@ -317,12 +338,39 @@ def _traffic(job: Job, machine: Machine, state: _StatePlan) -> dict[str, StepTra
     return traffic
 
 
+def _times(
+    job: Job, machine: Machine, state: _StatePlan, traffic: dict[str, StepTraffic]
+) -> dict[OverlapStep, IterationTime]:
+    """Seconds of an iteration with each schedule; empty where a rate is not known."""
+    zero = job.config.zero_optimization
+    work = work_of(
+        machine=machine,
+        group_numels=[sum(group) for group in job.shape.groups],
+        operations=_operations(job),
+        subgroups=state.subgroups,
+        on_nvme=state.is_on_nvme,
+        tiers=[moved for kind, moved in traffic.items() if kind != STATE],
+        num_buffers=zero.offload_optimizer.buffer_count,
+        micro_batches=job.micro_batches,
+        tier_ahead=zero.offload_param.buffer_count - 1,
+    )
+    if work is None:
+        return {}
+    alone = {name: work if machine.device_memory else on_one_processor(work, name) for name in OVERLAPS}
+    return {name: iteration_time(its_work, name) for name, its_work in alone.items()}
+
+
+def overlap_of(config: OffloadConfig) -> OverlapStep:
+    """The schedule that `initialize` runs with this section."""
+    return "off"
+
+
 def _without_repetitions(visits: list[int]) -> list[int]:
     """A block stays where it is from one of its subgroups to the next."""
     return visits[:1] + [block for before, block in pairwise(visits) if block != before]
 
 
-def _operations(job: Job) -> dict[str, float]:
+def _operations(job: Job) -> dict[Phase, float]:
     """Floating-point operations of forward and of backward, of one rank in one step.
 
     Two per parameter and token forward, four backward, two more where layers are computed again. An embedding is looked

@@ -59,10 +59,15 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
     time, machine = prediction.time, prediction.machine
     if time is None:
         needed = "--flops and, for what is on NVMe, --bench or --read-bw and --write-bw"
-        yield f"Time of a step: not known; it needs {needed}"
+        yield f"Time of an iteration: not known; it needs {needed}"
     else:
-        parts = ", ".join(f"{name} {part.seconds:.3g} s ({time.limit_of(name)})" for name, part in time.phases.items())
-        yield f"Time of a step: {time.total:.3g} s, mostly limited by: {time.limit}; {parts}"
+        parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.parts.items())
+        yield f"Time of an iteration: {time.seconds:.3g} s, limited by: {time.limit}; {parts}"
+        work = time.work
+        ideal = f"computing {work.compute:.3g} s, NVMe {work.nvme:.3g} s, updating {work.update:.3g} s"
+        yield f"That is {time.share_of_ideal:.0%} of the ideal, the longest of: {ideal}"
+        others = ", ".join(f"{name} {other.seconds:.3g} s" for name, other in prediction.times.items())
+        yield f"By overlap_step, which is {prediction.overlap_step} here: {others}"
     if prediction.written_per_day:
         wear = f"Wear: {prediction.written_per_day / TB:.3g} TB written per node and day"
         days = prediction.days_of_life

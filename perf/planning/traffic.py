@@ -57,16 +57,20 @@ class StepTraffic:
         return sum(self.phases.values(), Traffic())
 
 
-def of_state(sizes: Sequence[int], num_buffers: int, buffer_bytes: int) -> StepTraffic:
-    """Traffic of an update that goes through subgroups in alternating directions, each read and written once.
+def of_state(sizes: Sequence[int], num_buffers: int, buffer_bytes: int, *, alternates: bool) -> StepTraffic:
+    """Traffic of an update of all subgroups, each read and written once.
 
-    The subgroups that the last update left in the staging buffers come first in the next, and are not read.
+    In alternating directions, those that the last update left in the staging buffers come first in the next, and are
+    not read. In the same direction each time, they are read unless there is a buffer for every one.
 
     Args:
         sizes: bytes of each subgroup's extent, in order.
         num_buffers: staging buffers.
         buffer_bytes: of one of them.
+        alternates: whether updates go through the subgroups in alternating directions.
     """
+    if not alternates:
+        return StepTraffic({"update": Traffic(sum(sizes) if len(sizes) > num_buffers else 0, sum(sizes))})
     ends = (sum(sizes[:num_buffers]) + sum(sizes[-num_buffers:])) / 2
     kept = min(ends, num_buffers * buffer_bytes)
     return StepTraffic({"update": Traffic(sum(sizes) - kept, sum(sizes))})

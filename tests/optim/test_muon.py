@@ -1,16 +1,21 @@
 """Muon: whole matrices, on one rank the bits of torch.optim.Muon, on several the same within rounding."""
 
+import os
+import signal
+
 import pytest
 import torch
 from torch.nn import Parameter
 
+import nvme_offload.optim.step
 from nvme_offload import OffloadAdamW, OffloadMuon, initialize
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.errors import ConfigError, StateError
 from nvme_offload.offload.units import MiB
 from nvme_offload.optim.rules.adamw import AdamW
 from nvme_offload.optim.rules.muon import Muon
 from nvme_offload.optim.state.placement import StatePlacement
+from tests.support.interrupts import Struck, every, raise_struck, send_sigint
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import ACCUMULATION, assert_same, full_state, loss_of, sharded_model
 from tests.support.sharded_model import section as sharded_section
@@ -179,6 +184,72 @@ def test_it_stays_with_torch_on_any_number_of_ranks(world_size, tmp_path):
         assert same_bits or world_size > 1
         assert_same(state, results[0][2])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("strike", [raise_struck, send_sigint])
+@pytest.mark.parametrize("stride", [67, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_step_that_was_cut_off_is_finished_repeated_or_refused(drive, strike, stride):
+    shapes = SHAPES[:2]
+    runs = [params_of(shapes, torch.bfloat16, torch.float32) for _ in range(2)]
+    with (
+        OffloadMuon(runs[0], **SETTINGS, ns_steps=1, offload=section(drive, buffers=2)) as nvme,
+        OffloadMuon(runs[1], **SETTINGS, ns_steps=1, offload=section()) as memory,
+    ):
+        for step, interrupt in enumerate(every(stride, strike)):
+            for params in runs:
+                set_grads(params, step % 4)
+            memory.step()
+            before = nvme.stats().steps
+            try:
+                with interrupt:
+                    nvme.step()
+            except (Struck, KeyboardInterrupt):
+                pass
+            try:
+                if nvme.has_unfinished_step:
+                    nvme.finish_step()
+                elif nvme.stats().steps == before:
+                    nvme.step()
+            except StateError:
+                assert strike is raise_struck, interrupt.place
+                for p, q in zip(*runs, strict=True):
+                    p.data.copy_(q.data)
+                nvme.load_state_dict(memory.state_dict())
+            assert_same_training(nvme, memory)
+    assert list(drive.iterdir()) == []
+
+
+def cut_off_on_one_rank(rank, world_size, path):
+    """Ctrl-C there, in the middle of a step: the others wait in the gather of a matrix until it goes on."""
+    config = sharded_section("nvme", path)
+    config["zero_optimization"]["stage"] = 3
+    config["optimizer"] = {"type": "Muon", "params": {"lr": 2e-2, "adjust_lr_fn": "match_rms_adamw"}}
+    update_of, ends = nvme_offload.optim.step.update_of, []
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return update_of(*arguments)
+
+    for disturbed in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(9, 20), torch.nn.Linear(20, 33), torch.nn.Linear(33, 7))
+        with initialize(model, config) as engine, pytest.MonkeyPatch.context() as patch:
+            for step in range(3):
+                torch.manual_seed(step)
+                engine.backward(engine(torch.randn(4, 9)).square().mean())
+                if disturbed and step == 1 and rank == 0:
+                    patch.setattr(nvme_offload.optim.step, "update_of", interrupted)
+                    with pytest.raises(KeyboardInterrupt) as caught:
+                        engine.step()
+                    assert "step 2 stopped after 1 of" in caught.value.__notes__[0]
+                    patch.undo()
+                engine.step()
+            ends.append(full_state(engine.module, engine.optimizer))
+    assert_same(*ends)
+
+
+def test_ctrl_c_on_one_rank_of_two_and_then_its_step_is_finished(tmp_path):
+    run_ranks(cut_off_on_one_rank, 2, tmp_path)
 
 
 def few_rows(rank, world_size, path):

@@ -302,7 +302,7 @@ def test_split_parameters_that_were_exchanged_are_refused_before_anything_moves(
         local = engine.optimizer.param_groups[0]["params"][0]
         local._local_tensor = torch.zeros(8, 8, dtype=torch.bfloat16)
         with pytest.raises(
-            ValueError, match=r"was an upper half of torch\.bfloat16 .* and is now a tensor of torch\.bf"
+            ValueError, match=r"was a shard in parts of torch\.bfloat16 .* and is now a tensor of torch\.bf"
         ):
             engine.step()
         assert not engine.optimizer.has_unfinished_step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,24 @@ STRANGERS = {
 """What others have in the folder, some of it named as ours; of a link where it leads."""
 
 
-def small_engine(seed: int = 0, path: Path | None = None) -> Any:
-    """An engine whose checkpoint has 30 kB, so that thousands of them are quickly looked at."""
-    torch.manual_seed(seed)
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def section(path: Path | None = None) -> dict[str, Any]:
+    """State in memory, or on NVMe below `path`."""
     offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
-    section = {
+    return {
         "zero_optimization": {"stage": 2, "offload_optimizer": {**offload, "staging_budget": "4MiB"}},
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     }
-    return initialize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), section)
+
+
+def small_engine(seed: int = 0, path: Path | None = None) -> Any:
+    """An engine whose checkpoint has 30 kB, so that thousands of them are quickly looked at."""
+    torch.manual_seed(seed)
+    return initialize(small_model(), section(path))
 
 
 def train(engine: Any, step: int) -> None:
@@ -44,8 +53,9 @@ def train(engine: Any, step: int) -> None:
     engine.step()
 
 
-def put_strangers(folder: Path) -> None:
-    for name, content in STRANGERS.items():
+def put_strangers(folder: Path, strangers: Mapping[str, bytes | str] = STRANGERS) -> None:
+    """Files with their bytes, and links with where they lead."""
+    for name, content in strangers.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, str):

@@ -85,3 +85,12 @@ def test_a_cache_runs_over_it(tier):
         with cache.holding(block) as buffer:
             assert (buffer.view(torch.uint8, 0, SIZE) == block.index).all()
     cache.close()
+
+
+def test_an_extent_that_was_lost_to_an_exception_takes_no_memory():
+    tier = HostTier()
+    kept, _ = tier.reserve([4096]), tier.reserve([1 << 20])
+    del _
+    assert [region.size_bytes for region in tier._regions.values()] == [4096]
+    tier.memory(kept[0])
+    tier.close()

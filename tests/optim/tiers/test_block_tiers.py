@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from nvme_offload import get_full_grad, initialize, set_full_grad
+from nvme_offload import get_full_grad, initialize, set_full_grad, split_parameters
 from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.ranks import run_ranks
@@ -155,12 +155,15 @@ def test_it_is_right_when(alone, tmp_path, drive, checkpointing):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plain_loop_with_parameter_groups_has_the_same_bits_and_writes_each_block_once(alone, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_plain_loop_with_parameter_groups_has_the_same_bits_and_writes_each_block_once(alone, tmp_path, dtype):
     """Weights and biases of one block are in two parameter groups: the step still visits the block once."""
     default_mesh("cpu")
     ends = []
     for tiers in ({}, EVERYTHING):
-        model = sharded_model(torch.bfloat16)
+        model = sharded_model(dtype, split=False)
+        if tiers or dtype is torch.bfloat16:  # in memory fp16 and fp32 shards are plain tensors: the reference
+            split_parameters(model, torch.float32, fp32_too=True)
         with make_groups(model, section(tmp_path, **tiers)) as optimizer:
             for step in range(4):
                 backward(model, 0, step)
@@ -173,7 +176,9 @@ def test_a_plain_loop_with_parameter_groups_has_the_same_bits_and_writes_each_bl
             if tiers:
                 assert written == sum(block.size_bytes for block in optimizer.store.blocks.params.cache.blocks)
             ends.append(full_state(model, optimizer))
-    assert_same(*ends)
+    assert_same(
+        ends[0], {name: value for name, value in ends[1].items() if dtype is not torch.float16 or "master" not in name}
+    )
 
 
 def test_frozen_parameters_are_gathered_from_the_tier_and_stay(alone, tmp_path):

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nvme_offload import OffloadAdamW, get_full_param, initialize, set_full_param
 from nvme_offload.offload.errors import ClosedError
 from nvme_offload.optim.tiers.parts import parts_of
+from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import EVERYTHING, Model, section, train_step
 from tests.support.training import storage_io
@@ -113,6 +114,26 @@ def test_a_frozen_block_from_meta_is_born_on_its_tier(alone, tmp_path, keys):
             train_step(engine, 0)
             states.append(full_state(engine.module, engine.optimizer))
     assert_same(*states)
+
+
+def train_with_two_buffers(rank, world_size, path):
+    """Each group is two blocks, its frozen half and its trained one: gathering one fills both buffers."""
+    states = []
+    for tiers in ({}, {"param": "nvme", "grads": "nvme", "buffer_count": 2}):
+        torch.manual_seed(0)
+        model = Model(num_layers=4, checkpointing=True)
+        for layer in model.layers:
+            layer.up.requires_grad_(False)
+        with initialize(model, section(path, **tiers)) as engine:
+            for step in range(3):
+                train_step(engine, step, rank)
+            states.append(full_state(engine.module, engine.optimizer))
+    assert_same(*states)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_buffers_hold_a_group_of_two_blocks(tmp_path, ranks):
+    run_ranks(train_with_two_buffers, ranks, tmp_path)
 
 
 def test_a_base_goes_with_its_tier(alone, tmp_path):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib.image
@@ -24,8 +25,9 @@ from nvme_offload.perf.demo.records import RunResult, StepSample
 from nvme_offload.perf.demo.spans import io_seconds, merge, total
 from nvme_offload.perf.demo.training import CONTEXT, learning_rate_factor
 from nvme_offload.perf.measure import machine
+from nvme_offload.perf.measure.trace import TRACKS
 
-STEPS = 4
+STEPS = 6
 COMMAND = [sys.executable, "-m", "nvme_offload.perf.demo", "--size", "tiny"]
 REPOSITORY = Path(__file__).parents[3]
 
@@ -92,27 +94,46 @@ def test_results_can_be_judged_alone(finished):
     run = results["runs"]["nvme"]
     assert len(run["samples"]) == STEPS
     assert run["settings"]["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
-    assert {span[0] for span in run["samples"][-1]["spans"]} >= {"read", "compute", "write"}
+    whole = {"forward", "backward", "step", "norm", "wait", "read", "compute", "write"}
+    assert {span[0] for span in run["samples"][-1]["spans"]} == whole
+
+
+def test_the_runs_trained_by_turns(finished):
+    """Four steps each, the order reversed each time; nothing of one lies in a turn of the other."""
+    output, _, results = finished
+    turns = {
+        name: [(turn[0]["began_ns"], turn[-1]["returned_ns"]) for turn in (samples[:4], samples[4:])]
+        for name, samples in ((name, run["samples"]) for name, run in results["runs"].items())
+    }
+    in_order = sorted((turn, name) for name, its in turns.items() for turn in its)
+    assert [name for _, name in in_order] == ["nvme", "cpu", "cpu", "nvme"]
+    for (_, before), (after, _) in pairwise([turn for turn, _ in in_order]):
+        assert before < after
+    shares = [sample["share_of_ideal"] for sample in results["runs"]["nvme"]["samples"]]
+    assert all(0 < share <= 1 for share in shares)
+    assert re.search(r"state on NVMe: step 6/6, .* s per step, \d+% of the ideal \(\w", output)
+
+
+def test_the_trace_has_every_step(finished):
+    _, out, _ = finished
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    steps = [event for event in events if event.get("cat") == "step"]
+    assert len(steps) == STEPS
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == set(TRACKS)
 
 
 def test_nothing_is_left_on_the_drive(finished):
     _, out, _ = finished
     # A log stays only where something was said in it, for example which engine was passed over.
     names = {path.name for path in out.iterdir() if path.suffix != ".log"}
-    assert names == {"timeline.png", "loss.png", "results.json"}
+    assert names == {"timeline.png", "loss.png", "trace.json", "results.json"}
 
 
 def test_a_difference_is_an_error(runs, tmp_path, monkeypatch):
     nvme, memory = runs
     name = "byte_embedding.weight exp_avg"
     memory.digests[name] = "0" * 64
-    given = iter((nvme, memory))
-
-    def follow(settings, log, on_step):
-        log.touch()
-        return next(given)
-
-    monkeypatch.setattr(demo, "follow", follow)
+    monkeypatch.setattr(demo.Demo, "train", lambda self, swap, steps, seconds: (nvme, memory))
     code, output = output_of("--size", "tiny", "--steps", str(STEPS), "--out", str(tmp_path))
     assert code == 1
     assert f"NOT bit-identical: {name}" in output
@@ -198,10 +219,10 @@ def test_steps_are_scaled_to_the_budget(tmp_path, monkeypatch):
         forward_backward_seconds=8.0,
         optimizer_seconds=2.0,
         total_norm=1.0,
+        started_ns=0,
         began_ns=0,
         returned_ns=1,
     )
-    trial = RunResult(settings={}, num_parameters=1, arithmetic="bf16", samples=[sample] * 3)
     plan = demo.Plan(
         size=options.PRESETS["small"],
         steps=None,
@@ -213,7 +234,7 @@ def test_steps_are_scaled_to_the_budget(tmp_path, monkeypatch):
         out=tmp_path,
     )
     planned = demo.Demo(plan, demo.Console(quiet=True))
-    monkeypatch.setattr(planned, "follow", lambda name, settings: trial)
+    monkeypatch.setattr(planned, "measure", lambda swap: sample.seconds)
     assert planned.choose_steps(tmp_path) == (10, pytest.approx(115.0))
 
 

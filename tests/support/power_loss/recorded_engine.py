@@ -22,6 +22,10 @@ class RecordedEngine(Engine):
         self._engine = engine
         self._recording = recording
 
+    @property
+    def breakdown(self) -> Any:
+        return self._engine.breakdown
+
     def submit(self, op: Op, segments: Sequence[Segment]) -> Operation | None:
         with self._recording.lock:
             operation = self._engine.submit(op, segments)

@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from nvme_offload.offload import durable
-from nvme_offload.offload.storage import nvme_tier
+from nvme_offload.offload.storage import engine_in_use
 from tests.support.power_loss.events import (
     Allocated,
     Event,
@@ -66,19 +66,21 @@ class Recording:
             self._patches.enter_context(patch.object(os, name, _stand_in(method, self, originals[name])))
         for module in (builtins, io):
             self._patches.enter_context(patch.object(module, "open", self._open_stream))
-        opened = nvme_tier.open_engine
-
-        def open_engine(*arguments: Any) -> Any:
-            found = opened(*arguments)
-            return replace(found, engine=RecordedEngine(found.engine, self))
-
-        self._patches.enter_context(patch.object(nvme_tier, "open_engine", open_engine))
+        for name in ("open_engine", "open_next_engine"):
+            self._patches.enter_context(patch.object(engine_in_use, name, self._recorded(getattr(engine_in_use, name))))
         self._active = True
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._active = False
         self._patches.close()
+
+    def _recorded(self, opening: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(*arguments: Any) -> Any:
+            found = opening(*arguments)
+            return replace(found, engine=RecordedEngine(found.engine, self))
+
+        return opened
 
     def mark(self, name: str) -> None:
         """Give this moment a name: crashes after it have it among their `marks`."""

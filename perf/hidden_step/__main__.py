@@ -1,0 +1,123 @@
+"""`python -m nvme_offload.perf.hidden_step`: how long an iteration is with each schedule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from nvme_offload.perf.hidden_step import cells
+from nvme_offload.perf.hidden_step import drive as schedules
+from nvme_offload.perf.hidden_step.models import Shape
+from nvme_offload.perf.hidden_step.training import Setup
+from nvme_offload.perf.measure.environment import environment
+from nvme_offload.perf.measure.progress import Progress
+from nvme_offload.perf.measure.results import page, save
+from nvme_offload.perf.planning.schedule import OVERLAPS, OverlapStep
+
+LIMIT = 1.05
+"""Most that an iteration may take over what the model of `offload plan` says."""
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+Save = Annotated[Path | None, typer.Option("--save", help="Folder for the results: JSON and Markdown.")]
+Buffers = Annotated[int, typer.Option(min=2, help="Staging buffers.")]
+Schedule = Annotated[OverlapStep | None, typer.Option(help="One schedule; by default each in turn.")]
+
+
+@app.command()
+def paced(
+    shape: Annotated[Shape, typer.Option(help="lm: a quarter of the parameters in embedding and head.")] = "layers",
+    overlap_step: Schedule = None,
+    buffers: Buffers = 4,
+    width: Annotated[int, typer.Option(min=64, help="Of the matrices, each a subgroup.")] = 512,
+    subgroups: Annotated[int, typer.Option(min=8, help="Number of matrices.")] = 48,
+    io_seconds: Annotated[float, typer.Option(help="That the drive takes for all bytes of an iteration.")] = 1.5,
+    iterations: Annotated[int, typer.Option(min=2, help="Measured in each cell; an even number.")] = 4,
+    save_to: Save = None,
+) -> None:
+    """A drive of an exact rate, whose bytes are in memory: iterations over the ideal, beside the model of the plan."""
+    progress, console = Progress(Console(stderr=True)), Console()
+    setup = Setup(width=width, subgroups=subgroups, buffers=buffers, shape=shape)
+    overlaps = OVERLAPS if overlap_step is None else (overlap_step,)
+    found = []
+    with TemporaryDirectory(prefix="nvme-offload-hidden-step-") as folder:
+        for cell in cells.measure(setup, overlaps, cells.RATIOS, io_seconds, iterations, Path(folder)):
+            found.append(cell)
+            progress.say("  ".join(cell.row()))
+        facts = environment([])
+    dist.destroy_process_group()
+    within = sum(cell.quotient <= LIMIT for cell in found)
+    notes = [
+        f"{setup.numel:,} parameters ({shape}) in {subgroups} subgroups, {buffers} staging buffers; one server of an "
+        f"exact rate that moves {setup.bytes_moved:,} bytes in {io_seconds:g} s; layers sleep",
+        "the ideal is the longer of an iteration without a drive's time and of moving every subgroup there and back; "
+        "the bound is what the model of `offload plan` says of it",
+        f"at most {LIMIT:g} times the bound: {within} of {len(found)}",
+    ]
+    _show(console, cells.HEAD, [cell.row() for cell in found], notes)
+    if save_to:
+        document = {"environment": facts, "results": [cell.to_dict() for cell in found]}
+        text = page("Iterations over a paced drive", facts, cells.HEAD, [cell.row() for cell in found], notes)
+        for file in save(save_to, f"hidden-step-{shape}", json.loads(json.dumps(document)), text):
+            progress.say(f"saved {file.name}")
+
+
+@app.command()
+def drive(
+    path: Annotated[Path, typer.Option(exists=True, file_okay=False, writable=True, help="Folder on the drive.")],
+    overlap_step: Schedule = None,
+    quads: Annotated[int, typer.Option(min=1, help="Rounds for each schedule.")] = 10,
+    real: Annotated[bool, typer.Option(help="269 million parameters that compute; else layers that sleep.")] = False,
+    buffers: Buffers = 4,
+    width: Annotated[int, typer.Option(min=64, help="Of the matrices of layers that sleep.")] = 1024,
+    save_to: Save = None,
+) -> None:
+    """A real drive: iterations with a schedule and without, in turn; sleeping as long as the drive moves the state."""
+    progress = Progress(Console(stderr=True))
+    setup = Setup(width=width, buffers=buffers)
+    outcomes = []
+    for name in ("forward", "backward") if overlap_step is None else (overlap_step,):
+        rounds = []
+        for one in schedules.real(name, buffers, quads, path) if real else schedules.sleeping(setup, name, quads, path):
+            rounds.append(one)
+            progress.say(
+                f"{name}: {one.quad.ratio:.3f}, control {one.control.ratio:.3f}{'' if one.counts else ', left out'}"
+            )
+        outcomes.append(schedules.Outcome(name, tuple(rounds)))
+    dist.destroy_process_group()
+    what = (
+        "269 million parameters, computed" if real else f"{setup.numel:,} parameters, layers sleep as long as the I/O"
+    )
+    notes = [
+        f"{what}; {buffers} staging buffers; {schedules.ITERATIONS} iterations each time, and all waited for between",
+        f"left out: rounds in which an iteration in memory was off by more than {schedules.TOLERANCE:.0%}",
+    ]
+    rows = [outcome.row() for outcome in outcomes]
+    _show(Console(), schedules.HEAD, rows, notes)
+    if save_to:
+        facts = environment([path])
+        document = {"environment": facts, "results": [outcome.to_dict() for outcome in outcomes]}
+        text = page("Iterations on a drive, beside the plain order", facts, schedules.HEAD, rows, notes)
+        for file in save(
+            save_to, f"hidden-step-{'real' if real else 'sleeping'}", json.loads(json.dumps(document)), text
+        ):
+            progress.say(f"saved {file.name}")
+
+
+def _show(console: Console, head: tuple[str, ...], rows: list[list[str]], notes: list[str]) -> None:
+    table = Table(*head, box=None)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for note in notes:
+        console.print(note, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,93 @@
+"""An engine that is a model of a drive: one server of an exact rate, with the bytes in memory."""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import math
+import mmap
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+from unittest.mock import patch
+
+from nvme_offload.aio_native.bell import Bell
+from nvme_offload.aio_native.engine import Op
+from nvme_offload.aio_native.injection import Completion
+from nvme_offload.aio_native.python_engine import PythonEngine
+from nvme_offload.aio_native.registry import REGISTRY, EngineEntry
+from nvme_offload.aio_native.requests import Request
+
+STANDS_IN_FOR = "aiofiles"
+"""The name under which a section gets this engine, inside `paced_drive`."""
+
+_EARLY_SECONDS = 5e-5  # a completion so little ahead of its time is given at once: waking up takes as long
+
+
+@dataclass
+class Pace:
+    """How fast bytes move; may be changed while nothing is under way."""
+
+    rate: float = math.inf
+    """Bytes per second, of reads and writes together."""
+
+
+class PacedEngine(PythonEngine):
+    """Requests are served one after the other, in the order in which they come; each byte takes its time."""
+
+    name = "paced"
+    pace: ClassVar[Pace] = Pace()
+
+    def _open(self) -> None:
+        self._bell = Bell()
+        self._memory: dict[int, mmap.mmap] = {}
+        self._due: list[tuple[float, int, Completion]] = []
+        self._num_requests = 0
+        self._idle_from = 0.0
+
+    def _start(self, request: Request) -> None:
+        size = request.asked_bytes
+        inside = self._address(request.fd) + request.offset
+        to, source = (request.address, inside) if request.op is Op.READ else (inside, request.address)
+        ctypes.memmove(to, source, size)
+        self._idle_from = max(time.monotonic(), self._idle_from) + size / self.pace.rate
+        self._num_requests += 1
+        heapq.heappush(self._due, (self._idle_from, self._num_requests, (request, size)))
+
+    def _reap(self, timeout: float | None) -> Iterable[Completion]:
+        wait = timeout
+        if self._due:
+            until_due = max(0.0, self._due[0][0] - time.monotonic())
+            wait = until_due if timeout is None else min(timeout, until_due)
+        if wait is None or wait > _EARLY_SECONDS:
+            self._bell.wait(wait)
+        completed = []
+        now = time.monotonic() + _EARLY_SECONDS
+        while self._due and self._due[0][0] <= now:
+            completed.append(heapq.heappop(self._due)[2])
+        return completed
+
+    def _address(self, fd: int) -> int:
+        """Where the bytes of a file are: anonymous memory as large as the file, taken when they are first touched."""
+        if fd not in self._memory:
+            self._memory[fd] = mmap.mmap(-1, max(mmap.PAGESIZE, os.fstat(fd).st_size))
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory[fd]))
+
+    def _ring_bell(self) -> None:
+        self._bell.ring()
+
+    def _shut(self) -> bool:
+        self._bell.close()
+        return True
+
+
+@contextmanager
+def paced_drive() -> Iterator[Pace]:
+    """Inside, sections that name the engine `STANDS_IN_FOR` get this one; gives its pace, at first without limit."""
+    entry = EngineEntry(__name__, PacedEngine.__name__, None, None, "a drive of an exact rate")
+    PacedEngine.pace.rate = math.inf
+    with patch.dict(REGISTRY, {STANDS_IN_FOR: entry}):
+        yield PacedEngine.pace

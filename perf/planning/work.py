@@ -1,0 +1,109 @@
+"""The work of an iteration in seconds, from bytes, operations and a machine's rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from nvme_offload.optim.layout.subgroup import Subgroup
+from nvme_offload.perf.planning.machine import Drives, Machine
+from nvme_offload.perf.planning.schedule import GroupTime, OverlapStep, SubgroupTime, Work
+from nvme_offload.perf.planning.traffic import Phase, StepTraffic, Traffic
+
+
+def work_of(
+    *,
+    machine: Machine,
+    group_numels: Sequence[int],
+    operations: Mapping[Phase, float],
+    subgroups: Sequence[Subgroup],
+    on_nvme: Sequence[bool],
+    tiers: Sequence[StepTraffic],
+    num_buffers: int,
+    micro_batches: int,
+    tier_ahead: int,
+) -> Work | None:
+    """The work of one rank; None where a rate that it depends on is not known.
+
+    Args:
+        machine: whose drives are shared by the ranks of a node.
+        group_numels: parameters of each group that is gathered together, in the order of the forward.
+        operations: floating-point operations of "forward" and "backward" of one rank in one step.
+        subgroups: of one rank. The parameters of their runs are numbered as the groups are.
+        on_nvme: which subgroups have their state on NVMe.
+        tiers: traffic of parameters and of gradients in one step.
+        num_buffers: staging buffers of the state.
+        micro_batches: forwards and backwards of a step.
+        tier_ahead: groups whose parameters are read before they are needed.
+    """
+    if machine.flops is None or (machine.drives is None and (any(on_nvme) or tiers)):
+        return None
+    moved = {phase: _seconds(machine, tiers, phase) for phase in ("forward", "backward", "update")}
+    total = sum(group_numels) * micro_batches
+    shares = [numel / total for numel in group_numels]
+    of_blocks = moved["update"] / max(1, len(subgroups)) / 2
+    return Work(
+        groups=tuple(
+            GroupTime(
+                forward=share * operations["forward"] / machine.flops,
+                backward=share * operations["backward"] / machine.flops,
+                forward_nvme=share * moved["forward"],
+                backward_nvme=share * moved["backward"],
+            )
+            for share in shares
+        ),
+        subgroups=tuple(
+            _subgroup_time(subgroup, machine, is_moved, of_blocks)
+            for subgroup, is_moved in zip(subgroups, on_nvme, strict=True)
+        ),
+        num_buffers=num_buffers,
+        micro_batches=micro_batches,
+        tier_ahead=tier_ahead,
+    )
+
+
+def on_one_processor(work: Work, overlap_step: OverlapStep) -> Work:
+    """The work where forward and backward compute on the processor that also updates: one waits for the other.
+
+    In ``step()`` they do so anyway. Behind it, an update is counted as a part of the forward that needs it.
+    """
+    if overlap_step == "off":
+        return work
+    updates = [0.0] * len(work.groups)
+    for subgroup in work.subgroups:
+        updates[subgroup.first] += subgroup.update / work.micro_batches
+    return replace(
+        work,
+        groups=tuple(
+            replace(group, forward=group.forward + update) for group, update in zip(work.groups, updates, strict=True)
+        ),
+        subgroups=tuple(replace(subgroup, update=0.0) for subgroup in work.subgroups),
+    )
+
+
+def seconds_of(drives: Drives, moved: Traffic) -> float:
+    """Seconds that drives need: as much in both directions as goes moves at the mixed rate, the rest alone."""
+    both = min(moved.read, moved.written)
+    return 2 * both / drives.mixed + (moved.read - both) / drives.read + (moved.written - both) / drives.write
+
+
+def _seconds(machine: Machine, tiers: Sequence[StepTraffic], phase: Phase) -> float:
+    if machine.drives is None:
+        return 0.0
+    moved = sum((kind.phases.get(phase, Traffic()) for kind in tiers), Traffic())
+    return seconds_of(machine.drives, moved * machine.ranks_per_node)
+
+
+def _subgroup_time(subgroup: Subgroup, machine: Machine, is_moved: bool, of_blocks: float) -> SubgroupTime:
+    """Times of one subgroup; `of_blocks`: of parameters and gradients that are read and written for its update."""
+    seconds = of_blocks
+    if is_moved and machine.drives is not None:
+        seconds += subgroup.size_bytes * machine.ranks_per_node / machine.drives.mixed
+    groups = [run.param for run in subgroup.runs]
+    return SubgroupTime(
+        first=min(groups),
+        last=max(groups),
+        read=seconds,
+        update=subgroup.numel / machine.update_rate,
+        write=seconds,
+    )

@@ -1,0 +1,124 @@
+"""An exception between any two instructions of save, load and export: the run before, the run after, or a refusal."""
+
+import shutil
+
+import pytest
+import torch
+
+from nvme_offload.offload.errors import StateError
+from tests.support.interrupts import Struck, every, raise_struck, send_sigint
+from tests.support.sharded_model import full_state
+from tests.support.tiers import EVERYTHING, make, section, train_step
+
+STRIKES = pytest.mark.parametrize("strike", [raise_struck, send_sigint])
+
+
+def strided(stride):
+    """A few of the points, of which there are 9,000 to 22,000, and more of them where there is time."""
+    return pytest.mark.parametrize("stride", [stride, pytest.param(29, marks=pytest.mark.slow)])
+
+
+def struck(interrupt, call):
+    try:
+        with interrupt:
+            call()
+    except (Struck, KeyboardInterrupt) as error:
+        return error
+    return None
+
+
+def state_of(engine):
+    return full_state(engine.module, engine.optimizer) | {"steps": torch.tensor(engine.global_steps)}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def buffers_of(engine):
+    store = engine.optimizer.store
+    yield store.pipeline.pool, store.pipeline.residents
+    for cache in (store.blocks.params.cache, store.blocks.grads.cache):
+        yield cache._pool, cache.residents
+
+
+def check_buffers(engine, place):
+    for pool, residents in buffers_of(engine):
+        assert pool.num_free + len({each.buffer.place for each in residents}) == pool.num_buffers, place
+
+
+@pytest.fixture
+def engine(alone, tmp_path):
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    with make(section(drive, **EVERYTHING, accumulation=1), num_layers=2) as engine:
+        train_step(engine, 0)
+        yield engine
+    assert not list(drive.iterdir())
+
+
+@pytest.fixture
+def root(engine, tmp_path):
+    """A folder with a checkpoint of this engine in it."""
+    root = tmp_path / "checkpoints"
+    engine.save_checkpoint(root, "good")
+    return root
+
+
+@STRIKES
+@strided(7001)
+def test_a_save_is_whole_or_leaves_nothing(engine, root, strike, stride):
+    before = state_of(engine)
+    for interrupt in every(stride, strike):
+        shutil.rmtree(root / "next", ignore_errors=True)
+        struck(interrupt, lambda: engine.save_checkpoint(root, "next"))
+        assert (root / "latest").read_text() in ("good", "next"), interrupt.place
+        check_buffers(engine, interrupt.place)
+        assert same(state_of(engine), before), interrupt.place
+        engine.load_checkpoint(root)
+        assert same(state_of(engine), before), interrupt.place
+        engine.save_checkpoint(root, "next")
+        assert sorted(path.name for path in root.iterdir()) == ["good", "latest", "next"], interrupt.place
+        engine.save_checkpoint(root, "good")
+
+
+@STRIKES
+@strided(4001)
+def test_after_a_load_it_is_the_run_before_or_the_one_loaded_or_refuses_to_step(engine, root, strike, stride):
+    saved = state_of(engine)
+    train_step(engine, 1)
+    engine.save_checkpoint(root, "later")
+    for interrupt in every(stride, strike):
+        engine.load_checkpoint(root, "later")
+        before = state_of(engine)
+        struck(interrupt, lambda: engine.load_checkpoint(root, "good"))
+        check_buffers(engine, interrupt.place)
+        if engine.optimizer.has_unfinished_step:
+            with pytest.raises(StateError, match="loading a state dict stopped halfway"):
+                state_of(engine)
+            engine.backward(engine(torch.zeros(1, 1, dtype=torch.int64)).sum())
+            with pytest.raises(StateError, match="load a checkpoint"):
+                engine.step()
+        else:
+            now = state_of(engine)
+            assert same(now, before) or same(now, saved), interrupt.place
+        engine.load_checkpoint(root, "good")
+        assert same(state_of(engine), saved), interrupt.place
+
+
+@STRIKES
+@strided(3001)
+def test_an_export_is_the_one_before_or_the_new_one_or_refused(engine, tmp_path, strike, stride):
+    folder, before = tmp_path / "export", state_of(engine)
+    engine.export_safetensors(folder)
+    expected = digest(folder)
+    for interrupt in every(stride, strike):
+        struck(interrupt, lambda: engine.export_safetensors(folder))
+        check_buffers(engine, interrupt.place)
+        assert same(state_of(engine), before), interrupt.place
+        engine.export_safetensors(folder)
+        assert digest(folder) == expected, interrupt.place
+
+
+def digest(folder):
+    return sorted((path.name, path.read_bytes()) for path in folder.iterdir())

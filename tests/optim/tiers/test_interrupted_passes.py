@@ -1,0 +1,67 @@
+"""An exception between any two instructions while FSDP2 gathers from tiers and hands gradients to them."""
+
+import pytest
+from torch.distributed.fsdp import FSDPModule
+
+from nvme_offload.offload.errors import StateError
+from tests.support.interrupts import Struck, every, raise_struck, send_sigint
+from tests.support.sharded_model import assert_same, full_state
+from tests.support.tiers import EVERYTHING, loss_of, make, section, train_step
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 of this torch cannot leave a pass halfway"
+)
+
+
+def go_on(engine, number):
+    """What is left of a step, as the engine counts its micro-batches."""
+    before = engine.global_steps
+    while engine.global_steps == before:
+        if not engine._accumulation.has_backward:
+            engine.backward(loss_of(engine, number, engine.micro_steps))
+        engine.step()
+
+
+def check_buffers(engine, place):
+    store = engine.optimizer.store
+    owners = [(store.pipeline.pool, store.pipeline.residents)]
+    for cache in (store.blocks.params.cache, store.blocks.grads.cache):
+        assert not any(block.holds for block in cache.blocks), place
+        owners.append((cache._pool, cache.residents))
+    for pool, residents in owners:
+        assert pool.num_free + len({each.buffer.place for each in residents}) == pool.num_buffers, place
+
+
+@pytest.mark.parametrize("strike", [raise_struck, send_sigint])
+@pytest.mark.parametrize(
+    ("stage", "stride"), [(3, 1501), *(pytest.param(stage, 17, marks=pytest.mark.slow) for stage in (1, 3))]
+)
+def test_a_step_is_done_again_or_finished_or_refused(alone, tmp_path, stage, strike, stride):
+    drive, root = tmp_path / "drive", tmp_path / "checkpoints"
+    drive.mkdir()
+    config = section(drive, **EVERYTHING, stage=stage)
+    with make(config, num_layers=2) as engine, make(section(None, stage=stage), num_layers=2) as twin:
+        for number, interrupt in enumerate(every(stride, strike)):
+            train_step(twin, number)
+            before = engine.global_steps
+            try:
+                with interrupt:
+                    train_step(engine, number)
+            except (Struck, KeyboardInterrupt):
+                pass
+            try:
+                if engine.global_steps == before:
+                    go_on(engine, number)
+            except StateError:
+                assert strike is raise_struck, interrupt.place
+                twin.save_checkpoint(root)
+                engine.load_checkpoint(root)
+            try:
+                assert_same(full_state(engine.module, engine.optimizer), full_state(twin.module, twin.optimizer))
+                assert engine.global_steps == twin.global_steps
+            except BaseException as error:
+                error.add_note(f"struck at {interrupt.place}")
+                raise
+            engine.optimizer.synchronize()
+            check_buffers(engine, interrupt.place)
+    assert not list(drive.iterdir())

@@ -1,0 +1,110 @@
+"""The measurements of hidden steps: a drive of an exact rate keeps its bytes and its pace, and tables are saved."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nvme_offload import OffloadAdamW, OffloadConfig
+from nvme_offload.perf.bench.comparison import Quad
+from nvme_offload.perf.hidden_step import drive
+from nvme_offload.perf.hidden_step.__main__ import app
+from nvme_offload.perf.hidden_step.models import SleepingModel
+from nvme_offload.perf.hidden_step.paced import STANDS_IN_FOR, paced_drive
+from nvme_offload.perf.hidden_step.training import Setup
+
+RATE = 2e9
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """This process without a launcher and, afterwards, without a process group."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def trained(offload):
+    """A parameter after five steps, the seconds of its transfers, and their bytes."""
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 1 << 20).bfloat16())
+    seconds = 0.0
+    with OffloadAdamW([param], lr=1e-2, offload=offload) as optimizer:
+        for _ in range(5):
+            param.grad = param.detach().clone()
+            optimizer.step()
+            optimizer.synchronize()
+            moving = [span for span in optimizer.timeline() if span.kind in ("read", "write")]
+            seconds += sum(span.end_ns - span.start_ns for span in moving) / 1e9
+        stats = optimizer.stats()
+        return param.detach(), seconds, stats.bytes_read + stats.bytes_written, stats.engine
+
+
+def test_a_paced_drive_keeps_bytes_and_pace(tmp_path):
+    state = {"device": "nvme", "nvme_path": str(tmp_path), "staging_budget": "8MiB"}
+    offload = OffloadConfig.from_dict(
+        {"zero_optimization": {"offload_optimizer": state}, "aio": {"engine": STANDS_IN_FOR}}
+    )
+    expected, *_ = trained({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+    with paced_drive() as pace:
+        pace.rate = RATE
+        found, seconds, moved, engine = trained(offload)
+    assert engine == "paced"
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    assert moved > 5 * 10 * found.numel()
+    assert seconds > 0.95 * moved / RATE  # never quicker; how much slower is the machine's business
+    assert trained(offload)[3] == STANDS_IN_FOR
+
+
+@pytest.mark.parametrize("shape", ["layers", "lm"])
+def test_a_sleeping_model_has_a_matrix_for_each_subgroup(shape):
+    model = SleepingModel(64, 16, shape)
+    assert sum(param.numel() for param in model.parameters()) == 16 * 64**2
+    assert Setup(width=64, subgroups=16, shape=shape).numel == 16 * 64**2
+    model.compute_for(0.016)
+    assert sum(layer.seconds for layer in model.layers) == pytest.approx(0.016)
+    model(model.sample).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_bounds_of_a_model_with_an_embedding():
+    setup = Setup(shape="lm")
+    ratios = [setup.bound("backward", 1.0, nvme).seconds / max(1.0, nvme) for nvme in (0.5, 1.0, 2.0)]
+    assert ratios == pytest.approx([1.03, 1.17, 1.00], abs=0.005)
+    assert setup.bound("off", 1.0, 1.0).seconds == pytest.approx(1.92, abs=0.005)
+
+
+def test_the_table_over_a_paced_drive(tmp_path, alone):
+    small = "paced --overlap-step off --width 64 --subgroups 8 --io-seconds 0.05 --iterations 2"
+    done = CliRunner().invoke(app, [*small.split(), "--save", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    [file] = tmp_path.glob("*-hidden-step-layers.json")
+    document = json.loads(file.read_text())
+    assert [cell["ratio"] for cell in document["results"]] == [0.5, 1.0, 2.0]
+    for cell in document["results"]:
+        assert len(cell["iterations"]) == 2
+        assert cell["nvme"] == 0.05
+        assert cell["compute"] > 0
+        assert cell["of_ideal"] > 0
+        assert cell["quotient"] == pytest.approx(cell["of_ideal"] / cell["bound"])
+    assert str(tmp_path) not in file.read_text()
+    assert "| off | 0.5 |" in file.with_suffix(".md").read_text()
+
+
+def test_rounds_in_which_computing_was_disturbed_are_left_out():
+    quad = Quad((0.8, 1.0, 1.0, 0.8))
+    disturbed = Quad((3.0, 1.0, 1.0, 3.0))
+    control = Quad((1.0, 1.0, 1.0, 1.0))
+    rounds = [drive.Round(quad, control, 1.05, 1.0), drive.Round(disturbed, control, 1.2, 1.0)]
+    outcome = drive.Outcome("forward", tuple(rounds))
+    assert outcome.comparison.quotient == pytest.approx(0.8)
+    assert outcome.row()[3] == "1 of 2"
+    assert drive.Outcome("forward", (rounds[1],)).row()[3] == "1 of 1"
+
+
+def test_a_folder_that_is_not_there_is_refused_in_words():
+    result = CliRunner().invoke(app, ["drive", "--path", "/nowhere"])
+    assert result.exit_code == 2
+    assert "does not exist" in result.output
