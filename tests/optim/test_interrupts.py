@@ -29,7 +29,7 @@ def default_handler():
 
 
 IN_THE_KERNEL = tuple(
-    f"({name}, after {opcode})" for name in ("_update", "<lambda>", "update") for opcode in ("CALL", "RESUME")
+    f"({name}, after {opcode})" for name in ("read_update_write", "<lambda>", "update") for opcode in ("CALL", "RESUME")
 )
 """Where alone a handler that raises leaves a step that cannot be finished: nobody knows how far the kernel got."""
 

@@ -40,7 +40,8 @@ def test_the_bits_are_those_of_updates_inside_the_step(alone, tmp_path, uses, ac
         config = config_of(tmp_path, mode, accumulation)
         config["zero_optimization"]["stage"] = stage
         runs[mode], stats = trained(config, uses=uses, checkpointing=checkpointing)
-        assert (stats.updates_in_backward > 0) == (mode == "backward")
+        # How many of them are done before step() comes is a matter of speed; `begun` waits for some.
+        assert (stats.updates_in_backward + stats.updates_behind > 0) == (mode == "backward")
     assert_same(runs["backward"], runs["off"])
 
 
@@ -63,6 +64,7 @@ def begun(engine, step=1):
     optimizer.store.worker.wait_until(
         lambda: optimizer.store.worker.failure is not None or optimizer.store.unfinished.done
     )
+    assert optimizer.store.worker.failure is not None or optimizer.stats().updates_in_backward > 0
     return optimizer, before
 
 
