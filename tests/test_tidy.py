@@ -31,7 +31,7 @@ FOLDERS_BOTTOM_UP = {
         {"host"},
         {"config"},
         {"storage"},
-        {"staging"},
+        {"durable", "staging"},
         {"shards", "swapper"},
         {"weights"},
     ),
