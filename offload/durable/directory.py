@@ -24,7 +24,7 @@ from typing import Any
 
 from nvme_offload.offload.durable import owner
 from nvme_offload.offload.errors import ResumeError, StateError, SwapIOError
-from nvme_offload.offload.storage.run_directory import SWAP_NAME
+from nvme_offload.offload.storage.run_directory import SWAP_NAME, remove_leftovers
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
 from nvme_offload.offload.sync import replace_file, sync_folder
 
@@ -91,7 +91,14 @@ class DurableDirectory:
         self.path = directory_of(path, name, rank)
         self.name = name
         self._swap: SwapFile | None = None
-        self._make()
+        try:
+            remove_leftovers(path)
+            self._make()
+        except OSError as error:
+            code = error.errno or errno.EIO
+            raise SwapIOError(
+                code, path=path, offset=0, size_bytes=0, direction="allocate", extent="nvme_path"
+            ) from error
 
     def open_swap(self, direct: DirectPolicy) -> SwapFile:
         """Open the swap file, or make it, and lock it; waits for the last transfers of a process that died.
@@ -138,18 +145,8 @@ class DurableDirectory:
             self._swap.close()
 
     def _make(self) -> None:
-        try:
-            self.path.mkdir(mode=0o700, exist_ok=True)
-            sync_folder(self.path.parent)
-        except OSError as error:
-            raise SwapIOError(
-                error.errno or errno.EIO,
-                path=self.path.parent,
-                offset=0,
-                size_bytes=0,
-                direction="allocate",
-                extent="nvme_path",
-            ) from error
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        sync_folder(self.path.parent)
 
 
 _open: weakref.WeakSet[DurableDirectory] = weakref.WeakSet()

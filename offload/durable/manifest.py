@@ -12,7 +12,9 @@ import hashlib
 import json
 import os
 import struct
+import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -121,6 +123,7 @@ class ManifestFiles:
         self._fds = [open_synced(path, direct=direct) for path in self._paths]
         self._held = [Manifest.decode(path.read_bytes()) for path in self._paths]
         self._memory = HostRegion(_FIRST_BYTES)
+        self._finalizer = weakref.finalize(self, _close, self._fds)
 
     def newest_first(self) -> list[Manifest]:
         """The manifests that are whole, at most two."""
@@ -141,7 +144,12 @@ class ManifestFiles:
         size_bytes = -(-len(content) // _BLOCK_BYTES) * _BLOCK_BYTES
         self._make_room(place, size_bytes)
         self._held[place] = None
-        self._write(place, content, size_bytes)
+        try:
+            self._write(place, content, size_bytes)
+        except BaseException:
+            with suppress(OSError):  # it may be there all the same; what refers to its extents tells them by their sums
+                self._write(place, b"", _BLOCK_BYTES)
+            raise
         self._held[place] = manifest
 
     def destroy(self, manifest: Manifest) -> None:
@@ -153,9 +161,7 @@ class ManifestFiles:
 
     def close(self) -> None:
         """Close the files. Idempotent."""
-        fds, self._fds = self._fds, []
-        for fd in fds:
-            os.close(fd)
+        self._finalizer()
 
     def _make_room(self, place: int, size_bytes: int) -> None:
         if size_bytes > self._memory.size_bytes:
@@ -177,6 +183,11 @@ class ManifestFiles:
                 done -= done % _BLOCK_BYTES  # a short one is repeated from where direct I/O may begin
             except OSError as error:
                 raise _error(error, self._paths[place], done, size_bytes - done, "write") from error
+
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def _make(path: Path) -> Path:

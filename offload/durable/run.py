@@ -76,13 +76,13 @@ class DurableRun:
         self.space = SwapSpace(paths, weights=weights, direct=direct, directory=self._open_directory)
         """The swap files: for the tier, which closes it."""
         try:
-            self.uuid = self._check_paths()
-            """Of the run, the same on all ranks; None in a run that is new, until `identify`."""
             self._files = ManifestFiles(self.folder, direct=self.space.direct)
             self.snapshots = self._read_snapshots()
             """Manifests that are pinned, by name."""
             self.found = self._files.newest_first()
             """What an earlier process committed and was not adopted yet, newest first."""
+            self.uuid = self._check_paths()
+            """Of the run, the same on all ranks; None in a run that is new, until `identify`."""
             newest = max((m.sequence for m in [*self.found, *self.snapshots.values()]), default=0)
             self.extents = ShadowExtents(self.space, secrets.randbits(_INCARNATION_BITS), newest + 1)
             """Where the slots are."""
@@ -250,20 +250,22 @@ class DurableRun:
         return directory
 
     def _check_paths(self) -> str | None:
-        """The uuid in the directories, which must be of one run and of these paths in this order."""
+        """The uuid in the directories, which must be of one run and of these paths in this order.
+
+        Where nothing is committed, a directory may not have got that far before its run died.
+        """
         abouts = [directory.about for directory in self._directories]
-        known = [about for about in abouts if about is not None]
-        if not known:
-            return None
-        uuids = {about["uuid"] for about in known}
-        places = [(about["path"], about["num_paths"]) if about else None for about in abouts]
-        if len(uuids) > 1 or places != [(place, len(abouts)) for place in range(len(abouts))]:
+        uuids = {about["uuid"] for about in abouts if about}
+        own = [{"path": place, "num_paths": len(abouts)} for place in range(len(abouts))]
+        wrong = [about for about, at in zip(abouts, own, strict=True) if about and not at.items() <= about.items()]
+        complete = None not in abouts or not (self.found or self.snapshots)
+        if wrong or len(uuids) > 1 or not complete:
             raise ResumeError(
                 self.folder,
-                f"is of a run with {known[0]['num_paths']} paths: give nvme_path the same folders in the same order, "
-                f"or remove that run (`offload runs remove {self.name}`)",
+                "is of a run on other paths: give nvme_path the folders that it had, in the same order, or remove it "
+                f"(`offload runs remove {self.name}`)",
             )
-        return str(uuids.pop())
+        return str(uuids.pop()) if uuids and None not in abouts else None
 
     def _read_snapshots(self) -> dict[str, Manifest]:
         found = {}
