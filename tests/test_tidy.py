@@ -21,6 +21,7 @@ FOLDERS_BOTTOM_UP = {
         {"bell", "operation", "segments"},
         {"requests"},
         {"injection"},
+        {"owner_thread"},
         {"python_engine"},
         {"aiofiles_engine", "null", "pyuring", "uring"},
         {"registry"},
