@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from torch import nn
 
@@ -40,6 +40,14 @@ def match_blocks(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
             raise ValueError(f"blocks: {pattern!r} names no module; classes in this model are {', '.join(names)}")
         blocks.update(dict.fromkeys(found))
     return _outermost(blocks, model)
+
+
+def params_outside(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Parameter]:
+    """All parameters of a module that are not in a block inside it; some perhaps twice."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if child not in blocks:
+            yield from params_outside(child, blocks)
 
 
 def _can_be_gathered(module: nn.Module) -> bool:

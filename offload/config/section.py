@@ -170,9 +170,9 @@ class OffloadConfig(Section):
     """When subgroups are updated. `off`: inside `step()`. `forward`: behind it, under the next forward, each before its
     parameters are gathered. `backward`: as soon as a gradient is final, what is left as with `forward`; needs
     `gradient_clipping` 0 and `skip_non_finite: false`. The bits are the same. Left out, it is `forward` for split
-    shards of FSDP2 (what `initialize` makes of `bf16` and `fp16`) with state on NVMe, and `off` for the rest: plain
-    modules, fp32, Muon, CUDA, and where parameters or gradients have a tier of their own. One warning says where it
-    does nothing."""
+    shards of FSDP2 (what `initialize` makes of `bf16` and `fp16`) and plain modules given to
+    `optimizer.overlap_with`, with state on NVMe, and `off` for the rest: other modules, fp32 shards, Muon, CUDA, and
+    where parameters or gradients have a tier of their own. One warning says where it does nothing."""
     skip_non_finite: bool = key(True, "true or false")
     """Skip a step with a gradient that is not finite, and count it. `false`: such a gradient is an error."""
     host_budget: ByteBudget | None = key(None, '"auto", or 4 KiB or more, as "8GiB"', "", "bytes")

@@ -32,9 +32,9 @@ class StateParts(ShardParts):
         """What FSDP2 gathers, as the latest step leaves it; waits for its update.
 
         Raises:
-            SwapIOError, CorruptionError, StateError: see `StateBody.wait_for_update_of`.
+            SwapIOError, CorruptionError, StateError: see `StateBody.wait_for_updates_of`.
         """
-        self.body.wait_for_update_of(self._index)
+        self.body.wait_for_updates_of((self._index,))
         return super().gathered(dtype)
 
     @contextmanager

@@ -44,8 +44,11 @@ def hindrance(store: StateStore, record: ParamRecord) -> str | None:
         return "the parameters are on a CUDA device"
     if store.blocks.exist:
         return "parameters or gradients have a tier of their own (offload_param, offload_gradients)"
-    if not isinstance(parts_of(record.leaf), StateParts):
-        return "its parameters are not shards in parts, which initialize and split_parameters make of 16-bit models"
+    if not isinstance(parts_of(record.leaf), StateParts) and not record.is_awaited:
+        return (
+            "its parameters are neither of a plain module that optimizer.overlap_with(model) was told, nor shards in "
+            "parts, which initialize and split_parameters make of 16-bit models"
+        )
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from nvme_offload.offload._torch_private import compute_on_shards, fsdp_params, gather_by_itself, refuse_conversion
+from nvme_offload.optim.blocks import params_outside
 from nvme_offload.optim.precision.casts import (
     CONTAINERS,
     cast_where_needed,
@@ -209,7 +210,7 @@ class _Grouping:
     def _add(self, unit: nn.Module) -> None:
         """A unit has the policy of its own parameters, or of most that is in it, and one list for each other policy."""
         sizes: dict[MixedPrecisionPolicy, int] = {}
-        for param in dict.fromkeys(self._params(unit)):
+        for param in dict.fromkeys(params_outside(unit, self._blocks)):
             sizes[self._policies[param]] = sizes.get(self._policies[param], 0) + param.numel()
         largest = max(sizes, key=sizes.__getitem__, default=MixedPrecisionPolicy())
         own = next(iter(self._policies_of(unit)), largest)
@@ -223,7 +224,7 @@ class _Grouping:
     ) -> None:
         """Find the largest parts that have one other policy alone; what mixes them by itself is a unit of its own."""
         for child in module.children():
-            policies = {self._policies[param] for param in self._params(child)}
+            policies = {self._policies[param] for param in params_outside(child, self._blocks)}
             if child in self._blocks or policies <= {own}:
                 continue
             if len(policies) == 1 and not isinstance(child, (*CONTAINERS, nn.Sequential)):
@@ -235,13 +236,6 @@ class _Grouping:
 
     def _policies_of(self, module: nn.Module) -> set[MixedPrecisionPolicy]:
         return {self._policies[param] for param in module.parameters(recurse=False)}
-
-    def _params(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """All parameters of a module that are not in a block inside."""
-        yield from module.parameters(recurse=False)
-        for child in module.children():
-            if child not in self._blocks:
-                yield from self._params(child)
 
     def _gather_own_together(self, module: nn.Module) -> None:
         """A module's own parameters are in one group, in the policy of those that are not fp32 beside others."""

@@ -260,5 +260,5 @@ def test_a_schedule_that_does_nothing_is_said_once(tmp_path):
             model(torch.ones(1, 8)).sum().backward()
             adamw.step()
     (about,) = [warning for warning in said if "overlap_step" in str(warning.message)]
-    assert "not shards in parts" in str(about.message)
+    assert "overlap_with(model)" in str(about.message)
     assert about.filename == __file__
