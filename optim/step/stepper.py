@@ -93,7 +93,8 @@ class Stepper:
             SwapIOError, ValueError, KeyboardInterrupt: with one note that says what is done.
         """
         store = self._store
-        store.check_waited_for(index for index in store.not_waited_for if store.table[index].leaf.grad is not None)
+        if not store.has_unfinished_step:
+            store.check_waited_for(index for index in store.not_waited_for if store.table[index].leaf.grad is not None)
         open_ = store.unfinished is not None and store.unfinished.is_open
         with self._meter.stepping(), store.worker.kept_away() if open_ else store.at_rest():
             if store.unfinished is not None and not store.unfinished.is_open:

@@ -329,5 +329,5 @@ def test_a_gradient_that_comes_in_two_parts_is_an_error_with_backward(tmp_path):
     with OffloadAdamW(layer.parameters(), offload=config_of(tmp_path, "backward")) as optimizer:
         optimizer.overlap_with(layer)
         hidden = torch.randn(2, 300, requires_grad=True)
-        with pytest.raises(StateError, match="another gradient after the one that was final"):
+        with pytest.raises(StateError, match=r"another gradient after the one|used once more"):
             checkpointed(layer, checkpointed(layer, hidden)).sum().backward()
