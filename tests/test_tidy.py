@@ -37,7 +37,7 @@ FOLDERS_BOTTOM_UP = {
         {"weights"},
     ),
     "optim": (
-        {"_kernels", "collective", "interrupt", "overlap", "stats", "warn"},
+        {"_kernels", "blocks", "collective", "interrupt", "overlap", "stats", "warn"},
         {"rules"},
         {"layout"},
         {"kernels", "precision", "whole_params"},
