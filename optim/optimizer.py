@@ -373,6 +373,7 @@ class OffloadOptimizer(Optimizer):
             updates_behind=meter.updates_behind,
             updates_in_backward=meter.updates_in_backward,
             overlap_wait_seconds=store.worker.wait_seconds,
+            drive_busy_seconds=self._moved().busy_seconds,
             **store.blocks.stats(),
         )
 

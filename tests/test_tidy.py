@@ -36,7 +36,8 @@ FOLDERS_BOTTOM_UP = {
         {"weights"},
     ),
     "optim": (
-        {"_kernels", "collective", "interrupt", "overlap", "stats", "warn"},
+        {"_kernels", "collective", "interrupt", "metrics", "overlap", "warn"},
+        {"stats"},
         {"rules"},
         {"layout"},
         {"kernels", "precision", "whole_params"},
