@@ -18,6 +18,7 @@ from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.optim.groups import check_group, new_params
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
+from nvme_offload.optim.run_record import RunRecord, said
 from nvme_offload.optim.state.entries import fresh_entry_of, prepare_entries, read_entries, write_entries
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.view import StateView
@@ -69,6 +70,7 @@ class OffloadOptimizer(Optimizer):
         self.store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
         """The state itself, for those who save, load and fill it: see `StateBody`."""
         self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group)
+        self._record = RunRecord(self.store.run_directory, self.config.run_log)
         self._complete = False
         try:
             super().__init__(params, defaults)
@@ -156,6 +158,7 @@ class OffloadOptimizer(Optimizer):
             self.__dict__.pop("found_inf", None)
             raise
         self._meter.end_iteration(self._moved())
+        self._record.note(self._said)
         return loss
 
     def try_step(self, loss_scale: float | None = None) -> bool:
@@ -270,6 +273,7 @@ class OffloadOptimizer(Optimizer):
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files. Idempotent. No-op in a forked child."""
+        self._record.close(self._said)
         self.store.close()
 
     def __enter__(self) -> Self:
@@ -376,6 +380,9 @@ class OffloadOptimizer(Optimizer):
             drive_busy_seconds=self._moved().busy_seconds,
             **store.blocks.stats(),
         )
+
+    def _said(self) -> dict[str, Any]:
+        return said(type(self).__name__, self.stats(), self.tier_plan, self.config)
 
     @property
     def tier_plan(self) -> TierPlan:

@@ -38,7 +38,7 @@ FOLDERS_BOTTOM_UP = {
     "optim": (
         {"_kernels", "collective", "interrupt", "metrics", "overlap", "warn"},
         {"stats"},
-        {"rules"},
+        {"rules", "run_record"},
         {"layout"},
         {"kernels", "precision", "whole_params"},
         {"tiers", "tiles"},
@@ -52,7 +52,7 @@ FOLDERS_BOTTOM_UP = {
     "perf": (
         {"measure"},
         {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
-        {"cli", "hidden_step"},
+        {"cli", "hidden_step", "top"},
     ),
 }
 """The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""
