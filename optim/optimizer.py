@@ -19,6 +19,7 @@ from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.optim.groups import check_group, new_params
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
+from nvme_offload.optim.run_record import RunRecord, said
 from nvme_offload.optim.state.entries import fresh_entry_of, prepare_entries, read_entries, write_entries
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.view import StateView
@@ -72,6 +73,7 @@ class OffloadOptimizer(Optimizer):
         """The state itself, for those who save, load and fill it: see `StateBody`."""
         self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group)
         self._plain_modules = PlainModules(self.store)
+        self._record = RunRecord(self.store.run_directory, self.config.run_log)
         self._complete = False
         try:
             super().__init__(params, defaults)
@@ -159,6 +161,7 @@ class OffloadOptimizer(Optimizer):
             self.__dict__.pop("found_inf", None)
             raise
         self._meter.end_iteration(self._moved())
+        self._record.note(self._said)
         return loss
 
     def try_step(self, loss_scale: float | None = None) -> bool:
@@ -297,6 +300,7 @@ class OffloadOptimizer(Optimizer):
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files. Idempotent. No-op in a forked child."""
+        self._record.close(self._said)
         self.store.close()
 
     def __enter__(self) -> Self:
@@ -400,8 +404,12 @@ class OffloadOptimizer(Optimizer):
             updates_behind=meter.updates_behind,
             updates_in_backward=meter.updates_in_backward,
             overlap_wait_seconds=store.worker.wait_seconds,
+            drive_busy_seconds=self._moved().busy_seconds,
             **store.blocks.stats(),
         )
+
+    def _said(self) -> dict[str, Any]:
+        return said(type(self).__name__, self.stats(), self.tier_plan, self.config)
 
     @property
     def tier_plan(self) -> TierPlan:

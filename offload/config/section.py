@@ -27,6 +27,7 @@ from nvme_offload.offload.config.optimizer import OptimizerConfig
 from nvme_offload.offload.config.reader import WRAPPER, is_wrapped, parse_file, read
 from nvme_offload.offload.config.tiers import (
     NEEDS_NVME,
+    FilePath,
     OffloadGradientsConfig,
     OffloadParamConfig,
     PathTuple,
@@ -204,6 +205,10 @@ class OffloadConfig(Section):
     """Modules that stay fp32 in a `bf16` or `fp16` model, with all that is in them: shell patterns of qualified names,
     of modules or parameters, or of class names, alone or with the package that they are imported from, as
     `torch.nn.LayerNorm`. Parameters that came in fp32 in a model that also has 16-bit ones stay fp32 without it."""
+    run_log: FilePath | None = key(None, "a path")
+    """A file to which the optimizer appends what it does, a line of JSON at most every second, for `offload top` and
+    `offload report` while it runs and afterwards. Ranks after the first write beside it, as `run.rank1.jsonl`. Made if
+    it is missing; that it cannot be written is said once and stops nothing."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer that `initialize` makes."""
     scheduler: SchedulerConfig | None = None
