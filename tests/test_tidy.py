@@ -53,7 +53,7 @@ FOLDERS_BOTTOM_UP = {
     "perf": (
         {"measure"},
         {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
-        {"cli", "hidden_step", "top"},
+        {"cli", "compare", "hidden_step", "top"},
     ),
 }
 """The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""
