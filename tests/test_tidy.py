@@ -26,7 +26,7 @@ FOLDERS_BOTTOM_UP = {
         {"registry"},
     ),
     "offload": (
-        {"_torch_private", "durable", "units"},
+        {"_torch_private", "durable", "progress", "units"},
         {"errors"},
         {"host"},
         {"config"},
