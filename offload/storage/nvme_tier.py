@@ -61,6 +61,7 @@ class NvmeTier:
     Args:
         config: the sections `aio` and `zero_optimization.offload_optimizer.nvme_path` are used.
         paths: other folders than that.
+        space: instead of swap space of its own; it belongs to the tier from here on.
         faults: failures to inject, for tests.
 
     Raises:
@@ -69,7 +70,12 @@ class NvmeTier:
     """
 
     def __init__(
-        self, config: OffloadConfig, *, paths: Sequence[Path] | None = None, faults: FaultSpec | None = None
+        self,
+        config: OffloadConfig,
+        *,
+        paths: Sequence[Path] | None = None,
+        space: SwapSpace | None = None,
+        faults: FaultSpec | None = None,
     ) -> None:
         aio = config.aio
         self._owner_pid = os.getpid()
@@ -77,7 +83,7 @@ class NvmeTier:
         self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
         self._under_way: set[_Flight] = set()
         self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
-        self.space = SwapSpace(paths or config.nvme_paths, weights=aio.path_weights, direct=aio.direct)
+        self.space = space or SwapSpace(paths or config.nvme_paths, weights=aio.path_weights, direct=aio.direct)
         try:
             options = EngineOptions(
                 queue_depth=aio.queue_depth,

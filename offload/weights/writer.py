@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.offload.durable import make_folder, sync_file, sync_folder
 from nvme_offload.offload.progress import progress
 from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.offload.sync import make_folder, sync_file, sync_folder
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.weights.reader import DIGEST, DTYPES, INDEX_FILE, SINGLE_FILE
 from nvme_offload.offload.weights.staging import WEIGHT_FILE, Staging

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from nvme_offload.offload.durable import sync_file, sync_folder
 from nvme_offload.offload.errors import CheckpointError, StateError
+from nvme_offload.offload.sync import sync_file, sync_folder
 
 LATEST = "latest"
 MANIFEST = "manifest.json"

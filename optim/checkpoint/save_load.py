@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_items
 from torch.distributed.checkpoint.state_dict_saver import save as save_items
 
-from nvme_offload.offload.durable import make_folder
 from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError, StateError, SwapIOError
 from nvme_offload.offload.progress import progress
+from nvme_offload.offload.sync import make_folder
 from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint.contents import (
     Contents,
