@@ -27,7 +27,7 @@ FOLDERS_BOTTOM_UP = {
         {"registry"},
     ),
     "offload": (
-        {"_torch_private", "sync", "units"},
+        {"_torch_private", "progress", "sync", "units"},
         {"errors"},
         {"host"},
         {"config"},

@@ -12,6 +12,7 @@ import torch
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.shards.param_tier import TieredShard
 from nvme_offload.offload.storage.host_tier import HostTier
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
@@ -234,7 +235,7 @@ class StateStore(StateBody):
         ]
         if not order:
             return  # in particular where nothing is new: a step does not wait for the writes of the one before
-        for position, slot in enumerate(order):
+        for position, slot in enumerate(tracked("placing the state", order, lambda slot: slot.size_bytes)):
             self.pipeline.acquire(order, position)
             self.pipeline.will_change(slot)
             self.pipeline.release(slot)
