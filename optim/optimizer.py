@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from nvme_offload.offload._torch_private import not_compiled, running_last_before_load, state_dict_hooks
@@ -18,10 +19,12 @@ from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.optim.groups import check_group, new_params
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
+from nvme_offload.optim.run_record import RunRecord, said
 from nvme_offload.optim.state.entries import fresh_entry_of, prepare_entries, read_entries, write_entries
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.view import StateView
 from nvme_offload.optim.stats import Meter, Moved, OptimizerStats, Span
+from nvme_offload.optim.step.plain_modules import PlainModules
 from nvme_offload.optim.step.stepper import Stepper
 from nvme_offload.optim.tiers.parts import split_shard
 from nvme_offload.optim.warn import warn_user
@@ -69,6 +72,8 @@ class OffloadOptimizer(Optimizer):
         self.store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
         """The state itself, for those who save, load and fill it: see `StateBody`."""
         self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group)
+        self._plain_modules = PlainModules(self.store)
+        self._record = RunRecord(self.store.run_directory, self.config.run_log)
         self._complete = False
         try:
             super().__init__(params, defaults)
@@ -156,6 +161,7 @@ class OffloadOptimizer(Optimizer):
             self.__dict__.pop("found_inf", None)
             raise
         self._meter.end_iteration(self._moved())
+        self._record.note(self._said)
         return loss
 
     def try_step(self, loss_scale: float | None = None) -> bool:
@@ -204,6 +210,30 @@ class OffloadOptimizer(Optimizer):
         backward is taken for the last, where ``gradient_accumulation_steps`` of the section is 1 or left out, or none.
         """
         self._stepper.expect_step(after_next_backward)
+
+    def overlap_with(self, model: nn.Module, blocks: Iterable[str] | None = None) -> None:
+        """Let the updates of a plain module's parameters overlap with its passes, as ``overlap_step`` says.
+
+        From then on `step` may return before they are updated, and every forward waits for what it uses; so do
+        ``model.state_dict()``, ``model.load_state_dict()`` and pickling the model. Whoever reads or sets parameters in
+        another way (``p.data``, ``p.add_``, averages of weights, ``copy.deepcopy``) calls `synchronize` before that.
+
+        Not with ``overlap_step = "off"``, and not for what is updated inside `step` in any case: parameters on a CUDA
+        device, whole ones of a rule, and shards of FSDP, which are gathered before the forward that uses them.
+
+        Args:
+            model: any module with some of the parameters. Call this before ``torch.compile``; calling it once more
+                takes back what the call before did.
+            blocks: class names or qualified names of modules that wait for their own parameters, each when it is
+                called; nothing outside them may use these. By default the repeated layers. For all other parameters
+                the model waits when it is called.
+
+        Raises:
+            ValueError: no parameter in `model` is the optimizer's, a block names nothing, or a module is compiled.
+        """
+        with self.store.at_rest():
+            if self.config.overlap_step != "off":
+                self._plain_modules.watch(model, blocks)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or with ``set_to_none=False`` make them zero, wherever they are.
@@ -270,6 +300,7 @@ class OffloadOptimizer(Optimizer):
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files. Idempotent. No-op in a forked child."""
+        self._record.close(self._said)
         self.store.close()
 
     def __enter__(self) -> Self:
@@ -373,8 +404,12 @@ class OffloadOptimizer(Optimizer):
             updates_behind=meter.updates_behind,
             updates_in_backward=meter.updates_in_backward,
             overlap_wait_seconds=store.worker.wait_seconds,
+            drive_busy_seconds=self._moved().busy_seconds,
             **store.blocks.stats(),
         )
+
+    def _said(self) -> dict[str, Any]:
+        return said(type(self).__name__, self.stats(), self.tier_plan, self.config)
 
     @property
     def tier_plan(self) -> TierPlan:

@@ -21,6 +21,7 @@ FOLDERS_BOTTOM_UP = {
         {"bell", "operation", "segments"},
         {"requests"},
         {"injection"},
+        {"owner_thread"},
         {"python_engine"},
         {"aiofiles_engine", "null", "pyuring", "uring"},
         {"registry"},
@@ -36,8 +37,9 @@ FOLDERS_BOTTOM_UP = {
         {"weights"},
     ),
     "optim": (
-        {"_kernels", "collective", "interrupt", "overlap", "stats", "warn"},
-        {"rules"},
+        {"_kernels", "blocks", "collective", "interrupt", "metrics", "overlap", "warn"},
+        {"stats"},
+        {"rules", "run_record"},
         {"layout"},
         {"kernels", "precision", "whole_params"},
         {"tiers", "tiles"},
@@ -51,7 +53,7 @@ FOLDERS_BOTTOM_UP = {
     "perf": (
         {"measure"},
         {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
-        {"cli", "hidden_step"},
+        {"cli", "hidden_step", "top"},
     ),
 }
 """The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""

@@ -85,6 +85,11 @@ class SwapSpace:
             raise
 
     @property
+    def directory(self) -> Path:
+        """The run directory on the first path."""
+        return self._directories[0].path
+
+    @property
     def fds(self) -> list[int]:
         """Open file descriptors, one per path."""
         return [file.fd for file in self._files]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -172,6 +173,11 @@ class StateStore(StateBody):
         for slot in slots:
             if slot.tier is not None and slot.extent is not None:
                 slot.tier.free(slot.extent)
+
+    @property
+    def run_directory(self) -> Path | None:
+        """Where the swap file of the state is; None where no state is on NVMe."""
+        return self.tier.space.directory if self.tier is not None else None
 
     @property
     def staging_bytes(self) -> int:

@@ -18,6 +18,7 @@ from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
+from nvme_offload.optim.blocks import find_blocks, match_blocks
 from nvme_offload.optim.layout.flat import storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 from nvme_offload.optim.optimizer import OffloadOptimizer
@@ -36,7 +37,7 @@ from nvme_offload.optim.zero.meshes import (
 )
 from nvme_offload.optim.zero.schedulers import scheduler_of
 from nvme_offload.optim.zero.section_checks import check_supported, completed_for
-from nvme_offload.optim.zero.sharding import default_mesh, find_blocks, match_blocks, shard_with_precision
+from nvme_offload.optim.zero.sharding import default_mesh, shard_with_precision
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 OptimizerFactory = Callable[..., OffloadOptimizer]
