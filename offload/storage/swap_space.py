@@ -106,6 +106,18 @@ class SwapSpace:
                 raise
         return extents
 
+    def check_room(self, sizes: Sequence[int]) -> None:
+        """Look whether `allocate_all` of these sizes would find space now; takes none.
+
+        Raises:
+            OutOfSpaceError: names the path that is full and all the bytes needed there.
+        """
+        with self._lock:
+            self._free_lost()
+            shares = [self._split(size) for size in sizes]
+            for number, file in enumerate(self._files):
+                file.check_room(sum(share[number] for share in shares))
+
     def _take(self, size_bytes: int) -> Extent:
         """An extent that is free again when nobody has it any more.
 
