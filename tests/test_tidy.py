@@ -45,7 +45,7 @@ FOLDERS_BOTTOM_UP = {
         {"tiers", "tiles"},
         {"grad_norm", "state"},
         {"birth", "full_values", "groups"},
-        {"step"},
+        {"state_dict", "step"},
         {"optimizer"},
         {"adagrad", "adam", "adamw", "checkpoint", "lion", "muon", "optimizers", "sgd"},
         {"zero"},

@@ -129,6 +129,14 @@ class NvmeTier:
         """
         return self.space.allocate_all(sizes)
 
+    def check_room(self, sizes: Sequence[int]) -> None:
+        """Look whether `reserve` would find the space now; takes none.
+
+        Raises:
+            OutOfSpaceError: names the path that is full and all the bytes needed there.
+        """
+        self.space.check_room(sizes)
+
     def free(self, extent: Extent) -> None:
         """Give an extent back. Its bytes may be handed out again at once."""
         self.space.free(extent)
