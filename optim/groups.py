@@ -38,6 +38,26 @@ def check_group(
             )
 
 
+def check_torch_arguments(rule: UpdateRule, arguments: Mapping[str, Any], owner: str) -> None:
+    """Check arguments that torch's optimizer has and ours does not name.
+
+    ``fused`` and ``foreach`` choose among torch's implementations; there is one here, so either value will do.
+
+    Args:
+        rule: the optimizer's.
+        arguments: by name.
+        owner: the optimizer's name.
+
+    Raises:
+        TypeError: one asks for what is not supported, or torch has no such argument either.
+    """
+    for name, value in arguments.items():
+        if name not in ("fused", "foreach", *rule.refused):
+            raise TypeError(f"{owner} has no argument {name!r}")
+        if value and name in rule.refused:
+            raise TypeError(f"{owner}: {name} = {value!r} is not supported; leave it out")
+
+
 def new_params(rule: UpdateRule, group: Mapping[str, Any], number: int, table: ParamTable) -> dict[torch.Tensor, str]:
     """Parameters of a group that the optimizer does not know yet, with their names for messages.
 

@@ -17,7 +17,8 @@ from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
-from nvme_offload.optim.groups import check_group, new_params
+from nvme_offload.optim.durable.methods import DurableMethods
+from nvme_offload.optim.groups import check_group, check_torch_arguments, new_params
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
 from nvme_offload.optim.run_record import RunRecord, said
 from nvme_offload.optim.state.entries import fresh_entry_of, prepare_entries, read_entries, write_entries
@@ -30,7 +31,7 @@ from nvme_offload.optim.tiers.parts import split_shard
 from nvme_offload.optim.warn import warn_user
 
 
-class OffloadOptimizer(Optimizer):
+class OffloadOptimizer(DurableMethods, Optimizer):
     """An optimizer with its state on NVMe or in host memory; a subclass names its rule and torch's arguments.
 
     Args:
@@ -64,14 +65,15 @@ class OffloadOptimizer(Optimizer):
         norm_group: dist.ProcessGroup | None = None,
         torch_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        self._check_torch_arguments(torch_arguments or {})
+        check_torch_arguments(self.rule, torch_arguments or {}, type(self).__name__)
         self.config = OffloadConfig.of(offload)
         if unread := unread_text(self.config, type(self).__name__, BY_OPTIMIZER):
             warn_user(unread, ConfigWarning)
         self._meter = Meter()
         self.store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
         """The state itself, for those who save, load and fill it: see `StateBody`."""
-        self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group)
+        self._take_on_durable(self.store, norm_group)
+        self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group, self._commits)
         self._plain_modules = PlainModules(self.store)
         self._record = RunRecord(self.store.run_directory, self.config.run_log)
         self._complete = False
@@ -161,6 +163,7 @@ class OffloadOptimizer(Optimizer):
             self.__dict__.pop("found_inf", None)
             raise
         self._meter.end_iteration(self._moved())
+        self._commit_step()
         self._record.note(self._said)
         return loss
 
@@ -284,6 +287,7 @@ class OffloadOptimizer(Optimizer):
             if (unfinished := self.store.unfinished) is None:
                 raise StateError(type(self).__name__, "a step that stopped halfway", "no such step")
             self._stepper.finish(unfinished)
+        self._commit_step()
 
     def synchronize(self) -> None:
         """Wait for the updates, writes and reads that still run behind the latest step.
@@ -299,7 +303,11 @@ class OffloadOptimizer(Optimizer):
             self.store.blocks.synchronize()
 
     def close(self) -> None:
-        """Wait for what is under way, free the memory, delete the swap files. Idempotent. No-op in a forked child."""
+        """Wait for what is under way, free the memory, delete the swap files. Idempotent. No-op in a forked child.
+
+        The files of a durable run stay, with its latest step committed.
+        """
+        self._end_commits()
         self._record.close(self._said)
         self.store.close()
 
@@ -404,6 +412,7 @@ class OffloadOptimizer(Optimizer):
             updates_behind=meter.updates_behind,
             updates_in_backward=meter.updates_in_backward,
             overlap_wait_seconds=store.worker.wait_seconds,
+            **self._commit_stats,
             drive_busy_seconds=self._moved().busy_seconds,
             **store.blocks.stats(),
         )
@@ -454,21 +463,6 @@ class OffloadOptimizer(Optimizer):
         """
         records = [self.store.table.of(param) for param in self.param_groups[number]["params"]]
         check_group(self.rule, group, number, records, type(self).__name__)
-
-    def _check_torch_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Check arguments that torch's optimizer has and this one does not name.
-
-        ``fused`` and ``foreach`` choose among torch's implementations; there is one here, so either value will do.
-
-        Raises:
-            TypeError: it asks for what is not supported, or torch has no such argument either.
-        """
-        own = type(self).__name__
-        for name, value in arguments.items():
-            if name not in ("fused", "foreach", *self.rule.refused):
-                raise TypeError(f"{own} has no argument {name!r}")
-            if value and name in self.rule.refused:
-                raise TypeError(f"{own}: {name} = {value!r} is not supported; leave it out")
 
     def _match_state(self, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """The entries of a state dict by parameter index.
