@@ -21,12 +21,13 @@ FOLDERS_BOTTOM_UP = {
         {"bell", "operation", "segments"},
         {"requests"},
         {"injection"},
+        {"owner_thread"},
         {"python_engine"},
         {"aiofiles_engine", "null", "pyuring", "uring"},
         {"registry"},
     ),
     "offload": (
-        {"_torch_private", "sync", "units"},
+        {"_torch_private", "progress", "sync", "units"},
         {"errors"},
         {"host"},
         {"config"},
@@ -36,14 +37,15 @@ FOLDERS_BOTTOM_UP = {
         {"weights"},
     ),
     "optim": (
-        {"_kernels", "collective", "interrupt", "overlap", "stats", "warn"},
-        {"rules"},
+        {"_kernels", "blocks", "collective", "interrupt", "metrics", "overlap", "warn"},
+        {"stats"},
+        {"rules", "run_record"},
         {"layout"},
         {"kernels", "precision", "whole_params"},
         {"tiers", "tiles"},
         {"grad_norm", "state"},
         {"birth", "full_values", "groups"},
-        {"step"},
+        {"state_dict", "step"},
         {"optimizer"},
         {"adagrad", "adam", "adamw", "checkpoint", "lion", "muon", "optimizers", "sgd"},
         {"zero"},
@@ -51,7 +53,7 @@ FOLDERS_BOTTOM_UP = {
     "perf": (
         {"measure"},
         {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
-        {"cli", "hidden_step"},
+        {"cli", "compare", "hidden_step", "top"},
     ),
 }
 """The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""

@@ -128,7 +128,7 @@ _REFUSED = """\
 _TABLE = """\
 | Key | Type | Unit | Range | Default | In DeepSpeed | Meaning |
 |---|---|---|---|---|---|---|"""
-_TYPES = {"integer": "whole number", "number": "number", "boolean": "true or false"}
+_TYPES = {"string": "path", "integer": "whole number", "number": "number", "boolean": "true or false"}
 
 
 def json_schema() -> dict[str, Any]:

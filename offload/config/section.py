@@ -27,6 +27,7 @@ from nvme_offload.offload.config.optimizer import OptimizerConfig
 from nvme_offload.offload.config.reader import WRAPPER, is_wrapped, parse_file, read
 from nvme_offload.offload.config.tiers import (
     NEEDS_NVME,
+    FilePath,
     OffloadGradientsConfig,
     OffloadParamConfig,
     PathTuple,
@@ -169,10 +170,10 @@ class OffloadConfig(Section):
     overlap_step: Literal["off", "forward", "backward"] | None = key(None, "one of these")
     """When subgroups are updated. `off`: inside `step()`. `forward`: behind it, under the next forward, each before its
     parameters are gathered. `backward`: as soon as a gradient is final, what is left as with `forward`; needs
-    `gradient_clipping` 0 and `skip_non_finite: false`. The bits are the same. Left out, it is `forward` for split
-    shards of FSDP2 (what `initialize` makes of `bf16` and `fp16`) with state on NVMe, and `off` for the rest: plain
-    modules, fp32, Muon, CUDA, and where parameters or gradients have a tier of their own. One warning says where it
-    does nothing."""
+    `gradient_clipping` 0 and `skip_non_finite: false`. The bits are the same. Left out, it is `forward` for shards
+    in parts of FSDP2 (what `initialize` makes of all) and plain modules given to `optimizer.overlap_with`, with state
+    on NVMe, and `off` for the rest: other modules, Muon, CUDA, and where parameters or gradients have a tier of their
+    own. One warning says where it does nothing."""
     skip_non_finite: bool = key(True, "true or false")
     """Skip a step with a gradient that is not finite, and count it. `false`: such a gradient is an error."""
     host_budget: ByteBudget | None = key(None, '"auto", or 4 KiB or more, as "8GiB"', "", "bytes")
@@ -204,6 +205,10 @@ class OffloadConfig(Section):
     """Modules that stay fp32 in a `bf16` or `fp16` model, with all that is in them: shell patterns of qualified names,
     of modules or parameters, or of class names, alone or with the package that they are imported from, as
     `torch.nn.LayerNorm`. Parameters that came in fp32 in a model that also has 16-bit ones stay fp32 without it."""
+    run_log: FilePath | None = key(None, "a path")
+    """A file to which the optimizer appends what it does, a line of JSON at most every second, for `offload top` and
+    `offload report` while it runs and afterwards. Ranks after the first write beside it, as `run.rank1.jsonl`. Made if
+    it is missing; that it cannot be written is said once and stops nothing."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer that `initialize` makes."""
     scheduler: SchedulerConfig | None = None
@@ -240,6 +245,13 @@ class OffloadConfig(Section):
     def has_block_tiers(self) -> bool:
         """Whether parameters or gradients go to NVMe, in blocks."""
         return "nvme" in (self.zero_optimization.offload_param.device, self.offload_gradients.device)
+
+    @property
+    def hides_steps(self) -> bool:
+        """Whether updates go on behind a step, as far as who reads the parameters can wait for them."""
+        if self.overlap_step is None:
+            return self.zero_optimization.offload_optimizer.device == "nvme"
+        return self.overlap_step != "off"
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """Complete the three batch keys for a number of data-parallel ranks.

@@ -23,8 +23,11 @@ PREFIX = "nvme-offload-"
 LOCK_NAME = "lock"
 SWAP_NAME = "swap"
 FIO_NAME = "fio"
-FILE_NAMES = (SWAP_NAME, FIO_NAME, LOCK_NAME)
-"""All that is ever put into a run directory: the swap file, or the file of a comparison with fio, and the lock."""
+RECORD_NAME = "record.json"
+RECORD_NAME_NEW = "record.json.new"
+FILE_NAMES = (SWAP_NAME, FIO_NAME, RECORD_NAME, RECORD_NAME_NEW, LOCK_NAME)
+"""All that is ever put into a run directory: the swap file, or the file of a comparison with fio, what the run says of
+itself, and the lock."""
 
 _UNLOCKED = "."
 """Prefix of the name of a directory that has no lock yet."""

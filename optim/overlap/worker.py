@@ -44,7 +44,8 @@ class Job(Protocol):
 class Worker:
     """One job at a time, done in a thread that is started when it is first needed.
 
-    The thread keeps nothing alive while it sleeps, and ends when its owner is gone, at the latest with the interpreter.
+    The thread keeps nothing alive while it has no job, and ends when its owner is gone, at the latest with the
+    interpreter.
 
     Args:
         counted: entered for the time that somebody waits.
@@ -160,7 +161,8 @@ def _work(of: weakref.ref[Worker], bell: Bell, end: threading.Event) -> None:
             if worker is None:
                 return
             more, idle = worker.turn(), worker.is_idle
-            del worker
+            if worker.job is None:  # else what it updates must not go before it is updated
+                del worker
             if not more and not end.is_set():
                 bell.wait(None if idle else _LOOK_AGAIN_SECONDS)
 

@@ -174,7 +174,15 @@ class UnfinishedStep:
             StateError: one has changed.
         """
         grads = self.inputs.grads if self.inputs is not None else {}
-        if any(index in grads and _version(grads[index]) != self._versions[index] for index in indices):
+        self.check_same({index: grads[index] for index in indices if index in grads})
+
+    def check_same(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """Check that gradients, by index, are those that the step began with, also where it is done with them.
+
+        Raises:
+            StateError: one has changed.
+        """
+        if any(_version(grad) != self._versions.get(index, _version(grad)) for index, grad in grads.items()):
             raise StateError(
                 self._owner,
                 "gradients as they were when the step began",

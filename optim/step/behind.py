@@ -30,10 +30,7 @@ def forward_order(slots: Sequence[SlotRecord], ranks: Mapping[int, int]) -> list
 
 def waits_for_updates(store: StateStore, record: ParamRecord) -> bool:
     """Whether whoever reads this parameter finds it updated, also where the update is done behind a step."""
-    config = store.config
-    moves = config.zero_optimization.offload_optimizer.device == "nvme"
-    wanted = moves if config.overlap_step is None else config.overlap_step != "off"
-    return wanted and hindrance(store, record) is None
+    return store.config.hides_steps and hindrance(store, record) is None
 
 
 def hindrance(store: StateStore, record: ParamRecord) -> str | None:
@@ -44,8 +41,11 @@ def hindrance(store: StateStore, record: ParamRecord) -> str | None:
         return "the parameters are on a CUDA device"
     if store.blocks.exist:
         return "parameters or gradients have a tier of their own (offload_param, offload_gradients)"
-    if not isinstance(parts_of(record.leaf), StateParts):
-        return "its parameters are not shards in parts, which initialize and split_parameters make of 16-bit models"
+    if not isinstance(parts_of(record.leaf), StateParts) and not record.is_awaited:
+        return (
+            "its parameters are neither of a plain module that optimizer.overlap_with(model) was told, nor shards in "
+            "parts, which initialize and split_parameters make"
+        )
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from nvme_offload.offload.config.section import OffloadConfig
@@ -88,10 +89,12 @@ class Stepper:
                 skipped draws a warning.
 
         Raises:
-            StateError: the step before stopped halfway.
+            StateError: the step before stopped halfway, or a gradient comes of weights that were perhaps old.
             SwapIOError, ValueError, KeyboardInterrupt: with one note that says what is done.
         """
         store = self._store
+        if not store.has_unfinished_step:
+            store.check_waited_for(index for index in store.not_waited_for if store.table[index].leaf.grad is not None)
         open_ = store.unfinished is not None and store.unfinished.is_open
         with self._meter.stepping(), store.worker.kept_away() if open_ else store.at_rest():
             if store.unfinished is not None and not store.unfinished.is_open:
@@ -118,11 +121,14 @@ class Stepper:
         grads = self._collect_grads(groups)
         if not grads and self._norm_group is None:
             return
+        was_settled = store.is_settled
         store.ensure_placed([store.table[index] for index in grads])
+        if not was_settled:
+            self.watch(groups)
         grad_scale = self._grad_scale(grads, loss_scale, found_inf)
         if not grads or grad_scale is None:
             return
-        begun = self._begun(groups, grad_scale)
+        begun = self._begun(groups, grads, grad_scale)
         scalars = scalars_of(store, self._rule, groups, grads, grad_scale)
         rest = {index: grad for index, grad in grads.items() if begun is None or index not in begun.begun}
         known = begun.order if begun is not None else []
@@ -147,13 +153,15 @@ class Stepper:
         store.worker.raise_failure()
         self._go_on(step, inputs, len(inside), interrupt)
 
-    def _begun(self, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> UnfinishedStep | None:
+    def _begun(
+        self, groups: Sequence[Mapping[str, Any]], grads: Mapping[int, torch.Tensor], grad_scale: float
+    ) -> UnfinishedStep | None:
         """What has been updated in backward; None where nothing has.
 
         Raises:
             StateError: it would not be what this step does.
         """
-        return self.final.begun(groups, grad_scale) if self.final is not None else None
+        return self.final.begun(groups, grads, grad_scale) if self.final is not None else None
 
     def finish(self, step: UnfinishedStep) -> None:
         """Complete a step that stopped halfway.
@@ -327,7 +335,11 @@ class Stepper:
 
     def _leave_to_worker(self, step: UnfinishedStep, inputs: StepInputs) -> None:
         """End the step here: what is left of it goes on behind it, and whoever needs it waits."""
-        worker = self._store.worker
+        worker, table = self._store.worker, self._store.table
+        # As updates inside the step do, each for itself: a graph from before it must not use either weights unnoticed.
+        increment_version([table[index].leaf for index in inputs.grads])
+        pending = {run.param for slot in step.pending for run in slot.subgroup.runs}
+        self._store.not_waited_for = {index for index in pending if table[index].is_awaited}
         job = UpdatesBehind(self._store, self._meter, step, inputs, self._following(step))
         # No call in between: a signal handler sees a step that stopped, or one that is taken.
         step.behind = True

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nvme_offload.optim.zero.sharding import find_blocks
+from nvme_offload.optim.blocks import find_blocks
 
 
 class ShapeError(ValueError):

@@ -3,8 +3,9 @@ import torch
 from torch import nn
 
 from nvme_offload import OffloadConfig
+from nvme_offload.optim.blocks import find_blocks, match_blocks
 from nvme_offload.optim.precision.plan import PrecisionPlan
-from nvme_offload.optim.zero.sharding import _Grouping, find_blocks, match_blocks
+from nvme_offload.optim.zero.sharding import _Grouping
 
 
 class Layer(nn.Module):
