@@ -140,7 +140,7 @@ class DurableRun:
     # Manifests.
 
     def adopt(self, manifest: Manifest, layouts: Sequence[ExtentLayout]) -> None:
-        """Go on from a committed step: what was committed after it is destroyed, for good, when this returns.
+        """Go on from a committed step: what was committed after it, or is not whole, is destroyed when this returns.
 
         Nothing of the state is read. What is written from here on spares what this manifest refers to.
 
@@ -153,17 +153,15 @@ class DurableRun:
             OutOfSpaceError: there is no room to write in. Either way nothing has changed.
             SwapIOError: the drive does not take it.
         """
-        self.extents.adopt(manifest.tables[TABLE], layouts, where=str(self.folder))
         held = self._files.newest_first()
-        if all(other.sequence != manifest.sequence for other in held):  # a snapshot: first it is the newest, then alone
-            manifest = replace(manifest, sequence=self.extents.sequence)
-            self._files.write(manifest)
+        is_held = any(other.sequence == manifest.sequence for other in held)
+        gone = [other for other in held if not is_held or other.sequence > manifest.sequence]
+        gone += [other for other in held if other not in gone and self.extents.written_over(other.tables[TABLE])]
+        self.extents.adopt(manifest.tables[TABLE], layouts, where=str(self.folder))
+        if not is_held:  # a snapshot: first it is the newest, then it is alone
+            self._files.write(replace(manifest, sequence=self.extents.sequence))
             self.extents.sequence += 1
-            held = [other for other in self._files.newest_first() if other.sequence != manifest.sequence]
-            newer = held
-        else:
-            newer = [other for other in held if other.sequence > manifest.sequence]
-        for other in newer:
+        for other in gone:
             self._files.destroy(other)
         self.found = []
 

@@ -102,6 +102,8 @@ class Commits:
             ValueError: something cannot be committed; names it. The step is done, and the next one can be.
         """
         self.step = step
+        if not self.store.is_settled:  # nothing has had a gradient so far
+            return
         try:
             with torch.no_grad():
                 self._prepare()

@@ -43,6 +43,10 @@ class DurableMethods:
         """See `OffloadOptimizer.check_group`."""
         raise NotImplementedError
 
+    def place(self) -> None:
+        """See `OffloadOptimizer.place`."""
+        raise NotImplementedError
+
     @property
     def commits(self) -> Commits:
         """The commits of the durable run, for a training engine.
@@ -127,4 +131,6 @@ class DurableMethods:
         Raises:
             StateError: the section does not say ``durable``.
         """
-        return Resumption(self.commits, self.param_groups, self.check_group)
+        commits = self.commits
+        self.place()
+        return Resumption(commits, self.param_groups, self.check_group)

@@ -92,8 +92,7 @@ def initialize(
     check_not_sharded(model, roles)
     check_same_on_ranks(mesh, roles, config, model)
     config = completed_for(config, roles.num_data_parallel_ranks)
-    make_optimizer = optimizer or partial(optimizer_class(config.optimizer.kind), **config.optimizer.hyperparameters)
-    rule = _rule_of(optimizer) if optimizer else rule_of(config.optimizer)
+    make_optimizer, rule = _optimizer_of(config, optimizer)
     plan = PrecisionPlan.of(config, model, dtypes_of_stages(model, roles), rule)
     check_blocks_fit(config, model, chosen, roles.data_parallel, plan, rule)
     shard_with_precision(
@@ -106,6 +105,7 @@ def initialize(
     )
     made = make_optimizer(_params_of(model), offload=part_for_optimizer(config), norm_group=roles.pipeline_group)
     try:
+        made.place()
         if birth is not None:
             birth.fill(made.store, chosen, roles.data_parallel)
         scheduler = _checked(lr_scheduler(made)) if lr_scheduler else scheduler_of(config, made)
@@ -128,6 +128,14 @@ def _mesh_for(config: OffloadConfig, mesh: DeviceMesh) -> DeviceMesh:
 def _params_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that the optimizer gets: frozen ones too, as in torch; those have no state before a gradient."""
     return [param for param in model.parameters() if param.requires_grad or storage_of(param).dtype in FORM_OF_DTYPE]
+
+
+def _optimizer_of(config: OffloadConfig, optimizer: OptimizerFactory | None) -> tuple[OptimizerFactory, UpdateRule]:
+    """What makes the optimizer: the one that was given, else that of the section; and its rule."""
+    if optimizer:
+        return optimizer, _rule_of(optimizer)
+    chosen = config.optimizer
+    return partial(optimizer_class(chosen.kind), **chosen.hyperparameters), rule_of(chosen)
 
 
 def _rule_of(optimizer: OptimizerFactory) -> UpdateRule:
