@@ -44,7 +44,7 @@ FOLDERS_BOTTOM_UP = {
         {"kernels", "precision", "whole_params"},
         {"tiers", "tiles"},
         {"grad_norm", "state"},
-        {"birth", "full_values", "groups"},
+        {"birth", "durable", "full_values", "groups"},
         {"state_dict", "step"},
         {"optimizer"},
         {"adagrad", "adam", "adamw", "checkpoint", "lion", "muon", "optimizers", "sgd"},
