@@ -25,8 +25,8 @@ def test_it_goes_on_while_nobody_waits(committer):
     committer.wait()
     assert (done, committer.is_busy, committer.num_committed) == (["committer"], False, 1)
     assert committer.take_failure() is None
-    assert 0 < committer.waited_seconds
-    assert 0 < committer.commit_seconds
+    assert committer.waited_seconds > 0
+    assert committer.commit_seconds > 0
 
 
 def test_a_failure_is_told_once_and_the_next_commit_is_made(committer):
