@@ -52,6 +52,7 @@ FOLDERS_BOTTOM_UP = {
     ),
     "perf": (
         {"measure"},
+        {"report"},
         {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
         {"cli", "compare", "hidden_step", "top"},
     ),
