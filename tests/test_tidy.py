@@ -27,7 +27,7 @@ FOLDERS_BOTTOM_UP = {
         {"registry"},
     ),
     "offload": (
-        {"_torch_private", "sync", "units"},
+        {"_torch_private", "progress", "sync", "units"},
         {"errors"},
         {"host"},
         {"config"},
@@ -45,7 +45,7 @@ FOLDERS_BOTTOM_UP = {
         {"gradient_log", "tiers", "tiles"},
         {"grad_norm", "state"},
         {"birth", "full_values", "groups"},
-        {"step"},
+        {"state_dict", "step"},
         {"optimizer"},
         {"adagrad", "adam", "adamw", "checkpoint", "lion", "muon", "optimizers", "sgd"},
         {"zero"},
@@ -53,7 +53,7 @@ FOLDERS_BOTTOM_UP = {
     "perf": (
         {"measure"},
         {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
-        {"cli", "hidden_step", "top"},
+        {"cli", "compare", "hidden_step", "top"},
     ),
 }
 """The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""

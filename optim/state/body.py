@@ -59,6 +59,8 @@ class StateBody(ABC):
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
         """Give parameters whose state has no place yet one, with all of its space promised. Call it `at_rest`.
 
+        The first that need one bring all along that require a gradient.
+
         Raises:
             OutOfSpaceError: names bytes needed and free.
             ConfigError: the host budget does not hold what must be in host memory.
@@ -74,6 +76,24 @@ class StateBody(ABC):
         """
         wanted = self.table if records is None else records
         self.ensure_placed([record for record in wanted if record.leaf.requires_grad])
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether any state has its place. Until then whoever shards the model may exchange all parameters."""
+        return bool(self.slots)
+
+    @property
+    def has_let_go(self) -> bool:
+        """Whether it holds no parameter any more, until somebody needs one: see `StateStore.foresee`."""
+        return not len(self.table)
+
+    def has_state(self, record: ParamRecord) -> bool:
+        """Whether a parameter has state: it has a place, or will have when the first one gets its own."""
+        return record.is_placed or (not self.is_settled and record.leaf.requires_grad)
+
+    @property
+    def _trainable(self) -> list[ParamRecord]:
+        return [record for record in self.table if record.leaf.requires_grad]
 
     def slots_of(self, indices: Iterable[int]) -> list[SlotRecord]:
         """Slots that hold state of any of these parameters."""

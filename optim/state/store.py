@@ -8,10 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.shards.param_tier import TieredShard
 from nvme_offload.offload.storage.host_tier import HostTier
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
@@ -108,7 +111,10 @@ class StateStore(StateBody):
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
         """Give parameters whose state has no place yet one: see `StateBody`."""
         self._tidy_up()
-        missing = [record for record in records if not record.is_placed]
+        wanted = {record.index for record in records}
+        if wanted and not self.is_settled:
+            wanted |= {record.index for record in self._trainable}
+        missing = [record for record in self.table if record.index in wanted and not record.is_placed]
         frozen = [record.leaf for record in self.table if not (record.is_placed or record.leaf.requires_grad)]
         admitted = self.blocks.admit([record.leaf for record in missing], frozen)
         slots: list[SlotRecord] = []
@@ -129,6 +135,36 @@ class StateStore(StateBody):
         self.plan = plan
         self._arrived = missing
         self._tidy_up()
+
+    def foresee(self) -> None:
+        """Look whether the state of all that requires a gradient finds a place, without giving it one yet.
+
+        Shards in parts get theirs at once: part of their weights goes there, and nobody shards them again. Of plain
+        parameters in a process group nobody knows yet what this rank will have; it is asked for the least, and what
+        has no place is let go, so that those who shard the model can free it.
+
+        Raises:
+            OutOfSpaceError, ConfigError, SwapIOError: see `ensure_placed`.
+        """
+        may_be_sharded = dist.is_initialized() and not any(isinstance(leaf, DTensor) for leaf in self.table.leaves)
+        if any(split_shard(leaf) is not None for leaf in self.table.leaves) or (
+            self.blocks.exist and not may_be_sharded
+        ):
+            self.place_trainable()
+            return
+        subgroups = self._cut([record for record in self._trainable if not record.is_placed], [])
+        if may_be_sharded:
+            share = sum(subgroup.size_bytes for subgroup in subgroups) // dist.get_world_size()
+            self._check_room([max(share - (self._placement.host_budget or 0), 0)])
+            self.table.drop(0)
+            return
+        self.plan = self._plan(subgroups, [])
+        tiers = self.plan.tiers[len(self.plan.tiers) - len(subgroups) :]
+        self._check_room([group.size_bytes for group, tier in zip(subgroups, tiers, strict=True) if tier == "nvme"])
+
+    def _check_room(self, sizes: Sequence[int]) -> None:
+        if self.tier is not None:
+            self.tier.check_room(sizes)
 
     def _tidy_up(self) -> None:
         """Let go of what `ensure_placed` brought elsewhere. Cut short, it is done again by the next one."""
@@ -234,7 +270,7 @@ class StateStore(StateBody):
         ]
         if not order:
             return  # in particular where nothing is new: a step does not wait for the writes of the one before
-        for position, slot in enumerate(order):
+        for position, slot in enumerate(tracked("placing the state", order, lambda slot: slot.size_bytes)):
             self.pipeline.acquire(order, position)
             self.pipeline.will_change(slot)
             self.pipeline.release(slot)

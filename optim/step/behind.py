@@ -60,6 +60,8 @@ class UpdatesBehind:
         following: subgroups as the next step will go through them.
     """
 
+    must_end = True
+
     def __init__(
         self,
         store: StateStore,
@@ -154,6 +156,8 @@ class FirstReads:
         pipeline: of the state.
         order: subgroups in the order in which the next step will need them.
     """
+
+    must_end = False
 
     def __init__(self, pipeline: StepPipeline, order: Sequence[SlotRecord]) -> None:
         self._pipeline = pipeline

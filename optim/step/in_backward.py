@@ -38,6 +38,8 @@ class UpdatesInBackward:
         order: subgroups as they will probably be ready, the last layer's first.
     """
 
+    must_end = False
+
     def __init__(
         self,
         store: StateStore,

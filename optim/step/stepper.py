@@ -121,7 +121,10 @@ class Stepper:
         grads = self._collect_grads(groups)
         if not grads and self._norm_group is None:
             return
+        was_settled = store.is_settled
         store.ensure_placed([store.table[index] for index in grads])
+        if not was_settled:
+            self.watch(groups)
         grad_scale = self._grad_scale(grads, loss_scale, found_inf)
         if not grads or grad_scale is None:
             return

@@ -1,6 +1,7 @@
 """Plain modules whose forwards wait for updates behind a step: the same bits, whoever uses which part of them."""
 
 import copy
+import gc
 import io
 import threading
 import weakref
@@ -201,6 +202,22 @@ def test_an_optimizer_that_is_dropped_finishes_its_step_first(tmp_path):
     assert_same_bits(model.state_dict(), plain.state_dict())
     off.close()
     assert gone() is None or gone().worker.job is None
+
+
+def test_an_optimizer_that_is_dropped_before_its_step_is_gone(tmp_path):
+    model, optimizer = make(tmp_path, "backward")
+    train_step(model, optimizer, 0)
+    loss_of(model, 1).backward()
+    store = optimizer.store
+    store.worker.wait_until(lambda store=store: store.unfinished.done)
+    gone = weakref.ref(store.worker)
+    del optimizer, store
+    for _ in range(100):
+        gc.collect()
+        if gone() is None:
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("its thread holds it")
 
 
 class Slow:
