@@ -42,7 +42,7 @@ FOLDERS_BOTTOM_UP = {
         {"rules", "run_record"},
         {"layout"},
         {"kernels", "precision", "whole_params"},
-        {"tiers", "tiles"},
+        {"gradient_log", "tiers", "tiles"},
         {"grad_norm", "state"},
         {"birth", "durable", "full_values", "groups"},
         {"state_dict", "step"},
