@@ -61,6 +61,7 @@ class NvmeTier:
     Args:
         config: the sections `aio` and `zero_optimization.offload_optimizer.nvme_path` are used.
         paths: other folders than that.
+        space: instead of swap space of its own; it belongs to the tier from here on.
         faults: failures to inject, for tests.
 
     Raises:
@@ -69,7 +70,12 @@ class NvmeTier:
     """
 
     def __init__(
-        self, config: OffloadConfig, *, paths: Sequence[Path] | None = None, faults: FaultSpec | None = None
+        self,
+        config: OffloadConfig,
+        *,
+        paths: Sequence[Path] | None = None,
+        space: SwapSpace | None = None,
+        faults: FaultSpec | None = None,
     ) -> None:
         aio = config.aio
         self._owner_pid = os.getpid()
@@ -78,7 +84,7 @@ class NvmeTier:
         self._under_way: dict[_Flight, None] = {}
         """What the engine may have, oldest first."""
         self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
-        self.space = SwapSpace(paths or config.nvme_paths, weights=aio.path_weights, direct=aio.direct)
+        self.space = space or SwapSpace(paths or config.nvme_paths, weights=aio.path_weights, direct=aio.direct)
         try:
             options = EngineOptions(
                 queue_depth=aio.queue_depth,
@@ -122,6 +128,14 @@ class NvmeTier:
             OutOfSpaceError: names the path that is full and all the bytes needed there; nothing is kept.
         """
         return self.space.allocate_all(sizes)
+
+    def check_room(self, sizes: Sequence[int]) -> None:
+        """Look whether `reserve` would find the space now; takes none.
+
+        Raises:
+            OutOfSpaceError: names the path that is full and all the bytes needed there.
+        """
+        self.space.check_room(sizes)
 
     def free(self, extent: Extent) -> None:
         """Give an extent back. Its bytes may be handed out again at once."""
