@@ -359,7 +359,7 @@ def install_extension(fsdp_param: Any, local: torch.Tensor) -> None:
     (``reset_sharded_param``).
     """
     fsdp_param.sharded_param._local_tensor = local
-    fsdp_param._sharded_param_data = torch.empty(0, dtype=local.dtype)
+    fsdp_param._sharded_param_data = torch.empty(0, dtype=local.dtype, device="cpu")
     fsdp_param.reset_sharded_param = lambda: None
     fsdp_param._init_extensions()
 

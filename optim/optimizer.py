@@ -195,7 +195,7 @@ class OffloadOptimizer(Optimizer):
         Returns:
             The norm over all ranks before clipping, fp64 on the CPU, of gradients as stored.
         """
-        return torch.tensor(self._stepper.clip_grads(self.param_groups, max_norm), dtype=torch.float64)
+        return torch.tensor(self._stepper.clip_grads(self.param_groups, max_norm), dtype=torch.float64, device="cpu")
 
     def expect_step(self, after_next_backward: bool) -> None:
         """Say whether `step` follows the next backward, or others come before it that add to the same gradients.
@@ -303,7 +303,7 @@ class OffloadOptimizer(Optimizer):
         numbered = {record.index: number for number, record in enumerate(members)}
         return {
             "state": {
-                number: {"step": torch.tensor(float(record.steps)), **tensors[record.index]}
+                number: {"step": torch.tensor(float(record.steps), device="cpu"), **tensors[record.index]}
                 for number, record in placed.items()
             },
             "param_groups": [

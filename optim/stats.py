@@ -11,9 +11,10 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 SpanKind = Literal["forward", "backward", "step", "norm", "wait", "read", "compute", "write"]
-Cause = Literal["drive", "staging buffers", "kernel"]
-"""What is waited for: a transfer, a buffer to read into, an update that somebody else does."""
-Limit = Literal["compute", "drive", "staging buffers", "kernel", "norm"]
+Cause = Literal["drive", "staging buffers", "kernel", "device"]
+"""What is waited for: a transfer, a buffer to read into, an update that somebody else does, what a device computes and
+copies."""
+Limit = Literal["compute", "drive", "staging buffers", "kernel", "norm", "device"]
 
 CLOSE = 0.9
 """Share of the ideal from which on only the longer of computing and moving limits an iteration."""
@@ -98,7 +99,7 @@ class OptimizerStats:
     step_seconds: float
     """Seconds spent inside ``step()``."""
     wait_seconds: float
-    """Seconds spent waiting for reads and writes inside ``step()``, and where state is looked at."""
+    """Seconds spent waiting for reads, writes and devices inside ``step()``, and where state is looked at."""
     compute_seconds: float
     """Seconds spent in kernels, inside ``step()`` and behind it, the norm included."""
     achieved_depth: float
@@ -109,7 +110,7 @@ class OptimizerStats:
     """Why the I/O is done by this engine and no other."""
     num_subgroups: int
     staging_bytes: int
-    """Host memory of all staging buffers and, for CUDA parameters, of the mirrors beside them."""
+    """Host memory of all staging buffers and, for parameters on a device, of the mirrors beside them."""
     state_bytes: int
     """Bytes of optimizer state, wherever it lives."""
     host_state_bytes: int

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS, ParameterPrecision
@@ -194,7 +195,7 @@ def _bytes(
 ) -> dict[str, int]:
     """Bytes per parameter of one shard, by tier: what is kept between steps, with the gradient at its largest."""
     zero = config.zero_optimization
-    memory = "cuda" if param.device.type == "cuda" else "memory"  # one on meta is born in memory
+    memory = param.device.type if is_device(param.device) else "memory"  # one on meta is born in memory
     storage = "nvme" if zero.offload_param.device == "nvme" else memory
     if not param.requires_grad:
         rest_dtype = MASTER_DTYPE[precision.master]

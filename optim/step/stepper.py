@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigWarning
-from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
+from nvme_offload.optim.grad_norm import clip_coefficient, sums_from_device, total_norm
 from nvme_offload.optim.interrupt import DeferredInterrupt
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -198,6 +198,10 @@ class Stepper:
 
     def _norm_of(self, grads: Mapping[int, torch.Tensor], *, found_inf: bool) -> float:
         store = self._store
+        known = dict(self.final.sums) if self.final is not None else {}
+        if store.mirror is not None:  # backward is still under way there: this waits for it
+            with self._meter.waiting("device"):
+                known |= sums_from_device(grads)
         with self._meter.computing("norm", -1), record_function("nvme_offload: norm"):
             return total_norm(
                 store.table.leaves,
@@ -205,7 +209,7 @@ class Stepper:
                 store.kernels,
                 norm_group=self._norm_group,
                 found_inf=found_inf,
-                known=self.final.sums if self.final is not None else None,
+                known=known,
             )
 
     def _grad_scale(

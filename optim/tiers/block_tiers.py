@@ -217,7 +217,9 @@ class BlockTiers:
                 parts.stored = place
         for parts in all_parts:
             if isinstance(parts.stored, UnbornShard):
-                parts.stored = ResidentShard(torch.zeros(parts.stored.form.shape, dtype=parts.stored.form.dtype))
+                parts.stored = ResidentShard(
+                    torch.zeros(parts.stored.form.shape, dtype=parts.stored.form.dtype, device="cpu")
+                )
 
     def begin_step(self, order: Sequence[Subgroup]) -> None:
         """A step will go through these subgroups in this order: read their blocks ahead."""

@@ -48,7 +48,7 @@ class Partition:
     def __init__(self, tier: GradTier, leaf: torch.Tensor, block: Block, byte_offset: int, dtype: torch.dtype) -> None:
         self.leaf = leaf
         self.block = block
-        self.tile_sums = torch.empty(0, dtype=torch.float64)
+        self.tile_sums = torch.empty(0, dtype=torch.float64, device="cpu")
         """fp64 sums of squares of the partition's tiles of 65536 elements."""
         self.num_changes = 0
         """Number of gradients that arrived, and of changes in place."""

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.shards.param_tier import BUFFER_SIZE_KEY, Padded, check_block_sizes
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.storage.tier_plan import Unit
@@ -77,7 +78,7 @@ def check_blocks_fit(
             if shards[0].trainable
         ]
         units += [staging_unit(GRADS, grads, config.offload_gradients.buffer_count), *grads]
-    _plan(config, rule, [shards for _, shards in groups], units, with_mirrors=mesh.device_type == "cuda")
+    _plan(config, rule, [shards for _, shards in groups], units, with_mirrors=is_device(mesh.device_type))
 
 
 def _plan(

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import KINDS, default_device_type, is_device, is_host
 from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.layout.flat import storage_of
@@ -56,14 +57,14 @@ def initialize(
     """Shard a plain module with FSDP2, give it its precision and tiers, and return the engine around it.
 
     Args:
-        model: a plain module, the same on every rank of a pipeline stage, on the device it trains on, or on the meta
-            device: then it gets its values block by block and is never whole in memory. It is changed in place.
-            Parameters in bf16 or fp16 become fp32 first; fp32 weights reach their masters without passing through 16
-            bits. Buffers keep their dtype.
+        model: a plain module, the same on every rank of a pipeline stage, on the device it trains on, or on meta: then
+            it gets its values block by block and is never whole in memory. It is changed in place. Parameters in bf16
+            or fp16 become fp32 first; fp32 weights reach their masters without passing through 16 bits. Buffers keep
+            their dtype.
         config: the configuration section.
-        mesh: 1-D, or 2-D (replicate, shard) for hybrid sharding; by default all ranks, and without a launcher this
-            process alone. Or of more dimensions, named as torchtitan names them: ``pp`` (`model` is a stage),
-            ``dp_replicate``, ``dp_shard`` (or ``dp``), ``tp`` (parameters may be DTensors over it).
+        mesh: 1-D, or 2-D (replicate, shard) for hybrid sharding; by default all ranks, without a launcher this process
+            alone, on the model's device (of one on meta: the accelerator that torch sees, or the CPU). Or named as
+            torchtitan names dimensions: ``pp`` (`model` is a stage), ``dp_replicate``, ``dp_shard``, ``dp``, ``tp``.
         lr_scheduler: makes a scheduler from the optimizer, in place of the ``scheduler`` section (not
             ReduceLROnPlateau, which needs a metric).
         blocks: class names or qualified names of the parts to gather one by one; by default the repeated layers.
@@ -203,8 +204,9 @@ def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
     if not any(param.requires_grad for param in params):
         raise ValueError("initialize: the model has no parameter that requires a gradient")
     if is_on_meta(model):
-        return mesh.device_type if mesh is not None else "cpu"
+        return mesh.device_type if mesh is not None else default_device_type()
     devices = sorted({str(param.device) for param in params})
-    if len(devices) > 1 or params[0].device.type not in ("cpu", "cuda"):
-        raise ValueError(f"initialize: the model is on {', '.join(devices)}; move it to one CPU or CUDA device")
+    device = params[0].device
+    if len(devices) > 1 or not (is_host(device) or is_device(device)):
+        raise ValueError(f"initialize: the model is on {', '.join(devices)}; move it to one device, {KINDS}")
     return params[0].device.type
