@@ -84,14 +84,15 @@ class DeviceMirror:
         return sum(mirror.size_bytes for mirror in self._mirrors)
 
     def begin_step(self) -> None:
-        """Let the copies of this step come after the gradients, and after whatever still reads the parameters."""
+        """Let the copies of this step come after the gradients, and after whatever still reads the parameters.
+
+        What goes up comes after what came down, for which the host waits.
+        """
         self._ready.clear()
         self._down.come_after()
-        self._up.come_after()
 
     def end_step(self) -> None:
-        """Let what runs next on the device come after the copies: it reads parameters, and may reuse gradients."""
-        self._down.let_current_come_after()
+        """Let what runs next on the device come after the copies to it: it reads the parameters."""
         self._up.let_current_come_after()
 
     def fetch(self, subgroup: Subgroup, params: Sequence[torch.Tensor], grads: Mapping[int, torch.Tensor]) -> None:

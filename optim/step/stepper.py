@@ -201,6 +201,7 @@ class Stepper:
         known = dict(self.final.sums) if self.final is not None else {}
         if store.mirror is not None:  # backward is still under way there: this waits for it
             with self._meter.waiting("device"):
+                store.blocks.settle_gradients()
                 known |= sums_from_device(grads)
         with self._meter.computing("norm", -1), record_function("nvme_offload: norm"):
             return total_norm(

@@ -86,6 +86,11 @@ class GatherGroup:
         return [parts for leaf in self.params if (parts := parts_of(leaf)) is not None]
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether the parameters, and gradients as they arrive, are on a device beside the CPU."""
+        return any(is_device(parts.device) for parts in self.parts)
+
+    @property
     def partitions(self) -> list[tuple[torch.Tensor, torch.dtype]]:
         """The parameters that have gradients, and what those are accumulated in."""
         pairs = zip(self.params, self.parts, strict=True)

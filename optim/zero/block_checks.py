@@ -71,7 +71,8 @@ def check_blocks_fit(
             for name, shards in groups
         ]
         units += [staging_unit(PARAMS, params, section.buffer_count), *params]
-    if config.offload_gradients.device == "nvme":
+    moved = ("nvme", "cpu") if is_device(mesh.device_type) else ("nvme",)
+    if config.offload_gradients.device in moved:
         grads = [
             grad_unit(config, name, [(shard.form.numel, shard.accumulate) for shard in shards])
             for name, shards in groups

@@ -71,11 +71,10 @@ def initialize(
         weights: of a model on meta: a ``.safetensors`` file, a folder or an index in the Hugging Face layout. Without
             it, the model's own initialisers give the values, from rank 0's random numbers.
         init: of a model on meta: called with each module after its own initialiser.
-        optimizer: a subclass of `OffloadOptimizer`, or ``functools.partial`` of one with hyperparameters, in place of
-            the ``optimizer`` section: for rules of your own.
+        optimizer: a subclass of `OffloadOptimizer`, or a ``partial`` of one, in place of the ``optimizer`` section.
 
     Raises:
-        ConfigError: the section is wrong, or asks for what cannot be done with this model or this many ranks.
+        ConfigError: the section is wrong, or asks for what this model or this many ranks cannot have.
         WeightsError: weight files are damaged or do not fit; the model is as it was.
         ValueError: the model, a block, a parameter or the scheduler cannot be used, or nobody gives a parameter a
             value.
@@ -94,7 +93,8 @@ def initialize(
     config = completed_for(config, roles.num_data_parallel_ranks)
     make_optimizer = optimizer or partial(optimizer_class(config.optimizer.kind), **config.optimizer.hyperparameters)
     rule = _rule_of(optimizer) if optimizer else rule_of(config.optimizer)
-    plan = PrecisionPlan.of(config, model, dtypes_of_stages(model, roles), rule)
+    stages = dtypes_of_stages(model, roles)
+    plan = PrecisionPlan.of(config, model, stages, rule, on_device=is_device(device_type))
     check_blocks_fit(config, model, chosen, roles.data_parallel, plan, rule)
     shard_with_precision(
         model,

@@ -5,6 +5,7 @@ import torch
 
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
+from tests.support.late_device.mutations import OF_SWAPPER
 from tests.support.swapper_tools import PATIENCE, MiB, config_for, needs_cuda, random_bits, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex64]
@@ -51,6 +52,31 @@ def test_work_that_is_queued_on_the_tensor_is_waited_for(open_swapper, device):
         tensor.fill_(-1)
         swapper.swap_in("x", out=tensor).wait(PATIENCE)
         assert bool((tensor == value).all())
+
+
+def all_come_back(swapper, late):
+    """Many at once, so that buffers are used again while copies are under way."""
+    values = [random_bits((300, 400 + number), seed=number) for number in range(24)]
+    for number, value in enumerate(values):
+        there = value.to("late").neg().neg_() if value.is_floating_point() else value.to("late")
+        swapper.swap_out(str(number), there)
+    for number in range(0, len(values), 3):
+        swapper.prefetch(str(number))
+    transfers = [swapper.swap_in(str(number)) for number in range(len(values))]
+    found = [transfer.wait(PATIENCE).cpu() for transfer in transfers]
+    return all(same_bits(one, other) for one, other in zip(found, values, strict=True))
+
+
+def test_tensors_on_their_way_side_by_side(open_swapper, late):
+    assert all_come_back(open_swapper(staging_budget=1 * MiB), late)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", OF_SWAPPER)
+def test_a_mistake_of_the_swapper_is_found(open_swapper, late, mutation):
+    swapper = open_swapper(staging_budget=1 * MiB)
+    with OF_SWAPPER[mutation]():
+        assert not all_come_back(swapper, late)
 
 
 def test_a_copy_of_a_device_keeps_no_other_waiting(open_swapper, late):

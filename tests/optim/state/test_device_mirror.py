@@ -1,5 +1,6 @@
 """Parameters and gradients on a device, updated on the host: the same bits, whatever happens as late as it may."""
 
+import contextlib
 from unittest.mock import Mock
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from nvme_offload.aio_native import FaultSpec
 from nvme_offload.optim.state.device_mirror import DeviceMirror
+from tests.support.late_device.mutations import OF_MIRROR
 from tests.support.training import AWKWARD_SHAPES, assert_same_bits, faulty_drive, params_of, set_grads
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,14 +34,14 @@ def trained(make_adamw, device, *, clip=0.0, **section):
 
 
 def take_step(optimizer):
-    try:
-        optimizer.step()
-    except OSError:
-        while optimizer.has_unfinished_step:
-            try:
+    """Take one, however often the drive fails."""
+    number = optimizer.stats().steps + 1
+    while optimizer.stats().steps < number:
+        with contextlib.suppress(OSError):
+            if optimizer.has_unfinished_step:
                 optimizer.finish_step()
-            except OSError:
-                continue
+            else:
+                optimizer.step()
 
 
 @pytest.mark.parametrize("buffers", [0, 2, 4])
@@ -65,6 +67,16 @@ def test_steps_that_stop_halfway_with_copies_under_way(make_adamw, late):
     with faulty_drive(FaultSpec(seed=3, eio=0.04)):
         seen, _, _ = trained(make_adamw, "late")
     assert_same_bits(seen, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", OF_MIRROR)
+def test_a_mistake_with_a_mirror_is_found(make_adamw, late, mutation):
+    expected, _, _ = trained(make_adamw, "cpu", state="cpu")
+    with OF_MIRROR[mutation]():
+        seen, _, _ = trained(make_adamw, "late", state="cpu")
+    with pytest.raises(AssertionError):
+        assert_same_bits(seen, expected)
 
 
 def test_a_mirror_that_cannot_be_made_leaves_the_one_before(make_adamw, late, monkeypatch):

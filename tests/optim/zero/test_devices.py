@@ -4,10 +4,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from nvme_offload import initialize, split_parameters
+from nvme_offload import (
+    get_full_optimizer_state,
+    get_full_param,
+    initialize,
+    set_full_optimizer_state,
+    split_parameters,
+)
+from nvme_offload.optim.collective import device_of, on_every_rank
+from nvme_offload.optim.grad_norm import _gather
 from nvme_offload.optim.zero.sharding import default_mesh
+from tests.support.late_device.module import install, late_device
+from tests.support.ranks import run_ranks
+from tests.support.training import assert_same_bits
 
 CONFIG = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}
 
@@ -39,6 +51,33 @@ def test_a_model_on_meta_goes_to_the_device_that_torch_sees(late):
 def test_a_model_on_meta_stays_on_the_cpu_of_a_host_without_devices():
     with initialize(model_on("meta"), CONFIG) as engine:
         assert engine.mesh.device_type == "cpu"
+
+
+def _looked_at(rank, world_size):
+    """Values of a model on a device, over groups that can gather there alone, as with NCCL."""
+    install()
+    mesh = DeviceMesh.from_group(dist.new_group(range(world_size), backend="late:gloo"), "late", mesh_dim_names=("dp",))
+    assert device_of(mesh.get_group()).type == "late"
+    torch.manual_seed(0)
+    with late_device(), initialize(model_on("cpu").to("late"), CONFIG, mesh=mesh) as engine:
+        weight = next(iter(engine.module.parameters()))
+        set_full_optimizer_state(weight, "exp_avg", torch.arange(256.0).view(16, 16))
+        with pytest.raises(ZeroDivisionError):
+            on_every_rank(lambda: 1 / rank, mesh.get_group())
+        return [
+            get_full_param(weight),
+            get_full_optimizer_state(weight, "exp_avg"),
+            engine.optimizer.state[weight]["exp_avg"].full_tensor().cpu(),
+            _gather(float(rank), mesh.get_group()),
+        ]
+
+
+def test_state_can_be_looked_at_over_groups_without_a_backend_for_the_cpu():
+    torch.manual_seed(0)
+    [weight, *_] = model_on("cpu").parameters()
+    for found in run_ranks(_looked_at, 2):
+        moment = torch.arange(256.0).view(16, 16)
+        assert_same_bits(found, [weight.detach(), moment, moment, torch.tensor([0.0, 1.0], dtype=torch.float64)])
 
 
 def test_ranks_with_a_device_can_gather_in_host_memory_too(late):

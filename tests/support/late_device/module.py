@@ -25,7 +25,7 @@ from tests.support.late_device.queues import (
     reset,
     run_all,
 )
-from tests.support.late_device.tensor import empty, empty_strided
+from tests.support.late_device.tensor import copy_from, empty, empty_strided
 
 NAME = "late"
 NUM_DEVICES = 2
@@ -137,6 +137,7 @@ def install() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
+    library.impl("_copy_from", copy_from, "PrivateUse1")
     _kept.append(library)
     dist.Backend.default_device_backend_map[NAME] = "gloo"
     _hide_from(torch._C, "_get_accelerator", torch.device("cpu"))

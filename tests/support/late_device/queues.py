@@ -37,6 +37,8 @@ class Work:
     run: Callable[[], object]
     touches: Sequence[torch.Tensor] = ()
     """Memory that it reads or writes, on the host's side of the curtain."""
+    at_once: bool = False
+    """Whether it happens as soon as what is before it in its stream has, though nobody waits for it."""
     stream: Stream | None = field(default=None, init=False)
 
 
@@ -56,6 +58,10 @@ class Late:
         self.refusals = 0
         """How many of the next requests to page-lock are refused."""
         self.latest_error = 0
+        self.hasty = False
+        """Whether a stream that somebody waits for runs on to its end, as it may."""
+        self.live_bytes = 0
+        """Memory of the device that somebody has."""
         self.current = 0
         self.available = False
 
@@ -91,14 +97,15 @@ class Stream:
             work.stream = self
             LATE.pending[work] = None
             self.queue.append(work)
+            self.run_to(self.done)
 
     def run_to(self, number: int) -> None:
         with LOCK:
-            while self.done < number:
+            while self.done < number or (self.done < len(self.queue) and self.queue[self.done].at_once):
                 work = self.queue[self.done]
                 self.done += 1
                 try:
-                    with torch.no_grad():
+                    with torch.inference_mode():  # in which tensors of that mode can be written, and others, too
                         work.run()
                 finally:
                     del LATE.pending[work]
@@ -151,7 +158,7 @@ class Event:
     def synchronize(self) -> None:
         LATE.waits["Event.synchronize"] += 1
         if self.stream is not None:
-            self.stream.run_to(self.number)
+            self.stream.run_to(len(self.stream.queue) if LATE.hasty else self.number)
 
 
 _default = Stream()

@@ -6,9 +6,11 @@ import weakref
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FakeWork
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from nvme_offload.offload._torch_private import is_view, written_tensors
+from tests.support.late_device import collectives
 from tests.support.late_device.queues import LATE, LOCK, Stream, Work, current_stream, extent_of, poison
 
 aten = torch.ops.aten
@@ -16,16 +18,21 @@ _NEEDS_VALUES = {aten._local_scalar_dense.default, aten.equal.default, aten.nonz
 
 
 class Memory:
-    """What all views of one allocation share. When the last of them goes, what other streams still read is overwritten,
-    as by whoever gets it next, unless ``record_stream`` said that they use it."""
+    """What all views of one allocation share.
+
+    When the last of them goes, whoever gets the memory next may write to it as soon as its own stream comes there, also
+    where another stream still reads it, unless ``record_stream`` has said so.
+    """
 
     def __init__(self, store: torch.Tensor) -> None:
         self.stream = current_stream()
         self.recorded: set[Stream] = {self.stream}
-        weakref.finalize(self, _freed, store.untyped_storage(), self.recorded).atexit = False
+        LATE.live_bytes += store.untyped_storage().nbytes()
+        weakref.finalize(self, _freed, store.untyped_storage(), self.stream, self.recorded).atexit = False
 
 
-def _freed(storage: torch.UntypedStorage, recorded: set[Stream]) -> None:
+def _freed(storage: torch.UntypedStorage, stream: Stream, recorded: set[Stream]) -> None:
+    LATE.live_bytes -= storage.nbytes()
     if not storage.nbytes():
         return
     with LOCK:
@@ -37,7 +44,7 @@ def _freed(storage: torch.UntypedStorage, recorded: set[Stream]) -> None:
             if first < stop and start < last
         }
         if users - recorded:
-            poison(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
+            stream.push(Work(lambda: poison(torch.empty(0, dtype=torch.uint8).set_(storage)), at_once=True))
 
 
 class LateTensor(torch.Tensor):
@@ -79,6 +86,8 @@ class LateTensor(torch.Tensor):
         if others:
             return NotImplemented
         with LOCK, torch.inference_mode(False):  # in which a wrapper cannot be made
+            if func.namespace in ("c10d", "_c10d_functional"):
+                return _collective(func, args)
             if func is aten.copy_.default:
                 return _copy(*args, **kwargs)
             if func is aten._to_copy.default and kwargs.get("device") is not None:
@@ -92,6 +101,15 @@ class LateTensor(torch.Tensor):
                 memory = next(leaf.memory for leaf in tree_flatten(args)[0] if isinstance(leaf, LateTensor))
                 return tree_map(lambda view: _wrapped(view, memory), func(*tree_map(_store, args), **kwargs))
             return _queue(func, args, kwargs)
+
+
+def _collective(func: Any, args: tuple[Any, ...]) -> Any:
+    """The host waits for one: more than a device asks for, but what is shown with them is who may call them."""
+    if func.name().split("::")[1] in ("wait_tensor", "_wrap_tensor_autograd"):
+        return args[0]
+    _wait(str(func))
+    result = collectives.run(func, tree_map(_store, args))
+    return LateTensor(result) if isinstance(result, torch.Tensor) else (args[0], FakeWork().boxed())
 
 
 def _store(leaf: Any) -> Any:
@@ -187,6 +205,12 @@ def _to_copy(
     room = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device="cpu")
     assert device is not None
     return _copy(room if torch.device(device).type == "cpu" else LateTensor(room), source, non_blocking)
+
+
+def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``aten::_copy_from``: what ``torch.tensor`` uses."""
+    with LOCK:
+        return _copy(target, source, non_blocking)
 
 
 def empty(size: Any, *, dtype: Any = None, memory_format: Any = None, **unused: Any) -> torch.Tensor:
