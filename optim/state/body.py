@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -47,15 +47,21 @@ class StateBody(ABC):
         self.is_closed = False
         self.worker = Worker(pipeline.waiting)
         """Does what is left of a step when it returns."""
+        self.after_updates: Callable[[], None] = lambda: None
+        """Called when the updates behind a step are done, by who did them: in a turn of the worker."""
         pipeline.ring(self.worker.bell)
         self.uses = FirstUses()
         """In which order the latest forward used the parameters."""
+        self.not_waited_for: set[int] = set()
+        """Parameters of plain modules whose update was left to the worker, until somebody waits for it."""
         self._owner_pid = os.getpid()
         _remember(self)
 
     @abstractmethod
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
         """Give parameters whose state has no place yet one, with all of its space promised. Call it `at_rest`.
+
+        The first that need one bring all along that require a gradient.
 
         Raises:
             OutOfSpaceError: names bytes needed and free.
@@ -72,6 +78,24 @@ class StateBody(ABC):
         """
         wanted = self.table if records is None else records
         self.ensure_placed([record for record in wanted if record.leaf.requires_grad])
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether any state has its place. Until then whoever shards the model may exchange all parameters."""
+        return bool(self.slots)
+
+    @property
+    def has_let_go(self) -> bool:
+        """Whether it holds no parameter any more, until somebody needs one: see `StateStore.foresee`."""
+        return not len(self.table)
+
+    def has_state(self, record: ParamRecord) -> bool:
+        """Whether a parameter has state: it has a place, or will have when the first one gets its own."""
+        return record.is_placed or (not self.is_settled and record.leaf.requires_grad)
+
+    @property
+    def _trainable(self) -> list[ParamRecord]:
+        return [record for record in self.table if record.leaf.requires_grad]
 
     def slots_of(self, indices: Iterable[int]) -> list[SlotRecord]:
         """Slots that hold state of any of these parameters."""
@@ -114,6 +138,7 @@ class StateBody(ABC):
         if forgiving:
             worker.failure = None
         worker.raise_failure()
+        self.not_waited_for.clear()
 
     def wait_until_quiet(self) -> None:
         """Wait until nothing is done behind the latest step, no reads for the next one either; see `at_rest`."""
@@ -122,14 +147,19 @@ class StateBody(ABC):
         worker.wait_until(lambda: worker.is_idle)
         worker.raise_failure()
 
-    def wait_for_update_of(self, index: int) -> None:
-        """Wait until a parameter is as the latest step leaves it: call it before its bytes are read.
+    def wait_for_updates_of(self, indices: Iterable[int]) -> None:
+        """Wait until parameters are as the latest step leaves them: call it before their bytes are read.
 
         Raises:
-            SwapIOError, CorruptionError, StateError: what stopped the updates before they came to this parameter.
+            SwapIOError, CorruptionError, StateError: what stopped the updates before they came to one of these.
             ForkError: they go on in another process.
         """
+        for index in indices:
+            self._wait_for_update_of(index)
+
+    def _wait_for_update_of(self, index: int) -> None:
         self.uses.note(index)
+        self.not_waited_for.discard(index)
         unfinished = self.unfinished
         if unfinished is not None and unfinished.is_open and index in unfinished.begun:
             begun = f"{self.table[index].name}, whose gradient was final, is used once more before step()"
@@ -145,12 +175,30 @@ class StateBody(ABC):
             worker.raise_failure()
             raise unfinished.refusal("updated parameters")
 
+    def check_waited_for(self, indices: Iterable[int]) -> None:
+        """Look whether who made the gradients of these parameters had waited for their updates.
+
+        Raises:
+            StateError: he had not, and so may have used old weights; nothing has changed.
+        """
+        for index in indices:
+            if index in self.not_waited_for:
+                raise StateError(
+                    self.table[index].name,
+                    "a forward that waits for its update (optimizer.overlap_with)",
+                    "a gradient from one that did not, and may have used old weights. Either it was used outside the "
+                    "module that has it: name others as blocks=, or call optimizer.synchronize() before the forward. "
+                    "Or the forward was compiled without its hooks: call torch.compiler.reset() after overlap_with. "
+                    "Then zero_grad() and go on",
+                )
+
     @property
     def has_unfinished_step(self) -> bool:
         """Whether the latest step stopped halfway. One whose updates go on behind it has not."""
         if self.worker.job is not None:  # first: the worker may be done before the next line
             return False
-        return self.unfinished is not None and not self.unfinished.is_open
+        unfinished = self.unfinished
+        return unfinished is not None and not (unfinished.is_open or unfinished.is_found_run)
 
     @property
     def is_own_process(self) -> bool:

@@ -40,6 +40,8 @@ class ParamRecord:
     """Number of updates that the parameter has had."""
     is_placed: bool = False
     """Whether its state has a place (it has had state, or was trainable when it came)."""
+    is_awaited: bool = False
+    """Whether the forwards of a plain module wait until it is updated, so that it may be behind a step."""
     tiered: TieredShard | None = None
     """Where on the parameter tier it is; None where it is not there."""
 
@@ -121,6 +123,9 @@ class ParamTable:
     def __getitem__(self, index: int) -> ParamRecord:
         return self._records[index]
 
+    def __contains__(self, leaf: object) -> bool:
+        return self.find(leaf) is not None
+
     def find(self, leaf: object) -> ParamRecord | None:
         """The record of a parameter; None for anything else."""
         return self._by_leaf.get(leaf) if isinstance(leaf, torch.Tensor) else None
@@ -185,10 +190,9 @@ class ParamTable:
                 record = self.find(param)
                 if record is None:
                     raise ValueError(
-                        f"{where} (shape {tuple(param.shape)}) is not one that this "
-                        "optimizer was made with. Whoever shards a model later puts other parameters in their place, "
-                        "as accelerate's FSDP does: shard it first (initialize, or fully_shard), then make the "
-                        "optimizer. New parameters come with add_param_group"
+                        f"{where} (shape {tuple(param.shape)}) came into the group after the state of this optimizer "
+                        "had its place (the first step, a load, place()): until then whoever shards the model may put "
+                        "other parameters there, as accelerate does. New parameters come with add_param_group"
                     )
                 if record.index in places:
                     raise ValueError(

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import nn
 
 from nvme_offload import OffloadEngine, initialize
+from nvme_offload.perf.measure.layers import layered_model
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,6 @@ class Waiting:
         return self.reads_ahead / self.reads if self.reads else 1.0
 
 
-class _Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        changed: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm(hidden))))
-        return hidden + changed
-
-
 def measure(
     path: str,
     *,
@@ -81,7 +69,7 @@ def measure(
         buffer_count: staging buffers of the parameters.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(*(_Layer(width) for _ in range(layers)))
+    model = layered_model(layers, width)
     nvme = {"device": "nvme", "nvme_path": path}
     config = {
         "zero_optimization": {

@@ -29,12 +29,12 @@ from nvme_offload import OffloadEngine, initialize
 from nvme_offload.offload.config.section import AioConfig, OffloadConfig
 from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.measure.environment import environment
+from nvme_offload.perf.measure.layers import layered_model
 from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.measure.results import page, save
 from nvme_offload.perf.measure.settings import Rw, Settings
 from nvme_offload.perf.measure.workloads import RawTarget, Region
 from nvme_offload.perf.planning import memory_check
-from nvme_offload.perf.planning.layers import layered_model
 from nvme_offload.perf.planning.machine import Drives, Machine
 from nvme_offload.perf.planning.prediction import Job, Prediction, predict
 from nvme_offload.perf.planning.shape import ModelShape

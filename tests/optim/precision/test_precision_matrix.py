@@ -1,5 +1,7 @@
 """Every combination of the precision keys, at every stage, with and without a pipeline: it trains, or is refused."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,15 +31,17 @@ def is_valid(combination):
     )
 
 
-def train_all(rank, world_size, chosen, stages, pipelines):
+VALID = [item for item in ALL if is_valid(item)]
+STAGES, PIPELINES = (1, 2, 3), (False,) if PIPELINES_REDUCE_ONCE else (False, True)
+
+
+def train_all(rank, world_size, cases):
     results = {}
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
-    for combination in chosen:
-        for stage in stages:
-            for pipeline in pipelines:
-                keys = combination.section
-                trained = train_pipeline(mesh, keys, stage) if pipeline else train_engine(rank, keys, stage)
-                results[combination, stage, pipeline] = trained
+    for combination, stage, pipeline in cases:
+        keys = combination.section
+        trained = train_pipeline(mesh, keys, stage) if pipeline else train_engine(rank, keys, stage)
+        results[combination, stage, pipeline] = trained
     return results
 
 
@@ -69,31 +73,39 @@ def check(results, combination, expected, dp_rank):
         assert moved > 0
 
 
-def check_all(of_ranks, chosen, stages, pipelines):
-    world_size = len(of_ranks)
-    checked = 0
-    for combination in chosen:
-        for pipeline in pipelines:
-            dp_size = world_size // 2 if pipeline else world_size
-            expected = {
-                waits: reference_of(combination, waits=waits, world_size=dp_size).train() for waits in (True, False)
-            }
-            for stage in stages:
-                for rank, results in enumerate(of_ranks):
-                    trained = results[combination, stage, pipeline]
-                    check(trained, combination, expected[pipeline or stage == 1], rank % dp_size)
-                    checked += 1
+def train_and_check(world_size, cases):
+    """Train every case on all ranks; returns how many runs were compared with their reference."""
+    checked, references = 0, {}
+    for rank, results in enumerate(run_ranks(train_all, world_size, cases)):
+        for (combination, stage, pipeline), trained in results.items():
+            dp_size, waits = (world_size // 2 if pipeline else world_size), pipeline or stage == 1
+            key = combination, dp_size, waits
+            if key not in references:
+                references[key] = reference_of(combination, waits=waits, world_size=dp_size).train()
+            check(trained, combination, references[key], rank % dp_size)
+            checked += 1
     return checked
 
 
-def test_every_combination_trains_as_its_dtypes_say_or_is_refused(one_thread):
-    valid = [item for item in ALL if is_valid(item)]
-    assert (len(ALL), len(valid)) == (80, 38)
-    stages, pipelines = (1, 2, 3), (False,) if PIPELINES_REDUCE_ONCE else (False, True)
-    checked = check_all(run_ranks(train_all, 2, valid, stages, pipelines), valid, stages, pipelines)
-    assert checked == 2 * 38 * 3 * len(pipelines)
+def test_every_combination_trains_as_its_dtypes_say(one_thread):
+    """At one stage alone and at another in a pipeline; every stage has a third of each mode."""
+    assert (len(ALL), len(VALID)) == (80, 38)
+    cases = [
+        (combination, STAGES[(place + pipeline) % 3], pipeline)
+        for place, combination in enumerate(VALID)
+        for pipeline in PIPELINES
+    ]
+    assert train_and_check(2, cases) == 2 * 38 * len(PIPELINES)
+
+
+@pytest.mark.slow
+def test_every_combination_trains_as_its_dtypes_say_at_every_stage(one_thread):
+    assert train_and_check(2, list(product(VALID, STAGES, PIPELINES))) == 2 * 38 * 3 * len(PIPELINES)
+
+
+def test_every_other_combination_is_refused():
     for combination in ALL:
-        if combination in valid:
+        if combination in VALID:
             assert not isinstance(combination.outcome(), str)
             continue
         with pytest.raises(ConfigError) as caught:
@@ -102,7 +114,7 @@ def test_every_combination_trains_as_its_dtypes_say_or_is_refused(one_thread):
 
 
 def test_what_is_refused_names_two_keys_and_what_to_write():
-    refused = [item for item in ALL if not is_valid(item)]
+    refused = [item for item in ALL if item not in VALID]
     assert len(refused) == 42
     modes = {"none": "neither bf16.enabled nor fp16.enabled", "bf16": "bf16.enabled", "fp16": "fp16.enabled"}
     for combination in refused:
@@ -124,10 +136,7 @@ def test_what_is_refused_names_two_keys_and_what_to_write():
 @pytest.mark.slow
 @pytest.mark.skipif(PIPELINES_REDUCE_ONCE, reason="some combinations are refused by name with this torch")
 def test_pipelines_of_two_stages_with_two_ranks_each(one_thread):
-    valid = [item for item in ALL if is_valid(item)]
-    stages, pipelines = (1, 3), (True,)
-    checked = check_all(run_ranks(train_all, 4, valid, stages, pipelines), valid, stages, pipelines)
-    assert checked == 4 * 38 * 2
+    assert train_and_check(4, list(product(VALID, (1, 3), (True,)))) == 4 * 38 * 2
 
 
 def test_the_page_has_these_tables():

@@ -24,7 +24,7 @@ NEXT = dict(zip(TIERS, [*list(TIERS)[1:], "memory"], strict=True))
 ACCUMULATIONS = (1, 4)
 RANKS = (1, 2)
 STEPS = 10
-FEW_STEPS = 4
+FEW_STEPS = 2
 """For the pairs; half of them before the checkpoint, as of the others."""
 ALL = list(product(PRECISIONS, TIERS, RANKS, ACCUMULATIONS))
 PAIRS = [  # each precision on each tier, and each two values of any two of the four somewhere

@@ -44,7 +44,7 @@ def take_step(optimizer):
                 optimizer.step()
 
 
-@pytest.mark.parametrize("buffers", [0, 2, 4])
+@pytest.mark.parametrize("buffers", [0, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_parameters_on_a_device_follow_the_same_kernel(make_adamw, late, buffers):
     section = {"buffers": buffers} if buffers else {"state": "cpu"}
     expected, state, _ = trained(make_adamw, "cpu", **section)
@@ -62,6 +62,7 @@ def test_a_device_without_pinned_memory_too(make_adamw, late):
     assert not late.pinned_on
 
 
+@pytest.mark.slow
 def test_steps_that_stop_halfway_with_copies_under_way(make_adamw, late):
     expected, _, _ = trained(make_adamw, "cpu")
     with faulty_drive(FaultSpec(seed=3, eio=0.04)):
@@ -82,6 +83,7 @@ def test_a_mistake_with_a_mirror_is_found(make_adamw, late, mutation):
 def test_a_mirror_that_cannot_be_made_leaves_the_one_before(make_adamw, late, monkeypatch):
     """A later group that needs larger mirrors is refused when no memory can be pinned for them."""
     optimizer = make_adamw([torch.nn.Parameter(p.detach().to("late")) for p in params_of([(100,)], *DTYPES)])
+    optimizer.place()
     before, closed = optimizer.store.mirror, []
     close = DeviceMirror.close
     monkeypatch.setattr(DeviceMirror, "close", lambda mirror: (closed.append(mirror), close(mirror)))

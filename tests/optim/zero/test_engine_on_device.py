@@ -24,11 +24,11 @@ def section(gradients, state="cpu", accumulation=1, **more):
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 1024.0}}
 SECTIONS = {
-    "nothing moved, bf16": section("none", **BF16),
     "host memory, bf16, added up": section("cpu", accumulation=2, **BF16),
     "nvme, fp32, added up": section("nvme", "nvme", 2),
 }
 MORE = {
+    "nothing moved, bf16": section("none", **BF16),
     "nothing moved, fp32, state on nvme": section("none", "nvme"),
     "host memory, fp32": section("cpu"),
     "host memory, fp16, state on nvme": section("cpu", "nvme", **FP16),
@@ -51,15 +51,10 @@ def assert_same(expected, found):
 
 
 def test_training_on_a_device_gives_the_bits_of_the_cpu():
-    results = dict(zip(SECTIONS, trained(list(SECTIONS.values())), strict=True))
-    for expected, found in results.values():
+    for expected, found in trained(list(SECTIONS.values())):
         assert_same(expected, found)
-    for name, (expected, found) in results.items():
-        if not name.startswith("nothing"):
-            assert found["norms"] == expected["norms"]  # the sums are the CPU's
-            assert max(found["growth"]) <= 8  # a loss, but no gradient
-        else:
-            assert min(found["growth"]) > 4 * 48 * 48 * 2
+        assert found["norms"] == expected["norms"]  # the sums are the CPU's
+        assert max(found["growth"]) <= 8  # a loss, but no gradient
 
 
 @pytest.mark.slow
@@ -67,6 +62,8 @@ def test_training_on_a_device_gives_the_bits_of_the_cpu():
 def test_other_mixes_of_tiers(name):
     [(expected, found)] = trained([MORE[name]])
     assert_same(expected, found)
+    if name.startswith("nothing"):
+        assert min(found["growth"]) > 4 * 48 * 48 * 2  # there they are
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A model of one kind of layer, to run what was planned."""
+"""A model of one kind of layer, for what is planned or measured."""
 
 from __future__ import annotations
 
