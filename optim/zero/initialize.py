@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.devices.device import KINDS, default_device_type, is_device, is_host
+from nvme_offload.offload.devices.device import KINDS, current_of, default_device_type, is_device, is_host
+from nvme_offload.offload.devices.numa import stay_near
 from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.blocks import find_units, match_blocks
@@ -84,10 +85,10 @@ def initialize(
     config = OffloadConfig.of(config)
     device_type = _device_type(model, mesh)
     check_supported(config, device_type)
-    _keep_no_freed_memory(config)
     chosen = find_units(model) if blocks is None else match_blocks(model, blocks)
     birth = _birth_of(model, config, weights, init)
     mesh = _mesh_for(config, mesh if mesh is not None else default_mesh(device_type))
+    _prepare_process(config, model, device_type)
     roles = MeshRoles.of(mesh)
     check_not_sharded(model, roles)
     check_same_on_ranks(mesh, roles, config, model)
@@ -116,8 +117,13 @@ def initialize(
     return OffloadEngine(model, made, scheduler, config, mesh, plan)
 
 
-def _keep_no_freed_memory(config: OffloadConfig) -> None:
-    """Where memory is short enough to use NVMe: what is born, gathered and reduced comes and goes group by group."""
+def _prepare_process(config: OffloadConfig, model: nn.Module, device_type: str) -> None:
+    """Before anything starts a thread or takes memory: be near the device, and keep no memory that was freed.
+
+    The latter where memory is short enough to use NVMe: what is born, gathered and reduced comes and goes by group.
+    """
+    if is_device(device_type):  # after the mesh, with which a rank gets its device
+        stay_near(current_of(device_type) if is_on_meta(model) else next(model.parameters()).device)
     if config.zero_optimization.offload_optimizer.device == "nvme" or config.has_block_tiers:
         give_back_freed_memory()
 

@@ -80,6 +80,16 @@ def test_state_can_be_looked_at_over_groups_without_a_backend_for_the_cpu():
         assert_same_bits(found, [weight.detach(), moment, moment, torch.tensor([0.0, 1.0], dtype=torch.float64)])
 
 
+def test_a_rank_keeps_near_its_device_and_on_the_cpu_where_it_is(late, monkeypatch):
+    kept = []
+    monkeypatch.setattr("nvme_offload.optim.zero.initialize.stay_near", kept.append)
+    initialize(model_on("cpu"), CONFIG).close()
+    assert kept == []
+    dist.destroy_process_group()
+    initialize(model_on("cpu").to("late"), CONFIG).close()
+    assert kept == [torch.device("late", 0)]
+
+
 def test_ranks_with_a_device_can_gather_in_host_memory_too(late):
     """State of parameters on a device is there: a group of NCCL alone could not gather it."""
     default_mesh("late")
