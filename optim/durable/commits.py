@@ -173,7 +173,9 @@ class Commits:
         """Say what the run is from now on. Collective where several ranks step together, when parameters came."""
         if self._num_identified == len(self.store.slots):
             return
-        own = self.run.uuid or f"{int(torch.randint(2**_UUID_BITS, (), generator=_fresh_generator())):013x}"
+        own = (
+            self.run.uuid or f"{int(torch.randint(2**_UUID_BITS, (), generator=_fresh_generator(), device='cpu')):013x}"
+        )
         # A run that is loaded over counts on: of two commits the later one has the larger number on every rank.
         ticks = [Content.decode(manifest.blob, self.run.folder).tick for manifest in self.run.committed]
         known = self.ranks().gather((self.run.uuid is None, own, max([self.tick, *ticks])))

@@ -152,7 +152,7 @@ class _Scratch:
     """Memory for a tail alone, at the place that it has in an extent."""
 
     def __init__(self, at: int, size_bytes: int) -> None:
-        self.words = torch.empty(size_bytes // 4, dtype=torch.int32)
+        self.words = torch.empty(size_bytes // 4, dtype=torch.int32, device="cpu")
         self._at = at
 
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:

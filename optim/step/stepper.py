@@ -12,9 +12,10 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.optim.durable.commits import Commits
-from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
+from nvme_offload.optim.grad_norm import clip_coefficient, sums_from_device, total_norm
 from nvme_offload.optim.interrupt import DeferredInterrupt
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -225,6 +226,11 @@ class Stepper:
 
     def _norm_of(self, grads: Mapping[int, torch.Tensor], *, found_inf: bool) -> float:
         store = self._store
+        known = dict(self.final.sums) if self.final is not None else {}
+        if not all(is_host(grad.device) for grad in grads.values()):  # backward is still under way: this waits for it
+            with self._meter.waiting("device"):
+                store.blocks.settle_gradients()
+                known |= sums_from_device(grads)
         with self._meter.computing("norm", -1), record_function("nvme_offload: norm"):
             return total_norm(
                 store.table.leaves,
@@ -232,7 +238,7 @@ class Stepper:
                 store.kernels,
                 norm_group=self._norm_group,
                 found_inf=found_inf,
-                known=self.final.sums if self.final is not None else None,
+                known=known,
             )
 
     def _grad_scale(
