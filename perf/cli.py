@@ -32,6 +32,10 @@ COMMANDS = {
         "nvme_offload.perf.bench.command",
         "Measure bandwidth, IOPS, latency and processor time of reading, writing and both.",
     ),
+    "report": Command(
+        "nvme_offload.perf.report.command",
+        "Write one page of HTML about a run or a benchmark, with its pictures in it.",
+    ),
     "runs": Command(
         "nvme_offload.perf.runs.command",
         "List the durable runs below the given folders: model, step, age, bytes, and whether they are alive.",

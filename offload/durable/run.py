@@ -172,6 +172,18 @@ class DurableRun:
         self.extents.forget_commits()
         self.found = []
 
+    def take_back(self) -> None:
+        """Destroy the newest manifest, because another rank could not commit that step; what it has is not changed.
+
+        Nothing may have been written since. The next commit has all of it.
+        """
+        newest, *before = self._files.newest_first()
+        self._files.destroy(newest)
+        if before:
+            self.extents.take_back_commit(before[0].tables[TABLE])
+        else:
+            self.extents.forget_commits()
+
     def commit(self, step: int, blob: bytes, table: np.ndarray) -> Manifest:
         """Make what was written last, and say so in a manifest. All writes of the slots in `table` must be done.
 

@@ -91,6 +91,11 @@ class ShadowExtents:
         self._table = table
         self.slots = [*self.slots, *slots]
 
+    def drop(self, first: int) -> None:
+        """Forget the slots from `first` on, as far as `add` took them on; nothing may have been committed of them."""
+        self.slots = self.slots[:first]
+        self._table = self._table[:first]
+
     def to_read(self, slot: int) -> Extent | None:
         """Where the newest write of a slot went; None if there was none."""
         return self.slots[slot].current
@@ -163,6 +168,21 @@ class ShadowExtents:
                 record.spares = [*record.spares, before]
             self._trim(record)
         self.sequence += 1
+
+    def take_back_commit(self, table: np.ndarray) -> None:
+        """Go back to the manifest before: what it refers to is spared, and writes go where those of the newest went.
+
+        Args:
+            table: of the manifest before. Nothing was written since the newest.
+        """
+        for record, row in zip(self.slots, table, strict=False):
+            stripes = self._stripes(row)
+            if record.committed is None or record.committed.stripes == stripes:
+                continue
+            record.committed = next((spare for spare in record.spares if spare.stripes == stripes), None)
+            record.spares = [spare for spare in record.spares if spare is not record.committed]
+        for record in self.slots[len(table) :]:
+            record.committed = None
 
     def forget_commits(self) -> None:
         """No manifest but those of snapshots refers to anything any more: writes go where they are."""
