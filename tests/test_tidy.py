@@ -53,7 +53,7 @@ FOLDERS_BOTTOM_UP = {
     "perf": (
         {"measure"},
         {"report"},
-        {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
+        {"bench", "benchmarks", "demo", "doctor", "planning", "runs", "tune"},
         {"cli", "compare", "hidden_step", "top"},
     ),
 }
