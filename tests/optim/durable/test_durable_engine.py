@@ -60,7 +60,9 @@ def assert_goes_on_to(engine, mode, path, done, num_steps, tiers="state", rank=0
     assert_same(found, state)
 
 
-CASES = [("bf16", tiers) for tiers in TIERS] + [("fp32", "state"), ("fp16", "state"), ("fp32", "everything")]
+QUICK = [("bf16", "state"), ("fp16", "state"), ("bf16", "everything")]
+SLOW = [*(("bf16", tiers) for tiers in ("in memory too", "off", "backward")), ("fp32", "state"), ("fp32", "everything")]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.usefixtures("alone")
