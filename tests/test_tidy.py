@@ -42,7 +42,7 @@ FOLDERS_BOTTOM_UP = {
         {"rules", "run_record"},
         {"layout"},
         {"kernels", "precision", "whole_params"},
-        {"tiers", "tiles"},
+        {"gradient_log", "tiers", "tiles"},
         {"grad_norm", "state"},
         {"birth", "durable", "full_values", "groups"},
         {"state_dict", "step"},
@@ -52,6 +52,7 @@ FOLDERS_BOTTOM_UP = {
     ),
     "perf": (
         {"measure"},
+        {"report"},
         {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
         {"cli", "compare", "hidden_step", "top"},
     ),

@@ -241,11 +241,14 @@ class DurableRun:
         return newest[0]
 
     def remove_snapshot(self, name: str) -> None:
-        """Unpin a step; what nothing else refers to is free again."""
+        """Unpin a step; what only it and the step before the newest refer to is free again, and that step gone."""
         (self.folder / f"{SNAPSHOT_PREFIX}{name}").unlink()
         sync_folder(self.folder)
         del self.snapshots[name]
         self.extents.unpin(name)
+        for manifest in self._files.newest_first()[1:]:
+            if self.extents.written_over(manifest.tables[TABLE]):
+                self._files.destroy(manifest)
 
     def close(self) -> None:
         """Close everything and let the lock fall. All files stay. Idempotent; not before transfers are done."""

@@ -147,12 +147,15 @@ class ShadowExtents:
         return [index for index, record in enumerate(self.slots) if record.current is not record.committed]
 
     def written_over(self, table: np.ndarray) -> list[int]:
-        """Slots of which this life of the run wrote in the place of what an older table refers to, without a commit."""
+        """Slots for which this life of the run has not kept what an older table refers to."""
+        known, uncommitted = self._known(), set(self.uncommitted)
         found = []
-        for slot in self.uncommitted:
-            current = self.slots[slot].current
-            if current is not None and slot < len(table) and self._stripes(table[slot]) == current.stripes:
-                found += [] if np.array_equal(table[slot], self._table[slot]) else [slot]
+        for slot, row in enumerate(table):
+            stripes = self._stripes(row)
+            kept = not stripes or stripes in known
+            if slot in uncommitted and (current := self.slots[slot].current) is not None:
+                kept = kept and (current.stripes != stripes or np.array_equal(row, self._table[slot]))
+            found += [] if kept else [slot]
         return found
 
     def note_commit(self) -> None:
@@ -275,12 +278,13 @@ class ShadowExtents:
     # Who has which extent.
 
     def _known(self) -> dict[Stripes, tuple[int, Extent]]:
-        """Every extent that a slot has or had, with the slot."""
-        known = dict(self._claimed)
+        """Every extent that a slot has or had, with the slot; what manifests refer to comes last."""
+        known: dict[Stripes, tuple[int, Extent]] = {}
         for index, record in enumerate(self.slots):
             for extent in (record.current, record.committed, *record.spares):
                 if extent is not None:
                     known[extent.stripes] = index, extent
+        known |= self._claimed
         for extents in self._pins.values():
             known |= {extent.stripes: (-1, extent) for extent in extents if extent.stripes not in known}
         return known
@@ -301,8 +305,8 @@ class ShadowExtents:
         return self._with_few_spares(SlotExtents(layout, current, current, spares))
 
     def _with_few_spares(self, record: SlotExtents) -> SlotExtents:
-        """What it had before it was adopted goes, what manifests refer to stays."""
-        record.spares = record.spares[: self._num_spares(record)]
+        """Keep what manifests refer to rather than what a slot had besides."""
+        record.spares = record.spares[max(0, len(record.spares) - self._num_spares(record)) :]
         return record
 
     def _num_missing(self, record: SlotExtents) -> int:

@@ -59,6 +59,7 @@ class Walk:
         return [slot for slot in range(len(LAYOUTS)) if self.chance.random() < 0.6]
 
     def commit(self):
+        self.left_unfinished = False
         self.number += 1
         slots = None if self.number == 1 else self.some_slots()
         self.small.commit(str(self.number), self.chance.randrange(100), slots)
@@ -80,13 +81,15 @@ class Walk:
         raise OSError(errno.EIO, "no")
 
     def rewind(self):
-        before = self.small.run.committed[-1]
-        if len(self.small.run.committed) == 2 and self.small.run.extents.uncommitted:
-            try:
-                self.small.adopt(before)
-            except ResumeError:  # written over, which the next one sees as well
-                before = self.small.run.committed[0]
-        self.small.adopt(before)
+        newest, *before = self.small.run.committed
+        if not before or self.left_unfinished:
+            self.small.adopt(newest)
+            return
+        try:
+            self.small.adopt(before[0])
+        except ResumeError:  # it was written over
+            assert self.small.run.extents.uncommitted
+            self.small.adopt(newest)
 
     def pin(self):
         name = f"at-{self.number}"
@@ -106,6 +109,8 @@ class Walk:
         self.commit()
 
     def open_again(self):
+        # What the writes of an earlier process left of the step before the newest, its sums tell.
+        self.left_unfinished = bool(self.small.run.extents.uncommitted)
         truth = self.small.truth
         self.small.close()
         self.small = SmallRun([self.path])
