@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for file in run.iterdir():
             file.unlink()
         run.rmdir()
-    print(json.dumps(found, indent=1))
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
