@@ -156,6 +156,43 @@ class Commits:
         if not self.settle():
             raise failure or StateError("commit", "a commit that lasts on every rank", "one that failed on another")
 
+    def snapshot(self, name: str) -> int:
+        """Keep the latest step under a name, on every rank or on none; returns the step. No byte of state is moved.
+
+        Raises:
+            StateError: a step stopped halfway, or does not last; or another rank could not.
+            ValueError, OutOfSpaceError, SwapIOError: see `DurableRun.snapshot`; nothing is kept.
+        """
+        store, problem = self.store, None
+        with store.at_rest():
+            store.check_whole()
+            self._begin_pending()
+            if not self.settle():
+                raise StateError("snapshot", "a step that lasts on every rank", "one whose commit failed")
+            try:
+                self.run.snapshot(name)
+            except (OSError, ValueError, StateError) as error:
+                problem = error
+            if not self.ranks().all(problem is None):
+                if problem is None:
+                    self.run.remove_snapshot(name)
+                raise problem or StateError("snapshot", "room for it on every rank", "none on another one")
+        assert self.committed_step is not None
+        return self.committed_step
+
+    def remove_snapshot(self, name: str) -> None:
+        """Give up what `snapshot` kept.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        with self.store.at_rest():
+            self._begin_pending()
+            self._settle_own()
+            if name not in self.run.snapshots:
+                raise KeyError(f"no snapshot {name!r}; there are: {', '.join(self.run.snapshots) or 'none'}")
+            self.run.remove_snapshot(name)
+
     def close(self) -> None:
         """Wait for what is under way and end the thread. Idempotent; no-op in a forked child."""
         if not self.store.is_own_process:

@@ -225,6 +225,38 @@ def test_going_back_one_step_gives_the_bits_of_the_run_stopped_there(drive):
         assert optimizer.resume() == (5, {})
 
 
+def test_a_snapshot_is_gone_back_to_from_later_steps_and_from_another_process(drive):
+    params, optimizer = fresh(drive)
+    with optimizer:
+        train(optimizer, params, range(2))
+        optimizer.synchronize()
+        written = optimizer.stats().bytes_written
+        assert optimizer.snapshot("good") == 2
+        assert optimizer.stats().bytes_written == written
+        with pytest.raises(ValueError, match="'good' cannot name a snapshot"):
+            optimizer.snapshot("good")
+        train(optimizer, params, range(2, 5))
+        assert optimizer.resume("good") == (2, {})
+        assert_same_bits(snapshot(optimizer), expected(drive, 2))
+        train(optimizer, params, range(2, 4))
+        assert_same_bits(snapshot(optimizer), expected(drive, 4))
+    params, optimizer = fresh(drive)
+    with optimizer:
+        with pytest.raises(KeyError, match="no snapshot 'bad'; there are: good"):
+            optimizer.resume("bad")
+        assert optimizer.resume() == (4, {})
+        assert_same_bits(snapshot(optimizer), expected(drive, 4))
+    params, optimizer = fresh(drive)
+    with optimizer:
+        assert optimizer.resume("good") == (2, {})
+        assert_same_bits(snapshot(optimizer), expected(drive, 2))
+        optimizer.remove_snapshot("good")
+        train(optimizer, params, range(2, 6))
+        assert_same_bits(snapshot(optimizer), expected(drive, 6))
+    with fresh(drive)[1] as optimizer:
+        assert optimizer.resume() == (6, {})
+
+
 @pytest.mark.parametrize("where", ["manifest", "sync"])
 def test_a_commit_that_fails_is_told_and_counted_and_the_run_goes_on(drive, monkeypatch, where):
     def full(*_):
