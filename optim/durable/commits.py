@@ -83,6 +83,11 @@ class Commits:
         """Whether a commit is under way, so that nothing may be written."""
         return self._committer.is_busy
 
+    @property
+    def _num_placed(self) -> int:
+        """Parameters that have state: the same on all ranks, also where some have an empty part of one."""
+        return sum(record.is_placed for record in self.store.table)
+
     def ranks(self) -> Ranks:
         """The ranks that step together."""
         num_params = len(self.store.table)
@@ -102,7 +107,7 @@ class Commits:
             ValueError: something cannot be committed; names it. The step is done, and the next one can be.
         """
         self.step = step
-        if not self.store.is_settled:  # nothing has had a gradient so far
+        if not self._num_placed:  # nothing has had a gradient so far
             return
         try:
             with torch.no_grad():
@@ -208,7 +213,7 @@ class Commits:
 
     def identify(self) -> None:
         """Say what the run is from now on. Collective where several ranks step together, when parameters came."""
-        if self._num_identified == len(self.store.slots):
+        if self._num_identified == self._num_placed:
             return
         own = self.run.uuid or f"{int(torch.randint(2**_UUID_BITS, (), generator=_fresh_generator())):013x}"
         # A run that is loaded over counts on: of two commits the later one has the larger number on every rank.
@@ -216,7 +221,7 @@ class Commits:
         known = self.ranks().gather((self.run.uuid is None, own, max([self.tick, *ticks])))
         self.tick = max(tick for _, _, tick in known.values())
         self.run.identify(identity_of(self.store), min(known.values())[1])
-        self._num_identified = len(self.store.slots)
+        self._num_identified = self._num_placed
 
     def note_adopted(self, content: Content) -> None:
         """The run goes on from here."""
@@ -240,7 +245,7 @@ class Commits:
     def _prepare(self) -> None:
         """See that the run knows what it is, and that there is something to commit of every subgroup."""
         store = self.store
-        if self._num_identified != len(store.slots):
+        if self._num_identified != self._num_placed:
             self._settle_own()
             with store.at_rest():
                 self.identify()

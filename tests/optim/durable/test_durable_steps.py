@@ -1,6 +1,7 @@
 """Steps that last: the bits of a run that does not, what a commit holds, and going on from it in every kind of end."""
 
 import errno
+import gc
 import os
 import warnings
 
@@ -304,6 +305,30 @@ def test_a_step_that_the_drive_did_not_take_is_committed_when_it_is_finished(dri
     with fresh(drive)[1] as optimizer:
         assert optimizer.resume() == (step, {})
         assert_same_bits(snapshot(optimizer), after)
+
+
+def test_an_optimizer_that_nobody_closed_lets_go_of_its_run_when_it_is_gone(drive):
+    params, optimizer = fresh(drive)
+    train(optimizer, params, range(2))
+    optimizer.commits.settle()
+    del optimizer
+    gc.collect()
+    with fresh(drive)[1] as optimizer:
+        assert optimizer.resume() == (2, {})
+
+
+def test_steps_without_a_gradient_commit_nothing_before_there_is_state(drive):
+    params, optimizer = fresh(drive)
+    with optimizer:
+        optimizer.step()
+        assert optimizer.stats().commits == 0
+        train(optimizer, params, [0])
+        optimizer.zero_grad()
+        optimizer.step()
+        optimizer.commits.settle()
+        assert optimizer.stats().committed_step == 3
+    with fresh(drive)[1] as optimizer:
+        assert optimizer.resume() == (3, {})
 
 
 def test_without_durable_there_is_nothing_to_resume(drive):
