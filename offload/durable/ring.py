@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 
@@ -311,11 +312,11 @@ class ExtentRing:
 
 
 def _take_turns(slots: Sequence[RingSlot]) -> None:
-    """Spread slots of one layout evenly over the turns."""
-    seen: Counter[SlotLayout] = Counter()
+    """Spread slots of one layout evenly over the turns, beginning elsewhere for each layout."""
+    turns: dict[SlotLayout, Iterator[int]] = {}
     for slot in slots:
-        slot.phase = seen[slot.layout] % slot.layout.period
-        seen[slot.layout] += 1
+        turn = turns.setdefault(slot.layout, count(len(turns)))
+        slot.phase = next(turn) % slot.layout.period
 
 
 def _wanted(slots: Sequence[RingSlot]) -> Counter[Size]:

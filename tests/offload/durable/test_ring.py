@@ -214,6 +214,14 @@ def test_a_slot_without_gradients_keeps_its_chain_and_is_rewritten_when_its_log_
     assert lengths.count(0) == 2, "it has its turn back"
 
 
+def test_slots_of_many_layouts_take_turns_too(space):
+    drive = Drive(space, [SlotLayout(ExtentLayout(n * PAGE, 0, PAGE), ENTRY_BYTES, 3) for n in range(1, 7)])
+    for _ in range(4):
+        drive.step(list(range(6)))
+        if drive.number > 6:
+            assert [len(record.current.log) for record in drive.ring.slots].count(0) == 2
+
+
 def test_what_is_written_twice_in_a_turn_goes_to_the_same_place(space):
     ring = ExtentRing(space, incarnation=1, sequence=1)
     ring.add(layouts(2, 4))
