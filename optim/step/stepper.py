@@ -151,14 +151,14 @@ class Stepper:
         begun = self._begun(groups, grads, grad_scale)
         scalars = scalars_of(store, self._rule, groups, grads, grad_scale)
         rest = {index: grad for index, grad in grads.items() if begun is None or index not in begun.begun}
-        known = begun.order if begun is not None else []
-        inside, behind = self._divided([slot for slot in store.slots_of(grads) if slot not in set(known)], grads)
+        done = dict.fromkeys(slot for slot in begun.order if slot not in begun.pending) if begun is not None else {}
+        inside, behind = self._divided([slot for slot in store.slots_of(grads) if slot not in done], grads)
         captured = begun.inputs.grads if begun is not None and begun.inputs is not None else {}
         inputs = StepInputs({**rest, **captured}, scalars, self._whole_params(rest))
         counts = {index: store.table[index].steps + 1 for index in grads}
         step = UnfinishedStep(
             number,
-            [*inside, *known, *behind],
+            [*inside, *done, *behind],
             inputs,
             counts,
             split=store.table.has_split_params,
