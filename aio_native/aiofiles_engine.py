@@ -15,24 +15,24 @@ import aiofiles.os
 
 from nvme_offload.aio_native.engine import EngineOptions, EngineUnavailable, Op
 from nvme_offload.aio_native.injection import Completion
+from nvme_offload.aio_native.owner_thread import OwnerThread
 from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.requests import Request
 
 _TRANSFERS = {Op.READ: aiofiles.os.wrap(os.preadv), Op.WRITE: aiofiles.os.wrap(os.pwritev)}
 
 
-class AiofilesEngine(PythonEngine):
-    """Every request is one ``preadv`` or ``pwritev`` in a thread, awaited through aiofiles."""
+class AiofilesThread(OwnerThread):
+    """An event loop that hands every request to a thread of a pool, as one ``preadv`` or ``pwritev``."""
 
-    name = "aiofiles"
     max_depth = 32
     """A request in flight occupies a thread; more of them would wait for the interpreter, not the drive."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, name: str, options: EngineOptions) -> None:
         self._completed: list[Completion] = []
         self._transfers: set[asyncio.Task[None]] = set()
         self._bell = asyncio.Event()
-        super().__init__(options)
+        super().__init__(name, options)
 
     def _open(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -95,3 +95,10 @@ class AiofilesEngine(PythonEngine):
         self._pool.shutdown()  # waits for the transfers under way
         self._loop.close()
         return True
+
+
+class AiofilesEngine(PythonEngine):
+    """Requests in threads, awaited through aiofiles."""
+
+    name = "aiofiles"
+    owner_type = AiofilesThread

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.aio_native.injection import Completion
+from nvme_offload.aio_native.owner_thread import OwnerThread
 from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.requests import Request
 
 
-class NullEngine(PythonEngine):
-    """Completes without any I/O, through the code that all Python engines share (fio has one, too)."""
-
-    name = "null"
+class NullThread(OwnerThread):
+    """Completes every request as soon as it looks."""
 
     def _open(self) -> None:
         self._completed: list[Completion] = []
@@ -35,3 +34,10 @@ class NullEngine(PythonEngine):
     def _shut(self) -> bool:
         self._bell.close()
         return True
+
+
+class NullEngine(PythonEngine):
+    """Completes without any I/O, through the code that all Python engines share (fio has one, too)."""
+
+    name = "null"
+    owner_type = NullThread

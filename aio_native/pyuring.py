@@ -12,6 +12,7 @@ from typing import Any
 
 from nvme_offload.aio_native.engine import EngineOptions, EngineUnavailable, Op
 from nvme_offload.aio_native.injection import Completion
+from nvme_offload.aio_native.owner_thread import OwnerThread
 from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.requests import Request
 from nvme_offload.aio_native.uring_refusal import explain_refusal, probe_errno
@@ -26,18 +27,17 @@ _TRANSIENT = (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENOMEM)
 """Answers of io_uring_enter(2) with which it has taken nothing and may be called again."""
 
 
-class PyuringEngine(PythonEngine):
-    """The owner thread submits to a ring and reaps from it; a read pending on an eventfd wakes it up.
+class PyuringThread(OwnerThread):
+    """Submits to a ring and reaps from it; a read pending on an eventfd wakes it up.
 
     The binding has no asynchronous operations on registered buffers or files, and submits each request with a
     system call of its own.
     """
 
-    name = "pyuring"
     max_depth = 2**15 - 1
     """The kernel's limit for a ring (IORING_MAX_ENTRIES), less the read on the eventfd."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, name: str, options: EngineOptions) -> None:
         self._binding: Any = _load_binding()
         self._in_flight: dict[int, Request] = {}
         self._last_tag = _BELL
@@ -45,7 +45,7 @@ class PyuringEngine(PythonEngine):
         """Entries lie in the submission queue that the kernel did not take when they were put there."""
         self._bell_awaited = False
         self._bell_count = ctypes.c_uint64()
-        super().__init__(options)
+        super().__init__(name, options)
 
     def _open(self) -> None:
         # Made here because the ring serves only the thread that made it (IORING_SETUP_SINGLE_ISSUER).
@@ -142,6 +142,13 @@ class PyuringEngine(PythonEngine):
                 ended = bool(released.poll(1000 * LAST_REQUESTS_SECONDS))
             os.close(self._watched)
         return ended
+
+
+class PyuringEngine(PythonEngine):
+    """io_uring through the binding."""
+
+    name = "pyuring"
+    owner_type = PyuringThread
 
 
 def _load_binding() -> ModuleType:

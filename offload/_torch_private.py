@@ -454,6 +454,15 @@ def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of a module run compiled code, which may know nothing of hooks that are registered later.
+
+    ``torch.compile(module)`` keeps the module as ``_orig_mod``, ``module.compile()`` sets ``_compiled_call_impl``.
+    """
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule)
+
+
 def state_dict_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """What the user has registered to run before and after ``state_dict``.
 

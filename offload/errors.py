@@ -19,6 +19,7 @@ mean what they mean elsewhere::
         PeerError          another rank failed, and this one cannot go on without it: which, where and of what
         CorruptionError    what was read back is not what was written
         CheckpointError    a checkpoint cannot be loaded: which file, and why; nothing has changed
+        ResumeError        a durable run cannot be taken up: which, and why; nothing has changed
     UserWarning
       ConfigWarning        a key of the configuration section has no meaning here
 
@@ -267,6 +268,18 @@ class CheckpointWriteError(OSError):
 
 class CheckpointError(OffloadError):
     """A checkpoint, or one file of it, cannot be loaded. The state of the run has not changed."""
+
+    def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
+        super().__init__(path, problem)
+        self.path = Path(path)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.problem}"
+
+
+class ResumeError(OffloadError):
+    """What a durable run committed cannot be taken up. Nothing has changed."""
 
     def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
         super().__init__(path, problem)

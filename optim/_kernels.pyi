@@ -18,6 +18,24 @@ class ThreadPool:
     def num_workers(self) -> int: ...
     def end_workers(self) -> None: ...
 
+class LoggedStep:
+    entry: int
+    entry_bytes: int
+    offsets: int
+    grad_dtype: int
+    grad_scale: float
+    scalars: list[float]
+    def __init__(
+        self,
+        *,
+        entry: int,
+        entry_bytes: int,
+        offsets: int,
+        grad_dtype: int,
+        grad_scale: float,
+        scalars: Sequence[float],
+    ) -> None: ...
+
 class Segment:
     param: int
     grad: int
@@ -30,6 +48,9 @@ class Segment:
     rule: int
     grad_scale: float
     scalars: list[float]
+    log: list[LoggedStep]
+    base: int
+    offsets: int
     def __init__(
         self,
         *,
@@ -44,11 +65,16 @@ class Segment:
         rule: int,
         grad_scale: float,
         scalars: Sequence[float],
+        log: Sequence[LoggedStep],
+        base: int,
+        offsets: int,
     ) -> None: ...
 
 def available_isas() -> list[str]: ...
 def rules() -> list[str]: ...
-def update(pool: ThreadPool, isa: str, segments: Sequence[Segment]) -> list[int]: ...
+def update(
+    pool: ThreadPool, isa: str, segments: Sequence[Segment], entry: int, entry_bytes: int
+) -> tuple[list[int], int]: ...
 def split(pool: ThreadPool, isa: str, src: int, hi: int, lo: int, numel: int) -> None: ...
 def join(pool: ThreadPool, isa: str, hi: int, lo: int, dst: int, numel: int) -> None: ...
 def fp16_to_fp32(pool: ThreadPool, isa: str, src: int, dst: int, numel: int) -> None: ...

@@ -13,15 +13,22 @@ from collections.abc import Sequence
 import torch
 
 import nvme_offload.optim._kernels as _kernels
-from nvme_offload.optim._kernels import Segment
+from nvme_offload.optim._kernels import LoggedStep, Segment
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, num_tiles
 from nvme_offload.optim.rules.rule import UpdateRule
 
+REVISION = 1
+"""Of what the kernels compute, to the bit: a run that goes on with another one would not be the run it was. Count it up
+whenever an update gives other bits."""
+
 __all__ = [
+    "REVISION",
     "GradDtype",
     "KernelPool",
+    "LoggedStep",
     "Segment",
     "available_isas",
+    "make_logged_step",
     "make_segment",
     "ordered_sum",
 ]
@@ -51,6 +58,9 @@ _GRAD_DTYPES = {
     torch.bfloat16: GradDtype.BF16,
     torch.float16: GradDtype.FP16,
 }
+ABSENT = -1
+"""In a table of offsets: a gradient whose every bit is zero, a parameter that nobody had changed."""
+
 _RULES = {name: number for number, name in enumerate(_kernels.rules())}
 
 
@@ -69,6 +79,9 @@ def make_segment(
     rule: UpdateRule,
     scalars: Sequence[float],
     grad_scale: float,
+    log: Sequence[LoggedStep] = (),
+    base: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
 ) -> Segment:
     """Describe one run of elements to `KernelPool.update`.
 
@@ -77,7 +90,7 @@ def make_segment(
 
     Args:
         param: bf16, fp16 or fp32 [numel]; its dtype decides the `MasterForm`.
-        grad: fp32, bf16 or fp16 [numel]; None leaves everything as it is.
+        grad: fp32, bf16 or fp16 [numel]; None: there is no update but those of the `log`.
         master: uint16 [numel] beside bf16, fp32 [numel] beside fp16, None for an fp32 parameter.
         states: fp32 [numel] each, those of the rule in its order.
         checksums: int64 [num_tiles(numel)] from `KernelPool.tile_checksums` of the parameter; the update keeps
@@ -85,6 +98,12 @@ def make_segment(
         rule: one with a native kernel.
         scalars: of this step, as the rule gives them.
         grad_scale: what the gradient is multiplied by: unscaling and clipping in one factor, negative to maximize.
+        log: earlier updates that `master` and `states` lack, the oldest first: they are done first, in memory that is
+            in the cache.
+        base: the parameter as it was before those, which becomes what it was after them, in the dtype of ``param``.
+            Not used without a log, nor beside fp16, whose master is whole. ``param`` itself is not looked at by them.
+        offsets: int64 [num_tiles(numel), 2]: gets where `KernelPool.update_and_log` has put each tile's gradient, and
+            the parameter where somebody had changed it, in bytes from the beginning of the entry. None: not logged.
 
     Raises:
         ValueError: for a rule without a kernel, a wrong dtype, a wrong number of tensors or elements, or a tensor not
@@ -113,6 +132,44 @@ def make_segment(
         form=form,
         grad_dtype=GradDtype.FP32 if grad is None else GradDtype.of(grad),
         rule=_RULES[rule.kernel],
+        grad_scale=grad_scale,
+        scalars=scalars,
+        log=log,
+        base=0 if base is None else _address("base", base, param.dtype, numel),
+        offsets=0 if offsets is None else _address("offsets", offsets, torch.int64, 2 * num_tiles(numel)),
+    )
+
+
+def make_logged_step(
+    *,
+    entry: torch.Tensor,
+    offsets: torch.Tensor,
+    numel: int,
+    grad_dtype: torch.dtype,
+    scalars: Sequence[float],
+    grad_scale: float,
+) -> LoggedStep:
+    """Describe one update of a run of elements as `KernelPool.update_and_log` has kept it. Keep the tensors alive.
+
+    Args:
+        entry: uint8 [size_bytes], at a multiple of 64 bytes: what the offsets count from.
+        offsets: int64 [num_tiles(numel), 2], as that call has filled them in.
+        numel: elements of the run.
+        grad_dtype: of its gradient then.
+        scalars: of that step.
+        grad_scale: of that step.
+
+    Raises:
+        ValueError: for a dtype that no gradient has, a wrong number of elements, or a tensor not contiguous on the CPU.
+            Offsets that lead out of the entry are refused by the update.
+    """
+    if grad_dtype not in _GRAD_DTYPES:
+        raise ValueError(f"grad_dtype is {grad_dtype}; the kernels take float32, bfloat16 and float16")
+    return LoggedStep(
+        entry=_address("entry", entry, torch.uint8, entry.numel()),
+        entry_bytes=entry.numel(),
+        offsets=_address("offsets", offsets, torch.int64, 2 * num_tiles(numel)),
+        grad_dtype=_GRAD_DTYPES[grad_dtype],
         grad_scale=grad_scale,
         scalars=scalars,
     )
@@ -173,7 +230,7 @@ class KernelPool:
         self._threads.end_workers()
 
     def update(self, segments: Sequence[Segment]) -> list[int]:
-        """Update parameters, masters and states in place: one step for every segment with a gradient.
+        """Update parameters, masters and states in place: what the log has, then one step for every gradient.
 
         A tile whose parameter no longer matches its checksum was changed by somebody else: before the update its
         master is made from the parameter as found.
@@ -184,7 +241,27 @@ class KernelPool:
         Raises:
             ValueError: for a segment that cannot be right (null or unaligned address, unknown rule, form or dtype).
         """
-        return _kernels.update(self._threads, self._isa, segments)
+        return _kernels.update(self._threads, self._isa, segments, 0, 0)[0]
+
+    def update_and_log(self, segments: Sequence[Segment], entry: torch.Tensor) -> tuple[list[int], int]:
+        """`update`, and keep what it takes to do the same again: of each tile its gradient, unless every bit is zero.
+
+        A tile that was found changed is kept with its parameter as found. In which order tiles lie in the entry is up
+        to the threads; `offsets` of the segments say where, and those without offsets are not kept.
+
+        Args:
+            segments: as in `update`; each with its `offsets`.
+            entry: uint8 [size_bytes], at a multiple of 64 bytes.
+
+        Returns:
+            As `update`, and the bytes that the entry takes. More than it has: the update is done, but the entry and
+            the offsets are of no use.
+
+        Raises:
+            ValueError: as `update` does.
+        """
+        address = _address("entry", entry, torch.uint8, entry.numel())
+        return _kernels.update(self._threads, self._isa, segments, address, entry.numel())
 
     def split(
         self, src: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor] | None = None

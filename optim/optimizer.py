@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from nvme_offload.offload._torch_private import not_compiled, running_last_before_load, state_dict_hooks
@@ -16,18 +17,21 @@ from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
+from nvme_offload.optim.durable.methods import DurableMethods
 from nvme_offload.optim.groups import check_group, follow, take_on
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
+from nvme_offload.optim.run_record import RunRecord, said
 from nvme_offload.optim.state.entries import prepare_entries, write_entries
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.view import StateView
 from nvme_offload.optim.state_dict import matched_state, packed_state
 from nvme_offload.optim.stats import Meter, Moved, OptimizerStats, Span
+from nvme_offload.optim.step.plain_modules import PlainModules
 from nvme_offload.optim.step.stepper import Stepper
 from nvme_offload.optim.warn import warn_user
 
 
-class OffloadOptimizer(Optimizer):
+class OffloadOptimizer(DurableMethods, Optimizer):
     """An optimizer with its state on NVMe or in host memory; a subclass names its rule and torch's arguments.
 
     The state gets its place in the first step or load, or by `place`. Until then the parameters are those that the
@@ -71,7 +75,10 @@ class OffloadOptimizer(Optimizer):
         self._meter = Meter()
         self.store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
         """The state itself, for those who save, load and fill it: see `StateBody`."""
-        self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group)
+        self._take_on_durable(self.store, norm_group)
+        self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group, self._commits)
+        self._plain_modules = PlainModules(self.store)
+        self._record = RunRecord(self.store.run_directory, self.config.run_log)
         self._complete = False
         try:
             super().__init__(params, defaults)
@@ -185,6 +192,8 @@ class OffloadOptimizer(Optimizer):
             self.__dict__.pop("found_inf", None)
             raise
         self._meter.end_iteration(self._moved())
+        self._commit_step()
+        self._record.note(self._said)
         return loss
 
     def try_step(self, loss_scale: float | None = None) -> bool:
@@ -235,6 +244,30 @@ class OffloadOptimizer(Optimizer):
         """
         self._stepper.expect_step(after_next_backward)
 
+    def overlap_with(self, model: nn.Module, blocks: Iterable[str] | None = None) -> None:
+        """Let the updates of a plain module's parameters overlap with its passes, as ``overlap_step`` says.
+
+        From then on `step` may return before they are updated, and every forward waits for what it uses; so do
+        ``model.state_dict()``, ``model.load_state_dict()`` and pickling the model. Whoever reads or sets parameters in
+        another way (``p.data``, ``p.add_``, averages of weights, ``copy.deepcopy``) calls `synchronize` before that.
+
+        Not with ``overlap_step = "off"``, and not for what is updated inside `step` in any case: parameters on a CUDA
+        device, whole ones of a rule, and shards of FSDP, which are gathered before the forward that uses them.
+
+        Args:
+            model: any module with some of the parameters. Call this before ``torch.compile``; calling it once more
+                takes back what the call before did.
+            blocks: class names or qualified names of modules that wait for their own parameters, each when it is
+                called; nothing outside them may use these. By default the repeated layers. For all other parameters
+                the model waits when it is called.
+
+        Raises:
+            ValueError: no parameter in `model` is the optimizer's, a block names nothing, or a module is compiled.
+        """
+        with self.store.at_rest():
+            if self.config.overlap_step != "off":
+                self._plain_modules.watch(model, blocks)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or with ``set_to_none=False`` make them zero, wherever they are.
 
@@ -284,6 +317,7 @@ class OffloadOptimizer(Optimizer):
             if (unfinished := self.store.unfinished) is None:
                 raise StateError(type(self).__name__, "a step that stopped halfway", "no such step")
             self._stepper.finish(unfinished)
+        self._commit_step()
 
     def synchronize(self) -> None:
         """Wait for the updates, writes and reads that still run behind the latest step.
@@ -299,7 +333,9 @@ class OffloadOptimizer(Optimizer):
             self.store.blocks.synchronize()
 
     def close(self) -> None:
-        """Wait for what is under way, free the memory, delete the swap files. Idempotent. No-op in a forked child."""
+        """Wait for what is under way, free the memory, delete the swap files but those of a durable run. Idempotent."""
+        self._end_commits()
+        self._record.close(self._said)
         self.store.close()
 
     def __enter__(self) -> Self:
@@ -393,8 +429,13 @@ class OffloadOptimizer(Optimizer):
             updates_behind=meter.updates_behind,
             updates_in_backward=meter.updates_in_backward,
             overlap_wait_seconds=store.worker.wait_seconds,
+            **self._commit_stats,
+            drive_busy_seconds=self._moved().busy_seconds,
             **store.blocks.stats(),
         )
+
+    def _said(self) -> dict[str, Any]:
+        return said(type(self).__name__, self.stats(), self.tier_plan, self.config)
 
     @property
     def tier_plan(self) -> TierPlan:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
+
+from nvme_offload.optim.metrics import field_texts, prometheus_text
 
 SpanKind = Literal["forward", "backward", "step", "norm", "wait", "read", "compute", "write"]
 Cause = Literal["drive", "staging buffers", "kernel"]
@@ -49,11 +52,13 @@ class IterationStats:
     """Seconds of an iteration, from the end of the step before it to the end of its own. ``str()`` sums it up."""
 
     seconds: float
+    """All of it."""
     compute_seconds: float
     """Forward and backward, and all else that is neither waiting nor a part of the step."""
     drive_seconds: float
     """What moving this iteration's bytes takes at the rate of this run: bytes over the time with any under way."""
     norm_seconds: float
+    """The norm of all gradients."""
     kernel_seconds: float
     """Updates inside ``step()``."""
     wait_seconds: dict[Cause, float]
@@ -108,6 +113,7 @@ class OptimizerStats:
     engine_reason: str
     """Why the I/O is done by this engine and no other."""
     num_subgroups: int
+    """Subgroups whose state has a place."""
     staging_bytes: int
     """Host memory of all staging buffers and, for CUDA parameters, of the mirrors beside them."""
     state_bytes: int
@@ -128,6 +134,16 @@ class OptimizerStats:
     """Updates of subgroups that were done before their step, in backward."""
     overlap_wait_seconds: float = 0.0
     """Seconds that forwards, and whoever else wanted parameters or state, waited for updates behind a step."""
+    commits: int = 0
+    """Steps of a durable run that were made to last, and other commits."""
+    failed_commits: int = 0
+    """Commits that failed: the run went on, with the one before still whole."""
+    commit_seconds: float = 0.0
+    """Seconds that commits took, in all; most of them hidden behind the next forward and backward."""
+    commit_wait_seconds: float = 0.0
+    """Seconds that steps, and whoever else wanted to write, waited for a commit."""
+    committed_step: int | None = None
+    """The latest step that lasts; None before the first, and where nothing does."""
     param_uses: int = 0
     """Times a block of the parameter tier was needed: gathers, updates, accesses from outside."""
     param_reads: int = 0
@@ -160,6 +176,59 @@ class OptimizerStats:
     """Bytes of gradients that went to the drive."""
     grad_host_bytes: int = 0
     """Bytes of gradients that the tier plan keeps in host memory although their tier is NVMe."""
+    drive_busy_seconds: float = 0.0
+    """Seconds in which any request was in flight, of state, parameters or gradients."""
+
+    def scalars(self, prefix: str = "") -> dict[str, float]:
+        """Every number, flat, for a monitor: TensorBoard's ``add_scalar``, ``wandb.log``, ``mlflow.log_metrics``.
+
+        The names are always the same: of the fields here and, with ``iteration_`` before them, of `IterationStats`.
+        What is not known yet is NaN.
+
+        Args:
+            prefix: put before each name: ``offload/`` makes them one section of TensorBoard.
+        """
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        return {prefix + name: value for name, value in (numbers | _of_iteration(self.iteration)).items()}
+
+    def prometheus(self, labels: Mapping[str, object] | None = None) -> str:
+        """`scalars` as the text that Prometheus scrapes, in names that begin with ``nvme_offload_``.
+
+        Args:
+            labels: put on each of them: ``{"rank": 0}``.
+        """
+        return prometheus_text(self.scalars(), scalar_texts(), GAUGES, labels or {}, {"engine": self.engine})
+
+
+def _of_iteration(iteration: IterationStats | None) -> dict[str, float]:
+    """The seconds of an iteration under flat names; NaN where there was none."""
+    plain = ("seconds", "compute_seconds", "drive_seconds", "norm_seconds", "kernel_seconds")
+    found = {name: getattr(iteration, name, math.nan) for name in (*plain, "ideal_seconds", "share_of_ideal")}
+    for cause in get_args(Cause):
+        seconds = iteration.wait_seconds.get(cause, 0.0) if iteration else math.nan
+        found[f"wait_seconds_{cause.replace(' ', '_')}"] = seconds
+    return {f"iteration_{name}": value for name, value in found.items()}
+
+
+GAUGES = frozenset(
+    {
+        *("achieved_depth", "num_subgroups", "staging_bytes", "state_bytes", "host_state_bytes", "total_norm"),
+        *("clip_coef", "param_host_bytes", "grad_host_bytes", *_of_iteration(None)),
+    }
+)
+"""Scalars that go up and down; the others count."""
+
+
+def scalar_texts() -> dict[str, str]:
+    """What each of `OptimizerStats.scalars` means, in one line."""
+    texts = field_texts(IterationStats) | {
+        "ideal_seconds": "The longer of computing and moving.",
+        "share_of_ideal": "The ideal over all of it: 1 hides the shorter behind the longer.",
+    }
+    texts |= {f"wait_seconds_{cause.replace(' ', '_')}": f"Waiting for: {cause}." for cause in get_args(Cause)}
+    of_iteration = {f"iteration_{name}": f"Latest iteration, seconds: {text}" for name, text in texts.items()}
+    of_iteration["iteration_share_of_ideal"] = f"Latest iteration: {texts['share_of_ideal']}"
+    return field_texts(OptimizerStats) | of_iteration
 
 
 @dataclass

@@ -45,7 +45,6 @@ def test_names():
         "get_full_optimizer_state",
         "get_full_param",
         "initialize",
-        "metrics_of",
         "set_full_grad",
         "set_full_optimizer_state",
         "set_full_param",

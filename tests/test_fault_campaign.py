@@ -284,8 +284,22 @@ def trained(training):
     return twin
 
 
+class Model(torch.nn.Module):
+    """Parameters, and a forward to wait for their updates in."""
+
+    def __init__(self, params):
+        super().__init__()
+        self.params = torch.nn.ParameterList(params)
+
+    def forward(self):
+        pass
+
+
 class AdamWCase:
-    """A training that stops and is finished, again and again; the drive becomes well when patience is at an end."""
+    """A training that stops and is finished, again and again; the drive becomes well when patience is at an end.
+
+    In every other one updates go on behind the steps.
+    """
 
     def __init__(self, case):
         self.case, self.draw = case, case.draw
@@ -297,6 +311,10 @@ class AdamWCase:
         with faulty_drive(case.faults) as tiers:
             self.optimizer = OffloadAdamW(self.params, offload=options, **SETTINGS)
         self.tier = tiers[0]
+        self.model = Model(self.params)
+        self.is_lazy = case.seed // len(SHAPES) % 2 == 1
+        if self.is_lazy:
+            self.optimizer.overlap_with(self.model)
         self.patience = self.draw.randint(0, 6)
         self.well = False
 
@@ -304,6 +322,7 @@ class AdamWCase:
         optimizer = self.optimizer
         assert optimizer.stats().num_subgroups > 2
         for grads in gradients(self.training):
+            self.persist(self.model)
             for p, grad in zip(self.params, grads, strict=True):
                 p.grad = grad
             self.persist(optimizer.step)
@@ -318,6 +337,7 @@ class AdamWCase:
         if self.draw.random() < 0.7:
             pipeline.drop_copies()  # all that is compared comes from the drive
         trained(self.training).assert_equals(optimizer)
+        assert (optimizer.stats().updates_behind > 0) == self.is_lazy
         pipeline.drop_copies()
         assert pool.num_free == pool.num_buffers, "a buffer leaked at the end"
 
@@ -329,7 +349,7 @@ class AdamWCase:
         while (error := outcome_of(call)[1]) is not None:
             self.case.check_error(error, self.tier)
             assert "subgroup" in str(error), error
-            if self.optimizer.store.unfinished is not None:
+            if self.optimizer.has_unfinished_step:
                 self.check_stopped(error)
                 call = self.optimizer.finish_step
             self.patience -= 1

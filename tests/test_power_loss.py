@@ -170,6 +170,23 @@ def test_a_write_is_torn_between_sectors_and_nowhere_else(tmp_path):
     assert len(torn) > 15
 
 
+def test_a_durable_write_is_torn_while_it_is_made(tmp_path):
+    path = tmp_path / "file"
+    write(path, bytes(2048))
+    with Recording(tmp_path) as recording:
+        fd = os.open(path, os.O_WRONLY | os.O_DSYNC)
+        os.pwrite(fd, b"\xff" * 2048, 0)
+        os.close(fd)
+        recording.mark("done")
+    crashes = list(recording.history().power_losses(num_random=300))
+    assert contents_after(crashes, ()) > {bytes(2048), b"\xff" * 2048, b"\xff" * 512 + bytes(1536)}
+    assert contents_after(crashes, ("done",)) == {b"\xff" * 2048}
+
+
+def contents_after(crashes, marks):
+    return {crash.image["file"] for crash in crashes if crash.marks == marks}
+
+
 def test_a_length_may_be_there_without_the_bytes(tmp_path):
     with Recording(tmp_path) as recording:
         write(tmp_path / "file", b"x" * 600, sync=False)

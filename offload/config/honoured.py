@@ -12,6 +12,7 @@ BY_OPTIMIZER = frozenset(
         "gradient_clipping",
         "overlap_step",
         "skip_non_finite",
+        "run_log",
     }
 )
 """What an optimizer by itself reads; of `gradient_accumulation_steps` it only plans with the number."""

@@ -128,7 +128,7 @@ _REFUSED = """\
 _TABLE = """\
 | Key | Type | Unit | Range | Default | In DeepSpeed | Meaning |
 |---|---|---|---|---|---|---|"""
-_TYPES = {"integer": "whole number", "number": "number", "boolean": "true or false"}
+_TYPES = {"string": "path", "integer": "whole number", "number": "number", "boolean": "true or false"}
 
 
 def json_schema() -> dict[str, Any]:
@@ -209,7 +209,9 @@ def _kind(entry: dict[str, Any]) -> str:
     if entry["type"] == "array":
         items = entry.get("items") or entry["prefixItems"][0]
         return f"list of {items['type']}s"
-    return _TYPES[entry["type"]] if isinstance(entry["type"], str) else "path or list of paths"
+    if isinstance(entry["type"], str):
+        return _TYPES[entry["type"]]
+    return "true, false or a name" if "boolean" in entry["type"] else "path or list of paths"
 
 
 def bounds(entry: dict[str, Any]) -> str:

@@ -6,11 +6,12 @@ one `ConfigError`. To add a section, add a model and a field for it: the reader 
 messages, the reference page (`offload.config.reference`) and the JSON schema follow.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, GetPydanticSchema
+from pydantic import AfterValidator, Field, GetPydanticSchema, PlainValidator, WithJsonSchema
 from pydantic_core import core_schema
 
 from nvme_offload.aio_native.registry import ENGINES, describe_engines
@@ -27,6 +28,7 @@ from nvme_offload.offload.config.optimizer import OptimizerConfig
 from nvme_offload.offload.config.reader import WRAPPER, is_wrapped, parse_file, read
 from nvme_offload.offload.config.tiers import (
     NEEDS_NVME,
+    FilePath,
     OffloadGradientsConfig,
     OffloadParamConfig,
     PathTuple,
@@ -53,6 +55,30 @@ SubgroupSize = Annotated[Whole, AfterValidator(lambda value: value or _SUBGROUP_
 
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
 Weights = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
+
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DEFAULT_RUN = "default"
+
+
+def _run_name(value: Any) -> bool | str:
+    if isinstance(value, bool) or (isinstance(value, str) and _RUN_NAME.fullmatch(value)):
+        return value
+    raise ValueError("is neither true nor false nor a name of 1..64 letters, digits, dots, underscores and hyphens")
+
+
+RunName = Annotated[
+    bool | str, PlainValidator(_run_name), WithJsonSchema({"type": ["boolean", "string"], "pattern": _RUN_NAME.pattern})
+]
+
+
+def _rewrite_every(value: Any) -> int:
+    if value == 1 and not isinstance(value, bool):
+        return 1
+    raise ValueError("is not 1: state that is rewritten less often than in every step is not there yet")
+
+
+RewriteEvery = Annotated[int, PlainValidator(_rewrite_every), WithJsonSchema({"type": "integer", "const": 1})]
 
 
 EngineName = Annotated[
@@ -115,6 +141,13 @@ class OffloadOptimizerConfig(Section):
     pin_memory: bool | None = key(None, "true or false", "same, default false")
     """Pin the staging buffers (page-locked for CUDA). Left out, they are pinned where CUDA is used."""
 
+    durable: RunName = key(False, 'true, false, or the name of the run, as "my-run"')
+    """Keep the state on the drive so that a killed run goes on from its latest step: see `docs/durable.md`. A name
+    tells runs on the same paths apart; `true` is the name "default". Needs `device: nvme`, twice the space, and 2 bytes
+    more written per 16-bit parameter and step (4 in fp32)."""
+    rewrite_every: RewriteEvery = key(1, "1, or leave it out", "", "steps")
+    """Every how many steps the state of a `durable` run is rewritten. 1 is what there is so far."""
+
     IGNORED: ClassVar = {
         **each("pipeline pipeline_read pipeline_write", "reads always run ahead and writes behind"),
         "fast_init": "the state is always created on its tier",
@@ -134,6 +167,14 @@ class OffloadOptimizerConfig(Section):
         if self.staging_budget < (least := self.buffer_count * _PAGE):
             why = f"too little for buffer_count = {self.buffer_count}; write {format_bytes(least)} or more"
             yield Contradiction("staging_budget", why, ("buffer_count",))
+        if self.durable and self.device != "nvme":
+            why = f'needs device = "nvme", which keeps the state on a drive, and device is "{self.device}"'
+            yield Contradiction("durable", f"{why}; write that, or leave durable out", ("device",))
+
+    @property
+    def run_name(self) -> str | None:
+        """The name of the durable run; None where the state ends with the process."""
+        return _DEFAULT_RUN if self.durable is True else self.durable or None
 
 
 class ZeroOptimizationConfig(Section):
@@ -169,10 +210,10 @@ class OffloadConfig(Section):
     overlap_step: Literal["off", "forward", "backward"] | None = key(None, "one of these")
     """When subgroups are updated. `off`: inside `step()`. `forward`: behind it, under the next forward, each before its
     parameters are gathered. `backward`: as soon as a gradient is final, what is left as with `forward`; needs
-    `gradient_clipping` 0 and `skip_non_finite: false`. The bits are the same. Left out, it is `forward` for split
-    shards of FSDP2 (what `initialize` makes of `bf16` and `fp16`) with state on NVMe, and `off` for the rest: plain
-    modules, fp32, Muon, CUDA, and where parameters or gradients have a tier of their own. One warning says where it
-    does nothing."""
+    `gradient_clipping` 0 and `skip_non_finite: false`. The bits are the same. Left out, it is `forward` for shards
+    in parts of FSDP2 (what `initialize` makes of all) and plain modules given to `optimizer.overlap_with`, with state
+    on NVMe, and `off` for the rest: other modules, Muon, CUDA, and where parameters or gradients have a tier of their
+    own. One warning says where it does nothing."""
     skip_non_finite: bool = key(True, "true or false")
     """Skip a step with a gradient that is not finite, and count it. `false`: such a gradient is an error."""
     host_budget: ByteBudget | None = key(None, '"auto", or 4 KiB or more, as "8GiB"', "", "bytes")
@@ -204,6 +245,10 @@ class OffloadConfig(Section):
     """Modules that stay fp32 in a `bf16` or `fp16` model, with all that is in them: shell patterns of qualified names,
     of modules or parameters, or of class names, alone or with the package that they are imported from, as
     `torch.nn.LayerNorm`. Parameters that came in fp32 in a model that also has 16-bit ones stay fp32 without it."""
+    run_log: FilePath | None = key(None, "a path")
+    """A file to which the optimizer appends what it does, a line of JSON at most every second, for `offload top` and
+    `offload report` while it runs and afterwards. Ranks after the first write beside it, as `run.rank1.jsonl`. Made if
+    it is missing; that it cannot be written is said once and stops nothing."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer that `initialize` makes."""
     scheduler: SchedulerConfig | None = None
@@ -240,6 +285,13 @@ class OffloadConfig(Section):
     def has_block_tiers(self) -> bool:
         """Whether parameters or gradients go to NVMe, in blocks."""
         return "nvme" in (self.zero_optimization.offload_param.device, self.offload_gradients.device)
+
+    @property
+    def hides_steps(self) -> bool:
+        """Whether updates go on behind a step, as far as who reads the parameters can wait for them."""
+        if self.overlap_step is None:
+            return self.zero_optimization.offload_optimizer.device == "nvme"
+        return self.overlap_step != "off"
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """Complete the three batch keys for a number of data-parallel ranks.

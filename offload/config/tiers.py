@@ -26,6 +26,14 @@ _PATHS_SCHEMA = {"type": ["string", "array", "null"], "items": {"type": "string"
 PathTuple = Annotated[tuple[Path, ...], BeforeValidator(_paths), WithJsonSchema(_PATHS_SCHEMA)]
 
 
+def _file(value: Any) -> Path:
+    if not isinstance(value, str | Path) or value == "":
+        raise ValueError("is no path")
+    return Path(value).expanduser()
+
+
+FilePath = Annotated[Path, BeforeValidator(_file), WithJsonSchema({"type": "string"})]
+
 NEEDS_NVME = {"nvme_path": ("device", "nvme")}
 
 

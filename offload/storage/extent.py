@@ -75,6 +75,25 @@ class FreeList:
         self.end += size_bytes
         return offset
 
+    def claim(self, offset: int, size_bytes: int) -> None:
+        """Take exactly this range.
+
+        Raises:
+            ValueError: part of it is taken.
+        """
+        stop = offset + size_bytes
+        if offset >= self.end:
+            if offset > self.end:
+                self._free.append((self.end, offset - self.end))
+            self.end = stop
+            return
+        for index, (start, free_bytes) in enumerate(self._free):
+            if start <= offset and stop <= start + free_bytes:
+                rests = [(start, offset - start), (stop, start + free_bytes - stop)]
+                self._free[index : index + 1] = [rest for rest in rests if rest[1]]
+                return
+        raise ValueError(f"bytes {offset}..{stop} are taken already, or part of them is")
+
     def give_back(self, offset: int, size_bytes: int) -> None:
         """Make a range free again."""
         ranges = sorted([*self._free, (offset, size_bytes)])

@@ -14,6 +14,7 @@ import weakref
 from pathlib import Path
 
 from nvme_offload.offload.errors import SwapIOError
+from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
 from nvme_offload.offload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,11 @@ PREFIX = "nvme-offload-"
 LOCK_NAME = "lock"
 SWAP_NAME = "swap"
 FIO_NAME = "fio"
-FILE_NAMES = (SWAP_NAME, FIO_NAME, LOCK_NAME)
-"""All that is ever put into a run directory: the swap file, or the file of a comparison with fio, and the lock."""
+RECORD_NAME = "record.json"
+RECORD_NAME_NEW = "record.json.new"
+FILE_NAMES = (SWAP_NAME, FIO_NAME, RECORD_NAME, RECORD_NAME_NEW, LOCK_NAME)
+"""All that is ever put into a run directory: the swap file, or the file of a comparison with fio, what the run says of
+itself, and the lock."""
 
 _UNLOCKED = "."
 """Prefix of the name of a directory that has no lock yet."""
@@ -71,6 +75,14 @@ class RunDirectory:
         self._lock = _Lock(lock_fd)
         self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, self._owner_pid)
         _live.add(self)
+
+    def open_swap(self, direct: DirectPolicy) -> SwapFile:
+        """Make the swap file."""
+        return SwapFile(self.path / SWAP_NAME, direct)
+
+    def leave(self) -> None:
+        """Nobody needs what is in it any more: `remove` it."""
+        self.remove()
 
     def remove(self) -> None:
         """Delete the directory with everything in it and drop the lock. Idempotent; does nothing in a forked child."""

@@ -34,20 +34,23 @@ class SwapFile:
     Args:
         path: where; must not exist.
         direct: what to do where the file system has no direct I/O. See ``aio.direct`` in the configuration.
+        keep: it may exist, and what is in it stays. All of it is free: `claim` what somebody refers to.
 
     Raises:
         SwapIOError: the file cannot be made, or direct I/O is required and not to be had.
     """
 
-    def __init__(self, path: Path, direct: DirectPolicy) -> None:
+    def __init__(self, path: Path, direct: DirectPolicy, *, keep: bool = False) -> None:
         self.path = path
-        self.fd, alignment = _open(path, direct)
+        self.fd, alignment = _open(path, direct, os.O_CREAT if keep else os.O_CREAT | os.O_EXCL)
         self.direct = alignment is not None
         self.alignment = alignment or MIN_ALIGNMENT
         self.ranges = FreeList()
         """What is handed out."""
         self._promised = 0
         self._counts_blocks = False
+        if keep:
+            self._note_found()
 
     @property
     def end(self) -> int:
@@ -57,6 +60,14 @@ class SwapFile:
     def take(self, size_bytes: int) -> Stripe:
         """A range of this file, not promised yet: `reserve` everything up to `end` before it is used."""
         return Stripe(self.fd, self.ranges.take(size_bytes), size_bytes)
+
+    def claim(self, stripe: Stripe) -> None:
+        """Take exactly this range, which nobody has. Not promised where the file is shorter: `reserve` as after `take`.
+
+        Raises:
+            ValueError: somebody has part of it.
+        """
+        self.ranges.claim(stripe.offset, stripe.size_bytes)
 
     def reserve(self, size_bytes: int) -> None:
         """Make the file at least `size_bytes` long, its space promised by the file system, or change nothing.
@@ -86,6 +97,12 @@ class SwapFile:
                 direction="allocate",
             ) from error
         self._note_promise(size_bytes)
+
+    def _note_found(self) -> None:
+        """What an earlier process was promised still is, where no range of the file lacks its blocks."""
+        found = os.fstat(self.fd)
+        if found.st_blocks * _STAT_BLOCK_BYTES >= found.st_size:
+            self._note_promise(found.st_size)
 
     def check_room(self, size_bytes: int) -> None:
         """Look whether the file system has space for that much beside what is handed out; takes none.
@@ -149,9 +166,9 @@ class SwapFile:
             os.close(fd)
 
 
-def _open(path: Path, direct: DirectPolicy) -> tuple[int, int | None]:
+def _open(path: Path, direct: DirectPolicy, making: int) -> tuple[int, int | None]:
     """The descriptor, and the alignment of direct I/O; None: through the page cache."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CLOEXEC | making
     if direct == "disabled":
         return _open_or_raise(path, flags), None
     opened = _open_direct(path, flags)
@@ -178,7 +195,7 @@ def _open(path: Path, direct: DirectPolicy) -> tuple[int, int | None]:
 
 
 def _open_direct(path: Path, flags: int) -> tuple[int, int] | None:
-    """The descriptor and the alignment; None, and no file, where the file system has no direct I/O."""
+    """The descriptor and the alignment; None, and no file of ours, where the file system has no direct I/O."""
     try:
         fd = os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError as error:
@@ -190,7 +207,8 @@ def _open_direct(path: Path, flags: int) -> tuple[int, int] | None:
         if reported != NO_DIRECT_IO:
             return fd, max(MIN_ALIGNMENT, *(reported or (0, 0)))
         os.close(fd)
-    path.unlink(missing_ok=True)
+    if flags & os.O_EXCL:
+        path.unlink(missing_ok=True)
     return None
 
 

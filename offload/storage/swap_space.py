@@ -5,16 +5,38 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
+from typing import Protocol
 
 from nvme_offload.offload.errors import SwapIOError
 from nvme_offload.offload.storage.extent import Extent, Stripe
-from nvme_offload.offload.storage.run_directory import SWAP_NAME, RunDirectory
+from nvme_offload.offload.storage.run_directory import RunDirectory
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
+
+Size = int | tuple[int, ...]
+"""Bytes of an extent; of several parts, each split over the paths by itself: moved alone, it keeps all drives busy."""
+
+
+class SwapDirectory(Protocol):
+    """Where the swap file of one path is: `RunDirectory`, or one that outlives its run."""
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+
+    def open_swap(self, direct: DirectPolicy) -> SwapFile:
+        """Open the swap file, which is made if there is none.
+
+        Raises:
+            SwapIOError: it cannot be opened, or has no direct I/O although that is required.
+        """
+
+    def leave(self) -> None:
+        """The swap file is closed: keep the directory or delete it. Idempotent."""
 
 
 class SwapSpace:
@@ -22,22 +44,31 @@ class SwapSpace:
 
     An extent is split over the paths by weight, in multiples of the alignment, so that several drives work on one
     transfer without RAID. All files are in run directories of their own and disappear with ``close()``; what a killed
-    process leaves is removed by the next run on the same path.
+    process leaves is removed by the next run on the same path. In other directories files may stay, and be opened
+    again: then all of their space is free at first, but for what is claimed.
 
     Args:
         paths: existing directories.
         weights: one positive number per path, for example measured bandwidths; None for equal shares.
         direct: what to do where a file system has no direct I/O.
+        directory: makes the directory of a path.
 
     Raises:
         SwapIOError: a path is missing, read-only, not ours, or has no direct I/O although that is required.
     """
 
-    def __init__(self, paths: Sequence[Path], *, weights: Sequence[float] | None = None, direct: DirectPolicy) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        weights: Sequence[float] | None = None,
+        direct: DirectPolicy,
+        directory: Callable[[Path], SwapDirectory] = RunDirectory,
+    ) -> None:
         self.paths = tuple(paths)
         shares = [Fraction(weight) for weight in (weights or [1] * len(paths))]
         self._shares = [share / sum(shares) for share in shares]
-        self._directories: list[RunDirectory] = []
+        self._directories: list[SwapDirectory] = []
         self._files: list[SwapFile] = []
         self._lock = threading.Lock()
         self._serials = count()
@@ -47,11 +78,16 @@ class SwapSpace:
         """What nobody has any more; some of it was freed before it went."""
         try:
             for path in self.paths:
-                self._directories.append(RunDirectory(path))
-                self._files.append(SwapFile(self._directories[-1].path / SWAP_NAME, direct))
+                self._directories.append(directory(path))
+                self._files.append(self._directories[-1].open_swap(direct))
         except BaseException:
             self.close()
             raise
+
+    @property
+    def directory(self) -> Path:
+        """The run directory on the first path."""
+        return self._directories[0].path
 
     @property
     def fds(self) -> list[int]:
@@ -83,7 +119,7 @@ class SwapSpace:
         """
         return self.allocate_all([size_bytes])[0]
 
-    def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
+    def allocate_all(self, sizes: Sequence[Size]) -> list[Extent]:
         """One extent per size. Holes are used first; the space of what is left is promised in one piece.
 
         Raises:
@@ -106,7 +142,7 @@ class SwapSpace:
                 raise
         return extents
 
-    def check_room(self, sizes: Sequence[int]) -> None:
+    def check_room(self, sizes: Sequence[Size]) -> None:
         """Look whether `allocate_all` of these sizes would find space now; takes none.
 
         Raises:
@@ -114,17 +150,54 @@ class SwapSpace:
         """
         with self._lock:
             self._free_lost()
-            shares = [self._split(size) for size in sizes]
+            shares = [self._split(part) for size in sizes for part in (size if isinstance(size, tuple) else (size,))]
             for number, file in enumerate(self._files):
                 file.check_room(sum(share[number] for share in shares))
 
-    def _take(self, size_bytes: int) -> Extent:
-        """An extent that is free again when nobody has it any more.
+    def claim(self, stripes: Sequence[Stripe]) -> Extent:
+        """The extent that an earlier process had in these stripes, free again when nobody has it any more.
 
-        It may be lost to an exception anywhere on the way to its owner.
+        `promise` what was claimed before it is used.
+
+        Raises:
+            ValueError: somebody has part of them; nothing is kept.
         """
-        shares = zip(self._files, self._split(size_bytes), strict=True)
-        stripes = tuple(file.take(share) for file, share in shares if share)
+        with self._lock:
+            self._free_lost()
+            before = [file.ranges.copy() for file in self._files]
+            try:
+                for stripe in stripes:
+                    self._file_of(stripe).claim(stripe)
+                return self._own(tuple(stripes))
+            except BaseException:
+                for file, ranges in zip(self._files, before, strict=True):
+                    file.ranges = ranges
+                raise
+
+    def promise(self) -> None:
+        """See that there is space for all that was claimed: none is missing unless somebody else changed the files.
+
+        Raises:
+            OutOfSpaceError: there is not.
+        """
+        with self._lock:
+            for file in self._files:
+                file.reserve(file.end)
+
+    def _take(self, size: Size) -> Extent:
+        """An extent that is free again when nobody has it any more."""
+        parts = [self._split(part) for part in (size if isinstance(size, tuple) else (size,))]
+        # One range of each file, the parts one behind another in it.
+        at = {file: file.take(sum(shares)).offset for file, *shares in zip(self._files, *parts, strict=True)}
+        stripes: list[Stripe] = []
+        for part in parts:
+            for file, share in zip(self._files, part, strict=True):
+                _append(stripes, Stripe(file.fd, at[file], share))
+                at[file] += share
+        return self._own(tuple(stripes))
+
+    def _own(self, stripes: tuple[Stripe, ...]) -> Extent:
+        """The record of what was taken. It may be lost to an exception anywhere on the way to its owner."""
         extent = Extent(sum(stripe.size_bytes for stripe in stripes), stripes)
         self._owned[stripes] = serial = next(self._serials)
         weakref.finalize(extent, self._lost.append, (stripes, serial)).atexit = False
@@ -154,7 +227,7 @@ class SwapSpace:
         for file in self._files:
             file.close()
         for directory in self._directories:
-            directory.remove()
+            directory.leave()
 
     def _split(self, size_bytes: int) -> list[int]:
         """Bytes on each path: by weight, in whole units of the alignment, the remainder where it is due first."""
@@ -179,4 +252,15 @@ class SwapSpace:
 
     def _free_stripes(self, stripes: Iterable[Stripe]) -> None:
         for stripe in stripes:
-            next(file for file in self._files if file.fd == stripe.fd).free(stripe)
+            self._file_of(stripe).free(stripe)
+
+    def _file_of(self, stripe: Stripe) -> SwapFile:
+        return next(file for file in self._files if file.fd == stripe.fd)
+
+
+def _append(stripes: list[Stripe], stripe: Stripe) -> None:
+    """Add a stripe, in one piece with the one before where they meet."""
+    if stripes and (last := stripes[-1]).fd == stripe.fd and last.offset + last.size_bytes == stripe.offset:
+        stripes[-1] = Stripe(last.fd, last.offset, last.size_bytes + stripe.size_bytes)
+    elif stripe.size_bytes:
+        stripes.append(stripe)

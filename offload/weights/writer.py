@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.offload.durable import make_folder, sync_file, sync_folder
+from nvme_offload.offload.progress import progress
 from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.offload.sync import make_folder, sync_file, sync_folder
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.weights.reader import DIGEST, DTYPES, INDEX_FILE, SINGLE_FILE
 from nvme_offload.offload.weights.staging import WEIGHT_FILE, Staging
@@ -103,9 +104,9 @@ def write_sharded(
     try:
         export.do(export.make_room)
         export.agree()
-        for shard in shards:
-            with torch.no_grad():
-                export.write_shard(shard)
+        with progress("exporting the weights", sum(shard.size_bytes for shard in shards)) as advance, torch.no_grad():
+            for shard in shards:
+                export.write_shard(shard, advance)
         export.do(export.put_in_place)
         export.agree()
     finally:
@@ -170,13 +171,14 @@ class _Export:
             what = f"needed {format_bytes(self._total)}, free {format_bytes(free_bytes)}"
             raise OSError(errno.ENOSPC, what)
 
-    def write_shard(self, shard: _Shard) -> None:
+    def write_shard(self, shard: _Shard, advance: Callable[[int], None]) -> None:
         """Write one file; ranks that do not write, or no longer, only take part in the gathering."""
         self.do(self._begin, shard)
         for name, tensor, dtype in shard.entries:
             part = self._stored(name, tensor, dtype)
             whole = part.full_tensor() if isinstance(part, DTensor) else part
             self.do(self._write_tensor, whole, dtype)
+            advance(tensor.numel() * dtype.itemsize)
         self.do(self._complete, shard)
 
     def put_in_place(self) -> None:

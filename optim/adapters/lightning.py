@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from nvme_offload.optim.adapters.metrics import metrics_of, offloaded
+from nvme_offload.optim.adapters.figures import figures_of, offloaded
 
 
 class OffloadLightningCallback(Callback):  # type: ignore[misc, unused-ignore]
@@ -27,7 +27,7 @@ class OffloadLightningCallback(Callback):  # type: ignore[misc, unused-ignore]
         optimizer = offloaded(trainer.optimizers)
         if optimizer is None or trainer.global_step % trainer.log_every_n_steps:
             return
-        figures = metrics_of(optimizer.stats(), self._prefix)
+        figures = figures_of(optimizer, self._prefix)
         for logger in trainer.loggers:
             logger.log_metrics(figures, step=trainer.global_step)
 

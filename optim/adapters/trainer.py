@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.optim.adapters.metrics import metrics_of, offloaded
+from nvme_offload.optim.adapters.figures import figures_of, offloaded
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.optimizers import optimizer_class
 
@@ -61,7 +61,7 @@ class OffloadTrainerCallback(TrainerCallback):
         logs, optimizer = given.get("logs"), _of(given)
         if logs is None or "loss" not in logs or optimizer is None:
             return
-        figures = metrics_of(optimizer.stats(), self._prefix)
+        figures = figures_of(optimizer, self._prefix)
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(figures)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from nvme_offload.offload._torch_private import give_shard, local_tensor
+from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.shards.param_tier import Padded, ResidentShard, StoredShard, UnbornShard
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.optim.birth.initializers import Init, Initializers, check_initializers, shared_random_numbers
@@ -144,7 +145,7 @@ class Birth:
             local = whole.narrow(dim, start, length).reshape(-1)
             _fill(new.current, lambda first, last: local[first:last], writer)
 
-        for unit in units(self._model, blocks):
+        for unit in tracked("initializing the model", list(units(self._model, blocks)), len):
             initializers.run(unit, place)
 
     def _fill_from_files(
@@ -156,7 +157,7 @@ class Birth:
         for module in self._model.modules():
             if any(True for _ in self._plan.unborn_buffers(module)):
                 initializers.run([module], place=None)
-        for new in self._plan.params:
+        for new in tracked("loading the weights", self._plan.params, lambda new: new.shape.numel()):
             _fill(new.current, _stored_values(source, new), writer)
 
 

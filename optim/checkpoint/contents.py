@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -194,6 +194,8 @@ class StreamedLoadPlanner(LoadPlanner):
         self._items = {MetadataIndex(item.name, item.chunk.saved.offsets): item for item in contents.items}
         self._visitor = Visitor()
         self._metadata: Metadata | None = None
+        self.advance: Callable[[int], None] = lambda numel: None
+        """Told of the elements of each item when they have been read."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -237,7 +239,8 @@ class StreamedLoadPlanner(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Do nothing: the values are written when the next place is visited."""
+        """Say how far it is; the values are written when the next place is visited."""
+        self.advance(tensor.numel())
 
     def finish(self) -> None:
         """Write the values of the last place that was visited."""

@@ -13,12 +13,12 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from nvme_offload.offload.durable import sync_file, sync_folder
 from nvme_offload.offload.errors import CheckpointError, StateError
+from nvme_offload.offload.sync import sync_file, sync_folder
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -263,8 +263,8 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         raise CheckpointError(path, f"is damaged: {error}; load another checkpoint") from error
 
 
-def verify(path: Path, record: FileRecord) -> None:
-    """Read a whole file and compare.
+def verify(path: Path, record: FileRecord, advance: Callable[[int], None] = lambda size_bytes: None) -> None:
+    """Read a whole file and compare; `advance` is told of the bytes as they were read.
 
     Raises:
         CheckpointError: it is missing or not what was written.
@@ -279,6 +279,7 @@ def verify(path: Path, record: FileRecord) -> None:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 size_bytes += len(chunk)
+                advance(len(chunk))
     except FileNotFoundError:
         raise CheckpointError(path, "is missing; load another checkpoint") from None
     except OSError as error:

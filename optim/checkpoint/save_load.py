@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_items
 from torch.distributed.checkpoint.state_dict_saver import save as save_items
 
-from nvme_offload.offload.durable import make_folder
 from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError, StateError, SwapIOError
+from nvme_offload.offload.progress import progress
+from nvme_offload.offload.sync import make_folder
 from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint.contents import (
     Contents,
@@ -169,7 +170,8 @@ def _load(
         window.release()
         store.pipeline.synchronize()
 
-    with _one_error(group):
+    numel = sum(item.chunk.saved.sizes.numel() for item in contents.items)
+    with _one_error(group), progress("loading the checkpoint", numel) as planner.advance:
         load_items({}, storage_reader=VerifiedReader(folder, metadata), planner=planner, process_group=group)
     on_every_rank(finish, group)
     for index, step in contents.steps.items():
@@ -247,5 +249,7 @@ def _verify_share(folder: Path, manifest: Mapping[str, FileRecord], group: dist.
         if name not in manifest:
             raise CheckpointError(folder / files.MANIFEST, f"does not list {name}")
     by_size = sorted(manifest, key=lambda name: (manifest[name].size_bytes, name))
-    for name in by_size[dist.get_rank(group) :: dist.get_world_size(group)]:
-        files.verify(folder / name, manifest[name])
+    own = by_size[dist.get_rank(group) :: dist.get_world_size(group)]
+    with progress("verifying the checkpoint", sum(manifest[name].size_bytes for name in own)) as advance:
+        for name in own:
+            files.verify(folder / name, manifest[name], advance)

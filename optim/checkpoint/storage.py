@@ -12,12 +12,13 @@ from typing import IO, Any, cast
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from nvme_offload.offload._torch_private import METADATA_GLOBALS, storage_info, storage_place
 from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError
+from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.optim.checkpoint.files import FileRecord, durable_file, write_durably
 
@@ -52,12 +53,7 @@ class StreamedWriter(FileSystemWriter):
         Raises:
             CheckpointWriteError: there is not.
         """
-        needed = sum(
-            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize + _ITEM_OVERHEAD_BYTES
-            for plan in plans
-            for item in plan.items
-            if item.tensor_data is not None
-        )
+        needed = sum(_size_of(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self._folder).free
         if needed > free:
             detail = f"needed {format_bytes(needed)}, free {format_bytes(free)}"
@@ -69,7 +65,7 @@ class StreamedWriter(FileSystemWriter):
         name = f"{plan.storage_data.prefix}0.distcp"
         results = []
         with durable_file(self._folder / name) as stream:
-            for item in plan.items:
+            for item in tracked("writing the checkpoint", plan.items, _size_of):
                 start = stream.tell()
                 torch.save(_compact(planner.resolve_data(item)), cast(IO[bytes], stream))
                 length = stream.tell() - start
@@ -152,6 +148,14 @@ class _DataUnpickler(pickle.Unpickler):
         if (module, name) not in METADATA_GLOBALS:
             raise CheckpointError(self._path, f"asks for {module}.{name}, which could run code: it is not from here")
         return super().find_class(module, name)
+
+
+def _size_of(item: WriteItem) -> int:
+    """Bytes that an item may take in a file."""
+    if item.tensor_data is None:
+        return 0
+    itemsize = item.tensor_data.properties.dtype.itemsize
+    return int(item.tensor_data.chunk.sizes.numel()) * itemsize + _ITEM_OVERHEAD_BYTES
 
 
 def _compact(tensor: Any) -> Any:

@@ -164,7 +164,7 @@ def precision_of(
         reduce=DTYPES[reduce] if reduce else torch.float32 if beside_fp32 else gather,
         accumulate=DTYPES[accumulate] if accumulate else compute or torch.float32,
         master=master,
-        in_parts=master is not MasterForm.ITSELF or config.has_block_tiers,
+        in_parts=master is not MasterForm.ITSELF or config.has_block_tiers or config.hides_steps,
     )
 
 

@@ -1,6 +1,7 @@
 #include "kernels.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
@@ -13,6 +14,7 @@ namespace {
 constexpr std::size_t kParamSize[kNumMasterForms] = {2, 2, 4};
 constexpr std::size_t kMasterSize[kNumMasterForms] = {2, 4, 0};
 constexpr std::size_t kGradSize[kNumGradDtypes] = {4, 2, 2};
+constexpr std::size_t kCacheLine = 64;
 
 template <class T>
 T* pointer(Address address, std::size_t index = 0) {
@@ -58,47 +60,164 @@ void check_count(const std::string& rule, const char* what, std::size_t given, s
                               std::to_string(given));
 }
 
+void check_inside(std::int64_t offset, std::int64_t size_bytes, std::int64_t entry_bytes) {
+  if (offset == kAbsent || (offset >= 0 && offset % 4 == 0 && offset <= entry_bytes - size_bytes)) return;
+  throw std::invalid_argument("offset " + std::to_string(offset) + " of " + std::to_string(size_bytes) +
+                              " bytes is no place in an entry of " + std::to_string(entry_bytes) + " bytes");
+}
+
+void check(const LoggedStep& step, const Segment& s, const RuleKernels& rule) {
+  check_choice("grad_dtype of a logged step", step.grad_dtype, kNumGradDtypes);
+  check_count(rule.name, "scalars", step.scalars.size(), rule.num_scalars);
+  check_address("entry", step.entry, kCacheLine, step.entry_bytes);  // of zeros alone it has nothing
+  check_address("offsets", step.offsets, sizeof(std::int64_t), s.numel);
+  for (std::size_t index = 0; index < num_tiles(s.numel); ++index) {
+    const TileOffsets& offsets = pointer<const TileOffsets>(step.offsets)[index];
+    const auto numel = static_cast<std::int64_t>(Tile(index, s.numel).numel);
+    check_inside(offsets.grad, numel * static_cast<std::int64_t>(kGradSize[step.grad_dtype]), step.entry_bytes);
+    check_inside(offsets.param, numel * static_cast<std::int64_t>(kParamSize[s.form]), step.entry_bytes);
+  }
+}
+
 void check(const Segment& s, const KernelTable& kernels) {
   check_numel(s.numel);
   check_choice("rule", s.rule, static_cast<int>(kernels.num_rules));
   const RuleKernels& rule = kernels.rules[s.rule];
   check_count(rule.name, "states", s.states.size(), rule.num_states);
-  check_count(rule.name, "scalars", s.scalars.size(), rule.num_scalars);
   check_choice("form", s.form, kNumMasterForms);
+  check_address("master", s.master, kMasterSize[s.form], s.numel);
+  for (const Address state : s.states) check_address("state", state, sizeof(float), s.numel);
+  for (const LoggedStep& step : s.log) check(step, s, rule);
+  if (!s.log.empty() && s.form != kFull) check_address("base", s.base, kParamSize[s.form], s.numel);
+  if (s.grad == 0) return;
+  check_count(rule.name, "scalars", s.scalars.size(), rule.num_scalars);
   check_choice("grad_dtype", s.grad_dtype, kNumGradDtypes);
   check_address("param", s.param, kParamSize[s.form], s.numel);
   check_address("grad", s.grad, kGradSize[s.grad_dtype], s.numel);
-  check_address("master", s.master, kMasterSize[s.form], s.numel);
-  for (const Address state : s.states) check_address("state", state, sizeof(float), s.numel);
   if (s.checksums != 0) check_address("checksums", s.checksums, sizeof(std::uint64_t), s.numel);
+  if (s.offsets != 0) check_address("offsets", s.offsets, sizeof(std::int64_t), s.numel);
 }
 
-void master_from_param(const KernelTable& kernels, const Segment& s, const Tile& tile) {
-  if (s.form == kSplit) {
-    std::memset(pointer<std::uint16_t>(s.master, tile.first), 0, tile.numel * sizeof(std::uint16_t));
-  } else if (s.form == kFull) {
-    kernels.fp16_to_fp32(pointer<const std::uint16_t>(s.param, tile.first), pointer<float>(s.master, tile.first),
-                         tile.numel);
+// Memory for tiles of an entry, handed out in the order in which threads ask.
+class EntrySpace {
+ public:
+  explicit EntrySpace(const LogEntry& entry) : entry_(entry) {}
+
+  // Returns where the bytes were put, from the beginning of the entry.
+  std::int64_t put(const void* bytes, std::size_t size_bytes) {
+    const auto size = static_cast<std::int64_t>(size_bytes);
+    const std::int64_t at = used_.fetch_add((size + kLine - 1) / kLine * kLine, std::memory_order_relaxed);
+    if (at + size <= entry_.size_bytes) std::memcpy(pointer<char>(entry_.address, at), bytes, size_bytes);
+    return at;
+  }
+
+  std::int64_t used() const { return used_.load(std::memory_order_relaxed); }
+
+ private:
+  static constexpr auto kLine = static_cast<std::int64_t>(kCacheLine);
+  const LogEntry entry_;
+  std::atomic<std::int64_t> used_ = 0;
+};
+
+// Elements that go through all of their updates before the next ones do: what they touch is then in the cache.
+constexpr std::size_t kStripNumel = 4096;
+alignas(64) constexpr unsigned char kZeros[kStripNumel * sizeof(float)] = {};
+
+bool is_zero(const void* data, std::size_t size_bytes) {
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  for (std::size_t done = 0; done < size_bytes; done += sizeof kZeros) {
+    if (std::memcmp(bytes + done, kZeros, std::min(sizeof kZeros, size_bytes - done)) != 0) return false;
+  }
+  return true;
+}
+
+void master_from_param(const KernelTable& kernels, int form, const void* param, void* master, std::size_t numel) {
+  if (form == kSplit) {
+    std::memset(master, 0, numel * sizeof(std::uint16_t));
+  } else if (form == kFull) {
+    kernels.fp16_to_fp32(static_cast<const std::uint16_t*>(param), static_cast<float*>(master), numel);
   }
 }
 
+// Master and states of a few elements, and the updates that they go through.
+class Strip {
+ public:
+  Strip(const KernelTable& kernels, const Segment& segment, std::size_t first, std::size_t numel)
+      : kernels_(kernels), s_(segment), first_(first), numel_(numel) {
+    for (std::size_t k = 0; k < s_.states.size(); ++k) states_[k] = pointer<float>(s_.states[k], first);
+  }
+
+  void replay() const {
+    std::uint16_t unwanted[kStripNumel];  // of kFull the parameter, which is the rounded master
+    void* base = s_.base ? bytes_at(s_.base, first_ * kParamSize[s_.form]) : unwanted;
+    for (const LoggedStep& step : s_.log) {
+      const TileOffsets& at = pointer<const TileOffsets>(step.offsets)[first_ / kTileNumel];
+      if (at.param != kAbsent) {
+        const void* found = logged(step, at.param, kParamSize[s_.form]);
+        std::memcpy(base, found, numel_ * kParamSize[s_.form]);
+        believe(base);
+      }
+      const void* grad = at.grad == kAbsent ? kZeros : logged(step, at.grad, kGradSize[step.grad_dtype]);
+      update(base, grad, step.grad_dtype, step.grad_scale, step.scalars);
+    }
+  }
+
+  void step(void* param) const {
+    update(param, bytes_at(s_.grad, first_ * kGradSize[s_.grad_dtype]), s_.grad_dtype, s_.grad_scale, s_.scalars);
+  }
+
+  // Makes the master from a parameter that somebody has set.
+  void believe(const void* param) const { master_from_param(kernels_, s_.form, param, master(), numel_); }
+
+ private:
+  void* master() const { return bytes_at(s_.master, first_ * kMasterSize[s_.form]); }
+
+  const void* logged(const LoggedStep& step, std::int64_t offset, std::size_t itemsize) const {
+    return bytes_at(step.entry, static_cast<std::size_t>(offset) + first_ % kTileNumel * itemsize);
+  }
+
+  void update(void* param, const void* grad, int grad_dtype, float grad_scale,
+              const std::vector<float>& scalars) const {
+    kernels_.rules[s_.rule].update[s_.form][grad_dtype](param, master(), grad, states_, numel_, grad_scale,
+                                                        scalars.data());
+  }
+
+  const KernelTable& kernels_;
+  const Segment& s_;
+  const std::size_t first_, numel_;
+  float* states_[kMaxStates] = {};
+};
+
+void log_tile(const Segment& s, const Tile& tile, std::size_t index, const void* changed_param, EntrySpace& entry) {
+  const void* grad = bytes_at(s.grad, tile.first * kGradSize[s.grad_dtype]);
+  const std::size_t grad_bytes = tile.numel * kGradSize[s.grad_dtype];
+  TileOffsets& offsets = *pointer<TileOffsets>(s.offsets, index);
+  offsets.grad = is_zero(grad, grad_bytes) ? kAbsent : entry.put(grad, grad_bytes);
+  offsets.param = changed_param ? entry.put(changed_param, tile.numel * kParamSize[s.form]) : kAbsent;
+}
+
 // Returns whether the parameter was found changed.
-bool update_tile(const KernelTable& kernels, const Segment& s, Update update, std::size_t index) {
+bool update_tile(const KernelTable& kernels, const Segment& s, std::size_t index, EntrySpace& entry) {
   const Tile tile(index, s.numel);
   const std::size_t param_bytes = tile.numel * kParamSize[s.form];
   void* param = bytes_at(s.param, tile.first * kParamSize[s.form]);
-  auto* stored = s.checksums ? pointer<std::uint64_t>(s.checksums, index) : nullptr;
+  auto* stored = s.checksums && s.grad ? pointer<std::uint64_t>(s.checksums, index) : nullptr;
 
   const bool changed = stored && kernels.checksum(param, param_bytes) != *stored;
-  if (changed) master_from_param(kernels, s, tile);
-  float* states[kMaxStates] = {};
-  for (std::size_t k = 0; k < s.states.size(); ++k) states[k] = pointer<float>(s.states[k], tile.first);
-  update(param, bytes_at(s.master, tile.first * kMasterSize[s.form]),
-         bytes_at(s.grad, tile.first * kGradSize[s.grad_dtype]), states, tile.numel, s.grad_scale,
-         s.scalars.data());
+  if (s.offsets && s.grad) log_tile(s, tile, index, changed ? param : nullptr, entry);
+  const std::size_t strip_numel = s.log.empty() ? kTileNumel : kStripNumel;
+  for (std::size_t first = tile.first; first < tile.first + tile.numel; first += strip_numel) {
+    const Strip strip(kernels, s, first, std::min(strip_numel, tile.first + tile.numel - first));
+    void* param_strip = bytes_at(s.param, first * kParamSize[s.form]);
+    strip.replay();
+    if (changed) strip.believe(param_strip);
+    if (s.grad) strip.step(param_strip);
+  }
   if (stored) *stored = kernels.checksum(param, param_bytes);
   return changed;
 }
+
+bool has_work(const Segment& s) { return s.grad != 0 || !s.log.empty(); }
 
 }  // namespace
 
@@ -109,28 +228,28 @@ std::vector<std::string> rules() {
   return names;
 }
 
-std::vector<std::int64_t> update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments) {
+Updated update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments, const LogEntry& entry) {
   const KernelTable& kernels = kernel_table(isa);
+  EntrySpace space(entry);
   // Tiles of all segments in one row, so that many small segments share the threads as well as one large segment does.
   std::vector<std::size_t> first_block = {0};
-  std::vector<Update> updates;
   for (const Segment& s : segments) {
-    if (s.grad != 0) check(s, kernels);
-    updates.push_back(s.grad != 0 ? kernels.rules[s.rule].update[s.form][s.grad_dtype] : nullptr);
-    first_block.push_back(first_block.back() + (s.grad != 0 ? num_tiles(s.numel) : 0));
+    if (has_work(s)) check(s, kernels);
+    first_block.push_back(first_block.back() + (has_work(s) ? num_tiles(s.numel) : 0));
   }
   std::vector<std::uint8_t> changed(first_block.back());
   pool.parallel_for(changed.size(), [&](std::size_t i) {
     const auto after = std::upper_bound(first_block.begin(), first_block.end(), i);
     const auto segment = static_cast<std::size_t>(after - first_block.begin()) - 1;
-    changed[i] = update_tile(kernels, segments[segment], updates[segment], i - first_block[segment]);
+    changed[i] = update_tile(kernels, segments[segment], i - first_block[segment], space);
   });
-  std::vector<std::int64_t> num_changed;
+  Updated updated = {{}, space.used()};
   for (std::size_t k = 0; k < segments.size(); ++k) {
     const auto row = changed.begin();
-    num_changed.push_back(std::accumulate(row + first_block[k], row + first_block[k + 1], std::int64_t{0}));
+    updated.num_changed.push_back(
+        std::accumulate(row + first_block[k], row + first_block[k + 1], std::int64_t{0}));
   }
-  return num_changed;
+  return updated;
 }
 
 void split(ThreadPool& pool, const std::string& isa, Address src, Address hi, Address lo, std::int64_t numel) {

@@ -16,10 +16,27 @@ using Address = std::uintptr_t;
 // Names of the update rules that have kernels, in the order of Segment::rule.
 std::vector<std::string> rules();
 
+// Where a log entry has what belongs to one tile: bytes from its beginning, or kAbsent.
+struct TileOffsets {
+  std::int64_t grad;   // the gradient; absent: it is zero, every bit of it
+  std::int64_t param;  // the parameter as found, where somebody had changed it since the step before
+};
+constexpr std::int64_t kAbsent = -1;
+
+// An earlier step of a segment that is done again on the way.
+struct LoggedStep {
+  Address entry;  // what the offsets count from
+  std::int64_t entry_bytes;
+  Address offsets;  // TileOffsets per tile
+  int grad_dtype;  // GradDtype
+  float grad_scale;
+  std::vector<float> scalars;  // those of the rule in its order
+};
+
 // A run of elements of one parameter, starting at a multiple of kTileNumel within it.
 struct Segment {
   Address param;   // kSplit: bf16, the upper half; kFull: fp16; kItself: fp32
-  Address grad;    // of grad_dtype, or 0: no gradient, the segment is left as it is
+  Address grad;    // of grad_dtype, or 0: no gradient, there is no step but the logged ones
   Address master;  // kSplit: uint16, the lower half; kFull: fp32; kItself: 0
   std::vector<Address> states;  // fp32, those of the rule in its order
   Address checksums;  // uint64 per tile, of the parameter as the last update left it; or 0: changes are not looked for
@@ -29,11 +46,26 @@ struct Segment {
   int rule;        // index in rules()
   float grad_scale;
   std::vector<float> scalars;  // those of the rule in its order
+  std::vector<LoggedStep> log;  // steps that master and states lack, the oldest first
+  Address base;    // the parameter before those, which becomes what it was after them; kFull does without: 0
+  Address offsets;  // TileOffsets per tile, which get where the entry has the gradient; 0: it is not wanted there
 };
 
-// One optimizer step for every segment. Returns, per segment, the number of tiles whose parameter somebody changed since
-// the checksums were taken: there the parameter as found is the truth, and the master is made from it before the update.
-std::vector<std::int64_t> update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments);
+// Memory that gets the gradients of the segments that have offsets, and the parameters that were found changed.
+struct LogEntry {
+  Address address;
+  std::int64_t size_bytes;
+};
+
+struct Updated {
+  std::vector<std::int64_t> num_changed;
+  std::int64_t log_bytes;  // what the entry takes; more than there is room for: it holds nothing that can be used
+};
+
+// One optimizer step for every segment, after those of its log. num_changed is, per segment, the number of tiles whose
+// parameter somebody changed since the checksums were taken: there the parameter as found is the truth, and the master
+// is made from it before the update.
+Updated update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments, const LogEntry& entry);
 
 void split(ThreadPool& pool, const std::string& isa, Address src, Address hi, Address lo, std::int64_t numel);
 void join(ThreadPool& pool, const std::string& isa, Address hi, Address lo, Address dst, std::int64_t numel);

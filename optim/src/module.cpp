@@ -1,5 +1,6 @@
 // Thin bindings: docstrings, defaults and checks of tensors live in optim/kernels.py, types in optim/_kernels.pyi.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -22,17 +23,44 @@ void bind_types(nb::module_& m) {
       .def_prop_ro("num_workers", &ThreadPool::num_workers, ReleaseGil())
       .def("end_workers", &ThreadPool::end_workers, ReleaseGil());
 
+  nb::class_<LoggedStep>(m, "LoggedStep")
+      .def(
+          "__init__",
+          [](LoggedStep* self, Address entry, std::int64_t entry_bytes, Address offsets, int grad_dtype, float grad_scale,
+             std::vector<float> scalars) {
+            new (self) LoggedStep{entry, entry_bytes, offsets, grad_dtype, grad_scale, std::move(scalars)};
+          },
+          nb::kw_only(), "entry"_a, "entry_bytes"_a, "offsets"_a, "grad_dtype"_a, "grad_scale"_a, "scalars"_a)
+      .def_rw("entry", &LoggedStep::entry)
+      .def_rw("entry_bytes", &LoggedStep::entry_bytes)
+      .def_rw("offsets", &LoggedStep::offsets)
+      .def_rw("grad_dtype", &LoggedStep::grad_dtype)
+      .def_rw("grad_scale", &LoggedStep::grad_scale)
+      .def_rw("scalars", &LoggedStep::scalars);
+
   nb::class_<Segment>(m, "Segment")
       .def(
           "__init__",
           [](Segment* self, Address param, Address grad, Address master, std::vector<Address> states,
              Address checksums, std::int64_t numel, int form, int grad_dtype, int rule, float grad_scale,
-             std::vector<float> scalars) {
-            new (self) Segment{param, grad,       master, std::move(states), checksums,         numel,
-                               form,  grad_dtype, rule,   grad_scale,        std::move(scalars)};
+             std::vector<float> scalars, std::vector<LoggedStep> log, Address base, Address offsets) {
+            new (self) Segment{param,
+                               grad,
+                               master,
+                               std::move(states),
+                               checksums,
+                               numel,
+                               form,
+                               grad_dtype,
+                               rule,
+                               grad_scale,
+                               std::move(scalars),
+                               std::move(log),
+                               base,
+                               offsets};
           },
           nb::kw_only(), "param"_a, "grad"_a, "master"_a, "states"_a, "checksums"_a, "numel"_a, "form"_a,
-          "grad_dtype"_a, "rule"_a, "grad_scale"_a, "scalars"_a)
+          "grad_dtype"_a, "rule"_a, "grad_scale"_a, "scalars"_a, "log"_a, "base"_a, "offsets"_a)
       .def_rw("param", &Segment::param)
       .def_rw("grad", &Segment::grad)
       .def_rw("master", &Segment::master)
@@ -43,7 +71,10 @@ void bind_types(nb::module_& m) {
       .def_rw("grad_dtype", &Segment::grad_dtype)
       .def_rw("rule", &Segment::rule)
       .def_rw("grad_scale", &Segment::grad_scale)
-      .def_rw("scalars", &Segment::scalars);
+      .def_rw("scalars", &Segment::scalars)
+      .def_rw("log", &Segment::log)
+      .def_rw("base", &Segment::base)
+      .def_rw("offsets", &Segment::offsets);
 }
 
 void bind_functions(nb::module_& m) {
@@ -51,7 +82,14 @@ void bind_functions(nb::module_& m) {
   m.def("available_isas", &available_isas);
   m.def("rules", &rules);
   // Segments are copied on the way in, so nobody changes one while the kernel runs without the GIL.
-  m.def("update", &update, "pool"_a, "isa"_a, "segments"_a, ReleaseGil());
+  m.def(
+      "update",
+      [](ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments, Address entry,
+         std::int64_t entry_bytes) {
+        const Updated updated = update(pool, isa, segments, LogEntry{entry, entry_bytes});
+        return std::make_pair(updated.num_changed, updated.log_bytes);
+      },
+      "pool"_a, "isa"_a, "segments"_a, "entry"_a, "entry_bytes"_a, ReleaseGil());
   m.def("split", &split, "pool"_a, "isa"_a, "src"_a, "hi"_a, "lo"_a, "numel"_a, ReleaseGil());
   m.def("join", &join, "pool"_a, "isa"_a, "hi"_a, "lo"_a, "dst"_a, "numel"_a, ReleaseGil());
   m.def("fp16_to_fp32", &fp16_to_fp32, "pool"_a, "isa"_a, "src"_a, "dst"_a, "numel"_a, ReleaseGil());

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -47,9 +47,13 @@ class StateBody(ABC):
         self.is_closed = False
         self.worker = Worker(pipeline.waiting)
         """Does what is left of a step when it returns."""
+        self.after_updates: Callable[[], None] = lambda: None
+        """Called when the updates behind a step are done, by who did them: in a turn of the worker."""
         pipeline.ring(self.worker.bell)
         self.uses = FirstUses()
         """In which order the latest forward used the parameters."""
+        self.not_waited_for: set[int] = set()
+        """Parameters of plain modules whose update was left to the worker, until somebody waits for it."""
         self._owner_pid = os.getpid()
         _remember(self)
 
@@ -134,6 +138,7 @@ class StateBody(ABC):
         if forgiving:
             worker.failure = None
         worker.raise_failure()
+        self.not_waited_for.clear()
 
     def wait_until_quiet(self) -> None:
         """Wait until nothing is done behind the latest step, no reads for the next one either; see `at_rest`."""
@@ -142,14 +147,19 @@ class StateBody(ABC):
         worker.wait_until(lambda: worker.is_idle)
         worker.raise_failure()
 
-    def wait_for_update_of(self, index: int) -> None:
-        """Wait until a parameter is as the latest step leaves it: call it before its bytes are read.
+    def wait_for_updates_of(self, indices: Iterable[int]) -> None:
+        """Wait until parameters are as the latest step leaves them: call it before their bytes are read.
 
         Raises:
-            SwapIOError, CorruptionError, StateError: what stopped the updates before they came to this parameter.
+            SwapIOError, CorruptionError, StateError: what stopped the updates before they came to one of these.
             ForkError: they go on in another process.
         """
+        for index in indices:
+            self._wait_for_update_of(index)
+
+    def _wait_for_update_of(self, index: int) -> None:
         self.uses.note(index)
+        self.not_waited_for.discard(index)
         unfinished = self.unfinished
         if unfinished is not None and unfinished.is_open and index in unfinished.begun:
             begun = f"{self.table[index].name}, whose gradient was final, is used once more before step()"
@@ -165,12 +175,30 @@ class StateBody(ABC):
             worker.raise_failure()
             raise unfinished.refusal("updated parameters")
 
+    def check_waited_for(self, indices: Iterable[int]) -> None:
+        """Look whether who made the gradients of these parameters had waited for their updates.
+
+        Raises:
+            StateError: he had not, and so may have used old weights; nothing has changed.
+        """
+        for index in indices:
+            if index in self.not_waited_for:
+                raise StateError(
+                    self.table[index].name,
+                    "a forward that waits for its update (optimizer.overlap_with)",
+                    "a gradient from one that did not, and may have used old weights. Either it was used outside the "
+                    "module that has it: name others as blocks=, or call optimizer.synchronize() before the forward. "
+                    "Or the forward was compiled without its hooks: call torch.compiler.reset() after overlap_with. "
+                    "Then zero_grad() and go on",
+                )
+
     @property
     def has_unfinished_step(self) -> bool:
         """Whether the latest step stopped halfway. One whose updates go on behind it has not."""
         if self.worker.job is not None:  # first: the worker may be done before the next line
             return False
-        return self.unfinished is not None and not self.unfinished.is_open
+        unfinished = self.unfinished
+        return unfinished is not None and not (unfinished.is_open or unfinished.is_found_run)
 
     @property
     def is_own_process(self) -> bool:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor, sharded_like
 from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.layout.flat import flat_view, unflatten
 from nvme_offload.optim.layout.subgroup import Run
@@ -36,7 +37,7 @@ def _read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[
         index: {name: flat_view(_room_for(body, index, name)) for name in names if name != "step"}
         for index, names in wanted.items()
     }
-    for slot in body.slots_of(wanted):
+    for slot in tracked("reading the state", body.slots_of(wanted), _size_of):
         if slot.residency is Residency.UNBORN:
             continue
         with holding(body.pipeline, slot, change=False) as memory:
@@ -50,6 +51,10 @@ def _read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[
         }
         for index, entries in flat.items()
     }
+
+
+def _size_of(slot: SlotRecord) -> int:
+    return slot.size_bytes
 
 
 def _as_sharded(local: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -118,7 +123,8 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
     """
     broken = body.unfinished or UnfinishedStep.of_load(split=body.table.has_split_params, owner=body.owner)
     masters = any("master" in named for named in entries.values())
-    for slot in body.slots_of((index for index, named in entries.items() if named.keys() - {"step"})):
+    changing = body.slots_of(index for index, named in entries.items() if named.keys() - {"step"})
+    for slot in tracked("writing the state", changing, _size_of):
         with holding(body.pipeline, slot, change=True, load=not _sets_everything(slot, entries)) as memory:
             # What fails in here is undone on NVMe, where the drive has the state as it was. A master is also in the
             # parameter, and the two only agree again when both are written.

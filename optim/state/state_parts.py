@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from nvme_offload.offload._torch_private import local_tensor
+from nvme_offload.offload.shards.param_tier import ResidentShard
 from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.entries import fresh_entry_of, read_entries, set_entries
@@ -32,9 +33,9 @@ class StateParts(ShardParts):
         """What FSDP2 gathers, as the latest step leaves it; waits for its update.
 
         Raises:
-            SwapIOError, CorruptionError, StateError: see `StateBody.wait_for_update_of`.
+            SwapIOError, CorruptionError, StateError: see `StateBody.wait_for_updates_of`.
         """
-        self.body.wait_for_update_of(self._index)
+        self.body.wait_for_updates_of((self._index,))
         return super().gathered(dtype)
 
     @contextmanager
@@ -44,7 +45,7 @@ class StateParts(ShardParts):
         Raises:
             SwapIOError, CorruptionError, StateError: see `StateBody.at_rest`; or it cannot be read.
         """
-        with self.body.at_rest(), super().held(change=change) as flat:
+        with self._between_steps(), super().held(change=change) as flat:
             yield flat
 
     def read(self) -> torch.Tensor:
@@ -54,7 +55,7 @@ class StateParts(ShardParts):
             SwapIOError: the tier cannot be read.
         """
         if self._is_all_stored:
-            with self.body.at_rest():
+            with self._between_steps():
                 return fresh_entry_of(self.body, self._index, "master").to(self.device)
         master = read_entries(self.body, {self._index: ("master",)})[self._index]["master"]
         return local_tensor(master).to(self.device)
@@ -71,6 +72,11 @@ class StateParts(ShardParts):
         with self.held(change=True) as flat:
             flat[: values.numel()].copy_(values.reshape(-1))
         self.owner.reshard()
+
+    def _between_steps(self) -> AbstractContextManager[None]:
+        """`StateBody.at_rest`, or nothing of parameters that are whole in memory and outlive their optimizer."""
+        stays = self._is_all_stored and isinstance(self.stored, ResidentShard)
+        return nullcontext() if stays and self.body.is_closed else self.body.at_rest()
 
     @property
     def _is_all_stored(self) -> bool:

@@ -40,6 +40,8 @@ class ParamRecord:
     """Number of updates that the parameter has had."""
     is_placed: bool = False
     """Whether its state has a place (it has had state, or was trainable when it came)."""
+    is_awaited: bool = False
+    """Whether the forwards of a plain module wait until it is updated, so that it may be behind a step."""
     tiered: TieredShard | None = None
     """Where on the parameter tier it is; None where it is not there."""
 
@@ -120,6 +122,9 @@ class ParamTable:
 
     def __getitem__(self, index: int) -> ParamRecord:
         return self._records[index]
+
+    def __contains__(self, leaf: object) -> bool:
+        return self.find(leaf) is not None
 
     def find(self, leaf: object) -> ParamRecord | None:
         """The record of a parameter; None for anything else."""

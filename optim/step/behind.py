@@ -30,10 +30,7 @@ def forward_order(slots: Sequence[SlotRecord], ranks: Mapping[int, int]) -> list
 
 def waits_for_updates(store: StateStore, record: ParamRecord) -> bool:
     """Whether whoever reads this parameter finds it updated, also where the update is done behind a step."""
-    config = store.config
-    moves = config.zero_optimization.offload_optimizer.device == "nvme"
-    wanted = moves if config.overlap_step is None else config.overlap_step != "off"
-    return wanted and hindrance(store, record) is None
+    return store.config.hides_steps and hindrance(store, record) is None
 
 
 def hindrance(store: StateStore, record: ParamRecord) -> str | None:
@@ -44,8 +41,11 @@ def hindrance(store: StateStore, record: ParamRecord) -> str | None:
         return "the parameters are on a CUDA device"
     if store.blocks.exist:
         return "parameters or gradients have a tier of their own (offload_param, offload_gradients)"
-    if not isinstance(parts_of(record.leaf), StateParts):
-        return "its parameters are not shards in parts, which initialize and split_parameters make of 16-bit models"
+    if not isinstance(parts_of(record.leaf), StateParts) and not record.is_awaited:
+        return (
+            "its parameters are neither of a plain module that optimizer.overlap_with(model) was told, nor shards in "
+            "parts, which initialize and split_parameters make"
+        )
     return None
 
 
@@ -59,6 +59,8 @@ class UpdatesBehind:
         inputs: of the step. What is in there is kept, whatever becomes of ``p.grad``.
         following: subgroups as the next step will go through them.
     """
+
+    must_end = True
 
     def __init__(
         self,
@@ -117,6 +119,7 @@ class UpdatesBehind:
             store.table[index].steps = count
         self._meter.changed_behind += step.changed_tiles
         store.unfinished = None
+        store.after_updates()
         # Updates that begin in backward begin with the last layers.
         first = self._following[::-1] if store.config.overlap_step == "backward" else self._following
         store.worker.pastime = FirstReads(store.pipeline, first)
@@ -154,6 +157,8 @@ class FirstReads:
         pipeline: of the state.
         order: subgroups in the order in which the next step will need them.
     """
+
+    must_end = False
 
     def __init__(self, pipeline: StepPipeline, order: Sequence[SlotRecord]) -> None:
         self._pipeline = pipeline

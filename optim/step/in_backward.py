@@ -9,6 +9,7 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nvme_offload.offload._torch_private import num_backwards_left
 from nvme_offload.offload.errors import StateError
@@ -21,7 +22,7 @@ from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.behind import LOOK_AHEAD, forward_order, update_captured, waits_for_updates
 from nvme_offload.optim.step.scalars import scalars_of
-from nvme_offload.optim.tiers.parts import parts_of
+from nvme_offload.optim.tiers.parts import ShardParts, parts_of
 from nvme_offload.optim.whole_params import WholeParams
 
 
@@ -36,6 +37,8 @@ class UpdatesInBackward:
         expected: indices of parameters that may get a gradient. A subgroup waits for all of its own.
         order: subgroups as they will probably be ready, the last layer's first.
     """
+
+    must_end = False
 
     def __init__(
         self,
@@ -79,7 +82,8 @@ class UpdatesInBackward:
             self._take_in(*self._inbox.popleft())
             return True
         slot = next((slot for slot in ahead if slot in pending and pipeline.is_here(slot)), None)
-        if slot is None:
+        sealing = self._store.sealing
+        if slot is None or (sealing is not None and sealing.is_held):  # the step before must last first
             return False
         update_captured(self._store, self._meter, self.step, self.inputs, slot, ahead)
         self._meter.updates_in_backward += 1
@@ -142,7 +146,7 @@ class FinalGradients:
         """A gradient has been added to ``leaf.grad``: see whether it is final, and hand it in.
 
         Raises:
-            StateError: it was final before.
+            StateError: it was final before, or comes of weights that were perhaps old.
         """
         store, job = self._store, self._job
         record, parts = store.table.of(leaf), parts_of(leaf)
@@ -151,8 +155,9 @@ class FinalGradients:
             way_on = 'one backward before step() (write gradient_accumulation_steps, or overlap_step = "forward")'
             raise StateError(record.name, way_on, more)
         may_begin = self.is_last_backward and waits_for_updates(store, record)
-        if store.is_closed or not may_begin or parts is None or num_backwards_left(parts.owner):
+        if store.is_closed or not may_begin or not _is_reduced(parts):
             return
+        store.check_waited_for((record.index,))
         job = job or self._begin()
         if job is not None and (grad := flat_grad(leaf, record.name)) is not None:
             job.take(record.index, grad)
@@ -162,11 +167,18 @@ class FinalGradients:
         """Sums of squares of the tiles of gradients that were handed in, by index."""
         return self._job.sums if self._job is not None else {}
 
-    def begun(self, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> UnfinishedStep | None:
+    def begun(
+        self, groups: Sequence[Mapping[str, Any]], grads: Mapping[int, torch.Tensor], grad_scale: float
+    ) -> UnfinishedStep | None:
         """What has been updated since the latest step; None where nothing has.
 
+        Args:
+            groups: the optimizer's parameter groups.
+            grads: flat gradients by parameter index, as they are now.
+            grad_scale: what they are to be multiplied by.
+
         Raises:
-            StateError: a hyperparameter has changed since, or gradients are scaled.
+            StateError: a hyperparameter or a gradient has changed since, or gradients are scaled.
         """
         begun = self._store.unfinished
         if begun is None or not begun.is_open:
@@ -175,7 +187,7 @@ class FinalGradients:
             way_on = 'gradients without a scale (or overlap_step = "forward")'
             raise StateError(self._store.owner, way_on, f"a scale of {grad_scale}, after updates began in backward")
         _check_same_hyperparameters(self._store.owner, self._begun_with, hyperparameters_of(groups))
-        begun.check_grads(begun.begun)
+        begun.check_same(grads)
         return begun
 
     def drop_begun(self) -> None:
@@ -225,6 +237,14 @@ class FinalGradients:
         store.unfinished = step
         worker.job = job
         return job
+
+
+def _is_reduced(parts: ShardParts | None) -> bool:
+    """Whether nothing more is added to a gradient that has arrived, nor done to it, in this backward.
+
+    FSDP2 knows of its own. One of a plain module is reduced after it has arrived, where anybody does that: by DDP.
+    """
+    return not dist.is_initialized() if parts is None else not num_backwards_left(parts.owner)
 
 
 def _hook(of: weakref.ref[FinalGradients]) -> Callable[[torch.Tensor], None]:

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigWarning
+from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
 from nvme_offload.optim.interrupt import DeferredInterrupt
 from nvme_offload.optim.layout.flat import flat_grad
@@ -38,6 +40,7 @@ class Stepper:
         meter: counts steps and collects their timeline.
         config: the section, of which ``gradient_clipping`` and ``skip_non_finite`` say what becomes of a norm.
         norm_group: further ranks whose gradients belong to the same global norm.
+        commits: of a durable run: the one before a step is settled before it writes anything.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Stepper:
         meter: Meter,
         config: OffloadConfig,
         norm_group: dist.ProcessGroup | None,
+        commits: Commits | None = None,
     ) -> None:
         self.total_norm = float("nan")
         """Norm of the latest step's gradients, over all ranks, unscaled, before clipping."""
@@ -59,9 +63,23 @@ class Stepper:
         self._meter = meter
         self._config = config
         self._norm_group = norm_group
+        self._commits = commits
         self._has_said_that_nothing_overlaps = False
-        self.final = FinalGradients(store, meter, rule) if config.overlap_step == "backward" else None
+        self.final = FinalGradients(store, meter, rule) if self._begins_in_backward else None
         """Begins the updates in backward, where the section asks for that."""
+
+    @property
+    def _begins_in_backward(self) -> bool:
+        """Whether updates may begin before the step, which several ranks of a durable run begin together."""
+        asked = self._config.overlap_step == "backward"
+        if not asked or self._commits is None or not dist.is_initialized() or dist.get_world_size() == 1:
+            return asked
+        warn_user(
+            'overlap_step = "backward" is done as with "forward" here: the ranks of a durable run agree in step() that '
+            "the one before lasts on all of them, before any of them writes. The bits are the same",
+            ConfigWarning,
+        )
+        return False
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Note that these are the optimizer's groups from now on."""
@@ -88,10 +106,12 @@ class Stepper:
                 skipped draws a warning.
 
         Raises:
-            StateError: the step before stopped halfway.
+            StateError: the step before stopped halfway, or a gradient comes of weights that were perhaps old.
             SwapIOError, ValueError, KeyboardInterrupt: with one note that says what is done.
         """
         store = self._store
+        if not store.has_unfinished_step:
+            store.check_waited_for(index for index in store.not_waited_for if store.table[index].leaf.grad is not None)
         open_ = store.unfinished is not None and store.unfinished.is_open
         with self._meter.stepping(), store.worker.kept_away() if open_ else store.at_rest():
             if store.unfinished is not None and not store.unfinished.is_open:
@@ -122,10 +142,12 @@ class Stepper:
         store.ensure_placed([store.table[index] for index in grads])
         if not was_settled:
             self.watch(groups)
+        if self._commits is not None:
+            self._commits.settle()
         grad_scale = self._grad_scale(grads, loss_scale, found_inf)
         if not grads or grad_scale is None:
             return
-        begun = self._begun(groups, grad_scale)
+        begun = self._begun(groups, grads, grad_scale)
         scalars = scalars_of(store, self._rule, groups, grads, grad_scale)
         rest = {index: grad for index, grad in grads.items() if begun is None or index not in begun.begun}
         known = begun.order if begun is not None else []
@@ -150,13 +172,15 @@ class Stepper:
         store.worker.raise_failure()
         self._go_on(step, inputs, len(inside), interrupt)
 
-    def _begun(self, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> UnfinishedStep | None:
+    def _begun(
+        self, groups: Sequence[Mapping[str, Any]], grads: Mapping[int, torch.Tensor], grad_scale: float
+    ) -> UnfinishedStep | None:
         """What has been updated in backward; None where nothing has.
 
         Raises:
             StateError: it would not be what this step does.
         """
-        return self.final.begun(groups, grad_scale) if self.final is not None else None
+        return self.final.begun(groups, grads, grad_scale) if self.final is not None else None
 
     def finish(self, step: UnfinishedStep) -> None:
         """Complete a step that stopped halfway.
@@ -330,7 +354,11 @@ class Stepper:
 
     def _leave_to_worker(self, step: UnfinishedStep, inputs: StepInputs) -> None:
         """End the step here: what is left of it goes on behind it, and whoever needs it waits."""
-        worker = self._store.worker
+        worker, table = self._store.worker, self._store.table
+        # As updates inside the step do, each for itself: a graph from before it must not use either weights unnoticed.
+        increment_version([table[index].leaf for index in inputs.grads])
+        pending = {run.param for slot in step.pending for run in slot.subgroup.runs}
+        self._store.not_waited_for = {index for index in pending if table[index].is_awaited}
         job = UpdatesBehind(self._store, self._meter, step, inputs, self._following(step))
         # No call in between: a signal handler sees a step that stopped, or one that is taken.
         step.behind = True

@@ -18,6 +18,7 @@ from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
+from nvme_offload.optim.blocks import find_units, match_blocks
 from nvme_offload.optim.layout.flat import storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 from nvme_offload.optim.optimizer import OffloadOptimizer
@@ -36,7 +37,7 @@ from nvme_offload.optim.zero.meshes import (
 )
 from nvme_offload.optim.zero.schedulers import scheduler_of
 from nvme_offload.optim.zero.section_checks import check_supported, completed_for
-from nvme_offload.optim.zero.sharding import default_mesh, find_blocks, match_blocks, shard_with_precision
+from nvme_offload.optim.zero.sharding import default_mesh, shard_with_precision
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 OptimizerFactory = Callable[..., OffloadOptimizer]
@@ -66,7 +67,7 @@ def initialize(
             ``dp_replicate``, ``dp_shard`` (or ``dp``), ``tp`` (parameters may be DTensors over it).
         lr_scheduler: makes a scheduler from the optimizer, in place of the ``scheduler`` section (not
             ReduceLROnPlateau, which needs a metric).
-        blocks: class names or qualified names of the parts to gather one by one; by default the repeated layers.
+        blocks: class names or qualified names of parts to gather one by one; by default layers and large ends.
         weights: of a model on meta: a ``.safetensors`` file, a folder or an index in the Hugging Face layout. Without
             it, the model's own initialisers give the values, from rank 0's random numbers.
         init: of a model on meta: called with each module after its own initialiser.
@@ -84,7 +85,7 @@ def initialize(
     device_type = _device_type(model, mesh)
     check_supported(config, device_type)
     _keep_no_freed_memory(config)
-    chosen = find_blocks(model) if blocks is None else match_blocks(model, blocks)
+    chosen = find_units(model) if blocks is None else match_blocks(model, blocks)
     birth = _birth_of(model, config, weights, init)
     mesh = _mesh_for(config, mesh if mesh is not None else default_mesh(device_type))
     roles = MeshRoles.of(mesh)

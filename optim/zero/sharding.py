@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from nvme_offload.offload._torch_private import compute_on_shards, fsdp_params, gather_by_itself, refuse_conversion
+from nvme_offload.optim.blocks import params_outside
 from nvme_offload.optim.precision.casts import (
     CONTAINERS,
     cast_where_needed,
@@ -52,41 +53,6 @@ def default_mesh(device_type: str) -> DeviceMesh:
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's list of exports
             dist.init_process_group(backend, rank=0, world_size=1, store=store, timeout=timedelta(hours=1))
     return init_device_mesh(device_type, (dist.get_world_size(),))
-
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model, which are worth gathering one by one.
-
-    They are what Hugging Face models name in ``_no_split_modules``, and the members of every ``nn.ModuleList`` or
-    ``nn.Sequential`` that holds two or more modules of one class with parameters.
-    """
-    named = set(getattr(model, "_no_split_modules", None) or ())
-    blocks: dict[nn.Module, None] = {}
-    for module in model.modules():
-        if type(module).__name__ in named:
-            blocks[module] = None
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        members = [child for child in module if _can_be_gathered(child)]
-        kinds = [type(child) for child in members]
-        blocks.update({child: None for child in members if kinds.count(type(child)) > 1})
-    return _outermost(blocks, model)
-
-
-def match_blocks(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
-    """Modules whose class name or qualified name is one of `patterns`.
-
-    Raises:
-        ValueError: a pattern matches nothing.
-    """
-    blocks: dict[nn.Module, None] = {}
-    for pattern in patterns:
-        found = [module for name, module in model.named_modules() if pattern in (type(module).__name__, name)]
-        if not found:
-            names = sorted({type(module).__name__ for module in model.modules()})
-            raise ValueError(f"blocks: {pattern!r} names no module; classes in this model are {', '.join(names)}")
-        blocks.update(dict.fromkeys(found))
-    return _outermost(blocks, model)
 
 
 def shard_with_precision(
@@ -244,7 +210,7 @@ class _Grouping:
     def _add(self, unit: nn.Module) -> None:
         """A unit has the policy of its own parameters, or of most that is in it, and one list for each other policy."""
         sizes: dict[MixedPrecisionPolicy, int] = {}
-        for param in dict.fromkeys(self._params(unit)):
+        for param in dict.fromkeys(params_outside(unit, self._blocks)):
             sizes[self._policies[param]] = sizes.get(self._policies[param], 0) + param.numel()
         largest = max(sizes, key=sizes.__getitem__, default=MixedPrecisionPolicy())
         own = next(iter(self._policies_of(unit)), largest)
@@ -258,7 +224,7 @@ class _Grouping:
     ) -> None:
         """Find the largest parts that have one other policy alone; what mixes them by itself is a unit of its own."""
         for child in module.children():
-            policies = {self._policies[param] for param in self._params(child)}
+            policies = {self._policies[param] for param in params_outside(child, self._blocks)}
             if child in self._blocks or policies <= {own}:
                 continue
             if len(policies) == 1 and not isinstance(child, (*CONTAINERS, nn.Sequential)):
@@ -270,13 +236,6 @@ class _Grouping:
 
     def _policies_of(self, module: nn.Module) -> set[MixedPrecisionPolicy]:
         return {self._policies[param] for param in module.parameters(recurse=False)}
-
-    def _params(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """All parameters of a module that are not in a block inside."""
-        yield from module.parameters(recurse=False)
-        for child in module.children():
-            if child not in self._blocks:
-                yield from self._params(child)
 
     def _gather_own_together(self, module: nn.Module) -> None:
         """A module's own parameters are in one group, in the policy of those that are not fp32 beside others."""
@@ -294,15 +253,3 @@ def reset_pass(model: nn.Module) -> bool:
         return False
     reset()
     return True
-
-
-def _can_be_gathered(module: nn.Module) -> bool:
-    """Whether it has parameters, and a forward, in which FSDP2 gathers them."""
-    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    return not is_container and next(module.parameters(), None) is not None
-
-
-def _outermost(blocks: dict[nn.Module, None], model: nn.Module) -> list[nn.Module]:
-    """The blocks without the model itself and without blocks inside blocks: FSDP2 would gather those twice as often."""
-    inside = {inner for block in blocks for inner in block.modules() if inner is not block}
-    return [block for block in blocks if block not in inside and block is not model]

@@ -1,87 +1,17 @@
-"""The block device behind a path, as /sys describes it."""
+"""Whether a block device suits: what kind it is, and how its queue is set."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.host.proc import SYS, Mount, read, read_int
 from nvme_offload.offload.units import KiB, format_bytes
 from nvme_offload.perf.doctor.findings import Finding, Level, ok, problem
+from nvme_offload.perf.measure.drives import Drive
 
 VIRTUAL = ("vd", "xvd")
 """Drives of virtual machines; the hypervisor says what it likes about rotation."""
-
-
-@dataclass(frozen=True)
-class Drive:
-    """A whole disk, or what combines several (LVM, RAID, dm-crypt)."""
-
-    name: str
-    model: str | None
-    members: tuple[str, ...]
-    """Names of the disks below it, for a combination."""
-    rotational: bool | None
-    scheduler: str | None
-    logical_block_bytes: int | None
-    physical_block_bytes: int | None
-    nr_requests: int | None
-    max_sectors_kb: int | None
-    max_hw_sectors_kb: int | None
-    discard_bytes: int | None
-    """Bytes of the largest discard; 0 where there is none."""
-
-
-def find_drive(device_number: int, mount: Mount | None) -> Drive | None:
-    """The drive of a file whose ``st_dev`` this is; None where no block device is known."""
-    directory = _directory(device_number)
-    if directory is None and mount is not None and mount.source.startswith("/dev/"):
-        # btrfs: files have device numbers of their own. In a container the device file may be missing.
-        try:
-            directory = _directory(os.stat(mount.source).st_rdev)
-        except OSError:
-            link = SYS / "class/block" / Path(mount.source).name
-            directory = link.resolve() if link.exists() else None
-    return _read_drive(directory) if directory else None
-
-
-def _directory(device_number: int) -> Path | None:
-    link = SYS / f"dev/block/{os.major(device_number)}:{os.minor(device_number)}"
-    if not link.exists():
-        return None
-    directory = link.resolve()
-    return directory.parent if (directory / "partition").exists() else directory
-
-
-def _read_drive(directory: Path) -> Drive:
-    queue = directory / "queue"
-    scheduler = read(queue / "scheduler")
-    active = re.search(r"\[(\S+)\]", scheduler) if scheduler else None
-    rotational = read_int(queue / "rotational")
-    return Drive(
-        name=directory.name,
-        model=read(directory / "device/model"),
-        members=tuple(sorted(_members(directory))),
-        rotational=None if rotational is None else bool(rotational),
-        scheduler=active[1] if active else scheduler,
-        logical_block_bytes=read_int(queue / "logical_block_size"),
-        physical_block_bytes=read_int(queue / "physical_block_size"),
-        nr_requests=read_int(queue / "nr_requests"),
-        max_sectors_kb=read_int(queue / "max_sectors_kb"),
-        max_hw_sectors_kb=read_int(queue / "max_hw_sectors_kb"),
-        discard_bytes=read_int(queue / "discard_max_bytes"),
-    )
-
-
-def _members(directory: Path) -> Iterator[str]:
-    slaves = directory / "slaves"
-    for slave in sorted(slaves.iterdir()) if slaves.is_dir() else ():
-        below = list(_members(slave.resolve()))
-        yield from below or [slave.name]
 
 
 def check_drive(drive: Drive, config: OffloadConfig) -> Iterator[Finding]:

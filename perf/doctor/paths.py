@@ -20,10 +20,11 @@ from nvme_offload.offload.host.proc import Mount, mount_of
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT, NO_DIRECT_IO, reported_alignment
 from nvme_offload.offload.units import GiB, MiB, format_bytes
-from nvme_offload.perf.doctor.drive import Drive, check_drive, find_drive
+from nvme_offload.perf.doctor.drive import check_drive
 from nvme_offload.perf.doctor.engines import engine_options
 from nvme_offload.perf.doctor.findings import Finding, Level, ok, problem
 from nvme_offload.perf.doctor.leftovers import check_runs
+from nvme_offload.perf.measure.drives import Drive, find_drive
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")

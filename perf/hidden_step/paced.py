@@ -17,6 +17,7 @@ from unittest.mock import patch
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.aio_native.engine import Op
 from nvme_offload.aio_native.injection import Completion
+from nvme_offload.aio_native.owner_thread import OwnerThread
 from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.registry import REGISTRY, EngineEntry
 from nvme_offload.aio_native.requests import Request
@@ -35,10 +36,9 @@ class Pace:
     """Bytes per second, of reads and writes together."""
 
 
-class PacedEngine(PythonEngine):
+class PacedThread(OwnerThread):
     """Requests are served one after the other, in the order in which they come; each byte takes its time."""
 
-    name = "paced"
     pace: ClassVar[Pace] = Pace()
 
     def _open(self) -> None:
@@ -84,10 +84,17 @@ class PacedEngine(PythonEngine):
         return True
 
 
+class PacedEngine(PythonEngine):
+    """A drive of an exact rate."""
+
+    name = "paced"
+    owner_type = PacedThread
+
+
 @contextmanager
 def paced_drive() -> Iterator[Pace]:
     """Inside, sections that name the engine `STANDS_IN_FOR` get this one; gives its pace, at first without limit."""
     entry = EngineEntry(__name__, PacedEngine.__name__, None, None, "a drive of an exact rate")
-    PacedEngine.pace.rate = math.inf
+    PacedThread.pace.rate = math.inf
     with patch.dict(REGISTRY, {STANDS_IN_FOR: entry}):
-        yield PacedEngine.pace
+        yield PacedThread.pace

@@ -363,11 +363,8 @@ def _times(
 
 def overlap_of(config: OffloadConfig, *, on_device: bool) -> OverlapStep:
     """The schedule that `initialize` runs with this section: see `Stepper`, which decides parameter by parameter."""
-    moves = config.zero_optimization.offload_optimizer.device == "nvme"
-    waits = precision_of(config).in_parts and not config.has_block_tiers
-    if not waits or rule_of(config.optimizer).whole or on_device:
-        return "off"
-    return config.overlap_step or ("forward" if moves else "off")
+    hindered = config.has_block_tiers or rule_of(config.optimizer).whole or on_device
+    return "off" if hindered or not config.hides_steps else config.overlap_step or "forward"
 
 
 def _without_repetitions(visits: list[int]) -> list[int]:

@@ -22,7 +22,6 @@ from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from nvme_offload.optim.adagrad import OffloadAdagrad
 from nvme_offload.optim.adam import OffloadAdam
 from nvme_offload.optim.adamw import OffloadAdamW
-from nvme_offload.optim.adapters.metrics import metrics_of
 from nvme_offload.optim.full_values import (
     get_full_grad,
     get_full_optimizer_state,
@@ -80,7 +79,6 @@ __all__ = [
     "get_full_optimizer_state",
     "get_full_param",
     "initialize",
-    "metrics_of",
     "set_full_grad",
     "set_full_optimizer_state",
     "set_full_param",

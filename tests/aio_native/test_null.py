@@ -6,7 +6,7 @@ import time
 import pytest
 
 from nvme_offload.aio_native.engine import EngineOptions, Op, Segment
-from nvme_offload.aio_native.null import NullEngine
+from nvme_offload.aio_native.null import NullEngine, NullThread
 from nvme_offload.aio_native.requests import Request
 from tests.support.engine_conformance import EngineConformance
 
@@ -84,9 +84,13 @@ def test_a_signal_handler_may_submit_at_any_moment():
     assert all(operation.done() for operation in from_handler)
 
 
-class _BreakingEngine(NullEngine):
+class _BreakingThread(NullThread):
     def _start(self, request: Request) -> None:
         raise ZeroDivisionError
+
+
+class _BreakingEngine(NullEngine):
+    owner_type = _BreakingThread
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -99,7 +99,7 @@ def test_the_figures_are_in_the_logs(tmp_path, in_front):
     assert [entry["step"] for entry in logged] == [2, 4]
     assert [entry["offload/steps"] for entry in logged] == [2.0, 4.0]
     assert logged[1]["offload/state_bytes"] == offloaded.stats().state_bytes
-    assert 0 < logged[1]["offload/iteration/share_of_ideal"] <= 1
+    assert 0 < logged[1]["offload/iteration_share_of_ideal"] <= 1
     assert all(isinstance(value, float) for name, value in logged[1].items() if name.startswith("offload/"))
     seen = [logs for logs in reporter.seen if "loss" in logs]
     assert [("offload/steps" in logs) for logs in seen] == [in_front] * 2

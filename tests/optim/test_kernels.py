@@ -1,14 +1,11 @@
 """The native kernels against their twin, bit for bit, and what else they promise."""
 
-import contextlib
 import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +13,15 @@ import pytest
 import torch
 
 from nvme_offload.optim import _kernels, kernels
-from nvme_offload.optim.kernels import KernelPool, available_isas, make_segment
+from nvme_offload.optim.kernels import KernelPool, make_segment
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, num_tiles
-from nvme_offload.optim.rules.reference import join_reference, split_reference, step_reference, twin_of
-from nvme_offload.optim.rules.rule import UpdateRule, rounded
-from nvme_offload.optim.tiles import StepScalars
-from tests.support.rules import CASES, VARIANTS, RuleCase
+from nvme_offload.optim.rules.reference import join_reference
+from nvme_offload.optim.rules.rule import UpdateRule
+from tests.support.kernel_twins import POOLS, State, Twin, awkward, flushed_denormals, same_bits, scalars_at
+from tests.support.rules import CASES, NAMES, VARIANTS
 
 NUMELS = (0, 1, 7, 64, 65535, 65536, 65537, 200003)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-POOLS = [KernelPool(threads, isa=isa) for isa in available_isas() for threads in (1, 2, 3)]
 
 
 @pytest.fixture(autouse=True)
@@ -35,105 +31,6 @@ def one_torch_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
-
-
-[ADAMW] = (case for case in CASES if case.name == "AdamW")
-
-
-def scalars_at(step: int, case: RuleCase = ADAMW, *, grad_scale: float = 0.37, **changes) -> StepScalars:
-    settings = {**case.settings, "lr": 1e-2, **changes}
-    [scale] = rounded(-grad_scale if settings.get("maximize") else grad_scale)
-    return StepScalars(case.rule.scalars(settings, step), scale)
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Unlike torch.equal, tells -0 from 0 and takes a NaN for itself."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
-    return left.dtype == right.dtype and torch.equal(left.view(bits), right.view(bits))
-
-
-@dataclass
-class State:
-    """What the optimizer holds for one parameter."""
-
-    param: torch.Tensor
-    master: torch.Tensor | None
-    rule: UpdateRule
-    states: list[torch.Tensor]
-    checksums: torch.Tensor
-
-    @classmethod
-    def of(cls, weights: np.ndarray, form: MasterForm, case: RuleCase = ADAMW) -> "State":
-        param, master = stored(weights, form)
-        states = [torch.full((len(weights),), state.birth) for state in case.rule.states]
-        return cls(param, master, case.rule, states, POOLS[0].tile_checksums(param))
-
-    def update(self, pool: KernelPool, grad: torch.Tensor | None, scalars: StepScalars) -> int:
-        return pool.update([self.segment(grad, scalars)])[0]
-
-    def segment(self, grad: torch.Tensor | None, scalars: StepScalars) -> kernels.Segment:
-        return make_segment(
-            param=self.param,
-            grad=grad,
-            master=self.master,
-            states=self.states,
-            checksums=self.checksums,
-            rule=self.rule,
-            scalars=scalars.of_rule,
-            grad_scale=scalars.grad_scale,
-        )
-
-    def differs_from(self, twin: "Twin") -> list[str]:
-        param, master = twin.stored
-        pairs = {"param": (self.param, param)}
-        if master is not None:
-            pairs["master"] = self.master, master
-        named = zip(self.rule.states, self.states, twin.states, strict=True)
-        pairs |= {state.name: (own, torch.as_tensor(other)) for state, own, other in named}
-        return [name for name, pair in pairs.items() if not same_bits(*pair)]
-
-
-def stored(weights: np.ndarray, form: MasterForm) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Parameter and master as the form keeps them, made without native code of ours."""
-    if form is MasterForm.SPLIT:
-        hi, lo = split_reference(weights)
-        return torch.from_numpy(hi).view(torch.bfloat16), torch.from_numpy(lo)
-    if form is MasterForm.FULL:
-        with np.errstate(over="ignore"):
-            return torch.from_numpy(weights.astype(np.float16)), torch.from_numpy(weights.copy())
-    return torch.from_numpy(weights.copy()), None
-
-
-class Twin:
-    def __init__(self, weights: np.ndarray, form: MasterForm, case: RuleCase = ADAMW) -> None:
-        self.form = form
-        self.formula = twin_of(case.name)
-        self.master = weights
-        self.states = [np.full_like(weights, state.birth) for state in case.rule.states]
-        self.stored = stored(weights, form)
-
-    def update(self, grad: torch.Tensor, scalars: StepScalars) -> None:
-        self.master, *self.states = step_reference(
-            self.formula, self.master, grad.float().numpy(), self.states, scalars.of_rule, scalars.grad_scale
-        )
-        self.stored = stored(self.master, self.form)
-
-
-@contextlib.contextmanager
-def flushed_denormals(on: bool) -> Iterator[None]:
-    torch.set_flush_denormal(on)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
-def awkward(numel: int, seed: int) -> torch.Tensor:
-    """Numbers from every corner of fp32: zeros of both signs, denormals, huge ones, infinities, NaNs of all kinds."""
-    bits = torch.randint(-(2**31), 2**31, (numel,), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
-    specials = [0, -(2**31), 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00001, 0x7F800001, -1, -0x800000]
-    bits[: len(specials) * 4] = torch.tensor(specials * 4, dtype=torch.int32)[:numel]
-    return bits.view(torch.float32)
 
 
 @pytest.mark.parametrize("numel", NUMELS)
@@ -461,7 +358,7 @@ def test_what_cannot_be_right_is_refused_in_words():
         "master": torch.zeros(8, dtype=torch.uint16),
         "states": [weights, weights],
         "checksums": None,
-        "rule": ADAMW.rule,
+        "rule": NAMES["AdamW"].rule,
         "scalars": scalars_at(1).of_rule,
         "grad_scale": 1.0,
     }

@@ -1,5 +1,6 @@
 """Engines from opening to closing: draining, forks, threads, signals, interpreter exit."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ import pytest
 
 from nvme_offload.aio_native.engine import Engine, Op, Segment
 from tests.support.engine_tools import BLOCK, PATIENCE, EngineTools, Memory, pattern, run, submit
+from tests.support.interrupts import Struck, every, raise_struck
+from tests.support.own_resources import Resources
 
 
 class LifeConformance(EngineTools):
@@ -49,6 +52,18 @@ class LifeConformance(EngineTools):
             engine.close()
         assert len(os.listdir("/proc/self/fd")) <= before[0] + 10  # the ten files are still open
         assert threading.active_count() <= before[1]
+
+    def test_without_close_it_ends_with_its_handle(self):
+        """Also where an exception came before its constructor returned: nobody has it then."""
+        self.open().close()
+        options, before = self.options(), Resources.steady()
+        for interrupt in every(1, raise_struck):
+            engine = None
+            with contextlib.suppress(Struck), interrupt:
+                engine = self.engine_class(options)
+            del engine
+            left = Resources.settled(before).beyond(before)
+            assert not left, f"{left} left by an exception at {interrupt.place or 'no point at all'}"
 
     def test_a_forked_child_is_told_and_harms_nothing(self):
         engine, fd, memory = self.open_slow(50_000), self.file(bytes(8 * BLOCK)), Memory(8 * BLOCK)

@@ -62,6 +62,18 @@ class EngineTools:
         with contextlib.ExitStack() as self.on_exit:
             yield
 
+    def options(
+        self, queue_depth: int = 8, rings: int = 1, max_operations: int = 64, faults: FaultSpec | None = None
+    ) -> EngineOptions:
+        return EngineOptions(
+            queue_depth=queue_depth,
+            block_size=BLOCK,
+            rings=rings,
+            alignment=ALIGNMENT,
+            max_operations=max_operations,
+            faults=faults,
+        )
+
     def open(
         self,
         *,
@@ -70,16 +82,8 @@ class EngineTools:
         max_operations: int = 64,
         faults: FaultSpec | None = None,
     ) -> Engine:
-        options = EngineOptions(
-            queue_depth=queue_depth,
-            block_size=BLOCK,
-            rings=rings,
-            alignment=ALIGNMENT,
-            max_operations=max_operations,
-            faults=faults,
-        )
         try:
-            engine = self.engine_class(options)  # type: ignore[call-arg]
+            engine = self.engine_class(self.options(queue_depth, rings, max_operations, faults))  # type: ignore[call-arg]
         except EngineUnavailable as error:
             pytest.skip(str(error))
         self.on_exit.callback(engine.close)

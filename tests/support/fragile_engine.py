@@ -8,15 +8,15 @@ from typing import ClassVar
 import pytest
 
 from nvme_offload.aio_native import Op, registry
-from nvme_offload.aio_native.null import NullEngine
+from nvme_offload.aio_native.null import NullThread
+from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.registry import EngineEntry
 from nvme_offload.aio_native.requests import Request
 
 
-class FragileEngine(NullEngine):
+class FragileThread(NullThread):
     """Reads and writes one request after the other, and breaks with EPERM at the one with this number."""
 
-    name = "fragile"
     break_at: ClassVar[int]
     """From 1 on."""
     ended: ClassVar[bool]
@@ -36,10 +36,15 @@ class FragileEngine(NullEngine):
         return self.ended
 
 
+class FragileEngine(PythonEngine):
+    name = "fragile"
+    owner_type = FragileThread
+
+
 def choose_fragile(patch: pytest.MonkeyPatch, break_at: int, *, ended: bool = True) -> None:
     """From here on ``auto`` takes it first."""
-    patch.setattr(FragileEngine, "break_at", break_at, raising=False)
-    patch.setattr(FragileEngine, "ended", ended, raising=False)
+    patch.setattr(FragileThread, "break_at", break_at, raising=False)
+    patch.setattr(FragileThread, "ended", ended, raising=False)
     entry = EngineEntry(__name__, "FragileEngine", 0, None, "breaks")
     patch.setattr(registry, "REGISTRY", {"fragile": entry, **registry.REGISTRY})
     patch.setattr(registry, "ENGINES", ("fragile", *registry.ENGINES))

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -48,7 +49,7 @@ class Interrupt:
         self.place = ""
         self._left = number
         self._strike = strike
-        self._previous: dict[FrameType, str | None] = {}
+        self._previous: dict[FrameType, int] = {}
 
     def __enter__(self) -> Interrupt:
         sys.settrace(self._on_call)
@@ -68,9 +69,9 @@ class Interrupt:
         if event in ("return", "exception"):  # after a call that raised CPython runs no handler
             self._previous.pop(frame, None)
         elif event == "opcode":
-            before = self._previous.get(frame)
-            self._previous[frame] = _names_of(frame.f_code).get(frame.f_lasti)
-            if before in _HANDLERS_RUN_AFTER:
+            before = _points_of(frame.f_code).get(self._previous.get(frame, -1))
+            self._previous[frame] = frame.f_lasti
+            if before:
                 self._left -= 1
                 if self._left == 0:
                     self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name}, after {before})"
@@ -80,8 +81,23 @@ class Interrupt:
 
 
 @cache
-def _names_of(code: CodeType) -> dict[int, str]:
-    return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
+def _points_of(code: CodeType) -> dict[int, str]:
+    """Names of the opcodes after which handlers run, by offset.
+
+    What a handler raises after a call comes out of that call, and tracing can let it come out of the next opcode only.
+    Where a block (with, try) ends between the two, as in ``return f()``, that would be behind its end: left out.
+    """
+    guards = dis.Bytecode(code).exception_entries
+
+    def guard_of(offset: int) -> object:
+        return next((guard for guard in guards if guard.start <= offset < guard.end), None)
+
+    return {
+        this.offset: this.opname
+        for this, following in pairwise([*dis.get_instructions(code), None])
+        if this.opname in _HANDLERS_RUN_AFTER
+        and (this.opname == "JUMP_BACKWARD" or following is None or guard_of(this.offset) == guard_of(following.offset))
+    }
 
 
 def every(stride: int, strike: Callable[[], None]) -> Iterator[Interrupt]:

@@ -14,7 +14,7 @@ from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.engine_in_use import EngineInUse
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from tests.support.fragile_engine import FragileEngine, choose_fragile
+from tests.support.fragile_engine import FragileThread, choose_fragile
 from tests.support.small_training import train
 
 PATIENCE = 60.0
@@ -169,7 +169,7 @@ def test_training_goes_on_with_the_same_bits(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             choose_fragile(patch, break_at)
             outcome = train(tmp_path, "auto", num_steps=3)
-            assert FragileEngine.break_at == break_at
+            assert FragileThread.break_at == break_at
         assert outcome["digest"] == expected, break_at
         assert outcome["engine"] != "fragile", f"{break_at}: it did not break"
     assert not list(tmp_path.iterdir())

@@ -24,6 +24,7 @@ from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.doctor import drive, engines, leftovers, memory, paths, software
 from nvme_offload.perf.doctor.command import doctor
 from nvme_offload.perf.doctor.findings import Group, Level, Report, ok, print_report, problem
+from nvme_offload.perf.measure import drives
 from tests.support.sandbox import IO_URING_CALLS, can_filter, can_mount, run_python
 
 app = typer.Typer(add_completion=False)
@@ -256,7 +257,7 @@ class TestFolders:
     def test_two_on_one_drive(self, tmp_path, monkeypatch):
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
-        disk = drive.Drive("nvme0n1", None, (), False, "none", 512, 4096, 1023, 1280, 1280, 1)
+        disk = drives.Drive("nvme0n1", None, (), False, "none", 512, 4096, 1023, 1280, 1280, 1)
         monkeypatch.setattr(paths, "find_drive", lambda number, mount: disk)
         finding = findings_of(examine(tmp_path / "a", tmp_path / "b", tmp_path / "a"), "All paths")["paths"]
         assert finding["level"] == "note"
@@ -409,7 +410,7 @@ def sys_tree(tmp_path, monkeypatch):
     """A /sys in which `make` puts drives."""
     root = tmp_path / "sys"
     (root / "dev/block").mkdir(parents=True)
-    monkeypatch.setattr(drive, "SYS", root)
+    monkeypatch.setattr(drives, "SYS", root)
 
     def make(number, name, partition=None, members=(), **queue):
         disk = root / "devices" / name
@@ -427,7 +428,7 @@ def sys_tree(tmp_path, monkeypatch):
             (target / "partition").write_text("1\n")
         (root / f"dev/block/{number}").symlink_to(target)
         major, minor = map(int, number.split(":"))
-        return drive.find_drive(os.makedev(major, minor), None)
+        return drives.find_drive(os.makedev(major, minor), None)
 
     return make
 
@@ -472,8 +473,8 @@ class TestDrives:
         (tmp_path / "sys/class/block").mkdir(parents=True)
         (tmp_path / "sys/class/block/nvme0n1").symlink_to(tmp_path / "sys/devices/nvme0n1")
         mount = system_files.Mount(1, "/", "/mnt", "btrfs", "/dev/no-such-folder/nvme0n1", ())
-        assert drive.find_drive(os.makedev(0, 42), mount).name == "nvme0n1"
-        assert drive.find_drive(os.makedev(0, 42), None) is None
+        assert drives.find_drive(os.makedev(0, 42), mount).name == "nvme0n1"
+        assert drives.find_drive(os.makedev(0, 42), None) is None
 
 
 @pytest.fixture

@@ -91,6 +91,11 @@ class Change:
     needs: Change | None = field(default=None, kw_only=True)
     """A change without which it is not there."""
 
+    @property
+    def begins(self) -> int:
+        """Index of the event from which on part of it may be there: what O_DSYNC writes, before the call returns."""
+        return self.at - 1 if self.durable_at == self.at else self.at
+
 
 @dataclass(eq=False)
 class Names(Change):
@@ -276,7 +281,7 @@ class History:
         yield from self._lost(seen, at, pending, [piece for piece in pieces if chance.random() < share], fill)
 
     def _pending(self, at: int) -> list[Change]:
-        return [change for change in self.changes if change.at <= at < change.durable_at]
+        return [change for change in self.changes if change.begins <= at < change.durable_at]
 
     def _lost(self, seen: set[Any], at: int, pending: list[Change], kept: list[Change], fill: int) -> Iterator[Crash]:
         there = [change for change in self.changes if change.durable_at <= at]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from nvme_offload.offload import durable
+from nvme_offload.offload import sync
 from nvme_offload.offload.storage import engine_in_use
 from tests.support.power_loss.events import (
     Allocated,
@@ -36,7 +36,7 @@ from tests.support.power_loss.history import Files, History
 from tests.support.power_loss.recorded_engine import RecordedEngine
 
 _OPEN, _IO_OPEN = os.open, io.open
-_NEVER_CALLERS = (__file__, os.__file__, contextlib.__file__, durable.__file__)
+_NEVER_CALLERS = (__file__, os.__file__, contextlib.__file__, sync.__file__)
 
 
 class Recording:

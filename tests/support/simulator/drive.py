@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from nvme_offload.aio_native.engine import EngineOptions, Op
 from nvme_offload.aio_native.injection import Completion
+from nvme_offload.aio_native.owner_thread import OwnerThread
 from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.requests import Request
 from tests.support.simulator.primitives import world
@@ -34,7 +35,7 @@ class DriveFault:
 
 @dataclass(eq=False)
 class _UnderWay:
-    engine: SimulatedEngine
+    thread: SimulatedThread
     request: Request
     fault: str
 
@@ -60,19 +61,19 @@ class Drive:
     def idle(self) -> bool:
         return not self._under_way
 
-    def take(self, engine: SimulatedEngine, request: Request) -> None:
+    def take(self, thread: SimulatedThread, request: Request) -> None:
         """Begin a request."""
         self.num_requests += 1
         if request.op is Op.READ:
             ctypes.memset(request.address, _POISON, request.asked_bytes)
-        self._under_way.append(_UnderWay(engine, request, self._fault_of(request)))
+        self._under_way.append(_UnderWay(thread, request, self._fault_of(request)))
 
     def complete_one(self) -> bool:
         """Complete any of the requests under way; False if there is none."""
         if not self._under_way:
             return False
         done = self._under_way.pop(self._draw.randrange(len(self._under_way)))
-        done.engine.completed.append((done.request, self._result(done.request, done.fault)))
+        done.thread.completed.append((done.request, self._result(done.request, done.fault)))
         return True
 
     def _fault_of(self, request: Request) -> str:
@@ -112,16 +113,15 @@ class Drive:
             return -(error.errno or errno.EIO)
 
 
-class SimulatedEngine(PythonEngine):
-    """The package's Python engine, over the drive of the world."""
-
-    name = "simulated"
-
-    def __init__(self, options: EngineOptions, drive: Drive) -> None:
+class SimulatedThread(OwnerThread):
+    def __init__(self, name: str, options: EngineOptions) -> None:
         self.completed: list[Completion] = []
-        self._drive = drive
+        self._drive = world().drive
         self._rung = False
-        super().__init__(options)
+        super().__init__(name, options)
+
+    def _open(self) -> None:
+        pass
 
     def _start(self, request: Request) -> None:
         self._drive.take(self, request)
@@ -135,3 +135,10 @@ class SimulatedEngine(PythonEngine):
     def _ring_bell(self) -> None:
         self._rung = True
         world().pause()
+
+
+class SimulatedEngine(PythonEngine):
+    """The package's Python engine, over the drive of the world."""
+
+    name = "simulated"
+    owner_type = SimulatedThread

@@ -49,7 +49,7 @@ def install() -> None:
         for attribute, real, stepped in (("threading", threading, stepped_threads), ("time", time, stepped_time)):
             if getattr(module, attribute, None) is real:
                 setattr(module, attribute, stepped)
-        if hasattr(module, "Future") and name.endswith("python_engine"):
+        if hasattr(module, "Future") and name.endswith("owner_thread"):
             module.Future = Future  # type: ignore[attr-defined]
         if hasattr(module, "SimpleQueue"):
             module.SimpleQueue = SimpleQueue  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ def freeze() -> None:
 
 
 def _open_engine(entry: EngineEntry, options: EngineOptions) -> Engine:
-    return SimulatedEngine(options, world().drive)
+    return SimulatedEngine(options)
 
 
 class _Allocating:

@@ -1,0 +1,1 @@
+"""Runs whose state outlives them: extents that are never overwritten while a manifest needs them, and the manifests."""

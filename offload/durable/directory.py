@@ -1,0 +1,168 @@
+"""Directories that outlive their runs: one for each rank on each path, found again by the run's name.
+
+::
+
+    nvme-durable-NAME-rank0/   swap, owner, run.json; on the first path also what `files` lists
+
+A run has its directory while it has locked the swap file itself, through the descriptor that its transfers use. The
+kernel keeps that open until the last transfer of a process has ended, however the process died: whoever gets the lock
+knows that nobody writes into the file any more. A lock on a file of its own falls up to 63 ms earlier.
+
+The names begin otherwise than those of `storage.run_directory`: no version of this package takes them for leftovers.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nvme_offload.offload.durable import owner
+from nvme_offload.offload.errors import ResumeError, StateError, SwapIOError
+from nvme_offload.offload.storage.run_directory import SWAP_NAME, remove_leftovers
+from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
+from nvme_offload.offload.sync import replace_file, sync_folder
+
+PREFIX = "nvme-durable-"
+ABOUT_NAME = "run.json"
+FORMAT = 1
+"""Of what a run's directory holds."""
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DIRECTORY_NAME = re.compile(re.escape(PREFIX) + rf"({_RUN_NAME.pattern})-rank(\d+)")
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for what cannot be the name of a run."""
+    if not _RUN_NAME.fullmatch(name):
+        raise ValueError(
+            f"{name!r} cannot name a run: write at most 64 letters, digits, '.', '_' and '-', a letter or digit first"
+        )
+
+
+def directory_of(path: Path, name: str, rank: int) -> Path:
+    """Where a rank of a run has its files on a path."""
+    return path.absolute() / f"{PREFIX}{name}-rank{rank}"
+
+
+def parse_directory(directory: Path) -> tuple[str, int] | None:
+    """Name and rank of the run that has this directory; None where it is none of a durable run."""
+    match = _DIRECTORY_NAME.fullmatch(directory.name)
+    return (match[1], int(match[2])) if match else None
+
+
+def read_about(directory: Path) -> dict[str, Any] | None:
+    """What `DurableDirectory.write_about` wrote; None where there is nothing yet.
+
+    Raises:
+        ResumeError: it is damaged, or of a newer version.
+    """
+    path = directory / ABOUT_NAME
+    try:
+        about: dict[str, Any] = json.loads(path.read_bytes())
+        written_by = about["format"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ResumeError(path, f"cannot be read: {error}") from error
+    if written_by != FORMAT:
+        raise ResumeError(path, f"is of format {written_by}, and this version reads {FORMAT}")
+    return about
+
+
+class DurableDirectory:
+    """The directory of one rank of a run on one path: a `SwapDirectory` that is kept.
+
+    Args:
+        path: one of `nvme_path`; exists.
+        name: of the run.
+        rank: of this process.
+
+    Raises:
+        SwapIOError: `path` is missing, read-only or not ours.
+    """
+
+    def __init__(self, path: Path, name: str, rank: int) -> None:
+        self.path = directory_of(path, name, rank)
+        self.name = name
+        self._swap: SwapFile | None = None
+        try:
+            remove_leftovers(path)
+            self._make()
+        except OSError as error:
+            code = error.errno or errno.EIO
+            raise SwapIOError(
+                code, path=path, offset=0, size_bytes=0, direction="allocate", extent="nvme_path"
+            ) from error
+
+    def open_swap(self, direct: DirectPolicy) -> SwapFile:
+        """Open the swap file, or make it, and lock it; waits for the last transfers of a process that died.
+
+        Raises:
+            StateError: a run of this name is alive; names its process.
+            SwapIOError: it cannot be opened, or has no direct I/O although that is required.
+        """
+        while True:
+            swap = SwapFile(self.path / SWAP_NAME, direct, keep=True)
+            try:
+                alive = owner.lock(swap.fd, self.path)
+                if alive is not None:
+                    raise StateError(f"the durable run {self.name!r}", "a run that nobody is in", f"{alive} is in it")
+                if _is_at(swap.path, swap.fd):
+                    owner.Owner.this().note_in(self.path)
+                    sync_folder(self.path)
+                    self._swap = swap
+                    _open.add(self)
+                    return swap
+            except BaseException:
+                swap.close()
+                raise
+            swap.close()  # somebody removed the run while it was opened
+            self._make()
+
+    @property
+    def about(self) -> dict[str, Any] | None:
+        """What `write_about` wrote; None where there is nothing yet. Raises as `read_about` does."""
+        return read_about(self.path)
+
+    def write_about(self, about: Mapping[str, Any]) -> None:
+        """Say what this is the directory of. Lasts when it returns."""
+        replace_file(self.path / ABOUT_NAME, json.dumps({"format": FORMAT, **about}, indent=1).encode())
+
+    def leave(self) -> None:
+        """Keep everything: the lock fell with the swap file. Idempotent."""
+        _open.discard(self)
+        self._swap = None
+
+    def let_go_in_child(self) -> None:
+        """A lock belongs to the open file, which a forked child shares: in the child, close it."""
+        if self._swap is not None:
+            self._swap.close()
+
+    def _make(self) -> None:
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        sync_folder(self.path.parent)
+
+
+_open: weakref.WeakSet[DurableDirectory] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    for directory in list(_open):
+        directory.let_go_in_child()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether an open file is the one that has this name now."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False

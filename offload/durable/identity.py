@@ -1,0 +1,59 @@
+"""What must be equal for a run to go on from what another process committed: a JSON object, known by its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Identity = Mapping[str, Any]
+"""JSON values by name. ``model`` is a string that describes the model to people; the rest is up to the optimizer."""
+
+_SHOWN = 3
+
+
+def canonical(identity: Identity) -> bytes:
+    """The bytes of a JSON object, the same for equal ones.
+
+    Raises:
+        TypeError, ValueError: something in it is not JSON.
+    """
+    return json.dumps(identity, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+def digest(identity: Identity) -> str:
+    """32 hexadecimal digits that only this identity has."""
+    return hashlib.blake2b(canonical(identity), digest_size=16).hexdigest()
+
+
+def differences(committed: Identity, own: Identity) -> list[str]:
+    """Where two identities differ, one line each: the place, what was committed, what is now."""
+    return [
+        f"{where}: {_brief(before)} was committed, {_brief(now)} is here"
+        for where, before, now in _walk(committed, own)
+    ]
+
+
+def _walk(before: Any, now: Any, where: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        names = [*before, *(name for name in now if name not in before)]
+        found = [_walk(before.get(name), now.get(name), f"{where}.{name}" if where else str(name)) for name in names]
+        return [line for lines in found for line in lines]
+    if _is_list(before) and _is_list(now) and len(before) == len(now):
+        found = [_walk(*pair, f"{where}[{place}]") for place, pair in enumerate(zip(before, now, strict=True))]
+        return [line for lines in found for line in lines]
+    equal = canonical({"": before}) == canonical({"": now})
+    return [] if equal else [(where, before, now)]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _brief(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if _is_list(value) and len(value) > _SHOWN:
+        return f"{len(value)} of {_brief(list(value[:_SHOWN]))} ..."
+    return json.dumps(value)

@@ -1,0 +1,218 @@
+"""What a committed step is: one record of where all of it lies, in one of two places that take turns.
+
+A manifest is written over the older of two, in one durable write, after everything it refers to is on the drive. Torn
+by a power loss it does not have its digest, and the one before it is whole. Which of the two is newer is said by a
+sequence number that only grows, never by the step: a run that goes back counts its steps again.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import struct
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
+from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.sync import open_synced, sync_file, sync_folder
+
+NAMES = ("manifest.0", "manifest.1")
+"""The two files, in the run's directory on its first path."""
+
+_MAGIC = b"nvmerun1"
+_HEADER = struct.Struct("<8sQQqQ32s")  # magic, sequence, incarnation, step, bytes of the body, digest of all else
+_TABLE = np.dtype("<i8")
+_BLOCK_BYTES = 4096
+_FIRST_BYTES = 64 << 10
+_GROWTH = 1.5
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """One committed step of one rank."""
+
+    step: int
+    """As the optimizer counts. Goes back where a run does."""
+    sequence: int
+    """Of all manifests of the run that were ever written, this is the number; at least 1."""
+    incarnation: int
+    """Which life of the run wrote it."""
+    identity: str
+    """Digest of what the run was then: see `identity.digest`."""
+    tables: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """2D int64, by name: where things lie. ``slots`` is that of `shadow.ShadowExtents`."""
+    blob: bytes = b""
+    """What the optimizer keeps with the step."""
+
+    def encode(self) -> bytes:
+        """The bytes of the file."""
+        tables = {name: np.ascontiguousarray(table, _TABLE) for name, table in self.tables.items()}
+        about = {
+            "identity": self.identity,
+            "tables": {name: table.shape for name, table in tables.items()},
+            "blob": len(self.blob),
+        }
+        described = json.dumps(about).encode()
+        parts = [struct.pack("<Q", len(described)), described, *(table.tobytes() for table in tables.values())]
+        body = b"".join([*parts, self.blob])
+        return self._header(body) + body
+
+    def _header(self, body: bytes) -> bytes:
+        fields = (_MAGIC, self.sequence, self.incarnation, self.step, len(body))
+        return _HEADER.pack(*fields, _digest(_HEADER.pack(*fields, bytes(32)), body))
+
+    @classmethod
+    def decode(cls, content: bytes) -> Manifest | None:
+        """The manifest with which a file begins; None where it is none, or not whole."""
+        if len(content) < _HEADER.size:
+            return None
+        magic, sequence, incarnation, step, body_bytes, digest = _HEADER.unpack_from(content)
+        body = memoryview(content)[_HEADER.size : _HEADER.size + body_bytes]
+        if magic != _MAGIC or len(body) != body_bytes:
+            return None
+        if digest != _digest(_HEADER.pack(magic, sequence, incarnation, step, body_bytes, bytes(32)), body):
+            return None
+        about, tables, blob = _parse(body)
+        return cls(step, sequence, incarnation, about["identity"], tables, blob)
+
+
+def _digest(header: bytes, body: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(header, digest_size=32)
+    digest.update(body)
+    return digest.digest()
+
+
+def _parse(body: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray], bytes]:
+    (size,) = struct.unpack_from("<Q", body)
+    about = json.loads(bytes(body[8 : 8 + size]))
+    at, tables = 8 + size, {}
+    for name, shape in about["tables"].items():
+        size_bytes = _TABLE.itemsize * int(np.prod(shape))
+        tables[name] = np.frombuffer(body[at : at + size_bytes], _TABLE).reshape(shape).copy()
+        at += size_bytes
+    return about, tables, bytes(body[at : at + about["blob"]])
+
+
+class ManifestFiles:
+    """The two manifests of a run, in a directory that belongs to it.
+
+    Args:
+        folder: the run's directory on its first path.
+        direct: whether that path does direct I/O.
+
+    Raises:
+        OutOfSpaceError: there is no room for them.
+        SwapIOError: they cannot be made or read.
+    """
+
+    def __init__(self, folder: Path, *, direct: bool) -> None:
+        self._paths = [folder / name for name in NAMES]
+        made = [_make(path) for path in self._paths if not path.exists()]
+        if made:
+            sync_folder(folder)
+        self._fds = [open_synced(path, direct=direct) for path in self._paths]
+        self._held = [Manifest.decode(path.read_bytes()) for path in self._paths]
+        self._memory = HostRegion(_FIRST_BYTES)
+        self._finalizer = weakref.finalize(self, _close, self._fds)
+
+    def newest_first(self) -> list[Manifest]:
+        """The manifests that are whole, at most two."""
+        return sorted((held for held in self._held if held), key=lambda held: held.sequence, reverse=True)
+
+    def write(self, manifest: Manifest) -> None:
+        """Put a manifest in the place of the older one. It lasts when this returns; if it raises, the newest is whole.
+
+        Raises:
+            OutOfSpaceError: it is larger than its place, and the file system is full.
+            SwapIOError: the drive did not take it.
+        """
+        newest = next((held for held in self.newest_first()), None)
+        if newest is not None and manifest.sequence <= newest.sequence:
+            raise ValueError(f"manifest {manifest.sequence} is not newer than {newest.sequence}")
+        place = next(place for place in (0, 1) if newest is None or self._held[place] is not newest)
+        content = manifest.encode()
+        size_bytes = -(-len(content) // _BLOCK_BYTES) * _BLOCK_BYTES
+        self._make_room(place, size_bytes)
+        self._held[place] = None
+        try:
+            self._write(place, content, size_bytes)
+        except BaseException:
+            with suppress(OSError):  # it may be there all the same; what refers to its extents tells them by their sums
+                self._write(place, b"", _BLOCK_BYTES)
+            raise
+        self._held[place] = manifest
+
+    def destroy(self, manifest: Manifest) -> None:
+        """Make a manifest none, so that nobody takes it up any more. It is gone for good when this returns."""
+        for place, held in enumerate(self._held):
+            if held is not None and held.sequence == manifest.sequence:
+                self._write(place, b"", _BLOCK_BYTES)
+                self._held[place] = None
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        self._finalizer()
+
+    def _make_room(self, place: int, size_bytes: int) -> None:
+        if size_bytes > self._memory.size_bytes:
+            self._memory = HostRegion(int(size_bytes * _GROWTH))
+        fd, path = self._fds[place], self._paths[place]
+        held_bytes = os.fstat(fd).st_size
+        if size_bytes > held_bytes:
+            _promise(fd, path, -(-int(size_bytes * _GROWTH) // _BLOCK_BYTES) * _BLOCK_BYTES)
+            sync_file(fd)
+
+    def _write(self, place: int, content: bytes, size_bytes: int) -> None:
+        memory = self._memory.view(torch.uint8, 0, size_bytes).numpy().data
+        memory[: len(content)] = content
+        memory[len(content) :] = bytes(size_bytes - len(content))
+        done = 0
+        while done < size_bytes:
+            try:
+                done += os.pwrite(self._fds[place], memory[done:], done)
+                done -= done % _BLOCK_BYTES  # a short one is repeated from where direct I/O may begin
+            except OSError as error:
+                raise _error(error, self._paths[place], done, size_bytes - done, "write") from error
+
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
+
+
+def _make(path: Path) -> Path:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _promise(fd, path, _FIRST_BYTES)
+        sync_file(fd)
+    finally:
+        os.close(fd)
+    return path
+
+
+def _promise(fd: int, path: Path, size_bytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise _error(error, path, 0, size_bytes, "allocate") from error
+        system = os.fstatvfs(fd)
+        free_bytes = system.f_bavail * system.f_frsize
+        raise OutOfSpaceError(path=path, needed_bytes=size_bytes, free_bytes=free_bytes) from error
+
+
+def _error(
+    error: OSError, path: Path, offset: int, size_bytes: int, direction: Literal["write", "allocate"]
+) -> SwapIOError:
+    code = error.errno or errno.EIO
+    return SwapIOError(code, path=path, offset=offset, size_bytes=size_bytes, direction=direction, extent="a manifest")

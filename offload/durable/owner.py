@@ -1,0 +1,93 @@
+"""Who has a run: a lock on its swap file, and a note of the process that holds it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+NAME = "owner"
+"""The note. Says who it was where the lock is free."""
+
+_LOOK_SECONDS = 0.01
+_DYING_SECONDS = 60.0
+"""How long the last transfers of a dead process may take."""
+_ALIVE_SECONDS = 1.0
+"""How long a process that looks alive may take to die."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, for good: numbers are used again."""
+
+    pid: int
+    began: str
+    """When it began, as the kernel counts."""
+    host: str
+
+    @classmethod
+    def this(cls) -> Owner:
+        """The process that asks."""
+        return cls(os.getpid(), _began(os.getpid()) or "", socket.gethostname())
+
+    @classmethod
+    def noted_in(cls, folder: Path) -> Owner | None:
+        """Who left a note in a run's directory; None where nobody did."""
+        try:
+            return cls(**json.loads((folder / NAME).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def note_in(self, folder: Path) -> None:
+        """Leave a note."""
+        (folder / NAME).write_text(json.dumps(asdict(self)))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs, as far as can be seen from this host."""
+        return self.host != socket.gethostname() or _began(self.pid) == self.began
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def try_lock(fd: int) -> bool:
+    """Lock an open file, unless somebody else has."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def lock(fd: int, folder: Path) -> Owner | None:
+    """Lock the swap file of a run, after the last transfers of a process that died.
+
+    Returns:
+        Who has it and is alive; None where it is locked now.
+    """
+    begun = time.monotonic()
+    while not try_lock(fd):
+        owner = Owner.noted_in(folder)
+        dying = owner is not None and not owner.is_alive
+        if time.monotonic() - begun > (_DYING_SECONDS if dying else _ALIVE_SECONDS):
+            return owner or Owner(0, "", "a host that is not known")
+        time.sleep(_LOOK_SECONDS)
+    return None
+
+
+def _began(pid: int) -> str | None:
+    """When a process began; None where there is none, or it is ending."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()

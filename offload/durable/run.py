@@ -1,0 +1,312 @@
+"""One rank's part of a run whose committed steps outlive it: its directories, its swap files and its manifests."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from nvme_offload.offload.durable import identity as identities
+from nvme_offload.offload.durable.directory import DurableDirectory, check_name
+from nvme_offload.offload.durable.identity import Identity
+from nvme_offload.offload.durable.manifest import Manifest, ManifestFiles
+from nvme_offload.offload.durable.seal import ExtentLayout
+from nvme_offload.offload.durable.shadow import TABLE, ShadowExtents
+from nvme_offload.offload.errors import ResumeError, StateError, SwapIOError
+from nvme_offload.offload.storage.swap_file import DirectPolicy
+from nvme_offload.offload.storage.swap_space import SwapSpace
+from nvme_offload.offload.sync import replace_file, sync_data, sync_folder
+
+SNAPSHOT_PREFIX, IDENTITY_PREFIX = "snapshot.", "identity."
+_SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_INCARNATION_BITS = 62
+
+
+class DurableRun:
+    """Opens or makes what a run of this name has on these paths, and locks it for this process.
+
+    The order of things::
+
+        run = DurableRun(paths, name="my-run", rank=0, direct="required")
+        tier = NvmeTier(config, space=run.space)
+        if run.found:
+            run.identify(identity, uuid)            # or `differences`
+            run.adopt(run.found[0], layouts)        # then read every slot, and check it (`run.extents.open_sealed`)
+        else:
+            run.identify(identity, uuid)
+            run.extents.add(layouts)
+        ...                                         # write slots: `run.extents.to_write`, `run.extents.seal`
+        run.commit(step, blob, run.extents.table)   # when all writes are done; `Committer` does it in a thread
+        tier.close(); run.close()                   # everything stays
+
+    Args:
+        paths: folders that exist, as `nvme_path`; the first one has the manifests.
+        name: of the run: at most 64 letters, digits, '.', '_' and '-'.
+        rank: of this process.
+        direct: as `aio.direct`.
+        weights: as `aio.path_weights`.
+
+    Raises:
+        ValueError: this cannot be a name.
+        StateError: a run of this name is alive; names its process.
+        ResumeError: what is there was made for other paths, or is damaged.
+        SwapIOError: a path cannot be used.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        name: str,
+        rank: int,
+        direct: DirectPolicy,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        check_name(name)
+        self.name = name
+        self.rank = rank
+        self._directories: list[DurableDirectory] = []
+        self.space = SwapSpace(paths, weights=weights, direct=direct, directory=self._open_directory)
+        """The swap files: for the tier, which closes it."""
+        try:
+            self._files = ManifestFiles(self.folder, direct=self.space.direct)
+            self.snapshots = self._read_snapshots()
+            """Manifests that are pinned, by name."""
+            self.found = self._files.newest_first()
+            """What an earlier process committed and was not adopted yet, newest first."""
+            self.uuid = self._check_paths()
+            """Of the run, the same on all ranks; None in a run that is new, until `identify`."""
+            newest = max((m.sequence for m in [*self.found, *self.snapshots.values()]), default=0)
+            self.extents = ShadowExtents(self.space, secrets.randbits(_INCARNATION_BITS), newest + 1)
+            """Where the slots are."""
+            self._claim()
+        except BaseException:
+            self.space.close()
+            raise
+        self._identity = ""
+
+    @property
+    def folder(self) -> Path:
+        """The directory on the first path."""
+        return self._directories[0].path
+
+    @property
+    def committed(self) -> list[Manifest]:
+        """What could be resumed now, newest first: at most two."""
+        return self._files.newest_first()
+
+    # Identity.
+
+    def identify(self, identity: Identity, uuid: str) -> None:
+        """Say what this run is from now on: what is committed is committed as this.
+
+        Args:
+            identity: JSON that must be equal wherever a commit is taken up; its ``model`` is shown by ``offload runs``.
+            uuid: of the run, agreed by all ranks. An old run keeps its own.
+
+        Raises:
+            ResumeError: what is there belongs to a run with another uuid.
+        """
+        if self.uuid is None:
+            for place, directory in enumerate(self._directories):
+                about = {"name": self.name, "uuid": uuid, "rank": self.rank, "created": time.time()}
+                directory.write_about(about | {"path": place, "num_paths": len(self._directories)})
+            self.uuid = uuid
+        elif uuid != self.uuid:
+            raise ResumeError(self.folder, f"is of run {self.uuid}, and other ranks have {uuid} under this name")
+        digest = identities.digest(identity)
+        path = self.folder / f"{IDENTITY_PREFIX}{digest}.json"
+        if not path.exists():
+            replace_file(path, identities.canonical(identity))
+        self._identity = digest
+
+    def differences(self, manifest: Manifest, identity: Identity) -> list[str]:
+        """What `identity` has otherwise than what was committed, one line each; empty where it fits.
+
+        Raises:
+            ResumeError: what it was committed as is not there any more.
+        """
+        if manifest.identity == identities.digest(identity):
+            return []
+        return identities.differences(read_identity(self.folder, manifest), identity)
+
+    # Manifests.
+
+    def adopt(self, manifest: Manifest, layouts: Sequence[ExtentLayout]) -> None:
+        """Go on from a committed step: what was committed after it, or is not whole, is destroyed when this returns.
+
+        Nothing of the state is read. What is written from here on spares what this manifest refers to.
+
+        Args:
+            manifest: one of `found`, `committed` or `snapshots`.
+            layouts: of the slots, in their order.
+
+        Raises:
+            ResumeError: it is not of such slots.
+            OutOfSpaceError: there is no room to write in. Either way nothing has changed.
+            SwapIOError: the drive does not take it.
+        """
+        held = self._files.newest_first()
+        is_held = any(other.sequence == manifest.sequence for other in held)
+        gone = [other for other in held if not is_held or other.sequence > manifest.sequence]
+        gone += [other for other in held if other not in gone and self.extents.written_over(other.tables[TABLE])]
+        self.extents.adopt(manifest.tables[TABLE], layouts, where=str(self.folder))
+        if not is_held:  # a snapshot: first it is the newest, then it is alone
+            self._files.write(replace(manifest, sequence=self.extents.sequence))
+            self.extents.sequence += 1
+        for other in gone:
+            self._files.destroy(other)
+        self.found = []
+
+    def forget_commits(self) -> None:
+        """Have nothing to resume any more, durably, but snapshots: what is written from here on is another training."""
+        for manifest in self._files.newest_first():
+            self._files.destroy(manifest)
+        self.extents.forget_commits()
+        self.found = []
+
+    def take_back(self) -> None:
+        """Destroy the newest manifest, because another rank could not commit that step; what it has is not changed.
+
+        Nothing may have been written since. The next commit has all of it.
+        """
+        newest, *before = self._files.newest_first()
+        self._files.destroy(newest)
+        if before:
+            self.extents.take_back_commit(before[0].tables[TABLE])
+        else:
+            self.extents.forget_commits()
+
+    def commit(self, step: int, blob: bytes, table: np.ndarray) -> Manifest:
+        """Make what was written last, and say so in a manifest. All writes of the slots in `table` must be done.
+
+        Nothing may be written meanwhile. If it raises, the step committed before is still whole, and writes go on
+        sparing it; the next call commits what is there then.
+
+        Args:
+            step: as the optimizer counts.
+            blob: what the optimizer keeps with it.
+            table: `extents.table` after the last of these writes was begun.
+
+        Raises:
+            StateError: a sync failed before, and `extents.suspects` were not written again since.
+            OutOfSpaceError, SwapIOError: the drive does not take it.
+        """
+        if num_suspects := len(self.extents.suspects):
+            raise StateError("the commit", "every slot of a failed sync written again", f"{num_suspects} are not")
+        for fd in self.space.fds:
+            try:
+                sync_data(fd)
+            except OSError as error:
+                self.extents.suspects = set(self.extents.uncommitted)
+                path = self.space.path_of(fd)
+                code = error.errno or errno.EIO
+                raise SwapIOError(
+                    code, path=path, offset=0, size_bytes=0, direction="write", extent="a sync of it failed"
+                ) from error
+        manifest = Manifest(step, self.extents.sequence, self.extents.incarnation, self._identity, {TABLE: table}, blob)
+        self._files.write(manifest)
+        self.extents.note_commit()
+        return manifest
+
+    # Snapshots.
+
+    def snapshot(self, name: str) -> Manifest:
+        """Pin the newest committed step under a name: its extents stay as they are. No byte of state is moved.
+
+        Raises:
+            ValueError: this cannot be a name, or there is a snapshot of this name.
+            StateError: nothing is committed.
+            OutOfSpaceError: there is no room for what later steps write in place of it; nothing has changed.
+        """
+        if not _SNAPSHOT_NAME.fullmatch(name) or name in self.snapshots:
+            raise ValueError(f"{name!r} cannot name a snapshot of {self.name!r}: it is taken, or has other characters")
+        newest = self.committed
+        if not newest:
+            raise StateError(f"the durable run {self.name!r}", "a committed step", "none")
+        self.extents.pin(name, newest[0].tables[TABLE])
+        try:
+            replace_file(self.folder / f"{SNAPSHOT_PREFIX}{name}", newest[0].encode())
+        except BaseException:
+            self.extents.unpin(name)
+            raise
+        self.snapshots[name] = newest[0]
+        return newest[0]
+
+    def remove_snapshot(self, name: str) -> None:
+        """Unpin a step; what only it and the step before the newest refer to is free again, and that step gone."""
+        (self.folder / f"{SNAPSHOT_PREFIX}{name}").unlink()
+        sync_folder(self.folder)
+        del self.snapshots[name]
+        self.extents.unpin(name)
+        for manifest in self._files.newest_first()[1:]:
+            if self.extents.written_over(manifest.tables[TABLE]):
+                self._files.destroy(manifest)
+
+    def close(self) -> None:
+        """Close everything and let the lock fall. All files stay. Idempotent; not before transfers are done."""
+        self._files.close()
+        self.space.close()
+
+    # Opening.
+
+    def _open_directory(self, path: Path) -> DurableDirectory:
+        directory = DurableDirectory(path, self.name, self.rank)
+        self._directories.append(directory)
+        return directory
+
+    def _check_paths(self) -> str | None:
+        """The uuid in the directories, which must be of one run and of these paths in this order.
+
+        Where nothing is committed, a directory may not have got that far before its run died.
+        """
+        abouts = [directory.about for directory in self._directories]
+        uuids = {about["uuid"] for about in abouts if about}
+        own = [{"path": place, "num_paths": len(abouts)} for place in range(len(abouts))]
+        wrong = [about for about, at in zip(abouts, own, strict=True) if about and not at.items() <= about.items()]
+        complete = None not in abouts or not (self.found or self.snapshots)
+        if wrong or len(uuids) > 1 or not complete:
+            raise ResumeError(
+                self.folder,
+                "is of a run on other paths: give nvme_path the folders that it had, in the same order, or remove it "
+                f"(`offload runs remove {self.name}`)",
+            )
+        return str(uuids.pop()) if uuids and None not in abouts else None
+
+    def _read_snapshots(self) -> dict[str, Manifest]:
+        found = {}
+        for path in sorted(self.folder.glob(f"{SNAPSHOT_PREFIX}*")):
+            manifest = None if path.name.endswith(".new") else Manifest.decode(path.read_bytes())
+            if manifest is not None:
+                found[path.name.removeprefix(SNAPSHOT_PREFIX)] = manifest
+        return found
+
+    def _claim(self) -> None:
+        for manifest in self.found:
+            self.extents.claim(manifest.tables[TABLE])
+        for name, manifest in self.snapshots.items():
+            self.extents.pin(name, manifest.tables[TABLE])
+        self.space.promise()
+
+
+def read_identity(folder: Path, manifest: Manifest) -> Identity:
+    """What a manifest in a run's directory was committed as.
+
+    Raises:
+        ResumeError: the file is gone or damaged.
+    """
+    path = folder / f"{IDENTITY_PREFIX}{manifest.identity}.json"
+    try:
+        found: Identity = json.loads(path.read_bytes())
+        if identities.digest(found) == manifest.identity:
+            return found
+    except (OSError, ValueError) as error:
+        raise ResumeError(path, f"cannot be read: {error}") from error
+    raise ResumeError(path, "is damaged: it is not what its name says")

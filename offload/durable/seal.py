@@ -1,0 +1,153 @@
+"""What an extent of a durable run holds: the state, a tail that lives in memory besides, and a trailer that seals both.
+
+::
+
+    [ state | tail | trailer ]        each part begins and ends where direct I/O may
+
+A step reads the state alone and writes all of it. The trailer says which slot and which write this is, and has the
+checksums of state and tail, so that it can be told, years later, whether an extent is what a manifest refers to: the
+manifest has one number for each slot, the digest of its trailer (its root).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nvme_offload.offload.errors import CorruptionError
+from nvme_offload.offload.storage.tier import Memory
+
+SUMMED_BYTES = 256 << 10
+"""Bytes of state, or of the tail, that one checksum covers: those of `aio.checksums` elsewhere."""
+
+_MAGIC = b"nvmeseal"
+_HEADER = struct.Struct("<8sQQQQQ")  # magic, incarnation, sequence, slot, sums of the state, sums of the tail
+_UINT64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class ExtentLayout:
+    """Where things are in the extent of one slot, in bytes."""
+
+    state_bytes: int
+    """The state, as a store that is not durable has it."""
+    tail_bytes: int
+    """What is not read in training and cannot be had again without it: upper halves, fp32 parameters. May be 0."""
+    alignment: int
+    """Of direct I/O."""
+
+    @property
+    def state_span(self) -> int:
+        """Bytes to read in training: the state, rounded up."""
+        return self._rounded(self.state_bytes)
+
+    @property
+    def tail_at(self) -> int:
+        """Where the tail begins."""
+        return self.state_span
+
+    @property
+    def trailer_at(self) -> int:
+        """Where the trailer begins."""
+        return self.tail_at + self._rounded(self.tail_bytes)
+
+    @property
+    def trailer_bytes(self) -> int:
+        """Bytes of the trailer, rounded up."""
+        return self._rounded(_HEADER.size + 8 * (num_sums(self.state_bytes) + num_sums(self.tail_bytes)))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole extent, and of a staging buffer for it."""
+        return self.trailer_at + self.trailer_bytes
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """What is striped over the paths by itself: what is read alone, and the rest."""
+        return self.state_span, self.size_bytes - self.state_span
+
+    def _rounded(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.alignment) * self.alignment
+
+
+def num_sums(size_bytes: int) -> int:
+    """How many checksums cover so many bytes."""
+    return -(-size_bytes // SUMMED_BYTES)
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Checksums of one extent, 1D int64 each: one for every `SUMMED_BYTES`, the last one of what is left."""
+
+    state: torch.Tensor
+    tail: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SealedAs:
+    """Which write of which slot an extent is of."""
+
+    slot: int
+    sequence: int
+    """Of the manifest that this write is for."""
+    incarnation: int
+
+
+def seal(memory: Memory, layout: ExtentLayout, sealed_as: SealedAs, sums: Sums) -> int:
+    """Write the trailer into a buffer that holds state and tail; returns its root, an int64.
+
+    Args:
+        memory: the staging buffer, `layout.size_bytes` long.
+        layout: of this slot.
+        sealed_as: what it will be known as.
+        sums: of the bytes as they are in the buffer now.
+    """
+    trailer = memory.view(torch.uint8, layout.trailer_at, layout.trailer_bytes)
+    head = (sealed_as.incarnation, sealed_as.sequence, sealed_as.slot, sums.state.numel(), sums.tail.numel())
+    content = b"".join([_HEADER.pack(_MAGIC, *head), sums.state.numpy().tobytes(), sums.tail.numpy().tobytes()])
+    trailer.zero_()
+    trailer[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return _root(trailer)
+
+
+def open_sealed(memory: Memory, layout: ExtentLayout, sealed_as: SealedAs, root: int, *, path: str, what: str) -> Sums:
+    """Check the trailer of an extent that was read, and return the sums that state and tail must have.
+
+    Args:
+        memory: the staging buffer with the whole extent.
+        layout: of this slot.
+        sealed_as: what the manifest says about it.
+        root: what the manifest has of it.
+        path: the file, for the message.
+        what: whose extent, for the message.
+
+    Raises:
+        CorruptionError: this is not what the manifest refers to.
+    """
+    trailer = memory.view(torch.uint8, layout.trailer_at, layout.trailer_bytes)
+    if (actual := _root(trailer)) != root:
+        raise CorruptionError(path, f"{what}, its trailer", root & _UINT64, actual & _UINT64)
+    content = trailer.numpy().tobytes()
+    magic, *head = _HEADER.unpack_from(content)
+    counts = num_sums(layout.state_bytes), num_sums(layout.tail_bytes)
+    if magic != _MAGIC or head != [sealed_as.incarnation, sealed_as.sequence, sealed_as.slot, *counts]:
+        raise CorruptionError(path, f"{what}, its trailer is of another write", sealed_as.sequence, head[1])
+    sums = torch.from_numpy(np.frombuffer(content, "<i8", sum(counts), _HEADER.size).copy())
+    return Sums(sums[: counts[0]], sums[counts[0] :])
+
+
+def check_sums(expected: torch.Tensor, actual: torch.Tensor, *, path: str, what: str) -> None:
+    """Raise CorruptionError for the first checksum that is not what it must be. Both 1D int64, of one length."""
+    wrong = (expected != actual).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        raise CorruptionError(path, what, int(expected[place]) & _UINT64, int(actual[place]) & _UINT64)
+
+
+def _root(trailer: torch.Tensor) -> int:
+    digest = hashlib.blake2b(trailer.numpy().data, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

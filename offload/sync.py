@@ -1,0 +1,64 @@
+"""What outlives a power loss: the bytes of a file that was synced, and its name if its folder was.
+
+A drive may have the rest in any part and order: a name before the bytes of its file, one name of a folder and not
+another that is older. So whoever renames syncs the file before and the folder afterwards. Nothing is synced past here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync_file(descriptor: int) -> None:
+    """Bring the bytes and the length of an open file to the drive."""
+    os.fsync(descriptor)
+
+
+def sync_data(descriptor: int) -> None:
+    """Bring the bytes of an open file to the drive, with what is needed to find them, and not its times."""
+    os.fdatasync(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the drive."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sync_file(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_synced(path: Path, *, direct: bool) -> int:
+    """A descriptor of a file that exists: every write through it is on the drive when it returns, and that alone.
+
+    Args:
+        path: the file.
+        direct: past the page cache; then address, offset and size must be aligned.
+    """
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DSYNC | (os.O_DIRECT if direct else 0))
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are missing, the name of each on the drive; no-op if it is there."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in reversed(missing):
+        sync_folder(made.parent)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give a file this content: after a crash it has all of it, or what it had before, or is not there if it was not.
+
+    What a crash leaves beside it ends in ``.new``.
+    """
+    new = path.with_name(path.name + ".new")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        sync_file(descriptor)
+    finally:
+        os.close(descriptor)
+    new.rename(path)
+    sync_folder(path.parent)

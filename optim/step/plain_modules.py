@@ -1,0 +1,113 @@
+"""Plain modules: their forwards wait for updates behind a step, as the gathers of FSDP2 do."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from nvme_offload.offload._torch_private import fsdp_params, is_compiled, not_compiled
+from nvme_offload.optim.blocks import find_units, match_blocks, params_outside
+from nvme_offload.optim.state.body import StateBody
+
+
+class WaitForUpdates:
+    """A hook of a module: it waits until parameters are as the latest step leaves them.
+
+    It keeps no state alive. Whoever pickles the module waits as well, and a copy of it is one of nobody's parameters.
+
+    Args:
+        body: the state of the optimizer that updates them; None waits for nothing.
+        indices: of the parameters in it.
+    """
+
+    def __init__(self, body: StateBody | None = None, indices: Sequence[int] = ()) -> None:
+        self._body = weakref.ref(body) if body is not None else lambda: None
+        self._indices = indices
+
+    @not_compiled
+    def __call__(self, *_: Any) -> None:
+        """Wait, whatever kind of hook it is.
+
+        Raises:
+            SwapIOError, CorruptionError, StateError: see `StateBody.wait_for_updates_of`.
+        """
+        body = self._body()
+        if body is not None:
+            body.wait_for_updates_of(self._indices)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self()
+        return WaitForUpdates, ()
+
+
+class PlainModules:
+    """The modules that wait for the updates of one optimizer.
+
+    Args:
+        body: the optimizer's state.
+    """
+
+    def __init__(self, body: StateBody) -> None:
+        self._body = body
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, model: nn.Module, blocks: Iterable[str] | None) -> None:
+        """Let the modules in `model` wait, and no others; see `OffloadOptimizer.overlap_with`. Call it `at_rest`.
+
+        Raises:
+            ValueError: no parameter in it is the optimizer's, a block names nothing, or a module is compiled.
+        """
+        table = self._body.table
+        chosen = set(find_units(model) if blocks is None else match_blocks(model, blocks))
+        if not any(param in table for param in model.parameters()):
+            raise ValueError(
+                f"overlap_with: none of the parameters of this {type(model).__name__} is one that the optimizer was "
+                "made with"
+            )
+        for name, module in model.named_modules():
+            if is_compiled(module):
+                raise ValueError(
+                    f"overlap_with: {name or 'the model'} is compiled: call optimizer.overlap_with(model) first, and "
+                    "torch.compile after it"
+                )
+        self._forget()
+        gathered = _gathered_params(model)
+        awaited = set()
+        for module in model.modules():
+            params = dict.fromkeys(param for param in params_outside(module, chosen) if param not in gathered)
+            if indices := [record.index for record in map(table.find, params) if record is not None]:
+                self._hook(module, WaitForUpdates(self._body, indices))
+                awaited.update(indices)
+        for index in awaited:  # last: before, whoever interrupts this finds updates inside the step
+            table[index].is_awaited = True
+
+    def _hook(self, module: nn.Module, wait: WaitForUpdates) -> None:
+        """Before other hooks, which may read parameters, as those of ``torch.nn.utils.weight_norm`` do."""
+        self._handles += [
+            module.register_forward_pre_hook(wait, prepend=True),
+            module.register_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
+        ]
+
+    def _forget(self) -> None:
+        for record in self._body.table:
+            record.is_awaited = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _gathered_params(model: nn.Module) -> set[torch.Tensor]:
+    """Parameters that FSDP gathers, perhaps before the forward that uses them begins."""
+    gathered: set[torch.Tensor] = set()
+    for module in model.modules():
+        gathered.update(record.sharded_param for record in fsdp_params(module))
+        if isinstance(module, FullyShardedDataParallel):
+            gathered.update(module.parameters())
+    return gathered

@@ -1,0 +1,1 @@
+"""`offload top`: a run while it goes on, and what is left of it."""

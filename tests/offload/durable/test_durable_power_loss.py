@@ -1,0 +1,171 @@
+"""A durable run in a power loss at any moment: the newest manifest is whole, and what was committed is there."""
+
+import itertools
+import os
+import random
+import shutil
+
+import pytest
+
+from nvme_offload.offload.durable import manifest as manifests
+from nvme_offload.offload.durable import run as runs
+from nvme_offload.offload.durable.manifest import ManifestFiles
+from nvme_offload.offload.durable.run import DurableRun
+from nvme_offload.offload.errors import CorruptionError
+from tests.support.durable_run import IDENTITY, LAYOUTS, live, name_of, read_past_the_tier
+from tests.support.power_loss import Recording
+
+
+@pytest.fixture(params=[1, 2], ids=["one path", "two paths"])
+def paths(request, in_memory):
+    folder = in_memory / "drives"
+    made = [folder / name for name in "ab"[: request.param]]
+    for path in made:
+        path.mkdir(parents=True)
+    return made
+
+
+def recorded(paths):
+    with Recording(paths[0].parent) as recording:
+        truth = live(paths, recording.mark)
+    return recording.history(), truth
+
+
+def allowed(marks):
+    """What may be resumed: what was committed last, and what was about to be; None: nothing was."""
+    committed = [mark.removeprefix("done ") for mark in marks if mark.startswith("done ")]
+    begun = [mark.removeprefix("begin ") for mark in marks if mark.startswith("begin ")]
+    names = {committed[-1] if committed else None}
+    return names | {begun[-1]} if len(begun) > len(committed) else names
+
+
+def problem(crash, truth, paths, folder, monkeypatch):
+    """What is wrong with what the next process finds; None: nothing."""
+    shutil.rmtree(folder, ignore_errors=True)
+    crash.restore(folder)
+    here = [folder / path.name for path in paths]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(os, "fdatasync", lambda descriptor: None)
+        run = DurableRun(here, name="small", rank=0, direct="optional")
+        try:
+            return _problem(run, allowed(crash.marks), "pinned 6" in crash.marks, truth)
+        except (CorruptionError, KeyError, ValueError) as error:
+            return str(error)
+        finally:
+            run.close()
+
+
+def _problem(run, names, pinned, truth):
+    if pinned:
+        manifest = run.snapshots["kept"]
+    found = name_of(run.found[0]) if run.found else None
+    if found not in names:
+        return f"{found} was found, and may be {names}"
+    if found is not None:
+        if run.differences(run.found[0], IDENTITY):
+            return f"{found} was found with another identity"
+        run.adopt(run.found[0], LAYOUTS)
+        if read_past_the_tier(run) != truth[found]:
+            return f"{found} was found with other values"
+    if pinned:
+        run.adopt(manifest, LAYOUTS)
+        if read_past_the_tier(run) != truth["6"]:
+            return "the snapshot has other values"
+    return None
+
+
+def problems(paths, monkeypatch, *, every=True, num_random=100, seed=0):
+    """What is wrong after the crashes, one by one.
+
+    Args:
+        paths: of the run.
+        monkeypatch: of the test.
+        every: also what any change alone, and all but any, can be lost at every moment.
+        num_random: moments and parts of the changes there.
+        seed: of these.
+    """
+    history, truth = recorded(paths)
+    folder = paths[0].parent.with_name("after")
+    losses = history.power_losses(at_most=2, num_random=num_random, seed=seed)
+    if not every:
+        chance = random.Random(seed)
+        losses = (history.some_crash(chance) for _ in range(num_random))
+    for crash in itertools.chain(history.kills(seed), losses):
+        if found := problem(crash, truth, paths, folder, monkeypatch):
+            yield f"{crash}: {found}"
+
+
+def test_whatever_is_lost_the_latest_commit_is_there(paths, monkeypatch):
+    assert not list(problems(paths, monkeypatch, every=len(paths) == 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_ten_thousand_random_subsets(paths, monkeypatch, seed):
+    assert not list(problems(paths, monkeypatch, num_random=1000, seed=seed))
+
+
+def no_sync_of_the_data(patch):
+    patch.setattr(runs, "sync_data", lambda fd: None)
+
+
+def manifests_ordered_by_step(patch):
+    def newest_first(files):
+        return sorted((held for held in files._held if held), key=lambda held: (held.step, held.sequence), reverse=True)
+
+    patch.setattr(ManifestFiles, "newest_first", newest_first)
+
+
+def stale_manifests_left_alive(patch):
+    patch.setattr(ManifestFiles, "destroy", lambda files, manifest: None)
+
+
+def manifests_that_do_not_last(patch):
+    def opened(path, *, direct):
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    patch.setattr(manifests, "open_synced", opened)
+
+
+def torn_manifests_taken_for_whole(patch):
+    patch.setattr(manifests, "_digest", lambda header, body: bytes(32))
+
+
+def one_extent_for_each_slot(patch):
+    """As where state is not durable."""
+    to_write = runs.ShadowExtents.to_write
+
+    def in_place(extents, slot):
+        record = extents.slots[slot]
+        extent = record.current or to_write(extents, slot)
+        record.committed = None
+        return extent
+
+    patch.setattr(runs.ShadowExtents, "to_write", in_place)
+
+
+def snapshots_that_pin_nothing(patch):
+    patch.setattr(runs.ShadowExtents, "pin", lambda extents, name, table: None)
+
+
+WRONG = [
+    no_sync_of_the_data,
+    manifests_ordered_by_step,
+    stale_manifests_left_alive,
+    manifests_that_do_not_last,
+    torn_manifests_taken_for_whole,
+    one_extent_for_each_slot,
+    snapshots_that_pin_nothing,
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("paths", [1], indirect=True, ids=["one path"])
+def test_what_is_known_to_be_wrong_is_found(paths, monkeypatch, wrong):
+    wrong(monkeypatch)
+    try:
+        found = next(problems(paths, monkeypatch), None)
+    except CorruptionError as error:  # without any crash
+        found = str(error)
+    assert found

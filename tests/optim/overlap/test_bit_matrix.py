@@ -1,0 +1,140 @@
+"""Every schedule, wherever the state is and whatever the precision: the bits of a run in memory in the plain order."""
+
+import pytest
+import torch
+
+from tests.support.pairs import pairwise_cases
+from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
+from tests.support.tiers import loss_of, make, section
+
+LAYERS = 4
+STEPS = 20
+PRECISIONS = {
+    "bf16": {},
+    "bf16 added up in fp32": {"gradient_accumulation_dtype": "fp32"},
+    "fp16": {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 4}},
+    "fp32": {"bf16": {"enabled": False}},
+    "mixed": {"fp32_modules": ["*.norm", "layers.1"]},
+    "autocast": {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bf16"}},
+}
+PLACES = {  # where the state is, and what else is on NVMe
+    "host": {"state": "cpu"},
+    "nvme": {"state": "nvme"},
+    "some in memory": {"state": "nvme"},
+    "with parameters": {"state": "nvme", "param": "nvme"},
+    "with gradients": {"state": "nvme", "grads": "nvme"},
+    "all": {"state": "nvme", "param": "nvme", "grads": "nvme"},
+}
+BUDGETS = {"some in memory": "5MiB"}
+COLUMNS = {
+    "schedule": [None, "forward", "backward"],
+    "place": list(PLACES),
+    "precision": list(PRECISIONS),
+    "stage": [1, 2, 3],
+    "accumulation": [1, 2],
+    "checkpointing": [False, True],
+    "clip": [0.0, 0.05, 1e9],
+    "overflows": [False, True],
+    "uses": [None, ((0, 1, 2, 3), (2, 0), (3, 3, 1), ())],
+    "tied": [False, True],
+}
+
+
+def allowed(case):
+    """What the section refuses, or FSDP2 cannot do, is in tests of its own."""
+    exact = case["clip"] == 0.0 and not case["overflows"] and case["precision"] != "fp16"
+    on_tiers = "with" in case["place"] or case["place"] == "all"
+    return (case["schedule"] != "backward" or exact) and (not on_tiers or case["stage"] == 3)
+
+
+CASES = pairwise_cases(COLUMNS, allowed)
+FEW = [  # in `make test`: what the tests beside this one leave out
+    {**CASES[0], "schedule": schedule, "place": place, "precision": precision, "clip": clip, "overflows": overflows}
+    for schedule, place, precision, clip, overflows in (
+        (None, "nvme", "fp16", 0.05, True),
+        (None, "some in memory", "fp32", 1e9, True),
+        ("backward", "nvme", "mixed", 0.0, False),
+        ("forward", "host", "autocast", 0.05, False),
+    )
+]
+
+
+def config_of(path, case, schedule, place):
+    config = section(path, **PLACES[place], accumulation=case["accumulation"], stage=case["stage"])
+    exact = {"skip_non_finite": False} if case["schedule"] == "backward" else {}
+    return {
+        **config,
+        **PRECISIONS[case["precision"]],
+        **exact,
+        "gradient_clipping": case["clip"],
+        "overlap_step": schedule,
+        "host_budget": BUDGETS.get(place),
+    }
+
+
+def trained(path, case, schedule, place, steps, rank=0):
+    """Losses, norms, skipped steps and the whole state; and the statistics."""
+    seen = []
+    shape = {"num_layers": LAYERS, "width": 129, "checkpointing": case["checkpointing"], "tied": case["tied"]}
+    with make(config_of(path, case, schedule, place), **shape) as engine:
+        for step in range(steps):
+            engine.module.uses = list(case["uses"][step % len(case["uses"])] if case["uses"] else range(LAYERS))
+            for micro in range(engine.gradient_accumulation_steps):
+                loss = loss_of(engine, step, micro, rank)
+                engine.backward(loss * torch.inf if case["overflows"] and step % 5 == 3 else loss)
+                engine.step()
+                seen.append(loss.item())
+            seen += [engine.get_global_grad_norm(), engine.optimizer.num_skipped_steps]
+        stats = engine.optimizer.stats()
+        return {**full_state(engine.module, engine.optimizer), "seen": torch.tensor(seen).nan_to_num(-1.0)}, stats
+
+
+def check(path, cases, steps, rank=0):
+    """Each case against the plain order with everything in memory; returns how many updates each of them hid."""
+    hidden = []
+    for case in cases:
+        try:
+            reference, _ = trained(path, case, "off", "host", steps, rank)
+            ours, stats = trained(path, case, case["schedule"], case["place"], steps, rank)
+            assert_same(ours, reference)
+        except Exception as error:
+            error.add_note(str(case))
+            raise
+        hidden.append(stats.updates_behind + stats.updates_in_backward)
+    return hidden
+
+
+def check_rank(rank, world_size, path, cases, steps):
+    return check(path, cases, steps, rank)
+
+
+def is_hidden(case):
+    on_tiers = "with" in case["place"] or case["place"] == "all"
+    return not on_tiers and (case["place"] != "host" or case["schedule"] is not None)
+
+
+def assert_hidden(cases, hidden):
+    for case, updates in zip(cases, hidden, strict=True):
+        assert (updates > 0) == is_hidden(case), case
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case['schedule']}-{case['place']}-{case['precision']}")
+def test_a_few_cases(alone, tmp_path, case):
+    assert_hidden([case], check(tmp_path, [case], 6))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
+def test_every_pair_of_values(alone, tmp_path, case):
+    assert_hidden([case], check(tmp_path, [case], STEPS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, len(CASES), 5))
+def test_every_pair_of_values_on_two_ranks(tmp_path, first):
+    cases = CASES[first : first + 5]
+    for hidden in run_ranks(check_rank, 2, tmp_path, cases, STEPS):
+        assert_hidden(cases, hidden)

@@ -1,0 +1,354 @@
+"""Plain modules whose forwards wait for updates behind a step: the same bits, whoever uses which part of them."""
+
+import copy
+import gc
+import io
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nvme_offload import OffloadAdamW
+from nvme_offload.aio_native import Op
+from nvme_offload.offload.errors import StateError, SwapIOError
+from tests.support.failing_drive import Failing
+from tests.support.tiers import Model, loss_of, section
+from tests.support.training import assert_same_bits, snapshot
+
+LAYERS = 4
+
+
+def config_of(path, mode, **more):
+    config = section(path, state="nvme", accumulation=1)
+    for key in ("bf16", "optimizer"):
+        del config[key]
+    exact = {"gradient_clipping": 0.0, "skip_non_finite": False} if mode == "backward" else {}
+    return {**config, "overlap_step": mode, **exact, **more}
+
+
+def make(path, mode, dtype=torch.bfloat16, **more):
+    torch.manual_seed(0)
+    model = Model(num_layers=LAYERS, width=129, **more).to(dtype)
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, offload=config_of(path, mode))
+    optimizer.overlap_with(model)
+    return model, optimizer
+
+
+def train_step(model, optimizer, step, micro_batches=1):
+    for micro in range(micro_batches):
+        optimizer.expect_step(micro == micro_batches - 1)
+        loss_of(model, step, micro).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(path, mode, *, steps=5, uses=None, micro_batches=1, clip=0.5, **model):
+    config = {} if mode == "backward" else {"gradient_clipping": clip}
+    torch.manual_seed(0)
+    dtype = model.pop("dtype", torch.bfloat16)
+    module = Model(num_layers=LAYERS, width=129, **model).to(dtype)
+    with OffloadAdamW(module.parameters(), lr=1e-2, offload=config_of(path, mode, **config)) as optimizer:
+        optimizer.overlap_with(module)
+        norms = []
+        for step in range(steps):
+            module.uses = uses[step % len(uses)] if uses else list(range(LAYERS))
+            train_step(module, optimizer, step, micro_batches)
+            norms.append(optimizer.total_norm)
+        stats = optimizer.stats()
+        return {**snapshot(optimizer), "norms": torch.tensor(norms), "model": module.state_dict()}, stats
+
+
+CASES = [  # dtype, clip, micro-batches, checkpointing, tied, uses
+    (torch.bfloat16, 0.5, 1, False, True, None),
+    (torch.float32, 0.0, 2, True, False, [[0, 1], [3, 2], [0, 0, 1, 2, 3]]),
+    (torch.float16, 1e9, 1, False, False, [[3, 2, 1, 0], [1], []]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_bits_are_those_of_updates_inside_the_step(tmp_path, case):
+    dtype, clip, micro_batches, checkpointing, tied, uses = case
+    how = {"dtype": dtype, "micro_batches": micro_batches, "checkpointing": checkpointing, "tied": tied, "uses": uses}
+    plain, _ = trained(tmp_path, "off", clip=clip, **how)
+    lazy, stats = trained(tmp_path, None, clip=clip, **how)
+    assert stats.updates_behind > 0
+    assert_same_bits({**lazy, "param_groups": 0}, {**plain, "param_groups": 0})
+    plain, _ = trained(tmp_path, "off", clip=0.0, **how)
+    early, stats = trained(tmp_path, "backward", **how)
+    assert stats.updates_in_backward + stats.updates_behind > 0
+    assert_same_bits(early, plain)
+
+
+class Attention(nn.Module):
+    """Uses the weights of a part of it that is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(64, 4, batch_first=True) for _ in range(2))
+        self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+        self.recurrent = nn.LSTM(64, 64)
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = hidden + layer(hidden, hidden, hidden)[0]
+        return self.recurrent(nn.functional.linear(hidden, self.norm.weight))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_that_are_used_without_being_called(tmp_path, dtype):
+    ends = []
+    for mode in ("off", "forward"):
+        torch.manual_seed(0)
+        model = Attention().to(dtype)
+        with OffloadAdamW(model.parameters(), offload=config_of(tmp_path, mode)) as optimizer:
+            optimizer.overlap_with(model)
+            for step in range(4):
+                torch.manual_seed(step)
+                with optimizer.store.worker.kept_away():  # nothing is updated before somebody asks for it
+                    if step:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                model(torch.randn(2, 3, 64, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+            ends.append(snapshot(optimizer))
+    assert_same_bits(*ends)
+
+
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False).state_dict()
+
+
+READERS = {
+    "forward": lambda model, _: model(torch.arange(6).view(2, 3)).detach(),
+    "a part of a layer": lambda model, _: model.layers[3].down(torch.ones(1, 388, dtype=torch.bfloat16)).detach(),
+    "without gradients": lambda model, _: torch.no_grad()(model.layers[2])(torch.ones(1, 129, dtype=torch.bfloat16)),
+    "state_dict": lambda model, _: model.state_dict(),
+    "state_dict of a part": lambda model, _: model.layers[3].down.state_dict(),
+    "pickle": lambda model, _: pickled(model),
+    "functional_call": lambda model, _: torch.func.functional_call(
+        model, dict(model.named_parameters()), torch.arange(6).view(2, 3)
+    ).detach(),
+    "synchronize": lambda model, optimizer: (optimizer.synchronize(), [p.data for p in model.parameters()])[1],
+    "optimizer": lambda _, optimizer: optimizer.state_dict()["state"],
+    "zeroed gradients": lambda model, optimizer: (optimizer.zero_grad(set_to_none=False), model.state_dict())[1],
+    "loaded": lambda model, _: (model.layers[1].load_state_dict(model.layers[0].state_dict()), model.state_dict())[1],
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_who_reads_waits(tmp_path, name):
+    found = []
+    for mode in ("off", "forward"):
+        model, optimizer = make(tmp_path, mode)
+        with optimizer:
+            for step in range(2):
+                loss_of(model, step).backward()
+                with optimizer.store.worker.kept_away():
+                    optimizer.step()
+                    reading = threading.Thread(target=lambda: found.append(READERS[name](model, optimizer)))  # noqa: B023
+                    reading.start()
+                    if mode == "forward":
+                        reading.join(0.02)
+                        assert optimizer.stats().updates_behind == optimizer.stats().num_subgroups * step
+                reading.join()
+                found.append([p.detach().clone() for p in (optimizer.synchronize(), *model.parameters())[1:]])
+                optimizer.zero_grad()
+    half = len(found) // 2
+    assert_same_bits(found[half:], found[:half])
+
+
+def test_a_copy_of_the_model_waits_for_nobody(tmp_path):
+    model, optimizer = make(tmp_path, "forward")
+    twin = copy.deepcopy(model)
+    train_step(model, optimizer, 0)
+    with optimizer.store.worker.kept_away():
+        train_step(twin, Nothing(), 0)
+    optimizer.close()
+
+
+class Nothing:
+    """An optimizer that does nothing."""
+
+    expect_step = step = zero_grad = staticmethod(lambda *_: None)
+
+
+def test_a_graph_from_before_the_step_is_refused_at_once(tmp_path):
+    model, optimizer = make(tmp_path, "forward")
+    with optimizer:
+        old = loss_of(model, 0)
+        loss_of(model, 1).backward()
+        with optimizer.store.worker.kept_away():
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                old.backward()
+
+
+def test_an_optimizer_that_is_dropped_finishes_its_step_first(tmp_path):
+    plain, off = make(tmp_path, "off")
+    model, optimizer = make(tmp_path, "forward")
+    for one, its in ((plain, off), (model, optimizer)):
+        loss_of(one, 0).backward()
+        if one is model:
+            Slow(its.store.pipeline)
+        its.step()
+    gone = weakref.ref(optimizer.store)
+    del optimizer, its
+    assert_same_bits(model.state_dict(), plain.state_dict())
+    off.close()
+    assert gone() is None or gone().worker.job is None
+
+
+def test_an_optimizer_that_is_dropped_before_its_step_is_gone(tmp_path):
+    model, optimizer = make(tmp_path, "backward")
+    train_step(model, optimizer, 0)
+    loss_of(model, 1).backward()
+    store = optimizer.store
+    store.worker.wait_until(lambda store=store: store.unfinished.done)
+    gone = weakref.ref(store.worker)
+    del optimizer, store
+    for _ in range(100):
+        gc.collect()
+        if gone() is None:
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("its thread holds it")
+
+
+class Slow:
+    """Every look at what is in memory takes a while."""
+
+    def __init__(self, pipeline):
+        here = pipeline.is_here
+        pipeline.is_here = lambda slot: (threading.Event().wait(0.01), here(slot))[1]
+
+
+def test_what_changes_a_gradient_between_backward_and_step_is_noticed(tmp_path):
+    model, optimizer = make(tmp_path, "backward")
+    with optimizer:
+        train_step(model, optimizer, 0)
+        loss_of(model, 1).backward()
+        worker = optimizer.store.worker
+        worker.wait_until(lambda: optimizer.store.unfinished.done == optimizer.stats().num_subgroups)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(StateError, match="gradients that have changed since"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=lambda op: op.name)
+def test_an_error_behind_a_step_is_raised_in_the_forward_and_can_be_made_good(tmp_path, monkeypatch, op):
+    ends = []
+    for mode in ("off", "forward"):
+        model, optimizer = make(tmp_path, mode)
+        with optimizer:
+            train_step(model, optimizer, 0)
+            optimizer.synchronize()
+            if mode == "off":
+                train_step(model, optimizer, 1)
+            else:
+                drive = Failing(optimizer.store.tier, monkeypatch, op)
+                train_step(model, optimizer, 1)
+                with pytest.raises(SwapIOError, match="optimizer state of subgroup"):
+                    loss_of(model, 2)
+                with pytest.raises(StateError, match="finish_step"):
+                    loss_of(model, 2)
+                with pytest.raises(StateError, match="finish_step"):
+                    model.state_dict()
+                drive.healthy = True
+                optimizer.finish_step()
+            train_step(model, optimizer, 2)
+            ends.append(snapshot(optimizer))
+    assert_same_bits(*ends)
+
+
+def test_what_cannot_wait_is_updated_inside_the_step(tmp_path):
+    model, optimizer = make(tmp_path, "forward")
+    with optimizer:
+        other = nn.Parameter(torch.ones(64, 64))
+        optimizer.add_param_group({"params": [other]})
+        loss_of(model, 0).backward()
+        other.grad = torch.ones(64, 64)
+        with optimizer.store.worker.kept_away():
+            optimizer.step()
+            assert not torch.equal(other, torch.ones(64, 64))
+            assert optimizer.stats().updates_behind == 0
+        optimizer.overlap_with(nn.ParameterList([other]))  # and no longer with the model
+        loss_of(model, 1).backward()
+        before = optimizer.stats().updates_behind
+        optimizer.step()
+        optimizer.synchronize()
+        assert optimizer.stats().updates_behind == before + 1
+
+
+@pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_model_that_is_compiled_later_waits_and_one_that_is_compiled_already_is_refused(tmp_path, in_place):
+    ends = []
+    for mode in ("off", "forward"):
+        torch.compiler.reset()
+        model, optimizer = make(tmp_path, mode)
+        with optimizer:
+            call = model
+            if in_place:
+                model.layers[0].compile(backend="eager")
+            else:
+                call = torch.compile(model, backend="eager")
+            for step in range(3):
+                train_step(call, optimizer, step)
+            ends.append(snapshot(optimizer))
+            if mode == "forward":
+                with pytest.raises(ValueError, match=r"is compiled: call optimizer\.overlap_with"):
+                    optimizer.overlap_with(call)
+    assert_same_bits({**ends[0], "param_groups": 0}, {**ends[1], "param_groups": 0})
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_a_gradient_from_a_forward_that_did_not_wait_is_an_error(tmp_path, mode):
+    model, optimizer = make(tmp_path, mode)
+    with optimizer:
+        train_step(model, optimizer, 0)
+        optimizer.synchronize()
+        for _ in range(2):  # who waits may use it
+            nn.functional.linear(torch.ones(1, 129, dtype=torch.bfloat16), model.layers[1].up.weight).sum().backward()
+            optimizer.step()
+            optimizer.synchronize()
+            optimizer.zero_grad()
+        with optimizer.store.worker.kept_away():  # however quick it is
+            train_step(model, optimizer, 1)
+            loss = nn.functional.linear(torch.ones(1, 129, dtype=torch.bfloat16), model.layers[1].up.weight).sum()
+        with pytest.raises(StateError, match=r"parameter 7 of group 0.*may have used old weights"):  # noqa: PT012
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        train_step(model, optimizer, 2)
+
+
+def test_a_model_of_other_parameters_is_refused(tmp_path):
+    model, optimizer = make(tmp_path, "forward")
+    with optimizer:
+        with pytest.raises(ValueError, match="none of the parameters of this Linear"):
+            optimizer.overlap_with(nn.Linear(2, 2))
+        with pytest.raises(ValueError, match="names no module"):
+            optimizer.overlap_with(model, blocks=["Lair"])
+
+
+def checkpointed(layer, hidden):
+    return checkpoint(layer, hidden, use_reentrant=True)
+
+
+def test_a_gradient_that_comes_in_two_parts_is_an_error_with_backward(tmp_path):
+    """Reentrant checkpoints differentiate each use of a layer by itself, so that its gradient is final twice."""
+    torch.manual_seed(0)
+    layer = nn.Linear(300, 300)
+    with OffloadAdamW(layer.parameters(), offload=config_of(tmp_path, "backward")) as optimizer:
+        optimizer.overlap_with(layer)
+        hidden = torch.randn(2, 300, requires_grad=True)
+        layer(hidden).sum().backward()  # in the first step the state gets its place, and nothing begins before it
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(StateError, match=r"another gradient after the one|used once more"):
+            checkpointed(layer, checkpointed(layer, hidden)).sum().backward()

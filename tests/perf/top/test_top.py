@@ -1,0 +1,235 @@
+"""`offload top`: of a run that goes on, of one that ended, of one that was killed."""
+
+import json
+import os
+import pty
+import select
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from nvme_offload.perf import cli
+from nvme_offload.perf.measure import drives, health
+from nvme_offload.perf.top import view as view_module
+from nvme_offload.perf.top.runs import Run, is_over, runs_of
+from nvme_offload.perf.top.view import DriveTable
+
+PATIENCE = 60
+TRAIN = """
+import sys, time, torch
+from pathlib import Path
+from nvme_offload import OffloadAdamW
+from nvme_offload.optim import run_record
+run_record.SECONDS = 0.05
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+model = torch.nn.Linear(300, 300).bfloat16()
+section = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}},
+           "aio": {"direct": "optional"}, "run_log": str(folder / "run.jsonl")}
+with OffloadAdamW(model.parameters(), offload=section) as optimizer:
+    while not (folder / "stop").exists():
+        model(torch.ones(4, 300, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+"""
+
+
+def offload(*arguments):
+    return CliRunner().invoke(cli.app, ["top", *map(str, arguments)], env={"COLUMNS": "160"})
+
+
+def until(question):
+    deadline = time.monotonic() + PATIENCE
+    while not (answer := question()):
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.05)
+    return answer
+
+
+@pytest.fixture
+def training(tmp_path):
+    run = subprocess.Popen([sys.executable, "-c", TRAIN, str(tmp_path)])
+    try:
+        until(lambda: list(tmp_path.glob("*/record.json")) or run.poll() is not None)
+        assert run.poll() is None
+        yield run
+    finally:
+        run.kill()
+        run.wait()
+
+
+def test_a_live_run_and_after_its_end(training, tmp_path):
+    """One training process: looked at while it goes on, on a terminal until it ends, and in its log afterwards."""
+    done = until(lambda: (done := offload(tmp_path)) and "limited by:" in done.output and done)
+    assert done.exit_code == 0, done.output
+    for words in ("OffloadAdamW, rank 0 of 1", f"pid {training.pid}", "live, noted", "optimizer state", "limited by:"):
+        assert words in done.output
+    first = json.loads(offload(tmp_path, "--json").output)
+    until(lambda: json.loads(offload(tmp_path, "--json").output)["scalars"]["steps"] > first["scalars"]["steps"])
+    (directory,) = tmp_path.glob("nvme-offload-*")
+    assert "live, noted" in offload(directory).output
+
+    terminal, screen = pty.openpty()
+    command = [sys.executable, "-m", "nvme_offload", "top", str(tmp_path), "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=screen, env={**os.environ, "TERM": "xterm", "COLUMNS": "120"}) as watcher:
+        os.close(screen)
+        seen = b""
+
+        def look():
+            nonlocal seen
+            if select.select([terminal], [], [], 0.1)[0]:
+                try:
+                    seen += os.read(terminal, 1 << 16)
+                except OSError:  # the other end was closed
+                    time.sleep(0.01)
+            return seen
+
+        until(lambda: look().count(b"live, noted") >= 3)
+        (tmp_path / "stop").touch()
+        until(lambda: look() and watcher.poll() is not None)
+        assert watcher.returncode == 0
+        assert b"gone, last heard of" in seen
+    os.close(terminal)
+    assert training.wait(PATIENCE) == 0
+
+    ended = offload(tmp_path / "run.jsonl")
+    assert ended.exit_code == 0, ended.output
+    assert "ended 2" in ended.output
+    done = offload(tmp_path)
+    assert done.exit_code == 2
+    assert "holds no run: name the nvme_path of a run that goes on, or the file of its run_log" in done.output
+
+
+RECORD = {
+    "format": 1,
+    "host": "elsewhere",
+    "pid": 1,
+    "rank": 3,
+    "world_size": 8,
+    "started": 1e9,
+    "time": 1e9 + 3661,
+    "ended": False,
+    "log": None,
+    "optimizer": "OffloadLion",
+    "engine": "io_uring",
+    "queue_depth": 32,
+    "paths": [],
+    "tiers": {"optimizer state": {"device": 0, "host": 1 << 30, "nvme": 3 << 30}},
+    "limit": "drive",
+    "peak_rate": 4e9,
+    "since": {"seconds": 2.0, "steps": 1, "bytes_read": 2e9, "bytes_written": 1e9, "drive_busy_seconds": 1.0},
+    "scalars": {
+        "steps": 17,
+        "achieved_depth": 12.25,
+        "bytes_written": 5 << 30,
+        "param_bytes_written": 0,
+        "grad_bytes_written": 0,
+        "iteration_seconds": 2.0,
+        "iteration_share_of_ideal": 0.5,
+        "iteration_compute_seconds": 1.0,
+        "iteration_wait_seconds_drive": 0.75,
+        "iteration_kernel_seconds": 0.25,
+        "iteration_wait_seconds_staging_buffers": 0.0,
+        "iteration_wait_seconds_kernel": 0.0,
+        "iteration_norm_seconds": None,
+    },
+}
+
+
+@pytest.fixture
+def log(tmp_path):
+    file = tmp_path / "run.jsonl"
+    file.write_text(json.dumps(RECORD) + "\n", encoding="utf-8")
+    return file
+
+
+def shown(output):
+    return " ".join(output.replace("│", " ").split())
+
+
+def test_every_figure_is_the_records(log):
+    text = shown(offload(log).output)
+    for words in (
+        "OffloadLion, rank 3 of 8, pid 1 on elsewhere: 17 steps in 1:01:01, on another host",
+        "optimizer state 1 GiB 3 GiB",
+        "read 1.00 GB/s written 0.50 GB/s rate while busy 3.00 GB/s",
+        "75% of the most in this run, 4.00 GB/s",
+        "depth 12.2 of 32, io_uring written by this run 5 GiB",
+        "iteration 2 s limited by: drive share of the ideal 50%",
+        "waiting for the drive 0.75 s",
+    ):
+        assert words in text, text
+    assert runs_of(log)[0].state == "unknown"
+    assert is_over(Run(RECORD | {"ended": True}))
+
+
+def test_a_run_that_was_killed_is_not_called_live(tmp_path):
+    """Its record stays in its run directory until the next run on the path."""
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait()
+    (tmp_path / "nvme-offload-7-0").mkdir()
+    record = RECORD | {"host": socket.gethostname(), "pid": dead.pid}
+    (tmp_path / "nvme-offload-7-0" / "record.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    assert "gone, last heard of 2001-09-09" in shown(offload(tmp_path).output)
+    assert is_over(runs_of(tmp_path)[0])
+
+
+def test_the_limit_of_a_benchmark_takes_the_place_of_the_runs_own(log, tmp_path):
+    bench = tmp_path / "bench.json"
+    summary = {"summary": {"total_bytes": 6e9, "total_seconds": 1.0}}
+    bench.write_text(
+        json.dumps(
+            {
+                "verified": True,
+                "engine": {"direct": True},
+                "results": dict.fromkeys(["read", "write", "mixed"], summary),
+            }
+        )
+    )
+    assert "50% of what bench measured, 6.00 GB/s" in shown(offload(log, "--bench", bench).output)
+    assert offload(log, "--bench", log).exit_code == 2
+
+
+def test_the_state_of_drives_stands_beside_a_run(monkeypatch, tmp_path):
+    """Warmth from the driver, wear from SMART where that may be asked; dashes where neither is told."""
+    asked = []
+    drive = drives.Drive("nvme0n1", "Fast One", (), False, "none", 512, 4096, 1023, 1280, 1280, 1)
+    wear = health.Health(
+        temperature=51.0,
+        percent_used=7,
+        spare=100,
+        spare_threshold=10,
+        bytes_written=42 * 10**12,
+        media_errors=0,
+        critical_warning=0,
+        power_on_hours=9,
+        warm_minutes=0,
+    )
+    monkeypatch.setattr(view_module, "drive_of", lambda path: drive)
+    monkeypatch.setattr(view_module, "temperature", lambda disk: None)
+    monkeypatch.setattr(view_module, "read_health", lambda disk: asked.append(disk) or wear)
+    table = DriveTable()
+    expected = [("/mnt/nvme0", "nvme0n1 (Fast One)", "51 °C", "7 %", "42.0 TB")]
+    assert list(table.rows(["/mnt/nvme0"])) == list(table.rows(["/mnt/nvme0"])) == expected
+    assert asked == ["nvme0n1"], "SMART is asked at each look"
+
+    def refused(disk):
+        raise health.HealthError("permission denied")
+
+    monkeypatch.setattr(view_module, "read_health", refused)
+    assert [row[2:] for row in DriveTable().rows(["/mnt/nvme0"])] == [("-", "-", "-")]
+
+
+def test_a_place_without_a_run_is_said(tmp_path):
+    done = offload(tmp_path / "nothing")
+    assert done.exit_code == 2
+    assert "the file of run_log in its section stays" in done.output
+    (tmp_path / "nvme-offload-1-0").mkdir()
+    assert "nothing noted yet" in offload(tmp_path).output
+    (tmp_path / "notes").write_text("hello\n")
+    assert "notes, line 1: not what a run notes of itself" in offload(tmp_path / "notes").output

@@ -1,0 +1,192 @@
+"""A durable run of a few small slots, whose bytes are known for every commit, and the whole life of one."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from nvme_offload import OffloadConfig
+from nvme_offload.offload.durable.manifest import Manifest
+from nvme_offload.offload.durable.run import DurableRun
+from nvme_offload.offload.durable.seal import SUMMED_BYTES, ExtentLayout, Sums, check_sums
+from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.storage.tier import Memory
+
+LAYOUTS = [ExtentLayout(8192, 4096, 4096), ExtentLayout(12288, 64, 4096), ExtentLayout(64, 0, 4096)]
+IDENTITY = {"model": "three slots"}
+UUID = "the-run"
+
+_BLOB_PIECES = 800  # a manifest has several sectors
+
+Values = tuple[int, ...]
+"""What each slot holds."""
+
+
+def sums_of(memory: Memory, layout: ExtentLayout) -> Sums:
+    """Of the bytes in a buffer."""
+
+    def sums(at: int, size_bytes: int) -> torch.Tensor:
+        content = memory.view(torch.uint8, at, size_bytes).numpy().tobytes()
+        blocks = [content[start : start + SUMMED_BYTES] for start in range(0, size_bytes, SUMMED_BYTES)]
+        return torch.tensor([zlib.crc32(block) for block in blocks], dtype=torch.int64)
+
+    return Sums(sums(0, layout.state_bytes), sums(layout.tail_at, layout.tail_bytes))
+
+
+def content_of(value: int, num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes] that only this value has."""
+    return (torch.arange(num_bytes // 8, dtype=torch.int64) * 0x9E3779B97F4A7C1 + value).view(torch.uint8)
+
+
+class SmallRun:
+    """A run that is open, with a tier and one staging buffer.
+
+    Args:
+        paths: existing folders.
+        layouts: of its slots.
+        engine: as `aio.engine`.
+        name: of the run.
+        note: called with what is about to be committed, and with what was.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        layouts: Sequence[ExtentLayout] = LAYOUTS,
+        engine: str = "aiofiles",
+        name: str = "small",
+        note: Callable[[str], None] = lambda moment: None,
+    ) -> None:
+        place = {"device": "nvme", "nvme_path": [str(path) for path in paths]}
+        sections = {"zero_optimization": {"offload_optimizer": place}, "aio": {"engine": engine, "direct": "optional"}}
+        config = OffloadConfig.from_dict(sections)
+        self.layouts = list(layouts)
+        self.run = DurableRun(paths, name=name, rank=0, direct="optional")
+        self.tier = NvmeTier(config, space=self.run.space)
+        self.pool = BufferPool(1, max(layout.size_bytes for layout in layouts))
+        self.values = [0] * len(layouts)
+        self.truth: dict[str, Values] = {}
+        """What the slots hold, by the names of commits."""
+        self._note = note
+
+    def begin(self) -> None:
+        """A run that is new."""
+        self.run.identify(IDENTITY, UUID)
+        self.run.extents.add(self.layouts)
+
+    def write(self, values: dict[int, int]) -> None:
+        """Write slots, and wait for it."""
+        for slot, value in values.items():
+            with self.pool.acquire() as buffer:
+                layout = self.layouts[slot]
+                buffer.view(torch.uint8, 0, layout.state_bytes).copy_(content_of(value, layout.state_bytes))
+                buffer.view(torch.uint8, layout.tail_at, layout.tail_bytes).copy_(content_of(~value, layout.tail_bytes))
+                extent = self.run.extents.to_write(slot)
+                self.run.extents.seal(slot, buffer, sums_of(buffer, layout))
+                self.tier.write(extent, buffer, what=f"slot {slot}", kind="state", size_bytes=layout.size_bytes).wait()
+                self.values[slot] = value
+
+    def commit(self, name: str, step: int, slots: Iterable[int] | None = None) -> None:
+        """A step that changes slots (all of them by default), and its commit."""
+        chosen = range(len(self.layouts)) if slots is None else slots
+        changed = {slot: zlib.crc32(f"{self.values[slot]} {name} {slot}".encode()) for slot in chosen}
+        after = [changed.get(slot, value) for slot, value in enumerate(self.values)]
+        self.truth[name] = tuple(after)
+        self._note(f"begin {name}")
+        self.write(changed)
+        self.run.commit(step, json.dumps([name] * _BLOB_PIECES).encode(), self.run.extents.table)
+        self._note(f"done {name}")
+
+    def adopt(self, manifest: Manifest) -> None:
+        """Go on from there."""
+        name = name_of(manifest)
+        self._note(f"begin {name}")
+        self.run.identify(IDENTITY, UUID)
+        self.run.adopt(manifest, self.layouts)
+        self._note(f"done {name}")
+        self.values = list(self.read())
+
+    def read(self) -> Values:
+        """What every slot holds, after all sums were verified."""
+        return tuple(self._read(slot, layout) for slot, layout in enumerate(self.layouts))
+
+    def _read(self, slot: int, layout: ExtentLayout) -> int:
+        extent = self.run.extents.to_read(slot)
+        assert extent is not None
+        with self.pool.acquire() as buffer:
+            self.tier.read(extent, buffer, what=f"slot {slot}", kind="state", size_bytes=layout.size_bytes).wait()
+            return checked_value(self.run, slot, buffer, layout)
+
+    def close(self) -> None:
+        self.tier.close()
+        self.run.close()
+
+
+def name_of(manifest: Manifest) -> str:
+    """What `SmallRun.commit` called it."""
+    (name,) = set(json.loads(manifest.blob))
+    return str(name)
+
+
+def checked_value(run: DurableRun, slot: int, memory: Memory, layout: ExtentLayout) -> int:
+    """What a buffer with the extent of a slot holds; CorruptionError where it is not what the manifest refers to."""
+    expected, actual = run.extents.open_sealed(slot, memory), sums_of(memory, layout)
+    check_sums(expected.state, actual.state, path="swap", what=f"state of slot {slot}")
+    check_sums(expected.tail, actual.tail, path="swap", what=f"tail of slot {slot}")
+    return int(memory.view(torch.int64, 0, 1))
+
+
+def read_past_the_tier(run: DurableRun) -> Values:
+    """As `SmallRun.read`, of a run that was adopted, without an engine."""
+    contents = {fd: run.space.path_of(fd).read_bytes() for fd in run.space.fds}
+    values = []
+    for slot, record in enumerate(run.extents.slots):
+        assert record.current is not None
+        memory = HostRegion(record.layout.size_bytes)
+        parts = [contents[fd][offset : offset + size] for fd, offset, size in record.current.stripes]
+        content = bytearray(b"".join(parts)[: record.layout.size_bytes])
+        memory.view(torch.uint8, 0, len(content)).copy_(torch.frombuffer(content, dtype=torch.uint8))
+        values.append(checked_value(run, slot, memory, record.layout))
+    return tuple(values)
+
+
+def live(paths: Sequence[Path], note: Callable[[str], None]) -> dict[str, Values]:
+    """All that can happen to a run; returns what its slots hold, by the names of commits.
+
+    Steps with parts that do not change, an end and another beginning, going back, a snapshot and going back to that,
+    and values loaded from elsewhere.
+    """
+    small = SmallRun(paths, note=note)
+    small.begin()
+    small.commit("0", 0)
+    small.commit("1", 1, [0, 1])
+    small.commit("2", 2, [1, 2])
+    small.commit("3", 3, [2])
+    truth = small.truth
+    small.close()
+    small = SmallRun(paths, note=note)
+    small.truth = truth
+    small.adopt(small.run.found[0])
+    small.commit("4", 4, [0, 1])
+    small.commit("5", 5)
+    small.adopt(small.run.committed[1])  # a rewind
+    small.commit("5 again", 5, [2, 0])
+    small.commit("6", 6, [1])
+    small.run.snapshot("kept")
+    note("pinned 6")
+    small.commit("7", 7)
+    small.commit("8", 8, [0])
+    small.adopt(small.run.snapshots["kept"])
+    small.commit("7 again", 7, [0])
+    small.commit("loaded", 2)  # values of an earlier training: its step is lower, and nothing was destroyed
+    small.commit("3 once more", 3, [1])
+    small.commit("4 once more", 4)
+    small.close()
+    return truth
