@@ -48,7 +48,7 @@ FOLDERS_BOTTOM_UP = {
         {"state_dict", "step"},
         {"optimizer"},
         {"adagrad", "adam", "adamw", "checkpoint", "lion", "muon", "optimizers", "sgd"},
-        {"zero"},
+        {"adapters", "zero"},
     ),
     "perf": (
         {"measure"},
