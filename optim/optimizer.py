@@ -17,6 +17,7 @@ from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
+from nvme_offload.optim.durable.methods import DurableMethods
 from nvme_offload.optim.groups import check_group, follow, take_on
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
 from nvme_offload.optim.run_record import RunRecord, said
@@ -30,7 +31,7 @@ from nvme_offload.optim.step.stepper import Stepper
 from nvme_offload.optim.warn import warn_user
 
 
-class OffloadOptimizer(Optimizer):
+class OffloadOptimizer(DurableMethods, Optimizer):
     """An optimizer with its state on NVMe or in host memory; a subclass names its rule and torch's arguments.
 
     The state gets its place in the first step or load, or by `place`. Until then the parameters are those that the
@@ -74,7 +75,8 @@ class OffloadOptimizer(Optimizer):
         self._meter = Meter()
         self.store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
         """The state itself, for those who save, load and fill it: see `StateBody`."""
-        self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group)
+        self._take_on_durable(self.store, norm_group)
+        self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group, self._commits)
         self._plain_modules = PlainModules(self.store)
         self._record = RunRecord(self.store.run_directory, self.config.run_log)
         self._complete = False
@@ -190,6 +192,7 @@ class OffloadOptimizer(Optimizer):
             self.__dict__.pop("found_inf", None)
             raise
         self._meter.end_iteration(self._moved())
+        self._commit_step()
         self._record.note(self._said)
         return loss
 
@@ -314,6 +317,7 @@ class OffloadOptimizer(Optimizer):
             if (unfinished := self.store.unfinished) is None:
                 raise StateError(type(self).__name__, "a step that stopped halfway", "no such step")
             self._stepper.finish(unfinished)
+        self._commit_step()
 
     def synchronize(self) -> None:
         """Wait for the updates, writes and reads that still run behind the latest step.
@@ -329,7 +333,8 @@ class OffloadOptimizer(Optimizer):
             self.store.blocks.synchronize()
 
     def close(self) -> None:
-        """Wait for what is under way, free the memory, delete the swap files. Idempotent. No-op in a forked child."""
+        """Wait for what is under way, free the memory, delete the swap files but those of a durable run. Idempotent."""
+        self._end_commits()
         self._record.close(self._said)
         self.store.close()
 
@@ -424,6 +429,7 @@ class OffloadOptimizer(Optimizer):
             updates_behind=meter.updates_behind,
             updates_in_backward=meter.updates_in_backward,
             overlap_wait_seconds=store.worker.wait_seconds,
+            **self._commit_stats,
             drive_busy_seconds=self._moved().busy_seconds,
             **store.blocks.stats(),
         )

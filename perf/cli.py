@@ -32,6 +32,10 @@ COMMANDS = {
         "nvme_offload.perf.bench.command",
         "Measure bandwidth, IOPS, latency and processor time of reading, writing and both.",
     ),
+    "report": Command(
+        "nvme_offload.perf.report.command",
+        "Write one page of HTML about a run or a benchmark, with its pictures in it.",
+    ),
     "top": Command(
         "nvme_offload.perf.top.command",
         "Watch a run: where its bytes are, how fast they move, what it waits for, and how its drives are.",

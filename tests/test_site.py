@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import nvme_offload
+from tests.support.browser import BROWSER, MISSING, opened
 
 ROOT = Path(__file__).parent.parent
 SOURCE = re.compile(r'href="https://github\.com/nvme-offload/nvme-offload/(?P<kind>blob|tree)/main/(?P<path>[^"#]+)')
-BROWSER = next((found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None)
 
 
 def build(target, config=ROOT / "mkdocs.yml"):
@@ -89,21 +89,10 @@ def address(site):
         thread.join()
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.skipif(BROWSER is None, reason=MISSING)
 @pytest.mark.parametrize("page", ["", "reference/optimizers/", "configuration/"])
 def test_a_browser_shows_it_without_script_errors(address, page, tmp_path):
-    done = subprocess.run(
-        [
-            BROWSER,
-            *("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"),
-            *(f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000", f"{address}/{page}"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "<title>" in done.stdout
-    assert "data-md-color-scheme" in done.stdout
-    errors = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "rror" in line]
+    document, errors = opened(f"{address}/{page}", tmp_path)
+    assert "<title>" in document
+    assert "data-md-color-scheme" in document
     assert not errors

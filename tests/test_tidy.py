@@ -44,7 +44,7 @@ FOLDERS_BOTTOM_UP = {
         {"kernels", "precision", "whole_params"},
         {"gradient_log", "tiers", "tiles"},
         {"grad_norm", "state"},
-        {"birth", "full_values", "groups"},
+        {"birth", "durable", "full_values", "groups"},
         {"state_dict", "step"},
         {"optimizer"},
         {"adagrad", "adam", "adamw", "checkpoint", "lion", "muon", "optimizers", "sgd"},
@@ -52,6 +52,7 @@ FOLDERS_BOTTOM_UP = {
     ),
     "perf": (
         {"measure"},
+        {"report"},
         {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
         {"cli", "compare", "hidden_step", "top"},
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -47,6 +47,8 @@ class StateBody(ABC):
         self.is_closed = False
         self.worker = Worker(pipeline.waiting)
         """Does what is left of a step when it returns."""
+        self.after_updates: Callable[[], None] = lambda: None
+        """Called when the updates behind a step are done, by who did them: in a turn of the worker."""
         pipeline.ring(self.worker.bell)
         self.uses = FirstUses()
         """In which order the latest forward used the parameters."""
@@ -195,7 +197,8 @@ class StateBody(ABC):
         """Whether the latest step stopped halfway. One whose updates go on behind it has not."""
         if self.worker.job is not None:  # first: the worker may be done before the next line
             return False
-        return self.unfinished is not None and not self.unfinished.is_open
+        unfinished = self.unfinished
+        return unfinished is not None and not (unfinished.is_open or unfinished.is_found_run)
 
     @property
     def is_own_process(self) -> bool:

@@ -119,6 +119,7 @@ class UpdatesBehind:
             store.table[index].steps = count
         self._meter.changed_behind += step.changed_tiles
         store.unfinished = None
+        store.after_updates()
         # Updates that begin in backward begin with the last layers.
         first = self._following[::-1] if store.config.overlap_step == "backward" else self._following
         store.worker.pastime = FirstReads(store.pipeline, first)

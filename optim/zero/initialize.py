@@ -67,8 +67,7 @@ def initialize(
             ``dp_replicate``, ``dp_shard`` (or ``dp``), ``tp`` (parameters may be DTensors over it).
         lr_scheduler: makes a scheduler from the optimizer, in place of the ``scheduler`` section (not
             ReduceLROnPlateau, which needs a metric).
-        blocks: class names or qualified names of the parts to gather one by one, each when it is called; by default
-            the repeated layers, and a large embedding and head beside them.
+        blocks: class names or qualified names of parts to gather one by one; by default layers and large ends.
         weights: of a model on meta: a ``.safetensors`` file, a folder or an index in the Hugging Face layout. Without
             it, the model's own initialisers give the values, from rank 0's random numbers.
         init: of a model on meta: called with each module after its own initialiser.

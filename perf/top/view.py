@@ -17,6 +17,7 @@ from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import TB, format_bytes, format_rate
 from nvme_offload.perf.measure.drives import Drive, drive_of, temperature
 from nvme_offload.perf.measure.health import Health, HealthError, read_health
+from nvme_offload.perf.report.run import PARTS
 from nvme_offload.perf.top.runs import Run, State
 
 BAR = 24
@@ -24,15 +25,6 @@ BAR = 24
 HEALTH_SECONDS = 60
 """How long what SMART said is shown: to ask costs a process, and wear is slow."""
 _STYLES: dict[State, str] = {"live": "green", "ended": "cyan", "gone": "red", "unknown": "yellow"}
-_PARTS = {
-    "computing": "iteration_compute_seconds",
-    "waiting for the drive": "iteration_wait_seconds_drive",
-    "for a staging buffer": "iteration_wait_seconds_staging_buffers",
-    "for an update": "iteration_wait_seconds_kernel",
-    "updating in step()": "iteration_kernel_seconds",
-    "the norm": "iteration_norm_seconds",
-}
-"""What an iteration's seconds went to, and the number that has it."""
 
 
 class DriveTable:
@@ -143,7 +135,7 @@ def _iteration(scalars: Mapping[str, float | None], limit: str | None) -> Render
     table = _grid()
     table.add_row("iteration", f"{seconds:.3g} s", "", f"limited by: {limit}")
     table.add_row("share of the ideal", f"{share:.0%}", _bar(share))
-    for words, name in _PARTS.items():
+    for words, name in PARTS.items():
         part = scalars[name] or 0.0
         table.add_row(f"  {words}", f"{part:.3g} s", _bar(part / seconds if seconds else 0.0))
     return table
@@ -158,7 +150,7 @@ def _drives(rows: list[tuple[str, ...]]) -> Table:
 
 def _grid() -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(width=24)
+    table.add_column(width=30)
     table.add_column(justify="right", width=11)
     table.add_column(width=BAR)
     table.add_column()

@@ -1,0 +1,69 @@
+"""The page of a benchmark, from its document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nvme_offload.offload.units import GB, format_bytes
+from nvme_offload.perf.measure.environment import describe
+from nvme_offload.perf.report.charts import Line, bar_chart, line_chart
+from nvme_offload.perf.report.page import page, section, sentences, table
+
+PERCENTILES = {"p50": "p50_ns", "p99": "p99_ns", "p99.9": "p99_9_ns"}
+"""Names of percentiles of a transfer's latency, and the key of a point that has them."""
+
+
+def bench_page(document: Mapping[str, Any]) -> str:
+    """The page of a document of `offload bench`."""
+    config, engine = document["config"], document["engine"]
+    settings = config["settings"]
+    title = f"offload bench: {config['target']}, engine {engine['name']}"
+    about = [
+        f"size {format_bytes(settings['size'])}, bs {format_bytes(settings['bs'])}, iodepth {settings['iodepth']}, "
+        f"numjobs {settings['numjobs']}, direct I/O {'on' if engine['direct'] else 'off'}",
+        "data verified" if document["verified"] else "not verified: no byte moves",
+    ]
+    summaries = {rw: result["summary"] for rw, result in document["results"].items()}
+    rates = {rw: summary["bw_bytes"]["median"] / GB for rw, summary in summaries.items()}
+    sections = [
+        section("In short", sentences(about), _table(summaries), bar_chart("Bandwidth, median", rates, "GB/s")),
+        *(_over_time(rw, result) for rw, result in document["results"].items() if "series" in result),
+    ]
+    kept = {rw: {key: result[key] for key in ("summary", "series", "found") if key in result}
+            for rw, result in document["results"].items()}  # fmt: skip
+    return page(title, sections, describe(document["environment"]), {**document, "results": kept})
+
+
+def _table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = []
+    for rw, summary in summaries.items():
+        clat = summary["transfer_clat_ns"]
+        rows.append(
+            [
+                rw,
+                *(f"{summary['bw_bytes'][name] / GB:.2f}" for name in ("median", "min", "max")),
+                f"{summary['iops']:.0f}",
+                *(f"{clat[percent] / 1e6:.2f}" if percent in clat else "-" for percent in ("50", "99", "99.9")),
+                f"{summary['achieved_depth']:.1f}",
+            ]
+        )
+    return table(["rw", "GB/s", "min", "max", "IOPS", "transfer ms p50", "p99", "p99.9", "depth"], rows)
+
+
+def _over_time(rw: str, result: Mapping[str, Any]) -> str:
+    series, found = result["series"], result["found"]
+    when = [point["at"] for point in series]
+    marks = {found["cliff"]["at"]: "cliff"} if found["cliff"] else {}
+    return section(f"{rw}, second by second", sentences(found["words"]), *_pictures(rw, series, when, marks))
+
+
+def _pictures(rw: str, series: list[dict[str, Any]], when: list[float], marks: dict[float, str]) -> Iterator[str]:
+    rates = [point["bw_bytes"] / GB for point in series]
+    yield line_chart(f"{rw}: bandwidth", when, [Line("bandwidth", rates)], "GB/s", marks=marks)
+    latencies = [Line(name, [point[key] / 1e6 for point in series]) for name, key in PERCENTILES.items()]
+    yield line_chart(f"{rw}: latency of a transfer", when, latencies, "ms", marks=marks)
+    warmth = [math.nan if point["temperature"] is None else point["temperature"] for point in series]
+    if any(map(math.isfinite, warmth)):
+        yield line_chart(f"{rw}: temperature of the warmest drive", when, [Line("temperature", warmth)], "°C")
