@@ -54,7 +54,7 @@ FOLDERS_BOTTOM_UP = {
         {"measure"},
         {"report"},
         {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
-        {"cli", "hidden_step", "top"},
+        {"cli", "hidden_step", "init", "top"},
     ),
 }
 """The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""
