@@ -301,7 +301,7 @@ def test_a_bench_that_did_not_measure_the_drives_is_refused(tmp_path):
                 ("--hidden", "-64", "no whole number"),
                 ("--layers", "2.9", "no whole number"),
                 ("--params", "nan", "no whole number"),
-                ("--bench", "bench.json", "--bench has the rates"),
+                ("--bench", "bench.json", "rates of drives come from --drive, from --bench, or"),
             )
         ),
         ("--model /nowhere/config.json", "there is no such file"),
