@@ -91,9 +91,9 @@ def slow_down(cache, block, seconds):
     """Reads of one block take so long. Returns a list that will have the name of every block that is read."""
     read, names = cache.tier.read, []
 
-    def read_slowly(extent, buffer, *, what, kind):
+    def read_slowly(extent, buffer, *, what, **more):
         names.append(what)
-        transfer = read(extent, buffer, what=what, kind=kind)
+        transfer = read(extent, buffer, what=what, **more)
         return Late(transfer, seconds) if what == block.name else transfer
 
     cache.tier.read = read_slowly
