@@ -23,7 +23,7 @@ from nvme_offload.perf.measure.command_line import byte_option, to_bytes
 from nvme_offload.perf.planning.catalogue import drives_of
 from nvme_offload.perf.planning.durable import show_durable, to_dict
 from nvme_offload.perf.planning.machine import Drives, Machine, MachineError
-from nvme_offload.perf.planning.prediction import MAX_LAYERS, Job, largest_model, predict
+from nvme_offload.perf.planning.prediction import MAX_LAYERS, Job, Prediction, largest_model, predict
 from nvme_offload.perf.planning.report import show
 from nvme_offload.perf.planning.shape import ModelShape, ShapeError
 
@@ -136,13 +136,7 @@ def plan(
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        found = largest and {
-            "parameters": largest.numel,
-            "layers": largest.num_layers,
-            "deepest": largest.num_layers <= MAX_LAYERS,
-        }
-        kept = {"durable": to_dict(prediction)} if durable else {}
-        typer.echo(json.dumps({**prediction.to_dict(), "largest_model": found, **kept}))
+        typer.echo(json.dumps(_document(prediction, largest, durable=durable)))
     else:
         console = Console()
         show(prediction, largest, console)
@@ -150,6 +144,16 @@ def plan(
             console.print(part, highlight=False, soft_wrap=True)
     if prediction.excess:
         raise typer.Exit(1)
+
+
+def _document(prediction: Prediction, largest: ModelShape | None, *, durable: bool) -> dict[str, Any]:
+    found = largest and {
+        "parameters": largest.numel,
+        "layers": largest.num_layers,
+        "deepest": largest.num_layers <= MAX_LAYERS,
+    }
+    kept = {"durable": to_dict(prediction)} if durable else {}
+    return {**prediction.to_dict(), "largest_model": found, **kept}
 
 
 def plannable(config: OffloadConfig, machine: Machine) -> OffloadConfig:
