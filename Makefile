@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test check bench sanitize docs wheel test-torch setup clean FORCE
+.PHONY: demo test check bench compare sanitize docs wheel test-torch setup clean FORCE
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -26,6 +26,12 @@ check: setup
 
 bench: setup
 	$(BIN)/python -m pytest perf/benchmarks --benchmark-only -m "not slow" $(ARGS)
+
+# This project beside others, by turns; peers that need packages get an environment each (docs/comparison.md).
+compare: setup
+	sh scripts/compare-environment.sh torchao $(VENV) torchao==0.18.0
+	sh scripts/compare-environment.sh deepspeed $(VENV) wheel==0.45.1 deepspeed==0.19.8
+	$(BIN)/python -m nvme_offload.perf.compare $(ARGS)
 
 # The documentation as a site, in build/site.
 docs: setup
@@ -69,4 +75,4 @@ $(INSTALLED): $(VENV)/.packages $(VENV)/.liburing $(NATIVE)
 	@touch $@
 
 clean:
-	rm -rf build .venv .venv-torch-* demo-out
+	rm -rf build .venv .venv-torch-* .venv-compare-* demo-out

@@ -26,6 +26,40 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return _outermost(blocks, model)
 
 
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """What of a model is gathered, or waited for, one by one: repeated layers, and large ends."""
+    blocks = find_blocks(model)
+    return blocks + find_ends(model, blocks)
+
+
+def find_ends(model: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
+    """Embeddings and heads beside the repeated layers that are worth gathering by themselves, in the model's order.
+
+    What is gathered with the model itself is needed first in forward, and its gradients are final last in backward. So
+    that should be little. Theirs are `nn.Embedding` and `nn.Linear` with half the parameters of the largest layer, or
+    more, that share none with other modules.
+
+    Args:
+        model: as a whole.
+        blocks: its repeated layers.
+    """
+    largest = max((_numel(block) for block in blocks), default=0)
+    owners: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            owners[param] = owners.get(param, 0) + 1
+    inside = {module for block in blocks for module in block.modules()}
+    return [
+        module
+        for module in model.modules()
+        if type(module) in (nn.Embedding, nn.Linear)
+        and module is not model
+        and module not in inside
+        and 2 * _numel(module) >= largest > 0
+        and all(owners[param] == 1 for param in module.parameters())
+    ]
+
+
 def match_blocks(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
     """Modules whose class name or qualified name is one of `patterns`.
 
@@ -48,6 +82,10 @@ def params_outside(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator
     for child in module.children():
         if child not in blocks:
             yield from params_outside(child, blocks)
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 def _can_be_gathered(module: nn.Module) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from nvme_offload.optim.layout.flat import check_no_overlap, check_no_repeats, check_param, storage_of
 from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
 
 
@@ -57,6 +58,33 @@ def new_params(rule: UpdateRule, group: Mapping[str, Any], number: int, table: P
     known = [record.name for record in table]
     check_no_overlap([*table.params, *map(storage_of, new)], [*known, *new.values()])
     return new
+
+
+def take_on(store: StateStore, rule: UpdateRule, group: Mapping[str, Any], number: int) -> list[ParamRecord]:
+    """Have a record of each parameter of a group; returns those that are new.
+
+    Raises:
+        ValueError: see `new_params`; or another optimizer has half of one of them. None was taken.
+    """
+    return store.add_params(number, rule.of(group), new_params(rule, group, number, store.table))
+
+
+def follow(store: StateStore, rule: UpdateRule, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Until any state has its place, have records of what is in the groups by now. Call it at rest.
+
+    Whoever shards a model whose optimizer is made already, as accelerate does, puts other parameters into the groups.
+
+    Raises:
+        ValueError: one of the others cannot be used; names it.
+    """
+    if store.is_settled:
+        return
+    leaves = dict.fromkeys(leaf for group in groups for leaf in group["params"])
+    if [*map(id, leaves)] == [*map(id, store.table.leaves)]:
+        return
+    store.table.drop(0)
+    for number, group in enumerate(groups):
+        take_on(store, rule, group, number)
 
 
 def _listed(rule: UpdateRule) -> str:

@@ -17,7 +17,12 @@ from nvme_offload.optim._kernels import LoggedStep, Segment
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, num_tiles
 from nvme_offload.optim.rules.rule import UpdateRule
 
+REVISION = 1
+"""Of what the kernels compute, to the bit: a run that goes on with another one would not be the run it was. Count it up
+whenever an update gives other bits."""
+
 __all__ = [
+    "REVISION",
     "GradDtype",
     "KernelPool",
     "LoggedStep",

@@ -17,21 +17,25 @@ from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
-from nvme_offload.optim.groups import check_group, new_params
+from nvme_offload.optim.durable.methods import DurableMethods
+from nvme_offload.optim.groups import check_group, follow, take_on
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
 from nvme_offload.optim.run_record import RunRecord, said
-from nvme_offload.optim.state.entries import fresh_entry_of, prepare_entries, read_entries, write_entries
+from nvme_offload.optim.state.entries import prepare_entries, write_entries
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.view import StateView
+from nvme_offload.optim.state_dict import matched_state, packed_state
 from nvme_offload.optim.stats import Meter, Moved, OptimizerStats, Span
 from nvme_offload.optim.step.plain_modules import PlainModules
 from nvme_offload.optim.step.stepper import Stepper
-from nvme_offload.optim.tiers.parts import split_shard
 from nvme_offload.optim.warn import warn_user
 
 
-class OffloadOptimizer(Optimizer):
+class OffloadOptimizer(DurableMethods, Optimizer):
     """An optimizer with its state on NVMe or in host memory; a subclass names its rule and torch's arguments.
+
+    The state gets its place in the first step or load, or by `place`. Until then the parameters are those that the
+    groups hold: who shards the model later may put its shards there.
 
     Args:
         params: parameters, or dicts of parameter groups, as for any torch optimizer.
@@ -71,16 +75,15 @@ class OffloadOptimizer(Optimizer):
         self._meter = Meter()
         self.store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
         """The state itself, for those who save, load and fill it: see `StateBody`."""
-        self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group)
+        self._take_on_durable(self.store, norm_group)
+        self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group, self._commits)
         self._plain_modules = PlainModules(self.store)
         self._record = RunRecord(self.store.run_directory, self.config.run_log)
         self._complete = False
         try:
             super().__init__(params, defaults)
             self._complete = True
-            # All groups at once: a full disk is found before the first extent is handed out.
-            self.store.place_trainable()
-            self._stepper.watch(self.param_groups)
+            self._note_groups()
         except BaseException:
             self.store.close()
             raise
@@ -88,6 +91,7 @@ class OffloadOptimizer(Optimizer):
     @property  # type: ignore[override]
     def state(self) -> StateView:
         """State by parameter, read from its tier on access and written through; see `StateView`."""
+        self._follow()
         return StateView(self.store)
 
     @state.setter
@@ -111,23 +115,49 @@ class OffloadOptimizer(Optimizer):
             OutOfSpaceError: the paths cannot hold their state. After either, nothing was added.
         """
         with self.store.at_rest():
+            self._follow()
             self._add_param_group(param_group)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         number, first = len(self.param_groups), len(self.store.table)
         try:
             super().add_param_group(param_group)
-            group = self.param_groups[-1]
-            new = new_params(self.rule, group, number, self.store.table)
-            added = self.store.add_params(number, self.rule.of(group), new)
-            if self._complete:
+            added = take_on(self.store, self.rule, self.param_groups[-1], number)
+            if self.store.is_settled:
                 self.store.place_trainable(added)
-                self._stepper.watch(self.param_groups)
+            if self._complete:
+                self._note_groups()
         except BaseException:
             if not self.store.slots_of(range(first, len(self.store.table))):  # else all is done, and stays
                 del self.param_groups[number:]
                 self.store.table.drop(first)
             raise
+
+    def place(self) -> None:
+        """Give the state its place, with all of its space promised, instead of in the first step.
+
+        From then on the parameters are those that they are: they cannot be exchanged any more.
+
+        Raises:
+            OutOfSpaceError: the paths cannot hold it; names bytes needed and free.
+            ConfigError: the host budget does not hold what must be in host memory.
+            SwapIOError: what goes to a tier at once could not be written.
+            ValueError: a parameter that was put into the groups cannot be used; names it.
+        """
+        with self.store.at_rest():
+            self._follow()
+            self.store.place_trainable()
+            self._stepper.watch(self.param_groups)
+
+    def _note_groups(self) -> None:
+        """Look at groups that are new: what has no place yet must find one, what has is watched."""
+        if not self.store.is_settled:
+            self.store.foresee()
+        if self.store.is_settled:
+            self._stepper.watch(self.param_groups)
+
+    def _follow(self) -> None:
+        follow(self.store, self.rule, self.param_groups)
 
     @not_compiled
     @torch.no_grad()
@@ -150,6 +180,7 @@ class OffloadOptimizer(Optimizer):
         # torch.amp.GradScaler.step leaves these two on the optimizer while it calls us.
         loss_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         try:
+            self._follow()
             self._stepper.step(
                 self.param_groups,
                 None if loss_scale is None else float(loss_scale),
@@ -161,6 +192,7 @@ class OffloadOptimizer(Optimizer):
             self.__dict__.pop("found_inf", None)
             raise
         self._meter.end_iteration(self._moved())
+        self._commit_step()
         self._record.note(self._said)
         return loss
 
@@ -201,6 +233,7 @@ class OffloadOptimizer(Optimizer):
         Returns:
             The norm over all ranks before clipping, fp64 on the CPU, of gradients as stored.
         """
+        self._follow()
         return torch.tensor(self._stepper.clip_grads(self.param_groups, max_norm), dtype=torch.float64)
 
     def expect_step(self, after_next_backward: bool) -> None:
@@ -284,6 +317,7 @@ class OffloadOptimizer(Optimizer):
             if (unfinished := self.store.unfinished) is None:
                 raise StateError(type(self).__name__, "a step that stopped halfway", "no such step")
             self._stepper.finish(unfinished)
+        self._commit_step()
 
     def synchronize(self) -> None:
         """Wait for the updates, writes and reads that still run behind the latest step.
@@ -299,7 +333,8 @@ class OffloadOptimizer(Optimizer):
             self.store.blocks.synchronize()
 
     def close(self) -> None:
-        """Wait for what is under way, free the memory, delete the swap files. Idempotent. No-op in a forked child."""
+        """Wait for what is under way, free the memory, delete the swap files but those of a durable run. Idempotent."""
+        self._end_commits()
         self._record.close(self._said)
         self.store.close()
 
@@ -320,28 +355,12 @@ class OffloadOptimizer(Optimizer):
             before, after = state_dict_hooks(self)
             for hook in before:
                 hook(self)
-            packed = self._packed_state()
+            if not self.store.has_let_go:
+                self._follow()
+            packed = packed_state(self.store, self.param_groups)
             for hook in after:
                 packed = packed if (changed := hook(self, packed)) is None else changed
             return packed
-
-    def _packed_state(self) -> dict[str, Any]:
-        """The state as torch packs it: parameters are numbered as they stand in the groups, others are left out."""
-        table = self.store.table
-        members = [table.of(param) for group in self.param_groups for param in group["params"]]
-        placed = {number: record for number, record in enumerate(members) if record.is_placed}
-        tensors = read_entries(self.store, {record.index: record.entry_names for record in placed.values()})
-        numbered = {record.index: number for number, record in enumerate(members)}
-        return {
-            "state": {
-                number: {"step": torch.tensor(float(record.steps)), **tensors[record.index]}
-                for number, record in placed.items()
-            },
-            "param_groups": [
-                {**group, "params": [numbered[table.of(param).index] for param in group["params"]]}
-                for group in self.param_groups
-            ],
-        }
 
     @not_compiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -362,8 +381,14 @@ class OffloadOptimizer(Optimizer):
     def _take_over(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Bring a state dict to the tiers; returns what is left of it for torch: the groups."""
         store = self.store
+        self._follow()
         groups = [without_torch_switches(group) for group in state_dict["param_groups"]]
-        entries = prepare_entries(store, self._match_state({**state_dict, "param_groups": groups}))
+
+        def check(group: Mapping[str, Any], number: int) -> None:
+            self.check_group({**self.defaults, **group}, number)
+
+        given = matched_state(store, self.param_groups, {**state_dict, "param_groups": groups}, check)
+        entries = prepare_entries(store, given)
         store.pipeline.forget_failures()
         store.begin_load()
         write_entries(store, entries)
@@ -372,7 +397,7 @@ class OffloadOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's load_state_dict hands over groups and state; the state has gone to its tier already.
         self.param_groups = [{**self.defaults, **group} for group in state["param_groups"]]
-        self._stepper.watch(self.param_groups)
+        self._note_groups()
 
     def __getstate__(self) -> dict[str, Any]:
         name = type(self).__name__
@@ -404,6 +429,7 @@ class OffloadOptimizer(Optimizer):
             updates_behind=meter.updates_behind,
             updates_in_backward=meter.updates_in_backward,
             overlap_wait_seconds=store.worker.wait_seconds,
+            **self._commit_stats,
             drive_busy_seconds=self._moved().busy_seconds,
             **store.blocks.stats(),
         )
@@ -452,6 +478,7 @@ class OffloadOptimizer(Optimizer):
         Raises:
             ValueError: one cannot be used, or asks for other states than the group has.
         """
+        self._follow()
         records = [self.store.table.of(param) for param in self.param_groups[number]["params"]]
         check_group(self.rule, group, number, records, type(self).__name__)
 
@@ -469,38 +496,3 @@ class OffloadOptimizer(Optimizer):
                 raise TypeError(f"{own} has no argument {name!r}")
             if value and name in self.rule.refused:
                 raise TypeError(f"{own}: {name} = {value!r} is not supported; leave it out")
-
-    def _match_state(self, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """The entries of a state dict by parameter index.
-
-        Raises:
-            ValueError: groups or entries do not fit this optimizer.
-        """
-        groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in groups]
-        own_sizes = [len(group["params"]) for group in self.param_groups]
-        if sizes != own_sizes:
-            raise ValueError(
-                f"the state dict has parameter groups of {sizes} parameters, this optimizer of {own_sizes}"
-            )
-        for number, group in enumerate(groups):
-            self.check_group({**self.defaults, **group}, number)
-        saved = [key for group in groups for key in group["params"]]
-        own = [self.store.table.of(param) for group in self.param_groups for param in group["params"]]
-        given = {}
-        for record, key in zip(own, saved, strict=True):
-            entries = record.rule.adopted(state_dict["state"].get(key, {}))
-            known = record.entry_names
-            if unknown := sorted(set(entries) - {*known, "master"}):
-                raise ValueError(
-                    f"state of {record.name} holds {unknown[0]!r}; {record.rule.name} has {', '.join(known)}"
-                )
-            if entries or record.is_placed:
-                # The master of a split shard is the parameter itself: not given, it stays.
-                stays = {"master"} - set(entries) if split_shard(record.leaf) is not None else set()
-                given[record.index] = {
-                    name: entries[name] if name in entries else fresh_entry_of(self.store, record.index, name)
-                    for name in known
-                    if name not in stays
-                }
-        return given

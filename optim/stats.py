@@ -134,6 +134,16 @@ class OptimizerStats:
     """Updates of subgroups that were done before their step, in backward."""
     overlap_wait_seconds: float = 0.0
     """Seconds that forwards, and whoever else wanted parameters or state, waited for updates behind a step."""
+    commits: int = 0
+    """Steps of a durable run that were made to last, and other commits."""
+    failed_commits: int = 0
+    """Commits that failed: the run went on, with the one before still whole."""
+    commit_seconds: float = 0.0
+    """Seconds that commits took, in all; most of them hidden behind the next forward and backward."""
+    commit_wait_seconds: float = 0.0
+    """Seconds that steps, and whoever else wanted to write, waited for a commit."""
+    committed_step: int | None = None
+    """The latest step that lasts; None before the first, and where nothing does."""
     param_uses: int = 0
     """Times a block of the parameter tier was needed: gathers, updates, accesses from outside."""
     param_reads: int = 0

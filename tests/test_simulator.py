@@ -44,8 +44,9 @@ def assert_nothing_wrong(report, said, num_seeds):
 
 def test_some_seeds():
     end = FIRST_SEED_BY_DEFAULT + NUM_SEEDS_BY_DEFAULT
-    report, said = simulated(f"{FIRST_SEED_BY_DEFAULT}:{end}")
+    report, said = simulated(f"{FIRST_SEED_BY_DEFAULT}:{end}", "--alone", "8")
     assert_nothing_wrong(report, said, NUM_SEEDS_BY_DEFAULT)
+    assert not report["differing"], "a seed that fails here could not be replayed"
 
 
 @pytest.mark.slow

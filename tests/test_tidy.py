@@ -42,10 +42,10 @@ FOLDERS_BOTTOM_UP = {
         {"rules", "run_record"},
         {"layout"},
         {"kernels", "precision", "whole_params"},
-        {"tiers", "tiles"},
+        {"gradient_log", "tiers", "tiles"},
         {"grad_norm", "state"},
-        {"birth", "full_values", "groups"},
-        {"step"},
+        {"birth", "durable", "full_values", "groups"},
+        {"state_dict", "step"},
         {"optimizer"},
         {"adagrad", "adam", "adamw", "checkpoint", "lion", "muon", "optimizers", "sgd"},
         {"zero"},
@@ -54,7 +54,7 @@ FOLDERS_BOTTOM_UP = {
         {"measure"},
         {"report"},
         {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
-        {"cli", "hidden_step", "init", "top"},
+        {"cli", "compare", "hidden_step", "init", "top"},
     ),
 }
 """The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""

@@ -209,7 +209,9 @@ def _kind(entry: dict[str, Any]) -> str:
     if entry["type"] == "array":
         items = entry.get("items") or entry["prefixItems"][0]
         return f"list of {items['type']}s"
-    return _TYPES[entry["type"]] if isinstance(entry["type"], str) else "path or list of paths"
+    if isinstance(entry["type"], str):
+        return _TYPES[entry["type"]]
+    return "true, false or a name" if "boolean" in entry["type"] else "path or list of paths"
 
 
 def bounds(entry: dict[str, Any]) -> str:

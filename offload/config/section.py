@@ -6,11 +6,12 @@ one `ConfigError`. To add a section, add a model and a field for it: the reader 
 messages, the reference page (`offload.config.reference`) and the JSON schema follow.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, GetPydanticSchema
+from pydantic import AfterValidator, Field, GetPydanticSchema, PlainValidator, WithJsonSchema
 from pydantic_core import core_schema
 
 from nvme_offload.aio_native.registry import ENGINES, describe_engines
@@ -54,6 +55,30 @@ SubgroupSize = Annotated[Whole, AfterValidator(lambda value: value or _SUBGROUP_
 
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
 Weights = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
+
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DEFAULT_RUN = "default"
+
+
+def _run_name(value: Any) -> bool | str:
+    if isinstance(value, bool) or (isinstance(value, str) and _RUN_NAME.fullmatch(value)):
+        return value
+    raise ValueError("is neither true nor false nor a name of 1..64 letters, digits, dots, underscores and hyphens")
+
+
+RunName = Annotated[
+    bool | str, PlainValidator(_run_name), WithJsonSchema({"type": ["boolean", "string"], "pattern": _RUN_NAME.pattern})
+]
+
+
+def _rewrite_every(value: Any) -> int:
+    if value == 1 and not isinstance(value, bool):
+        return 1
+    raise ValueError("is not 1: state that is rewritten less often than in every step is not there yet")
+
+
+RewriteEvery = Annotated[int, PlainValidator(_rewrite_every), WithJsonSchema({"type": "integer", "const": 1})]
 
 
 EngineName = Annotated[
@@ -116,6 +141,13 @@ class OffloadOptimizerConfig(Section):
     pin_memory: bool | None = key(None, "true or false", "same, default false")
     """Pin the staging buffers (page-locked for CUDA). Left out, they are pinned where CUDA is used."""
 
+    durable: RunName = key(False, 'true, false, or the name of the run, as "my-run"')
+    """Keep the state on the drive so that a killed run goes on from its latest step: see `docs/durable.md`. A name
+    tells runs on the same paths apart; `true` is the name "default". Needs `device: nvme`, twice the space, and 2 bytes
+    more written per 16-bit parameter and step (4 in fp32)."""
+    rewrite_every: RewriteEvery = key(1, "1, or leave it out", "", "steps")
+    """Every how many steps the state of a `durable` run is rewritten. 1 is what there is so far."""
+
     IGNORED: ClassVar = {
         **each("pipeline pipeline_read pipeline_write", "reads always run ahead and writes behind"),
         "fast_init": "the state is always created on its tier",
@@ -135,6 +167,14 @@ class OffloadOptimizerConfig(Section):
         if self.staging_budget < (least := self.buffer_count * _PAGE):
             why = f"too little for buffer_count = {self.buffer_count}; write {format_bytes(least)} or more"
             yield Contradiction("staging_budget", why, ("buffer_count",))
+        if self.durable and self.device != "nvme":
+            why = f'needs device = "nvme", which keeps the state on a drive, and device is "{self.device}"'
+            yield Contradiction("durable", f"{why}; write that, or leave durable out", ("device",))
+
+    @property
+    def run_name(self) -> str | None:
+        """The name of the durable run; None where the state ends with the process."""
+        return _DEFAULT_RUN if self.durable is True else self.durable or None
 
 
 class ZeroOptimizationConfig(Section):

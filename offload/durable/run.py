@@ -140,7 +140,7 @@ class DurableRun:
     # Manifests.
 
     def adopt(self, manifest: Manifest, layouts: Sequence[ExtentLayout]) -> None:
-        """Go on from a committed step: what was committed after it is destroyed, for good, when this returns.
+        """Go on from a committed step: what was committed after it, or is not whole, is destroyed when this returns.
 
         Nothing of the state is read. What is written from here on spares what this manifest refers to.
 
@@ -153,17 +153,15 @@ class DurableRun:
             OutOfSpaceError: there is no room to write in. Either way nothing has changed.
             SwapIOError: the drive does not take it.
         """
-        self.extents.adopt(manifest.tables[TABLE], layouts, where=str(self.folder))
         held = self._files.newest_first()
-        if all(other.sequence != manifest.sequence for other in held):  # a snapshot: first it is the newest, then alone
-            manifest = replace(manifest, sequence=self.extents.sequence)
-            self._files.write(manifest)
+        is_held = any(other.sequence == manifest.sequence for other in held)
+        gone = [other for other in held if not is_held or other.sequence > manifest.sequence]
+        gone += [other for other in held if other not in gone and self.extents.written_over(other.tables[TABLE])]
+        self.extents.adopt(manifest.tables[TABLE], layouts, where=str(self.folder))
+        if not is_held:  # a snapshot: first it is the newest, then it is alone
+            self._files.write(replace(manifest, sequence=self.extents.sequence))
             self.extents.sequence += 1
-            held = [other for other in self._files.newest_first() if other.sequence != manifest.sequence]
-            newer = held
-        else:
-            newer = [other for other in held if other.sequence > manifest.sequence]
-        for other in newer:
+        for other in gone:
             self._files.destroy(other)
         self.found = []
 
@@ -173,6 +171,18 @@ class DurableRun:
             self._files.destroy(manifest)
         self.extents.forget_commits()
         self.found = []
+
+    def take_back(self) -> None:
+        """Destroy the newest manifest, because another rank could not commit that step; what it has is not changed.
+
+        Nothing may have been written since. The next commit has all of it.
+        """
+        newest, *before = self._files.newest_first()
+        self._files.destroy(newest)
+        if before:
+            self.extents.take_back_commit(before[0].tables[TABLE])
+        else:
+            self.extents.forget_commits()
 
     def commit(self, step: int, blob: bytes, table: np.ndarray) -> Manifest:
         """Make what was written last, and say so in a manifest. All writes of the slots in `table` must be done.
@@ -231,11 +241,14 @@ class DurableRun:
         return newest[0]
 
     def remove_snapshot(self, name: str) -> None:
-        """Unpin a step; what nothing else refers to is free again."""
+        """Unpin a step; what only it and the step before the newest refer to is free again, and that step gone."""
         (self.folder / f"{SNAPSHOT_PREFIX}{name}").unlink()
         sync_folder(self.folder)
         del self.snapshots[name]
         self.extents.unpin(name)
+        for manifest in self._files.newest_first()[1:]:
+            if self.extents.written_over(manifest.tables[TABLE]):
+                self._files.destroy(manifest)
 
     def close(self) -> None:
         """Close everything and let the lock fall. All files stay. Idempotent; not before transfers are done."""

@@ -91,6 +91,11 @@ class ShadowExtents:
         self._table = table
         self.slots = [*self.slots, *slots]
 
+    def drop(self, first: int) -> None:
+        """Forget the slots from `first` on, as far as `add` took them on; nothing may have been committed of them."""
+        self.slots = self.slots[:first]
+        self._table = self._table[:first]
+
     def to_read(self, slot: int) -> Extent | None:
         """Where the newest write of a slot went; None if there was none."""
         return self.slots[slot].current
@@ -141,6 +146,18 @@ class ShadowExtents:
         """Slots whose newest write no committed manifest refers to."""
         return [index for index, record in enumerate(self.slots) if record.current is not record.committed]
 
+    def written_over(self, table: np.ndarray) -> list[int]:
+        """Slots for which this life of the run has not kept what an older table refers to."""
+        known, uncommitted = self._known(), set(self.uncommitted)
+        found = []
+        for slot, row in enumerate(table):
+            stripes = self._stripes(row)
+            kept = not stripes or stripes in known
+            if slot in uncommitted and (current := self.slots[slot].current) is not None:
+                kept = kept and (current.stripes != stripes or np.array_equal(row, self._table[slot]))
+            found += [] if kept else [slot]
+        return found
+
     def note_commit(self) -> None:
         """The table of this moment is committed: what it refers to stays, and what the one before did is spare."""
         for record in self.slots:
@@ -151,6 +168,21 @@ class ShadowExtents:
                 record.spares = [*record.spares, before]
             self._trim(record)
         self.sequence += 1
+
+    def take_back_commit(self, table: np.ndarray) -> None:
+        """Go back to the manifest before: what it refers to is spared, and writes go where those of the newest went.
+
+        Args:
+            table: of the manifest before. Nothing was written since the newest.
+        """
+        for record, row in zip(self.slots, table, strict=False):
+            stripes = self._stripes(row)
+            if record.committed is None or record.committed.stripes == stripes:
+                continue
+            record.committed = next((spare for spare in record.spares if spare.stripes == stripes), None)
+            record.spares = [spare for spare in record.spares if spare is not record.committed]
+        for record in self.slots[len(table) :]:
+            record.committed = None
 
     def forget_commits(self) -> None:
         """No manifest but those of snapshots refers to anything any more: writes go where they are."""
@@ -177,11 +209,15 @@ class ShadowExtents:
             where: the manifest's place, for messages.
 
         Raises:
-            ResumeError: the table is not of such slots.
+            ResumeError: the table is not of such slots, or they were written since in the place of what it refers to.
             OutOfSpaceError: there is no room for an extent that is missing. Either way nothing has changed.
         """
         if table.shape != (len(layouts), self._num_columns):
             raise ResumeError(where, f"has a table of shape {list(table.shape)} and not of {len(layouts)} slots")
+        if over := self.written_over(table):
+            raise ResumeError(
+                where, f"has a step of which {len(over)} slots were written over since, slot {over[0]} first"
+            )
         known = self._known()
         slots = [self._slot_of(index, row, layouts[index], known, where) for index, row in enumerate(table)]
         missing = [record for record in slots for _ in range(self._num_missing(record))]
@@ -242,12 +278,13 @@ class ShadowExtents:
     # Who has which extent.
 
     def _known(self) -> dict[Stripes, tuple[int, Extent]]:
-        """Every extent that a slot has or had, with the slot."""
-        known = dict(self._claimed)
+        """Every extent that a slot has or had, with the slot; what manifests refer to comes last."""
+        known: dict[Stripes, tuple[int, Extent]] = {}
         for index, record in enumerate(self.slots):
             for extent in (record.current, record.committed, *record.spares):
                 if extent is not None:
                     known[extent.stripes] = index, extent
+        known |= self._claimed
         for extents in self._pins.values():
             known |= {extent.stripes: (-1, extent) for extent in extents if extent.stripes not in known}
         return known
@@ -259,13 +296,18 @@ class ShadowExtents:
         spares = [extent for slot, extent in known.values() if slot == index and extent.stripes != stripes]
         spares = [e for e in spares if e.size_bytes == layout.size_bytes and not self._times_pinned[e.stripes]]
         if not stripes:
-            return SlotExtents(layout, spares=spares[:2])
+            return self._with_few_spares(SlotExtents(layout, spares=spares))
         current = known[stripes][1]
         if current.size_bytes != layout.size_bytes:
             raise ResumeError(
                 where, f"has {current.size_bytes} bytes for slot {index}, and it needs {layout.size_bytes}"
             )
-        return SlotExtents(layout, current, current, spares)
+        return self._with_few_spares(SlotExtents(layout, current, current, spares))
+
+    def _with_few_spares(self, record: SlotExtents) -> SlotExtents:
+        """Keep what manifests refer to rather than what a slot had besides."""
+        record.spares = record.spares[max(0, len(record.spares) - self._num_spares(record)) :]
+        return record
 
     def _num_missing(self, record: SlotExtents) -> int:
         return max(0, self._num_spares(record) - len(record.spares))

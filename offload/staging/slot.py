@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -64,7 +64,7 @@ class Residency(enum.Enum):
 
 
 _MAY_FOLLOW = {
-    Residency.UNBORN: {Residency.DIRTY, Residency.HOST},
+    Residency.UNBORN: {Residency.DIRTY, Residency.HOST, Residency.ON_TIER},
     Residency.HOST: {Residency.UNBORN},
     Residency.ON_TIER: {Residency.READING, Residency.DIRTY, Residency.UNBORN},
     Residency.READING: {Residency.STAGED, Residency.ON_TIER},
@@ -72,7 +72,8 @@ _MAY_FOLLOW = {
     Residency.DIRTY: {Residency.WRITING, Residency.UNBORN},
     Residency.WRITING: {Residency.STAGED, Residency.DIRTY},
 }
-"""Which residency may follow which. UNBORN follows where the bytes are given up for good (`Staging.forget`)."""
+"""Which residency may follow which. UNBORN follows where the bytes are given up for good (`Staging.forget`); ON_TIER
+follows it where a run that ended has left them (`Staging.adopt`)."""
 
 _ON_THE_WAY = (Residency.READING, Residency.WRITING)
 _EVICTABLE = (Residency.STAGED, Residency.ON_TIER, Residency.UNBORN)
@@ -88,6 +89,10 @@ class Slot:
     size_bytes: int
     extent: Extent | None = None
     """Where on the tier the slot lives. None: it lives in host memory."""
+    own_pool: BufferPool | None = None
+    """A buffer that nobody else gets: bytes that are in it stay there. None: the slot visits those of all."""
+    read_bytes: int | None = None
+    """How many of the extent's first bytes are read, a multiple of the alignment; None: all."""
     residency: Residency = Residency.UNBORN
     buffer: StagingBuffer | None = field(default=None, init=False)
     """The staging buffer that is leased to the slot: the pool sets this."""
@@ -123,6 +128,14 @@ class Slot:
 
 
 S = TypeVar("S", bound=Slot)
+S_in = TypeVar("S_in", bound=Slot, contravariant=True)
+
+
+class Sealer(Protocol[S_in]):
+    """Sees to it that what is written can be found and trusted by another process."""
+
+    def seal(self, slot: S_in) -> None:
+        """Choose the extent that the buffer of a slot is written to next, and complete the buffer for it."""
 
 
 class Staging(Generic[S]):
@@ -147,6 +160,9 @@ class Staging(Generic[S]):
         self.kind = kind
         self.tier = tier
         self.pool = pool
+        self.sealer: Sealer[S] | None = None
+        """Completes what is written; None where the bytes end with the process."""
+        self._own_pools: dict[BufferPool, None] = {}
         self._spare: BufferPool | None = None
         self._checksum = checksum
         self.listener: Bell | None = None
@@ -156,8 +172,11 @@ class Staging(Generic[S]):
 
     @property
     def residents(self) -> list[S]:
-        """Slots that hold a buffer, the one touched longest ago first."""
+        """Slots that hold a buffer, the one touched longest ago first; of those that rest in one of their own, none."""
         owners: list[S] = [owner for pool in (self.pool, self._spare) if pool is not None for owner in pool.owners]
+        owners += [
+            owner for pool in self._own_pools for owner in pool.owners if owner.residency is not Residency.STAGED
+        ]
         return sorted(owners, key=attrgetter("touched"))
 
     def touch(self, slot: S) -> None:
@@ -167,7 +186,10 @@ class Staging(Generic[S]):
     def lease(self, slot: S) -> bool:
         """Give a slot a buffer that is free; False if none is."""
         self.touch(slot)
-        return self.pool is not None and self.pool.try_acquire(slot) is not None
+        if slot.own_pool is not None:
+            self._own_pools[slot.own_pool] = None
+        pool = slot.own_pool or self.pool
+        return pool is not None and pool.try_acquire(slot) is not None
 
     def lease_spare(self, slot: S) -> bool:
         """Give a slot a buffer outside the pool: a reader can rescue bytes with it when the drive takes no writes."""
@@ -186,15 +208,19 @@ class Staging(Generic[S]):
         assert slot.extent is not None
         assert slot.buffer is not None
         slot.become(Residency.READING)
-        slot.transfer = self.tier.read(slot.extent, slot.buffer, what=slot.name, kind=self.kind)
+        slot.transfer = self.tier.read(
+            slot.extent, slot.buffer, what=slot.name, kind=self.kind, size_bytes=slot.read_bytes
+        )
         self._ring_for(slot.transfer)
 
     def start_write(self, slot: S) -> None:
         """Start writing a changed slot to its extent. Raises as `start_read` does."""
         assert self.tier is not None
-        assert slot.extent is not None
         assert slot.buffer is not None
         slot.checksums = self._checksums_of(slot)
+        if self.sealer is not None:
+            self.sealer.seal(slot)
+        assert slot.extent is not None
         slot.become(Residency.WRITING)
         slot.transfer = self.tier.write(slot.extent, slot.buffer, what=slot.name, kind=self.kind)
         self._ring_for(slot.transfer)
@@ -258,6 +284,13 @@ class Staging(Generic[S]):
         if slot.residency is not Residency.UNBORN:
             slot.become(Residency.UNBORN)
         self.give_up(slot)
+        if slot.own_pool is not None:
+            self._own_pools.pop(slot.own_pool, None)
+
+    def adopt(self, slot: S, extent: Extent) -> None:
+        """Take the bytes of an extent, which a run that ended has left, for those of a slot that was forgotten."""
+        slot.extent, slot.checksums = extent, None
+        slot.become(Residency.ON_TIER)
 
     def drop_spare(self) -> None:
         """Let the spare buffer go, which no slot may hold any more."""
@@ -268,6 +301,9 @@ class Staging(Generic[S]):
         self._bell.close()
         self.listener = None
         self.pool = self._spare = None
+        for pool in self._own_pools:
+            pool.close()
+        self._own_pools.clear()
 
     def _quiesce(self, slot: S) -> None:
         assert self.tier is not None

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,8 @@ class NvmeTier:
         self._owner_pid = os.getpid()
         self._closed = False
         self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
-        self._under_way: set[_Flight] = set()
+        self._under_way: dict[_Flight, None] = {}
+        """What the engine may have, oldest first."""
         self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
         self.space = space or SwapSpace(paths or config.nvme_paths, weights=aio.path_weights, direct=aio.direct)
         try:
@@ -127,6 +128,14 @@ class NvmeTier:
             OutOfSpaceError: names the path that is full and all the bytes needed there; nothing is kept.
         """
         return self.space.allocate_all(sizes)
+
+    def check_room(self, sizes: Sequence[int]) -> None:
+        """Look whether `reserve` would find the space now; takes none.
+
+        Raises:
+            OutOfSpaceError: names the path that is full and all the bytes needed there.
+        """
+        self.space.check_room(sizes)
 
     def free(self, extent: Extent) -> None:
         """Give an extent back. Its bytes may be handed out again at once."""
@@ -223,8 +232,8 @@ class NvmeTier:
         flight = _Flight(op, extent, segments, buffer, self.engine)
         with self._lock:
             # Held here, the buffer's memory cannot go away under the kernel when the caller drops the transfer.
-            self._under_way.difference_update([other for other in self._under_way if other.over()])
-            self._under_way.add(flight)
+            self._forget([other for other in self._under_way if other.over()])
+            self._under_way[flight] = None
         operation = self._submit(flight)
         with self._lock:
             self._bytes_by_kind[op, kind] += operation.size_bytes
@@ -251,7 +260,7 @@ class NvmeTier:
             if flight not in self._under_way:
                 return None
             if flight.engine.breakdown is not None and not self._engines.replace(flight.engine):
-                self._under_way.discard(flight)
+                self._forget([flight])
                 return None
             # Intent first, as in `_start`.
             flight.operation = None
@@ -268,7 +277,11 @@ class NvmeTier:
             if flight.operation is not None:
                 flight.operation.wait()
         with self._lock:
-            self._under_way.difference_update(flights)
+            self._forget(flights)
+
+    def _forget(self, flights: Iterable[_Flight]) -> None:
+        for flight in flights:
+            self._under_way.pop(flight, None)
 
     def _wait_for_any(self) -> None:
         with self._lock:
@@ -284,7 +297,7 @@ class NvmeTier:
             raise ForkError("NVMe tier", self._owner_pid, pid)
 
 
-def _shut(owner_pid: int, engines: EngineInUse, space: SwapSpace, under_way: set[_Flight]) -> None:
+def _shut(owner_pid: int, engines: EngineInUse, space: SwapSpace, under_way: dict[_Flight, None]) -> None:
     if os.getpid() != owner_pid:
         return
     engines.close()

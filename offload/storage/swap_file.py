@@ -80,12 +80,8 @@ class SwapFile:
         if missing <= 0:
             return
         self.check_whole()  # a file that grew is long enough again, and its blocks are counted anew
-        system = os.fstatvfs(self.fd)
-        free_bytes = system.f_bavail * system.f_frsize
         # Asked first because some file systems (and glibc's emulation) fill the disk before they say no.
-        # ramfs counts no blocks at all (f_blocks is 0): nothing to ask.
-        if system.f_blocks and free_bytes < missing:
-            raise OutOfSpaceError(path=self.path, needed_bytes=missing, free_bytes=free_bytes)
+        free_bytes = self._check_free(missing)
         try:
             os.posix_fallocate(self.fd, self._promised, missing)
         except OSError as error:
@@ -107,6 +103,23 @@ class SwapFile:
         found = os.fstat(self.fd)
         if found.st_blocks * _STAT_BLOCK_BYTES >= found.st_size:
             self._note_promise(found.st_size)
+
+    def check_room(self, size_bytes: int) -> None:
+        """Look whether the file system has space for that much beside what is handed out; takes none.
+
+        Raises:
+            OutOfSpaceError: it has not; names the bytes needed and free.
+        """
+        self._check_free(self.end + size_bytes - self._promised)
+
+    def _check_free(self, missing: int) -> int:
+        """Bytes that the file system has free, at least `missing`."""
+        system = os.fstatvfs(self.fd)
+        free_bytes = system.f_bavail * system.f_frsize
+        # ramfs counts no blocks at all (f_blocks is 0): nothing to ask.
+        if system.f_blocks and free_bytes < missing:
+            raise OutOfSpaceError(path=self.path, needed_bytes=missing, free_bytes=free_bytes)
+        return free_bytes
 
     def _note_promise(self, size_bytes: int) -> None:
         self._promised = size_bytes

@@ -142,6 +142,18 @@ class SwapSpace:
                 raise
         return extents
 
+    def check_room(self, sizes: Sequence[Size]) -> None:
+        """Look whether `allocate_all` of these sizes would find space now; takes none.
+
+        Raises:
+            OutOfSpaceError: names the path that is full and all the bytes needed there.
+        """
+        with self._lock:
+            self._free_lost()
+            shares = [self._split(part) for size in sizes for part in (size if isinstance(size, tuple) else (size,))]
+            for number, file in enumerate(self._files):
+                file.check_room(sum(share[number] for share in shares))
+
     def claim(self, stripes: Sequence[Stripe]) -> Extent:
         """The extent that an earlier process had in these stripes, free again when nobody has it any more.
 

@@ -37,10 +37,19 @@ DTYPE_OF_FORM = {form: dtype for dtype, form in FORM_OF_DTYPE.items()}
 MASTER_DTYPE = {MasterForm.SPLIT: torch.uint16, MasterForm.FULL: torch.float32, MasterForm.ITSELF: None}
 """Dtype of the tensor that is kept beside the parameter, by form of the master; None: there is none."""
 
+TAIL_DTYPE = {MasterForm.SPLIT: torch.bfloat16, MasterForm.FULL: None, MasterForm.ITSELF: torch.float32}
+"""Dtype of what a parameter has that cannot be had from its state, by form of the master; None: there is nothing."""
+
 
 def num_tiles(numel: int) -> int:
     """Tiles of `TILE_NUMEL` in a run of ``numel`` elements."""
     return -(-numel // TILE_NUMEL)
+
+
+def sealed_itemsize(form: MasterForm, states: Sequence[State]) -> int:
+    """Bytes of state and parameter per parameter, where both are kept: 12 with two fp32 states, whatever the dtype."""
+    dtype = TAIL_DTYPE[form]
+    return state_itemsize(form, states) + (dtype.itemsize if dtype else 0)
 
 
 def state_itemsize(form: MasterForm, states: Sequence[State]) -> int:

@@ -8,7 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, TILE_NUMEL, MasterForm, state_itemsize
+from nvme_offload.optim.layout.master import (
+    FORM_OF_DTYPE,
+    MASTER_DTYPE,
+    TAIL_DTYPE,
+    TILE_NUMEL,
+    MasterForm,
+    sealed_itemsize,
+    state_itemsize,
+)
 from nvme_offload.optim.rules.rule import UpdateRule
 
 SECTION_ALIGNMENT = 64
@@ -69,6 +77,11 @@ class Subgroup:
         return self.padded_numel * state_itemsize(self.form, self.rule.states)
 
     @property
+    def tail_dtype(self) -> torch.dtype | None:
+        """Dtype of what the parameters have besides the state; None where the state has all."""
+        return TAIL_DTYPE[self.form]
+
+    @property
     def sections(self) -> dict[str, tuple[torch.dtype, int]]:
         """Dtype and byte offset of ``master``, where there is such a section, and of each state, by name."""
         dtype = MASTER_DTYPE[self.form]
@@ -93,7 +106,9 @@ class ParamToPlace:
     block: int = -1
 
 
-def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: int, first: int = 0) -> list[Subgroup]:
+def plan_subgroups(
+    params: Iterable[ParamToPlace], max_bytes: int, max_numel: int, first: int = 0, *, sealed: bool = False
+) -> list[Subgroup]:
     """Cut parameters, in their order, into subgroups.
 
     A subgroup holds parameters of one group, one master form and one block of the tiers, at most `max_numel` elements
@@ -106,6 +121,7 @@ def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: in
         max_bytes: size of a staging buffer, in bytes; must hold a block of the widest state.
         max_numel: upper limit of a subgroup, in elements.
         first: index of the first subgroup made.
+        sealed: the parameters have a place beside their state, which counts as state in `max_bytes`.
     """
     subgroups: list[Subgroup] = []
     pending: list[Run] = []
@@ -122,7 +138,7 @@ def plan_subgroups(params: Iterable[ParamToPlace], max_bytes: int, max_numel: in
         if kind != current or param.rule.whole:
             close()
             current = kind
-        itemsize = state_itemsize(kind[1], param.rule.states)
+        itemsize = (sealed_itemsize if sealed else state_itemsize)(kind[1], param.rule.states)
         capacity = min(max_bytes // max(itemsize, 1), _round_up(max_numel, TILE_NUMEL))
         start = 0
         while start < param.numel:

@@ -30,6 +30,9 @@ _LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a change and the word
 class Job(Protocol):
     """Something to be done behind the scenes, turn by turn."""
 
+    must_end: bool
+    """Whether it is done to its end also where everybody has let go of the worker."""
+
     def turn(self) -> bool:
         """Do what can be done now, and wait for nothing; whether there is more that can be done at once."""
 
@@ -44,7 +47,7 @@ class Job(Protocol):
 class Worker:
     """One job at a time, done in a thread that is started when it is first needed.
 
-    The thread keeps nothing alive while it has no job, and ends when its owner is gone, at the latest with the
+    The thread keeps nothing alive, unless its job must end, and ends when its owner is gone, at the latest with the
     interpreter.
 
     Args:
@@ -161,7 +164,7 @@ def _work(of: weakref.ref[Worker], bell: Bell, end: threading.Event) -> None:
             if worker is None:
                 return
             more, idle = worker.turn(), worker.is_idle
-            if worker.job is None:  # else what it updates must not go before it is updated
+            if worker.job is None or not worker.job.must_end:
                 del worker
             if not more and not end.is_set():
                 bell.wait(None if idle else _LOOK_AGAIN_SECONDS)

@@ -69,7 +69,7 @@ void check_inside(std::int64_t offset, std::int64_t size_bytes, std::int64_t ent
 void check(const LoggedStep& step, const Segment& s, const RuleKernels& rule) {
   check_choice("grad_dtype of a logged step", step.grad_dtype, kNumGradDtypes);
   check_count(rule.name, "scalars", step.scalars.size(), rule.num_scalars);
-  check_address("entry", step.entry, kCacheLine, s.numel);
+  check_address("entry", step.entry, kCacheLine, step.entry_bytes);  // of zeros alone it has nothing
   check_address("offsets", step.offsets, sizeof(std::int64_t), s.numel);
   for (std::size_t index = 0; index < num_tiles(s.numel); ++index) {
     const TileOffsets& offsets = pointer<const TileOffsets>(step.offsets)[index];

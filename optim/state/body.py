@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -47,6 +47,8 @@ class StateBody(ABC):
         self.is_closed = False
         self.worker = Worker(pipeline.waiting)
         """Does what is left of a step when it returns."""
+        self.after_updates: Callable[[], None] = lambda: None
+        """Called when the updates behind a step are done, by who did them: in a turn of the worker."""
         pipeline.ring(self.worker.bell)
         self.uses = FirstUses()
         """In which order the latest forward used the parameters."""
@@ -58,6 +60,8 @@ class StateBody(ABC):
     @abstractmethod
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
         """Give parameters whose state has no place yet one, with all of its space promised. Call it `at_rest`.
+
+        The first that need one bring all along that require a gradient.
 
         Raises:
             OutOfSpaceError: names bytes needed and free.
@@ -74,6 +78,24 @@ class StateBody(ABC):
         """
         wanted = self.table if records is None else records
         self.ensure_placed([record for record in wanted if record.leaf.requires_grad])
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether any state has its place. Until then whoever shards the model may exchange all parameters."""
+        return bool(self.slots)
+
+    @property
+    def has_let_go(self) -> bool:
+        """Whether it holds no parameter any more, until somebody needs one: see `StateStore.foresee`."""
+        return not len(self.table)
+
+    def has_state(self, record: ParamRecord) -> bool:
+        """Whether a parameter has state: it has a place, or will have when the first one gets its own."""
+        return record.is_placed or (not self.is_settled and record.leaf.requires_grad)
+
+    @property
+    def _trainable(self) -> list[ParamRecord]:
+        return [record for record in self.table if record.leaf.requires_grad]
 
     def slots_of(self, indices: Iterable[int]) -> list[SlotRecord]:
         """Slots that hold state of any of these parameters."""
@@ -175,7 +197,8 @@ class StateBody(ABC):
         """Whether the latest step stopped halfway. One whose updates go on behind it has not."""
         if self.worker.job is not None:  # first: the worker may be done before the next line
             return False
-        return self.unfinished is not None and not self.unfinished.is_open
+        unfinished = self.unfinished
+        return unfinished is not None and not (unfinished.is_open or unfinished.is_found_run)
 
     @property
     def is_own_process(self) -> bool:

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from itertools import islice
+from typing import Protocol
 
 import torch
 
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.offload.errors import StateError
-from nvme_offload.offload.host.buffer_pool import BufferPool
-from nvme_offload.offload.staging.slot import FAILURES, Staging
+from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
+from nvme_offload.offload.staging.slot import FAILURES, Sealer, Staging
+from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.tier import Memory, Tier
+from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.stats import Meter, Span, SpanKind
 
@@ -33,6 +35,13 @@ KIND = "optimizer state"
 
 
 _SPAN_OF: dict[Residency, SpanKind] = {Residency.READING: "read", Residency.WRITING: "write"}
+
+
+class Seal(Sealer[SlotRecord], Protocol):
+    """What makes of a subgroup's state in a buffer all that another process needs of it."""
+
+    def complete(self, slot: SlotRecord, memory: Memory) -> None:
+        """Put beside the state what of its parameters lives in memory alone."""
 
 
 class StepPipeline:
@@ -47,6 +56,7 @@ class StepPipeline:
         tier: where the extents are; None where no subgroup has one.
         pool: staging buffers, each large enough for any subgroup with an extent.
         checksum: 1D int32 to its checksums, int64; what is read must have those of what was written. None: no checks.
+        seal: completes what is written, so that another process can go on with it; None: nothing outlives this one.
     """
 
     def __init__(
@@ -56,10 +66,14 @@ class StepPipeline:
         tier: Tier | None = None,
         pool: BufferPool | None = None,
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        seal: Seal | None = None,
     ) -> None:
         self._staging: Staging[SlotRecord] = Staging(KIND, tier, pool, checksum)
+        self._staging.sealer = self._seal = seal
         self._give_birth = give_birth
         self._meter = meter
+        self.discards = False
+        """Whether what is released is given up in place of being written: other state will take its place."""
         self.on_pause: Callable[[], None] = lambda: None
         """Called now and then while waiting. May raise: what was waited for goes on and can be waited for again."""
 
@@ -142,7 +156,7 @@ class StepPipeline:
 
     def is_here(self, slot: SlotRecord) -> bool:
         """Whether `acquire` of this subgroup would wait for nothing."""
-        return slot.is_resident or (slot.buffer is not None and slot.transfer is None)
+        return slot.memory is not None or (slot.buffer is not None and slot.transfer is None)
 
     @property
     def is_quiet(self) -> bool:
@@ -167,13 +181,39 @@ class StepPipeline:
 
     def will_change(self, slot: SlotRecord) -> None:
         """Say that the acquired memory is about to differ from the tier."""
-        if not slot.is_resident:
+        if slot.memory is None:
             slot.become(Residency.DIRTY)
 
     def release(self, slot: SlotRecord) -> None:
         """Done with the acquired memory: a change is written behind, anything else stays as a clean copy."""
-        if slot.residency is Residency.DIRTY:
+        if self.discards:
+            self._staging.forget(slot)
+        if slot.residency is Residency.DIRTY and slot.buffer is not None:
+            if self._seal is not None:
+                self._seal.complete(slot, slot.buffer)
             self._staging.start_write(slot)
+
+    def writes_under_way(self) -> list[Transfer[StagingBuffer]]:
+        """Transfers of all that is being written now; what could not be written before is begun once more.
+
+        Raises:
+            SwapIOError: it cannot be begun.
+        """
+        self._staging.recover()
+        self._write_again()
+        return [slot.transfer for slot in self.residents if slot.residency is Residency.WRITING and slot.transfer]
+
+    def adopt(self, slot: SlotRecord, extent: Extent, read_bytes: int | None) -> None:
+        """Take what a run that ended has left in an extent for the state of a subgroup, of which nothing else is kept.
+
+        Args:
+            slot: the subgroup.
+            extent: where it was left.
+            read_bytes: how much of it is read from now on; None: all.
+        """
+        self._staging.forget(slot)
+        slot.read_bytes = read_bytes
+        self._staging.adopt(slot, extent)
 
     def forget(self, slots: Iterable[SlotRecord]) -> None:
         """Give up subgroups that nobody will ask for: waits for their transfers, keeps nothing of their state."""
@@ -216,9 +256,22 @@ class StepPipeline:
         self._staging.close()
 
     def _window(self, order: Sequence[SlotRecord], position: int) -> list[SlotRecord]:
-        """The next subgroups on NVMe, as many as there are staging buffers."""
-        on_tier = (order[i] for i in range(position, len(order)) if not order[i].is_resident)
-        return list(islice(on_tier, self.pool.num_buffers if self.pool else 0))
+        """The next subgroups on NVMe, as many as there are staging buffers, and those in between with one of their own.
+
+        Of the latter only those that have to be read first, or that are wanted now.
+        """
+        window, room = [], self.pool.num_buffers if self.pool else 0
+        for i in range(position, len(order)):
+            if not room:
+                break
+            slot = order[i]
+            if slot.own_pool is not None:
+                if i == position or slot.needs_read:
+                    window.append(slot)
+            elif not slot.is_resident:
+                window.append(slot)
+                room -= 1
+        return window
 
     def _in_host_memory(self, slot: SlotRecord, memory: Memory) -> Memory:
         if slot.residency is Residency.UNBORN:
@@ -247,7 +300,7 @@ class StepPipeline:
 
     def _evict_outside(self, window: Sequence[SlotRecord]) -> bool:
         for slot in self.residents:
-            if slot.evictable and slot not in window:
+            if slot.evictable and slot.own_pool is None and slot not in window:
                 self._staging.give_up(slot)
                 return True
         return False

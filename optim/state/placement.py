@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.durable.seal import ExtentLayout
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import auto_host_budget
 from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit, plan_tiers
@@ -32,11 +33,15 @@ class StatePlacement:
     """
 
     def __init__(self, config: OffloadConfig, rule: UpdateRule) -> None:
+        self._section = config.zero_optimization.offload_optimizer
+        self._is_sealed = self._section.run_name is not None
+        self.layout_of: Callable[[Subgroup], ExtentLayout] | None = None
+        """How the extents of a durable run's subgroups are laid out; None: they hold the state and nothing else."""
+        # A master that is not beside its parameter has it in a tail: sealed or not, the widest form is the same.
         self._largest_block_bytes = TILE_NUMEL * state_itemsize(MasterForm.FULL, rule.widest_states)
         # The mirrors of a CUDA device take as much memory as this many more staging buffers, at most.
         narrowest = max(state_itemsize(MasterForm.ITSELF, rule.states), 1)
         self._mirrors_in_buffers = -(-DeviceMirror.BYTES_PER_ELEMENT // narrowest)
-        self._section = config.zero_optimization.offload_optimizer
         self._on_nvme = self._section.device == "nvme"
         written = config.host_budget
         self.host_budget = auto_host_budget() if written == "auto" else written
@@ -61,7 +66,13 @@ class StatePlacement:
         if self.host_budget is not None:
             num_shares = num_buffers + (self._mirrors_in_buffers if with_mirrors else 0)
             share = min(share, (self.host_budget - host_state_bytes) // num_shares)
+        if self._is_sealed:
+            share -= _sealed_beside(share)
         return max(share // mmap.PAGESIZE * mmap.PAGESIZE, self._largest_block_bytes)
+
+    def size_bytes(self, subgroup: Subgroup) -> int:
+        """Bytes that a subgroup takes in memory: its state, in a durable run also what is written beside it."""
+        return subgroup.size_bytes if self.layout_of is None else self.layout_of(subgroup).size_bytes
 
     def check_whole(self, rule: UpdateRule, needed_bytes: int, name: str) -> None:
         """Look whether a staging buffer holds the state of a parameter that its rule needs whole.
@@ -71,6 +82,8 @@ class StatePlacement:
         """
         section = self._section
         share = section.staging_budget // section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._is_sealed:
+            needed_bytes += _sealed_beside(needed_bytes)
         if not rule.whole or not self._on_nvme or needed_bytes <= share:
             return
         least = format_bytes(-(-needed_bytes // MiB) * MiB * section.buffer_count)
@@ -112,19 +125,27 @@ class StatePlacement:
             choice = ("host", "nvme")
         units = list(blocks)
         units += [Unit(f"{STAGING} of {KIND}", STAGING, staging_bytes, tiers=("host",))] if staging_bytes else []
-        units += [_unit(slot.subgroup, page, ("host",) if slot.is_resident else ("nvme",)) for slot in placed]
+        units += [self._unit(slot.subgroup, page, ("host",) if slot.is_resident else ("nvme",)) for slot in placed]
         # Without a byte of state, as that of plain SGD over fp32 parameters, there is nothing to put on a drive.
-        units += [_unit(subgroup, page, choice if subgroup.size_bytes else ("host",)) for subgroup in new]
+        units += [self._unit(subgroup, page, choice if self.size_bytes(subgroup) else ("host",)) for subgroup in new]
         plan = plan_tiers(units, {} if self.host_budget is None else {"host": self.host_budget})
         if plan.excess("host"):
             raise ConfigError([self._too_small(plan)])
         return plan
 
+    def _unit(self, subgroup: Subgroup, page: int, tiers: tuple[Tier, ...]) -> Unit:
+        size_bytes = -(-self.size_bytes(subgroup) // page) * page
+        read_bytes = -(-subgroup.size_bytes // page) * page
+        return Unit(f"subgroup {subgroup.index}", KIND, size_bytes, read_bytes, size_bytes, tiers)
+
     def _check_staging_budget(self) -> None:
         section = self._section
         share = section.staging_budget // section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE
-        if share < self._largest_block_bytes:
-            needed = format_bytes(section.buffer_count * self._largest_block_bytes)
+        least = self._largest_block_bytes
+        if self._is_sealed:
+            least += _sealed_beside(least)
+        if share < least:
+            needed = format_bytes(section.buffer_count * least)
             raise ConfigError(
                 [
                     "zero_optimization.offload_optimizer.staging_budget = "
@@ -154,6 +175,9 @@ class StatePlacement:
         )
 
 
-def _unit(subgroup: Subgroup, page: int, tiers: tuple[Tier, ...]) -> Unit:
-    size_bytes = -(-subgroup.size_bytes // page) * page
-    return Unit(f"subgroup {subgroup.index}", KIND, size_bytes, size_bytes, size_bytes, tiers)
+def _sealed_beside(size_bytes: int) -> int:
+    """Bytes that an extent with so many of state and parameters has besides, at most: its trailer, and what is rounded.
+
+    A trailer has 8 bytes for each 256 KiB.
+    """
+    return 4 * mmap.PAGESIZE + size_bytes // 32768

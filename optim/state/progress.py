@@ -75,6 +75,7 @@ class UnfinishedStep:
         """Tiles of 65536 elements found changed by somebody else."""
         self.is_open = False
         """Whether updates have begun in backward, and the step itself is still to come."""
+        self._found: str | None = None
         self._versions = {index: _version(grad) for index, grad in inputs.grads.items()} if inputs else {}
         self._owner = owner
         if begun is not None:
@@ -132,9 +133,23 @@ class UnfinishedStep:
         broken.updating = True
         return broken
 
+    @classmethod
+    def of_found_run(cls, name: str, *, owner: str) -> UnfinishedStep:
+        """The record of a durable run that was found and not taken up: what is in memory will not be its state."""
+        found = cls(0, [], None, {}, split=False, owner=owner)
+        found.updating, found._found = True, name
+        return found
+
+    @property
+    def is_found_run(self) -> bool:
+        """Whether this is no step at all, but a run that was found; see `of_found_run`."""
+        return self._found is not None
+
     @property
     def situation(self) -> str:
         """What state the optimizer is in, in words."""
+        if self._found is not None:
+            return f"nvme_path holds the durable run {self._found!r}, which has not been resumed"
         if self.inputs is None:
             return "loading a state dict stopped halfway: part of the state is new and part is old"
         return (
@@ -145,6 +160,11 @@ class UnfinishedStep:
     @property
     def way_on(self) -> str:
         """What can be done about the situation, in words."""
+        if self._found is not None:
+            return (
+                "Call resume() to go on from its latest step, load a checkpoint to go on from there, or begin anew "
+                f"after `offload runs remove {self._found}`, or under another name"
+            )
         if self.updating:
             return f"It was cut off inside an update and cannot be finished: {self._checkpoint}"
         return (
@@ -154,6 +174,8 @@ class UnfinishedStep:
 
     def refusal(self, expected: str) -> StateError:
         """The error for whoever wants something that needs `expected`."""
+        if self.is_found_run:
+            expected = "a run that was resumed"
         return StateError(self._owner, expected, f"{self.situation}. {self.way_on}")
 
     def check_resumable(self) -> StepInputs:

@@ -31,5 +31,5 @@ class SlotRecord(Slot):
 
     @property
     def is_resident(self) -> bool:
-        """Whether it is in host memory for good, and visits no staging buffer."""
-        return self.memory is not None
+        """Whether it is in host memory for good, and visits none of the staging buffers that all share."""
+        return self.own_pool is not None or self.memory is not None

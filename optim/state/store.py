@@ -8,8 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.durable.run import DurableRun
+from nvme_offload.offload.durable.shadow import TABLE
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.progress import tracked
@@ -19,7 +23,7 @@ from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.offload.storage.tier_plan import TierPlan, Unit, plan_tiers
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, state_itemsize
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody
@@ -27,6 +31,8 @@ from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.masters import give_birth
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.placement import StatePlacement
+from nvme_offload.optim.state.progress import UnfinishedStep
+from nvme_offload.optim.state.sealing import Sealing
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.state_parts import StateParts
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
@@ -56,6 +62,10 @@ class StateStore(StateBody):
         self.tier: NvmeTier | None = None
         self.pool: BufferPool | None = None
         self.mirror: DeviceMirror | None = None
+        self.run: DurableRun | None = None
+        """The run that outlives this process; None where the state ends with it."""
+        self.sealing: Sealing | None = None
+        """What completes the subgroups of a durable run."""
         self.plan = plan_tiers([], {})
         """What lives where."""
         self._arrived: list[ParamRecord] = []
@@ -63,18 +73,47 @@ class StateStore(StateBody):
         table, kernels = ParamTable(), KernelPool(_num_kernel_threads())
         if config.zero_optimization.offload_optimizer.device == "nvme":
             self.pool = BufferPool(self._num_buffers, 1)
-            self.tier = NvmeTier(config)  # with a finalizer of its own, should anything after it fail
+            # With a finalizer of its own, should anything after it fail.
+            self.run = _open_run(config)
+            self.tier = NvmeTier(config, space=self.run.space) if self.run is not None else NvmeTier(config)
         try:
             # Not a method of this object, which would live until the garbage collector runs.
             checksum = kernels.tile_checksums if config.aio.checksums else None
+            if self.run is not None:
+                self.sealing = Sealing(self.run, table, kernels)
+                self._placement.layout_of = self.sealing.layout_of
             pipeline = StepPipeline(
-                lambda slot, memory: give_birth(slot, memory, table, kernels), meter, self.tier, self.pool, checksum
+                lambda slot, memory: give_birth(slot, memory, table, kernels),
+                meter,
+                self.tier,
+                self.pool,
+                checksum,
+                self.sealing,
             )
             super().__init__(owner, table, kernels, pipeline, BlockTiers(config, kernels))
+            if self.run is not None and self.run.found:
+                pipeline.discards = True
+                self.unfinished = UnfinishedStep.of_found_run(self.run.name, owner=owner)
         except BaseException:
             if self.tier is not None:
                 self.tier.close()
+            if self.run is not None:
+                self.run.close()
             raise
+
+    def begin_load(self) -> None:
+        """Begin a load: see `StateBody.begin_load`. A run that was found and not resumed is left as it is until then.
+
+        Raises:
+            ResumeError: the run that was found is of another model.
+        """
+        if self.sealing is not None and self.sealing.run.found:
+            run = self.sealing.run
+            layouts = [self.sealing.layout_of(slot.subgroup) for slot in self.slots]
+            run.extents.adopt(run.found[0].tables[TABLE], layouts, where=str(run.folder))
+            run.found = []
+            self.pipeline.discards = False
+        super().begin_load()
 
     def add_params(self, group: int, rule: UpdateRule, params: Mapping[torch.Tensor, str]) -> list[ParamRecord]:
         """Take parameters on, with their names, without giving them a place yet.
@@ -109,7 +148,10 @@ class StateStore(StateBody):
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
         """Give parameters whose state has no place yet one: see `StateBody`."""
         self._tidy_up()
-        missing = [record for record in records if not record.is_placed]
+        wanted = {record.index for record in records}
+        if wanted and not self.is_settled:
+            wanted |= {record.index for record in self._trainable}
+        missing = [record for record in self.table if record.index in wanted and not record.is_placed]
         frozen = [record.leaf for record in self.table if not (record.is_placed or record.leaf.requires_grad)]
         admitted = self.blocks.admit([record.leaf for record in missing], frozen)
         slots: list[SlotRecord] = []
@@ -130,6 +172,43 @@ class StateStore(StateBody):
         self.plan = plan
         self._arrived = missing
         self._tidy_up()
+
+    def foresee(self) -> None:
+        """Look whether the state of all that requires a gradient finds a place, without giving it one yet.
+
+        Shards in parts get theirs at once: part of their weights goes there, and nobody shards them again. Of plain
+        parameters in a process group nobody knows yet what this rank will have; it is asked for the least, and what
+        has no place is let go, so that those who shard the model can free it.
+
+        Raises:
+            OutOfSpaceError, ConfigError, SwapIOError: see `ensure_placed`.
+        """
+        may_be_sharded = dist.is_initialized() and not any(isinstance(leaf, DTensor) for leaf in self.table.leaves)
+        if any(split_shard(leaf) is not None for leaf in self.table.leaves) or (
+            self.blocks.exist and not may_be_sharded
+        ):
+            self.place_trainable()
+            return
+        subgroups = self._cut([record for record in self._trainable if not record.is_placed], [])
+        if may_be_sharded:
+            share = sum(map(self._space_of, subgroups)) // dist.get_world_size()
+            self._check_room([max(share - (self._placement.host_budget or 0), 0)])
+            self.table.drop(0)
+            return
+        self.plan = self._plan(subgroups, [])
+        tiers = self.plan.tiers[len(self.plan.tiers) - len(subgroups) :]
+        moving = [group for group, tier in zip(subgroups, tiers, strict=True) if tier == "nvme" or self.run is not None]
+        self._check_room([*map(self._space_of, moving)])
+
+    def _space_of(self, subgroup: Subgroup) -> int:
+        """Bytes on NVMe that the state of a subgroup needs, if it goes there and is new there."""
+        if self.run is None:
+            return subgroup.size_bytes
+        return 0 if self.run.found else 2 * self._placement.size_bytes(subgroup)
+
+    def _check_room(self, sizes: Sequence[int]) -> None:
+        if self.tier is not None:
+            self.tier.check_room(sizes)
 
     def _tidy_up(self) -> None:
         """Let go of what `ensure_placed` brought elsewhere. Cut short, it is done again by the next one."""
@@ -155,13 +234,28 @@ class StateStore(StateBody):
         moving = [slot for slot, tier in zip(slots, tiers, strict=True) if tier == "nvme"]
         if moving:
             self.pipeline.synchronize()  # a write that failed says so before anything is promised
-            self._fit_pool(max(slot.size_bytes for slot in moving))
+            self._fit_pool(max(self._placement.size_bytes(slot.subgroup) for slot in moving))
         if subgroups:
             self._fit_mirror(subgroups)
         # Last, because it is what would have to be given back.
-        self._reserve(self.tier, moving)
-        self._reserve(self.host, [slot for slot in slots if slot not in moving])
+        if self.sealing is not None:
+            self._place_sealed(self.sealing, slots, moving)
+        else:
+            self._reserve(self.tier, moving)
+            self._reserve(self.host, [slot for slot in slots if slot not in moving])
         return plan
+
+    def _place_sealed(self, sealing: Sealing, slots: Sequence[SlotRecord], moving: Sequence[SlotRecord]) -> None:
+        """All of a durable run's state is written; what a host budget has room for is never read again."""
+        assert self.tier is not None
+        if not sealing.run.found:
+            sealing.run.extents.add([sealing.layout_of(slot.subgroup) for slot in slots])
+        kept = set(slots) - set(moving)
+        for slot in slots:
+            slot.tier = self.tier
+            slot.read_bytes = sealing.read_bytes_of(slot.subgroup)
+            if slot in kept:
+                slot.own_pool = BufferPool(1, self._placement.size_bytes(slot.subgroup))
 
     def _reserve(self, tier: Tier | None, slots: Sequence[SlotRecord]) -> None:
         if tier is not None:
@@ -171,6 +265,9 @@ class StateStore(StateBody):
     def _give_up(self, slots: Sequence[SlotRecord]) -> None:
         """Undo `_place` and `_write_rests`, as far as they came."""
         self.pipeline.forget(slots)
+        if self.run is not None:
+            self.run.extents.drop(len(self.slots))
+            return
         for slot in slots:
             if slot.tier is not None and slot.extent is not None:
                 slot.tier.free(slot.extent)
@@ -189,7 +286,7 @@ class StateStore(StateBody):
     @property
     def host_state_bytes(self) -> int:
         """State that lives in host memory for good."""
-        return sum(slot.subgroup.size_bytes for slot in self.slots if slot.is_resident)
+        return sum(self._placement.size_bytes(slot.subgroup) for slot in self.slots if slot.is_resident)
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files. Idempotent; no-op in a forked child.
@@ -210,6 +307,8 @@ class StateStore(StateBody):
         self.blocks.close()
         if self.tier is not None:
             self.tier.close()
+        if self.run is not None:
+            self.run.close()
         self.host.close()
         if self.pool is not None:
             self.pool.close()
@@ -263,16 +362,17 @@ class StateStore(StateBody):
         max_bytes = self._placement.max_subgroup_bytes(taken, bool(self._cuda_devices))
         max_numel = self.config.zero_optimization.sub_group_size
         for place in places:
-            needed = place.numel * state_itemsize(FORM_OF_DTYPE[place.dtype], place.rule.states)
+            itemsize = sealed_itemsize if self.run is not None else state_itemsize
+            needed = place.numel * itemsize(FORM_OF_DTYPE[place.dtype], place.rule.states)
             self._placement.check_whole(place.rule, needed, self.table[place.index].name)
-        return plan_subgroups(places, max_bytes, max_numel, first=len(self.slots))
+        return plan_subgroups(places, max_bytes, max_numel, first=len(self.slots), sealed=self.run is not None)
 
     def _plan(self, subgroups: Sequence[Subgroup], blocks: Sequence[Unit]) -> TierPlan:
         """Place new subgroups and blocks beside the present ones."""
         staging, page = 0, mmap.PAGESIZE
         if self.pool is not None and self.tier is not None:
             page = self.tier.alignment
-            largest = max((subgroup.size_bytes for subgroup in subgroups), default=0)
+            largest = max(map(self._placement.size_bytes, subgroups), default=0)
             staging = self._num_buffers * max(self.pool.buffer_bytes, -(-largest // page) * page)
         if self._cuda_devices:
             staging += DeviceMirror.BYTES_PER_ELEMENT * self._largest_numel(subgroups)
@@ -308,6 +408,17 @@ class StateStore(StateBody):
         if self.mirror is not None:
             self.mirror.close()
         self.mirror = larger
+        if self.sealing is not None:
+            self.sealing.settle_params = larger.end_step
+
+
+def _open_run(config: OffloadConfig) -> DurableRun | None:
+    name = config.zero_optimization.offload_optimizer.run_name
+    if name is None:
+        return None
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    aio = config.aio
+    return DurableRun(config.nvme_paths, name=name, rank=rank, direct=aio.direct, weights=aio.path_weights)
 
 
 def _num_kernel_threads() -> int:

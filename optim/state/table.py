@@ -190,10 +190,9 @@ class ParamTable:
                 record = self.find(param)
                 if record is None:
                     raise ValueError(
-                        f"{where} (shape {tuple(param.shape)}) is not one that this "
-                        "optimizer was made with. Whoever shards a model later puts other parameters in their place, "
-                        "as accelerate's FSDP does: shard it first (initialize, or fully_shard), then make the "
-                        "optimizer. New parameters come with add_param_group"
+                        f"{where} (shape {tuple(param.shape)}) came into the group after the state of this optimizer "
+                        "had its place (the first step, a load, place()): until then whoever shards the model may put "
+                        "other parameters there, as accelerate does. New parameters come with add_param_group"
                     )
                 if record.index in places:
                     raise ValueError(

@@ -60,6 +60,8 @@ class UpdatesBehind:
         following: subgroups as the next step will go through them.
     """
 
+    must_end = True
+
     def __init__(
         self,
         store: StateStore,
@@ -117,6 +119,7 @@ class UpdatesBehind:
             store.table[index].steps = count
         self._meter.changed_behind += step.changed_tiles
         store.unfinished = None
+        store.after_updates()
         # Updates that begin in backward begin with the last layers.
         first = self._following[::-1] if store.config.overlap_step == "backward" else self._following
         store.worker.pastime = FirstReads(store.pipeline, first)
@@ -154,6 +157,8 @@ class FirstReads:
         pipeline: of the state.
         order: subgroups in the order in which the next step will need them.
     """
+
+    must_end = False
 
     def __init__(self, pipeline: StepPipeline, order: Sequence[SlotRecord]) -> None:
         self._pipeline = pipeline

@@ -38,6 +38,8 @@ class UpdatesInBackward:
         order: subgroups as they will probably be ready, the last layer's first.
     """
 
+    must_end = False
+
     def __init__(
         self,
         store: StateStore,
@@ -80,7 +82,8 @@ class UpdatesInBackward:
             self._take_in(*self._inbox.popleft())
             return True
         slot = next((slot for slot in ahead if slot in pending and pipeline.is_here(slot)), None)
-        if slot is None:
+        sealing = self._store.sealing
+        if slot is None or (sealing is not None and sealing.is_held):  # the step before must last first
             return False
         update_captured(self._store, self._meter, self.step, self.inputs, slot, ahead)
         self._meter.updates_in_backward += 1

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from nvme_offload.offload._torch_private import fsdp_params, is_compiled, not_compiled
-from nvme_offload.optim.blocks import find_blocks, match_blocks, params_outside
+from nvme_offload.optim.blocks import find_units, match_blocks, params_outside
 from nvme_offload.optim.state.body import StateBody
 
 
@@ -64,7 +64,7 @@ class PlainModules:
             ValueError: no parameter in it is the optimizer's, a block names nothing, or a module is compiled.
         """
         table = self._body.table
-        chosen = set(find_blocks(model) if blocks is None else match_blocks(model, blocks))
+        chosen = set(find_units(model) if blocks is None else match_blocks(model, blocks))
         if not any(param in table for param in model.parameters()):
             raise ValueError(
                 f"overlap_with: none of the parameters of this {type(model).__name__} is one that the optimizer was "

@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigWarning
+from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
 from nvme_offload.optim.interrupt import DeferredInterrupt
 from nvme_offload.optim.layout.flat import flat_grad
@@ -39,6 +40,7 @@ class Stepper:
         meter: counts steps and collects their timeline.
         config: the section, of which ``gradient_clipping`` and ``skip_non_finite`` say what becomes of a norm.
         norm_group: further ranks whose gradients belong to the same global norm.
+        commits: of a durable run: the one before a step is settled before it writes anything.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Stepper:
         meter: Meter,
         config: OffloadConfig,
         norm_group: dist.ProcessGroup | None,
+        commits: Commits | None = None,
     ) -> None:
         self.total_norm = float("nan")
         """Norm of the latest step's gradients, over all ranks, unscaled, before clipping."""
@@ -60,9 +63,23 @@ class Stepper:
         self._meter = meter
         self._config = config
         self._norm_group = norm_group
+        self._commits = commits
         self._has_said_that_nothing_overlaps = False
-        self.final = FinalGradients(store, meter, rule) if config.overlap_step == "backward" else None
+        self.final = FinalGradients(store, meter, rule) if self._begins_in_backward else None
         """Begins the updates in backward, where the section asks for that."""
+
+    @property
+    def _begins_in_backward(self) -> bool:
+        """Whether updates may begin before the step, which several ranks of a durable run begin together."""
+        asked = self._config.overlap_step == "backward"
+        if not asked or self._commits is None or not dist.is_initialized() or dist.get_world_size() == 1:
+            return asked
+        warn_user(
+            'overlap_step = "backward" is done as with "forward" here: the ranks of a durable run agree in step() that '
+            "the one before lasts on all of them, before any of them writes. The bits are the same",
+            ConfigWarning,
+        )
+        return False
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Note that these are the optimizer's groups from now on."""
@@ -121,7 +138,12 @@ class Stepper:
         grads = self._collect_grads(groups)
         if not grads and self._norm_group is None:
             return
+        was_settled = store.is_settled
         store.ensure_placed([store.table[index] for index in grads])
+        if not was_settled:
+            self.watch(groups)
+        if self._commits is not None:
+            self._commits.settle()
         grad_scale = self._grad_scale(grads, loss_scale, found_inf)
         if not grads or grad_scale is None:
             return

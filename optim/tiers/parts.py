@@ -229,7 +229,7 @@ def split_parameters(
         model: a module after ``fully_shard``; all of its parts are searched.
         accumulation_dtype: bf16, fp16 or fp32; by default what a parameter is gathered in.
         fp32_too: also those that are gathered in fp32, of which all is stored. ``offload_param`` and
-            ``offload_gradients`` can move only what is in parts.
+            ``offload_gradients`` can move only what is in parts, and only that waits for updates behind a step.
 
     Returns:
         The model.

@@ -26,13 +26,14 @@ from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.stats import Span
 from nvme_offload.optim.zero.accumulation import Accumulation, check_loss
+from nvme_offload.optim.zero.durable import DurableEngine
 from nvme_offload.optim.zero.meshes import MeshRoles
 from nvme_offload.optim.zero.passes import Passes
 from nvme_offload.optim.zero.peers import Peers
 from nvme_offload.optim.zero.update import Update
 
 
-class OffloadEngine:
+class OffloadEngine(DurableEngine):
     """A model and its optimizer, driven micro-batch by micro-batch. Made by `initialize`.
 
     For every micro-batch::
@@ -88,6 +89,8 @@ class OffloadEngine:
         self._passes = Passes(module, mesh.size(), self._peers)
         self._update = Update(optimizer, self._peers)
         self._scaler = LossScaler.of(config.fp16) if precision_plan.loss_scaling else None
+        if optimizer.is_durable:
+            optimizer.commits.of_engine = True
         if self.is_pipelined:  # whose schedule scales gradients that have been reduced
             optimizer.expect_step(False)
         self._set_sync()
@@ -287,7 +290,7 @@ class OffloadEngine:
                 )
 
     def _end_step(self, taken: bool) -> None:
-        """Do what follows the update. The scheduler, which is the user's and may raise, comes last."""
+        """Do what follows the update. The scheduler, which is the user's and may raise, comes late."""
         self._drop_gathered()
         self.optimizer.zero_grad()
         if self._scaler:
@@ -298,6 +301,7 @@ class OffloadEngine:
         self._set_sync()
         if taken and self.lr_scheduler is not None:
             self.lr_scheduler.step()
+        self._commit_step()
 
     def timeline(self) -> list[Span]:
         """What the latest iteration did and when: forward, backward, step, norm, reads, updates, writes, waits.
@@ -332,11 +336,7 @@ class OffloadEngine:
             StateError: micro-batches of an unfinished step, a step that stopped halfway, or another run saving there.
             ValueError, FileExistsError, CheckpointWriteError, SwapIOError: see `optim.checkpoint.save_load.save`.
         """
-        if (taken := self._update.outcome) is not None:
-            self._end_step(taken)
-        if under_way := self._accumulation.progress:
-            actual = f"{under_way}: gradients are not saved"
-            raise StateError("engine.save_checkpoint", "a call between two steps", actual)
+        self._end_step_under_way("save_checkpoint")
         checkpoint.save(self._training, Path(dir), tag, client_state)
         return True
 
@@ -358,14 +358,23 @@ class OffloadEngine:
             CheckpointError, ValueError: it is damaged, unsafe or does not fit; nothing was changed.
             SwapIOError: a tier failed on the way; load again.
         """
+        loaded = checkpoint.load(self._training, Path(dir), tag, lambda found: self._go_on_from(found.global_steps))
+        if loaded is None:
+            return None, None
+        self._commit_loaded(loaded.client_state)
+        return str(loaded.path), loaded.client_state
 
-        def take_over(loaded: checkpoint.Loaded) -> None:
-            self.global_steps = loaded.global_steps
-            self._drop_gathered()
-            self._drop_gradients()
+    def _end_step_under_way(self, method: str) -> None:
+        if (taken := self._update.outcome) is not None:
+            self._end_step(taken)
+        if under_way := self._accumulation.progress:
+            actual = f"{under_way}: gradients are not saved"
+            raise StateError(f"engine.{method}", "a call between two steps", actual)
 
-        loaded = checkpoint.load(self._training, Path(dir), tag, take_over)
-        return (None, None) if loaded is None else (str(loaded.path), loaded.client_state)
+    def _go_on_from(self, global_steps: int) -> None:
+        self.global_steps = global_steps
+        self._drop_gathered()
+        self._drop_gradients()
 
     def export_safetensors(
         self,

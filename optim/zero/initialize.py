@@ -18,7 +18,7 @@ from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
-from nvme_offload.optim.blocks import find_blocks, match_blocks
+from nvme_offload.optim.blocks import find_units, match_blocks
 from nvme_offload.optim.layout.flat import storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 from nvme_offload.optim.optimizer import OffloadOptimizer
@@ -67,7 +67,7 @@ def initialize(
             ``dp_replicate``, ``dp_shard`` (or ``dp``), ``tp`` (parameters may be DTensors over it).
         lr_scheduler: makes a scheduler from the optimizer, in place of the ``scheduler`` section (not
             ReduceLROnPlateau, which needs a metric).
-        blocks: class names or qualified names of the parts to gather one by one; by default the repeated layers.
+        blocks: class names or qualified names of parts to gather one by one; by default layers and large ends.
         weights: of a model on meta: a ``.safetensors`` file, a folder or an index in the Hugging Face layout. Without
             it, the model's own initialisers give the values, from rank 0's random numbers.
         init: of a model on meta: called with each module after its own initialiser.
@@ -85,15 +85,14 @@ def initialize(
     device_type = _device_type(model, mesh)
     check_supported(config, device_type)
     _keep_no_freed_memory(config)
-    chosen = find_blocks(model) if blocks is None else match_blocks(model, blocks)
+    chosen = find_units(model) if blocks is None else match_blocks(model, blocks)
     birth = _birth_of(model, config, weights, init)
     mesh = _mesh_for(config, mesh if mesh is not None else default_mesh(device_type))
     roles = MeshRoles.of(mesh)
     check_not_sharded(model, roles)
     check_same_on_ranks(mesh, roles, config, model)
     config = completed_for(config, roles.num_data_parallel_ranks)
-    make_optimizer = optimizer or partial(optimizer_class(config.optimizer.kind), **config.optimizer.hyperparameters)
-    rule = _rule_of(optimizer) if optimizer else rule_of(config.optimizer)
+    make_optimizer, rule = _optimizer_of(config, optimizer)
     plan = PrecisionPlan.of(config, model, dtypes_of_stages(model, roles), rule)
     check_blocks_fit(config, model, chosen, roles.data_parallel, plan, rule)
     shard_with_precision(
@@ -106,6 +105,7 @@ def initialize(
     )
     made = make_optimizer(_params_of(model), offload=part_for_optimizer(config), norm_group=roles.pipeline_group)
     try:
+        made.place()
         if birth is not None:
             birth.fill(made.store, chosen, roles.data_parallel)
         scheduler = _checked(lr_scheduler(made)) if lr_scheduler else scheduler_of(config, made)
@@ -128,6 +128,14 @@ def _mesh_for(config: OffloadConfig, mesh: DeviceMesh) -> DeviceMesh:
 def _params_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that the optimizer gets: frozen ones too, as in torch; those have no state before a gradient."""
     return [param for param in model.parameters() if param.requires_grad or storage_of(param).dtype in FORM_OF_DTYPE]
+
+
+def _optimizer_of(config: OffloadConfig, optimizer: OptimizerFactory | None) -> tuple[OptimizerFactory, UpdateRule]:
+    """What makes the optimizer: the one that was given, else that of the section; and its rule."""
+    if optimizer:
+        return optimizer, _rule_of(optimizer)
+    chosen = config.optimizer
+    return partial(optimizer_class(chosen.kind), **chosen.hyperparameters), rule_of(chosen)
 
 
 def _rule_of(optimizer: OptimizerFactory) -> UpdateRule:

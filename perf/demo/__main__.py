@@ -18,7 +18,7 @@ from rich.console import Console
 
 from nvme_offload.aio_native.registry import ENGINES
 from nvme_offload.perf.demo import report
-from nvme_offload.perf.demo.children import Child, RunFailedError, uninterrupted
+from nvme_offload.perf.demo.children import RunChild
 from nvme_offload.perf.demo.options import (
     PRESETS,
     ComputeDevice,
@@ -30,6 +30,7 @@ from nvme_offload.perf.demo.options import (
 from nvme_offload.perf.demo.progress import meters
 from nvme_offload.perf.demo.records import MEASURED_FROM, RunResult, RunSettings
 from nvme_offload.perf.measure import machine
+from nvme_offload.perf.measure.child import ChildFailedError, uninterrupted
 from nvme_offload.perf.measure.command_line import choice_option
 from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
 from nvme_offload.perf.measure.trace import write_trace
@@ -138,11 +139,11 @@ class Demo:
             return nvme.finish(), memory.finish()
 
     @contextlib.contextmanager
-    def child(self, name: str, settings: RunSettings) -> Iterator[Child]:
+    def child(self, name: str, settings: RunSettings) -> Iterator[RunChild]:
         """One run in a child process, and in the end all that it said on standard error."""
         log = self.plan.out / f"{name.replace(' ', '-').lower()}.log"
         try:
-            with Child(settings, log) as child:
+            with RunChild(settings, log) as child:
                 yield child
             said = log.read_text(errors="replace").strip()
             if said:
@@ -267,7 +268,7 @@ def main(
     except KeyboardInterrupt:
         console.print("[yellow]Interrupted; the swap is removed.")
         raise typer.Exit(INTERRUPTED) from None
-    except RunFailedError as error:
+    except ChildFailedError as error:
         console.print("[bold red]The run failed.")
         console.print(str(error), markup=False, highlight=False)
         console.print(f"Nothing is left on the drive; what the run said is in {out}.", markup=False, highlight=False)

@@ -21,8 +21,9 @@ from nvme_offload.offload.host.available_memory import available_bytes
 from nvme_offload.optim.zero.section_checks import check_supported, completed_for
 from nvme_offload.perf.measure.command_line import byte_option, to_bytes
 from nvme_offload.perf.planning.catalogue import drives_of
+from nvme_offload.perf.planning.durable import show_durable, to_dict
 from nvme_offload.perf.planning.machine import Drives, Machine, MachineError
-from nvme_offload.perf.planning.prediction import MAX_LAYERS, Job, largest_model, predict
+from nvme_offload.perf.planning.prediction import MAX_LAYERS, Job, Prediction, largest_model, predict
 from nvme_offload.perf.planning.report import show
 from nvme_offload.perf.planning.shape import ModelShape, ShapeError
 
@@ -103,6 +104,7 @@ def plan(
     update_rate: Annotated[float, typer.Option(help="Parameters per second of one rank's update.")] = UPDATE_RATE,
     tokens: Annotated[int, typer.Option(help="Of one micro-batch on one rank.")] = 2048,
     checkpointing: Annotated[bool, typer.Option(help="Layers are computed again in backward.")] = True,
+    durable: Annotated[bool, typer.Option("--durable", help="Also what it costs that every step survives.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Predict memory, traffic, time and wear of a training step, and the largest model that fits."""
@@ -134,16 +136,24 @@ def plan(
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        found = largest and {
-            "parameters": largest.numel,
-            "layers": largest.num_layers,
-            "deepest": largest.num_layers <= MAX_LAYERS,
-        }
-        typer.echo(json.dumps({**prediction.to_dict(), "largest_model": found}))
+        typer.echo(json.dumps(_document(prediction, largest, durable=durable)))
     else:
-        show(prediction, largest, Console())
+        console = Console()
+        show(prediction, largest, console)
+        for part in show_durable(prediction) if durable else ():
+            console.print(part, highlight=False, soft_wrap=True)
     if prediction.excess:
         raise typer.Exit(1)
+
+
+def _document(prediction: Prediction, largest: ModelShape | None, *, durable: bool) -> dict[str, Any]:
+    found = largest and {
+        "parameters": largest.numel,
+        "layers": largest.num_layers,
+        "deepest": largest.num_layers <= MAX_LAYERS,
+    }
+    kept = {"durable": to_dict(prediction)} if durable else {}
+    return {**prediction.to_dict(), "largest_model": found, **kept}
 
 
 def plannable(config: OffloadConfig, machine: Machine) -> OffloadConfig:

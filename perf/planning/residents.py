@@ -59,15 +59,15 @@ class Residents:
         """
         precision = precision_of(self.config, safe=True)  # most are of classes that autocast gathers in 16 bits
         computed, reduced = precision.gather.itemsize, precision.reduce.itemsize
-        layer, root = max(self.shape.layer_numels), self.shape.rest_numel
+        layer, root = max(self.shape.unit_numels), self.shape.rest_numel
         is_freed = self.config.zero_optimization.stage == 3
         if self.ranks == 1:  # computes on its shards; where they are cast or lent, on one layer's copies at a time
-            layers = layer if is_freed else sum(self.shape.layer_numels)
+            layers = layer if is_freed else sum(self.shape.unit_numels)
             is_lent = self.config.zero_optimization.offload_param.device == "nvme"
             copied = (root + layers) * computed if is_lent or precision.gather != precision.storage else 0
             moves = self.config.offload_gradients.device == "nvme" or precision.accumulate != precision.gather
             return copied + ((root + layer) * computed if moves else 0)
-        layers = 2 * layer if is_freed else sum(self.shape.layer_numels)
+        layers = 2 * layer if is_freed else sum(self.shape.unit_numels)
         reducing = max(layer, root) * reduced * (1 + 1 / self.ranks)
         return round((root + layers) * computed + (root + layer) * computed + reducing)
 

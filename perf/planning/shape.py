@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nvme_offload.optim.blocks import find_blocks
+from nvme_offload.optim.blocks import find_blocks, find_ends
 
 
 class ShapeError(ValueError):
@@ -18,36 +19,40 @@ class ShapeError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What a plan needs to know of a model. FSDP2 gathers every layer by itself, and the rest as one more group."""
+    """What a plan needs to know of a model. FSDP2 gathers every layer and end by itself, the rest as one more group."""
 
     name: str
     layers: tuple[tuple[int, ...], ...]
     """Elements of each parameter of each repeated layer."""
     rest: tuple[int, ...]
-    """Elements of each parameter outside the layers: embedding, head, last norm. Tied ones count once."""
+    """Elements of each parameter outside layers and ends: last norm, small or tied embedding. Tied ones count once."""
     hidden_size: int
     intermediate_size: int
     vocab_size: int
+    before: tuple[tuple[int, ...], ...] = ()
+    """Elements of each parameter of each large embedding or other end before the layers."""
+    after: tuple[tuple[int, ...], ...] = ()
+    """The same of heads behind the layers."""
 
     @property
     def numel(self) -> int:
         """Number of parameters of the whole model."""
-        return self.rest_numel + sum(self.layer_numels)
+        return sum(map(sum, self.groups))
 
     @property
     def rest_numel(self) -> int:
-        """Number of parameters outside the layers."""
+        """Number of parameters outside layers and ends."""
         return sum(self.rest)
 
     @cached_property
-    def layer_numels(self) -> tuple[int, ...]:
-        """Number of parameters of each repeated layer."""
-        return tuple(sum(layer) for layer in self.layers)
+    def unit_numels(self) -> tuple[int, ...]:
+        """Number of parameters of each layer and end."""
+        return tuple(sum(unit) for unit in (*self.before, *self.layers, *self.after))
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Parameters that are gathered at once, in the order of the forward: the rest comes first, if there is any."""
-        return ((self.rest,) if self.rest else ()) + self.layers
+        return ((self.rest,) if self.rest else ()) + self.before + self.layers + self.after
 
     @property
     def num_layers(self) -> int:
@@ -136,12 +141,21 @@ class ModelShape:
         blocks = find_blocks(model)
         if not blocks:
             raise ShapeError(f"{name} has no repeated layers that could be gathered one by one")
-        in_layers = {param for block in blocks for param in block.parameters()}
+        ends = find_ends(model, blocks)
+        in_units = {param for unit in (*blocks, *ends) for param in unit.parameters()}
+        order = list(model.modules())
+        num_before = sum(order.index(end) < order.index(blocks[0]) for end in ends)
         return cls(
             name=name,
-            layers=tuple(tuple(param.numel() for param in block.parameters()) for block in blocks),
-            rest=tuple(param.numel() for param in model.parameters() if param not in in_layers),
+            layers=_sizes(blocks),
+            rest=tuple(param.numel() for param in model.parameters() if param not in in_units),
+            before=_sizes(ends[:num_before]),
+            after=_sizes(ends[num_before:]),
             hidden_size=hidden_size,
             intermediate_size=4 * hidden_size,
             vocab_size=0,
         )
+
+
+def _sizes(modules: Iterable[torch.nn.Module]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(param.numel() for param in module.parameters()) for module in modules)

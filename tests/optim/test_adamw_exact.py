@@ -229,6 +229,7 @@ def test_state_of_a_parameter_that_shares_a_subgroup_but_had_no_gradient(make_ad
     """Its first block is born with its neighbour, its other blocks are not: the master is the parameter in both."""
     params = params_of([(1000,), (3 * BLOCK + 5,)], torch.bfloat16)
     optimizer = make_adamw(params, device, sub_group_size=2 * BLOCK)
+    optimizer.place()
     assert [len(slot.subgroup.runs) for slot in optimizer.store.slots] == [2, 1, 1]
     set_grads(params, 0, without=[1])
     optimizer.step()

@@ -212,6 +212,7 @@ def test_a_write_that_runs_behind_the_last_step_is_reported_by_synchronize(make_
 
 def test_a_step_does_not_wait_for_the_writes_of_the_one_before(make_adamw, monkeypatch):
     params, optimizer, _ = make_faulty(make_adamw, None)
+    optimizer.place()
     set_grads(params, 0)
     with monkeypatch.context() as patch:
         patch.setattr(optimizer.store.pipeline, "synchronize", lambda: pytest.fail("it waits"))
@@ -221,6 +222,7 @@ def test_a_step_does_not_wait_for_the_writes_of_the_one_before(make_adamw, monke
 
 def test_closing_does_not_care(make_adamw, monkeypatch, drive):
     params, optimizer, tier = make_faulty(make_adamw, None)
+    optimizer.place()
     Failing(tier, monkeypatch, Op.WRITE, optimizer.stats().num_subgroups)
     set_grads(params, 0)
     optimizer.step()

@@ -28,6 +28,7 @@ def test_a_group_added_in_mid_training(make_adamw, device, numel):
     twin.own_settings = {2: {"lr": 1e-2, "weight_decay": 0.0}}
     optimizer = make_adamw(params, device, clip=1.0, sub_group_size=1 << 22)
     twin.clip = 1.0
+    optimizer.place()
     staging = optimizer.stats().staging_bytes
     for step in range(6):
         if step == 3:

@@ -99,6 +99,7 @@ def test_a_step_that_was_all_but_done_is_done(make_adamw, interrupt_after):
     uninterrupted.step()
     with faulty_drive(FaultSpec(seed=1, delay=1.0, max_delay_us=300_000)):
         _, optimizer = started(make_adamw, steps=0)
+        optimizer.place()
     interrupt_after(optimizer.stats().num_subgroups)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()

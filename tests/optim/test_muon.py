@@ -34,6 +34,7 @@ def test_one_rank_has_torchs_bits(changes, dtype, drive):
     masters = [Parameter(p.detach().float()) for p in params]
     theirs = torch.optim.Muon(masters, **settings)
     with OffloadMuon(params, **settings, offload=section(drive, buffers=2)) as ours:
+        ours.place()
         assert ours.stats().num_subgroups == len(SHAPES), "no matrix is cut, none shares a subgroup"
         for step in range(20):
             set_grads(params, step)

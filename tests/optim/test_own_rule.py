@@ -89,6 +89,7 @@ def test_states_of_another_dtype_and_birth(drive):
     again = params_of([(70_000,)] * 3, *DTYPES)
     with OwnHalf(params, offload=section(drive)) as optimizer, OwnHalf(again, offload=section()) as other:
         padded = -(-70_000 // 32) * 32
+        optimizer.place()
         assert optimizer.stats().state_bytes == padded * (8 + 10 + 6)
         assert (optimizer.state[params[0]]["count"] == 2).all()
         for step in range(3):

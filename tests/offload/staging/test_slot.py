@@ -16,6 +16,7 @@ SIZE = 8192
 FOLLOWS = {
     ("unborn", "dirty"),
     ("unborn", "host"),
+    ("unborn", "on tier"),
     ("host", "unborn"),
     ("on tier", "reading"),
     ("on tier", "dirty"),

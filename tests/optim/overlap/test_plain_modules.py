@@ -1,6 +1,7 @@
 """Plain modules whose forwards wait for updates behind a step: the same bits, whoever uses which part of them."""
 
 import copy
+import gc
 import io
 import threading
 import weakref
@@ -203,6 +204,22 @@ def test_an_optimizer_that_is_dropped_finishes_its_step_first(tmp_path):
     assert gone() is None or gone().worker.job is None
 
 
+def test_an_optimizer_that_is_dropped_before_its_step_is_gone(tmp_path):
+    model, optimizer = make(tmp_path, "backward")
+    train_step(model, optimizer, 0)
+    loss_of(model, 1).backward()
+    store = optimizer.store
+    store.worker.wait_until(lambda store=store: store.unfinished.done)
+    gone = weakref.ref(store.worker)
+    del optimizer, store
+    for _ in range(100):
+        gc.collect()
+        if gone() is None:
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("its thread holds it")
+
+
 class Slow:
     """Every look at what is in memory takes a while."""
 
@@ -300,8 +317,9 @@ def test_a_gradient_from_a_forward_that_did_not_wait_is_an_error(tmp_path, mode)
             optimizer.step()
             optimizer.synchronize()
             optimizer.zero_grad()
-        train_step(model, optimizer, 1)
-        loss = nn.functional.linear(torch.ones(1, 129, dtype=torch.bfloat16), model.layers[1].up.weight).sum()
+        with optimizer.store.worker.kept_away():  # however quick it is
+            train_step(model, optimizer, 1)
+            loss = nn.functional.linear(torch.ones(1, 129, dtype=torch.bfloat16), model.layers[1].up.weight).sum()
         with pytest.raises(StateError, match=r"parameter 7 of group 0.*may have used old weights"):  # noqa: PT012
             loss.backward()
             optimizer.step()
@@ -329,5 +347,8 @@ def test_a_gradient_that_comes_in_two_parts_is_an_error_with_backward(tmp_path):
     with OffloadAdamW(layer.parameters(), offload=config_of(tmp_path, "backward")) as optimizer:
         optimizer.overlap_with(layer)
         hidden = torch.randn(2, 300, requires_grad=True)
+        layer(hidden).sum().backward()  # in the first step the state gets its place, and nothing begins before it
+        optimizer.step()
+        optimizer.zero_grad()
         with pytest.raises(StateError, match=r"another gradient after the one|used once more"):
             checkpointed(layer, checkpointed(layer, hidden)).sum().backward()

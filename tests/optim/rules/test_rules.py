@@ -126,6 +126,7 @@ def test_bytes_per_parameter_each_way(case, drive):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_state_has_the_bytes_that_the_rule_says(case, dtype, drive):
     with case.make([param((4 * BLOCK,), dtype)], section(drive)) as optimizer:
+        optimizer.place()
         assert optimizer.stats().state_bytes == 4 * BLOCK * state_itemsize(FORM_OF_DTYPE[dtype], case.rule.states)
         set_grads(optimizer.param_groups[0]["params"], 0)
         optimizer.step()

@@ -17,6 +17,7 @@ def trained(make_adamw, device, *, mirrored=False):
     params = [torch.nn.Parameter(p.detach().to(device)) for p in params_of(AWKWARD_SHAPES, *DTYPES)]
     optimizer = make_adamw(params, clip=1.0, sub_group_size=65536)
     if mirrored:
+        optimizer.place()
         largest = max(slot.subgroup.padded_numel for slot in optimizer.store.slots)
         optimizer.store.mirror = DeviceMirror(torch.device("cpu"), largest, pinned=False)
     for step in range(STEPS):
@@ -41,6 +42,7 @@ def test_a_mirror_that_cannot_be_made_leaves_the_one_before(make_adamw, monkeypa
     monkeypatch.setattr(StateStore, "_cuda_devices", property(lambda store: {torch.device("cpu")}))
     params = params_of([(100,)], *DTYPES)
     optimizer = make_adamw(params)
+    optimizer.place()
     before, closed = optimizer.store.mirror, []
     monkeypatch.setattr(DeviceMirror, "close", lambda mirror: closed.append(mirror))
     with monkeypatch.context() as patch:

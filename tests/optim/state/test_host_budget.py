@@ -74,6 +74,7 @@ def test_the_bits_do_not_depend_on_the_budget(make_adamw, expected, monkeypatch,
     params = params_of(SHAPES, *MIXED)
     options = {"clip": 1.0, "buffers": buffers, "checksums": buffers == 3, "host_budget": budget}
     optimizer = make_adamw(params, **options)
+    optimizer.place()
     assert kinds_of_slots(optimizer) == kinds
     train(optimizer, params)
     assert_same_bits(snapshot(optimizer), expected[0])
@@ -93,6 +94,7 @@ def test_the_bits_do_not_depend_on_the_budget(make_adamw, expected, monkeypatch,
 
 def test_subgroups_that_stay_are_spread_among_those_that_move(make_adamw):
     optimizer = make_adamw([param((40 * BLOCK,))], buffers=2, host_budget=STAGING + 20 * 10 * BLOCK)
+    optimizer.place()
     hosted = [slot.is_resident for slot in optimizer.store.slots]
     assert len(hosted) == 40
     assert sum(hosted) == 20 + (STAGING - 2 * 10 * BLOCK) // (10 * BLOCK), "bf16 buffers are smaller than they might be"
@@ -251,6 +253,7 @@ def test_a_later_group_that_needs_larger_buffers_than_are_left_is_refused(make_a
     """One small parameter at first, so small buffers, and a budget filled by what stays."""
     first = [param((64,), seed=i) for i in range(3)]
     optimizer = make_adamw([{"params": [p]} for p in first], buffers=2, host_budget=MiB)
+    optimizer.place()
     assert kinds_of_slots(optimizer) == {"host"}
     with pytest.raises(ConfigError, match=r"the 2 staging buffers take 1.5 MiB beside 12 KiB .* at least 2 MiB"):
         optimizer.add_param_group({"params": [param((BLOCK,), torch.float16)]})

@@ -1,11 +1,16 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from nvme_offload import OffloadConfig
-from nvme_offload.optim.blocks import find_blocks, match_blocks
+from nvme_offload import OffloadConfig, initialize
+from nvme_offload.optim.blocks import find_blocks, find_ends, find_units, match_blocks
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.zero.sharding import _Grouping
+from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
+from tests.support.tiers import Model as LanguageModel
+from tests.support.tiers import section, train_step
 
 
 class Layer(nn.Module):
@@ -46,6 +51,18 @@ def test_hugging_face_names_count():
     model = Model(num_layers=1)
     model._no_split_modules = ["Layer"]
     assert find_blocks(model) == list(model.layers)
+
+
+def test_a_large_embedding_and_a_large_head_are_units_of_their_own():
+    model = Model()
+    model.embedding, model.head = nn.Embedding(64, 4), nn.Linear(4, 64)
+    assert find_units(model) == [*model.layers, model.embedding, model.head]
+    model.head.weight = model.embedding.weight
+    assert find_units(model) == [*model.layers], "tied weights are gathered once"
+    small = Model()
+    small.embedding = nn.Embedding(4, 4)
+    assert small.embedding not in find_units(small)
+    assert find_ends(model, []) == [], "nothing repeats: all is gathered at once"
 
 
 def test_blocks_by_class_and_by_name():
@@ -106,3 +123,30 @@ def test_lists_are_not_called_and_never_a_group():
     model.big = nn.Linear(64, 64)
     model.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(2))
     assert groups_of(model, [], **AUTOCAST) == [(["norms.0", "norms.1"], FP32), ([""], LOW)]
+
+
+def ends_of(path, **chosen):
+    """The whole state after some steps in which updates begin in backward, and whether the embedding is a unit."""
+    config = {**section(path, state="nvme", accumulation=1), "gradient_clipping": 0.0, "skip_non_finite": False}
+    torch.manual_seed(0)
+    model = LanguageModel(num_layers=3, width=17, tied=False)
+    with initialize(model, {**config, "overlap_step": "backward"}, **chosen) as engine:
+        for step in range(4):
+            train_step(engine, step)
+        return full_state(engine.module, engine.optimizer), isinstance(model.embedding, FSDPModule)
+
+
+def check_ends(rank, world_size, path):
+    (alone, is_unit), (together, is_unit_too) = ends_of(path), ends_of(path, blocks=["Layer"])
+    assert is_unit
+    assert not is_unit_too
+    assert_same(alone, together)
+
+
+def test_ends_of_their_own_change_no_bits(alone, tmp_path):
+    check_ends(0, 1, tmp_path)
+
+
+@pytest.mark.slow
+def test_ends_of_their_own_change_no_bits_on_two_ranks(tmp_path):
+    run_ranks(check_ends, 2, tmp_path)

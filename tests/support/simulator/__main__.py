@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 
-from tests.support.simulator.campaign import fails, prepare, run_seeds, shrunk
+from tests.support.simulator.campaign import differing, fails, prepare, run_seeds, shrunk
 from tests.support.simulator.case import Case, draw_case
 from tests.support.simulator.mutations import MUTATIONS
 from tests.support.simulator.subjects import SUBJECTS
@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="break the package in this way first")
     parser.add_argument("--until-first", action="store_true", help="stop at the first violation")
+    parser.add_argument("--alone", type=int, default=0, help="run so many of the last seeds again, each alone")
     parser.add_argument("--calls", help="places of the calls to make, of a single seed")
     parser.add_argument("--faults", help="places of the faults to keep, of a single seed")
     parser.add_argument("--json", action="store_true", help="print what came of it as one line")
@@ -34,7 +35,9 @@ def main() -> int:
     report = run_seeds(range(first, end), arguments.workers, until_first=arguments.until_first)
     if arguments.json:
         found = {str(seed): wrong for seed, wrong in report.violations.items()}
-        _say(json.dumps({"num_seeds": report.num_seeds, "seconds": report.seconds, "violations": found}))
+        other = differing(report, range(end - arguments.alone, end))
+        said = {"num_seeds": report.num_seeds, "seconds": report.seconds, "violations": found, "differing": other}
+        _say(json.dumps(said))
         return 0
     for seed, wrong in list(report.violations.items())[:10]:
         _tell(draw_case(seed, SUBJECTS), wrong, arguments.mutation)

@@ -17,17 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch.distributed as dist
+
 from tests.support.simulator.case import Case, draw_case
 from tests.support.simulator.install import freeze, install
 from tests.support.simulator.primitives import enter
 from tests.support.simulator.run import run_case
 from tests.support.simulator.subjects import SUBJECTS
-from tests.support.simulator.subjects.checkpoint import trainings
+from tests.support.simulator.subjects.checkpoint import MODES, make_group, training
 from tests.support.simulator.world import World
 
 PATIENCE = 60.0
 """Seconds of a real clock after which a case counts as hung. The slowest takes a quarter of one."""
-_WARM_UP = range(10**6, 10**6 + 12)
+_WARM_UP = range(-40, 0)
 _MOST_ATTEMPTS = 150
 
 
@@ -43,6 +45,8 @@ class Report:
     seconds: float = 0.0
     violations: dict[int, str] = field(default_factory=dict)
     """What was wrong, by seed."""
+    courses: dict[int, list[int]] = field(default_factory=dict)
+    """What `run_case` says of each seed that ended well."""
 
 
 def prepare() -> None:
@@ -51,17 +55,19 @@ def prepare() -> None:
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     _roots[:] = [tempfile.TemporaryDirectory(prefix="simulated-", dir=memory)]
     install()
-    with _folder() as folder:
-        for seed in _WARM_UP:  # what is imported and made once and kept
-            with contextlib.suppress(Exception):
-                run_case(draw_case(seed, {"optimizer": SUBJECTS["optimizer"]}), SUBJECTS, folder)
+    enter(World("", 0.0))
+    for mode in MODES:
+        training(mode)
+    for seed in _WARM_UP:  # what is imported and made once and kept: a case is the same whatever was before it
+        violation_of(draw_case(seed, SUBJECTS))
+    dist.destroy_process_group()
     freeze()
 
 
 def begin_process() -> None:
     """After a fork: a process group of its own, whose threads a fork would not take along."""
     enter(World("", 0.0))
-    trainings()
+    make_group()
     gc.collect()
     gc.freeze()
 
@@ -112,6 +118,7 @@ class _Worker:
             said = json.loads(line)
             self.left.remove(said["seed"])
             report.num_seeds += 1
+            report.courses[said["seed"]] = said["course"]
             if "wrong" in said:
                 report.violations[said["seed"]] = said["wrong"]
         if data:
@@ -138,25 +145,34 @@ def _run_all(seeds: Sequence[int], pipe: int) -> None:
     """In a process of its own."""
     begin_process()
     for seed in seeds:
-        wrong = violation_of(draw_case(seed, SUBJECTS))
-        said = {"seed": seed} | ({"wrong": wrong} if wrong else {})
+        course: list[int] = []
+        wrong = violation_of(draw_case(seed, SUBJECTS), course)
+        said = {"seed": seed, "course": course} | ({"wrong": wrong} if wrong else {})
         os.write(pipe, json.dumps(said).encode() + b"\n")
         if wrong:
             os._exit(3)
     os._exit(0)
 
 
-def violation_of(case: Case) -> str:
-    """Run a case; what was wrong with it, or nothing."""
+def violation_of(case: Case, course: list[int] | None = None) -> str:
+    """Run a case; what was wrong with it, or nothing. What `run_case` returns is added to `course`."""
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     with _folder() as folder:
         try:
-            run_case(case, SUBJECTS, folder)
+            found = run_case(case, SUBJECTS, folder)
+            if course is not None:
+                course += found
         except BaseException as error:
             return "".join(traceback.format_exception(error, limit=-12))
         finally:
             faulthandler.cancel_dump_traceback_later()
     return ""
+
+
+def differing(report: Report, seeds: Sequence[int]) -> list[int]:
+    """Those seeds that take another course when each is alone in its process."""
+    alone = [run_seeds([seed]) for seed in seeds]
+    return [seed for seed, its in zip(seeds, alone, strict=True) if its.courses[seed] != report.courses[seed]]
 
 
 def fails(case: Case) -> str:

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from nvme_offload.offload.storage.run_directory import remove_leftovers
+from nvme_offload.optim.state import body
 from tests.support.interrupts import OURS, Interrupt, Struck, raise_struck, send_sigint
 from tests.support.simulator import install
 from tests.support.simulator.case import Case, Strike
@@ -132,14 +133,18 @@ class Player:
         return on_call
 
 
-def run_case(case: Case, subjects: Mapping[str, Any], folder: Path) -> None:
+def run_case(case: Case, subjects: Mapping[str, Any], folder: Path) -> list[int]:
     """Run a case.
+
+    Returns:
+        Which course it took: numbers that are the same again when it is.
 
     Raises:
         AssertionError: a violation: wrong bits, a hang, a leak.
         Whatever else came out that should not have.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    body._bodies.clear()  # to which dead ones belong: a case is the same whatever was before it
     before, mapped = _descriptors(), set(install.regions)
     player = Player(case, folder)
     _play(player, subjects)
@@ -156,6 +161,7 @@ def run_case(case: Case, subjects: Mapping[str, Any], folder: Path) -> None:
     new = {fd: what for fd, what in after.items() if before.get(fd) != what}
     assert not new, f"descriptors were left behind: {new}"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "a signal handler was left behind"
+    return [player.world.num_steps, player.drive.num_requests, player.world.draw.getrandbits(32)]
 
 
 def _play(player: Player, subjects: Mapping[str, Any]) -> None:

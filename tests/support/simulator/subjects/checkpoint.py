@@ -30,6 +30,7 @@ TAGS = ("a", "b", None)
 LEFTOVERS = {f"{tag}{suffix}" for tag in ("a", "b") for suffix in (PARTIAL, REPLACED)} | {".nvme-offload-unmarked"}
 """What a save that was cut short may leave, until the next one."""
 MODES: dict[str, Any] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+MOST_STEPS = 6
 SHARD_BYTES = 300
 """Of an exported file: several for the model."""
 
@@ -72,37 +73,36 @@ class Training:
     """Digests of an engine that lives in memory and is never disturbed, step by step."""
 
     def __init__(self, mode: str) -> None:
-        self._engine = made(mode, 0, {"device": "cpu"}, {})
         self.positions: dict[str, int] = {}
         self.digests: list[str] = []
         self.weights: list[dict[str, torch.Tensor]] = []
-        self._note()
+        engine = made(mode, 0, {"device": "cpu"}, {})
+        self._note(engine)
+        for step in range(MOST_STEPS):
+            train(engine, step)
+            self._note(engine)
+        engine.close()
 
-    def up_to(self, position: int) -> None:
-        while len(self.digests) <= position:
-            train(self._engine, len(self.digests) - 1)
-            self._note()
-
-    def _note(self) -> None:
-        self.digests.append(digest_of(self._engine))
+    def _note(self, engine: Any) -> None:
+        self.digests.append(digest_of(engine))
         self.positions[self.digests[-1]] = len(self.digests) - 1
         self.weights.append(
             {
                 name: value.detach().full_tensor().clone() if isinstance(value, DTensor) else value.detach().clone()
-                for name, value in self._engine.module.state_dict().items()
+                for name, value in engine.module.state_dict().items()
             }
         )
 
 
 @functools.cache
 def training(mode: str) -> Training:
+    """What every case is compared with: made before the first of them, for it takes part in the world it is made in."""
     return Training(mode)
 
 
-def trainings() -> None:
-    """Make what every case is compared with, and the process group that it needs."""
-    for mode in MODES:
-        training(mode)
+def make_group() -> None:
+    """The process group that every case needs, by the way: the first engine makes it."""
+    made("fp32", 0, {"device": "cpu"}, {}).close()
 
 
 class CheckpointSubject(Subject):
@@ -110,7 +110,7 @@ class CheckpointSubject(Subject):
 
     weight = 4
     calls = {"step": 5, "save": 4, "load": 2, "crash": 4, "export": 2, "crash_export": 2, "born": 1}  # noqa: RUF012
-    most_calls = 5
+    most_calls = MOST_STEPS - 1
 
     @staticmethod
     def draw_options(draw: random.Random) -> dict[str, Any]:
@@ -129,6 +129,7 @@ class CheckpointSubject(Subject):
         self.latest: str | None = None
         self.exported: int | None = None
         self.position = 0
+        self.engine: Any = None
         self.engine = self._engine(0)
 
     @property
@@ -140,7 +141,6 @@ class CheckpointSubject(Subject):
         return self.disk / "weights"
 
     def do_step(self, draw: random.Random, strike: Strike | None) -> None:
-        self.training.up_to(self.position + 1)
         values = torch.randn(3, 8, generator=torch.Generator().manual_seed(self.position))
         while self._backward(values) is not None:
             continue
@@ -220,7 +220,6 @@ class CheckpointSubject(Subject):
         engine = self.engine
         self._persist(lambda: None)
         self._check_position()
-        self.training.up_to(self.position + 1)
         train(engine, self.position)
         self.position += 1
         self._check_position()
@@ -258,7 +257,14 @@ class CheckpointSubject(Subject):
             self.patience -= 1
             self.drive.well = self.drive.well or self.patience <= 0
             assert self.patience > -8, f"the drive is well: {error!r}"
+            self._finish_behind()
         return error
+
+    def _finish_behind(self) -> None:
+        """Finish a step whose updates failed behind it, and whose gradients are still there: nobody saves before."""
+        optimizer = self.engine.optimizer if self.engine is not None else None
+        if optimizer is not None and optimizer.store.unfinished is not None and optimizer.store.unfinished.behind:
+            self._patient(optimizer.finish_step)
 
     def _persist(self, call: Callable[[], Any]) -> Any:
         found: list[Any] = []
@@ -275,7 +281,7 @@ class CheckpointSubject(Subject):
 
     def _close(self) -> None:
         self.engine.close()
-        del self.engine
+        self.engine = None
         gc.collect()
 
     def _export(self) -> None:
@@ -285,7 +291,6 @@ class CheckpointSubject(Subject):
         return {path.name for path in self.root.iterdir()} if self.root.is_dir() else set()
 
     def _check_position(self) -> None:
-        self.training.up_to(self.position)
         found = self._persist(lambda: digest_of(self.engine))
         assert found == self.training.digests[self.position], (
             f"the engine is at {self.training.positions.get(found, 'no known')} step, not at {self.position}"
@@ -337,7 +342,6 @@ class CheckpointSubject(Subject):
             return
         for position in possible - {None}:
             assert position is not None
-            self.training.up_to(position)
             expected = self.training.weights[position]
             if expected.keys() == found.keys() and all(torch.equal(expected[n].float(), found[n]) for n in found):
                 self.exported = position

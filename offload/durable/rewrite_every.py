@@ -1,0 +1,203 @@
+"""How often a durable state is rewritten: what each period costs, and the one that suits a machine.
+
+With a period of k a step writes a base of the k-th part of the state and log entries of the rest; it reads bases and
+the entries since. A longer period writes less, reads more and computes more. Which is fastest is up to the drive: one
+that writes slower than it reads prefers 3 or 4. Which is allowed is up to how much may be written a day.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from nvme_offload.offload.units import format_bytes, parse_bytes
+
+SECONDS_PER_DAY = 86_400
+MAX_PERIOD = 16
+"""The longest period: beyond, the gradients themselves are nearly all that is written."""
+USUAL_PERIOD = 4
+"""The longest that is chosen for speed: beyond, little is won, and staging buffers and replays grow."""
+
+_PER_DAY = "/day"
+
+
+def parse_wear_limit(value: str) -> int:
+    """Bytes a day, from words like "1TB/day".
+
+    Raises:
+        ValueError: names the value and the accepted form.
+    """
+    text = value.replace(" ", "") if isinstance(value, str) else ""
+    if not text.endswith(_PER_DAY):
+        raise ValueError(f'{value!r} is no limit of wear; write bytes a day: "1TB/day"')
+    size_bytes = parse_bytes(text.removesuffix(_PER_DAY))
+    if size_bytes == 0:
+        raise ValueError(f"{value!r} is no limit of wear: a durable run has to write; leave it out for none")
+    return size_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DurableBytes:
+    """What there is of a state, in bytes; of all slots together, or of one parameter."""
+
+    state: float
+    """What a step reads and writes without durability."""
+    tail: float
+    """What a base has besides: upper halves, fp32 parameters."""
+    grad: float
+    """The gradients as they are stored: what a log entry has."""
+    numel: float = 1
+    """Parameters."""
+
+    def __add__(self, other: DurableBytes) -> DurableBytes:
+        return DurableBytes(
+            state=self.state + other.state,
+            tail=self.tail + other.tail,
+            grad=self.grad + other.grad,
+            numel=self.numel + other.numel,
+        )
+
+    @property
+    def base(self) -> float:
+        """Bytes of the bases."""
+        return self.state + self.tail
+
+
+@dataclass(frozen=True)
+class PeriodCosts:
+    """What an average step costs with a period, in bytes of the same parameters as `DurableBytes`."""
+
+    period: int
+    read: float
+    written: float
+    space: float
+    """Of the drive, see `ring.num_needed`."""
+    staging: float
+    """Of the staging buffers, if all of it were in them: the base, its log, and the entry or trailer to write."""
+    updates: float
+    """Updates of each parameter: its own, and those that are replayed."""
+
+
+def costs_of(size: DurableBytes, period: int) -> PeriodCosts:
+    """What a period costs. Headers, sums and trailers are left out: 8 B for each 256 KiB."""
+    k = period
+    read = size.state + sum(size.base + size.grad * logged for logged in range(1, k))
+    entries = (k - 1) * (1 / 2 + 1 / k)
+    return PeriodCosts(
+        period=k,
+        read=read / k,
+        written=(size.base + size.grad * (k - 1)) / k,
+        space=size.base * (1 + 1 / k) + size.grad * entries,
+        staging=size.base + (size.grad * k if k > 1 else 0),
+        updates=(k + 1) / 2,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DurableRates:
+    """What a machine does in a second, of the drives that this state is on and of the cores that update it."""
+
+    read: float
+    """Bytes of reading alone."""
+    write: float
+    """Bytes of writing alone."""
+    mixed: float | None = None
+    """Bytes of both at once, 1:1, both counted; None: of drives that share time between directions."""
+    update: float = math.inf
+    """Parameters that the kernel updates."""
+
+    def seconds_of(self, costs: PeriodCosts, numel: float) -> float:
+        """Seconds of a step that does nothing but move and update: the longer of the two."""
+        mixed = self.mixed or 2 / (1 / self.read + 1 / self.write)
+        both = min(costs.read, costs.written)
+        moving = 2 * both / mixed + (costs.read - both) / self.read + (costs.written - both) / self.write
+        return max(moving, numel * costs.updates / self.update)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A period for a machine, and what it comes to."""
+
+    costs: PeriodCosts
+    """Of what is on the drive alone and what is in memory besides, together."""
+    step_seconds: float
+    """Of moving and updating."""
+    iteration_seconds: float
+    """From one step to the next."""
+
+    @property
+    def period(self) -> int:
+        """Every how many steps what is on the drive alone is rewritten."""
+        return self.costs.period
+
+    @property
+    def written_per_day(self) -> float:
+        """Bytes."""
+        return self.costs.written * SECONDS_PER_DAY / self.iteration_seconds
+
+    def days_of_life(self, endurance: float) -> float:
+        """Days until so many bytes are written.
+
+        Args:
+            endurance: bytes that may still be written: the rated TBW, less what was written before.
+        """
+        return endurance / self.written_per_day
+
+
+def choices(
+    size: DurableBytes,
+    rates: DurableRates,
+    *,
+    resident: DurableBytes | None = None,
+    compute_seconds: float = 0.0,
+    periods: Sequence[int] = range(1, MAX_PERIOD + 1),
+) -> list[Choice]:
+    """What each period comes to.
+
+    Args:
+        size: what is on the drive alone.
+        rates: of the machine.
+        resident: what is in host memory besides. It is rewritten every `MAX_PERIOD` steps and never read, so the more
+            there is of it, the less is moved.
+        compute_seconds: of forward and backward. A step is hidden behind them at best: then most is written a day.
+        periods: to look at.
+    """
+    found = []
+    for period in periods:
+        costs = costs_of(size, period)
+        numel = size.numel * costs.updates
+        if resident is not None:
+            longest = costs_of(resident, MAX_PERIOD)
+            written, space = costs.written + longest.written, costs.space + longest.space
+            costs = replace(costs, written=written, space=space)
+            numel += resident.numel
+        seconds = rates.seconds_of(replace(costs, updates=1), numel)
+        found.append(Choice(costs, seconds, max(seconds, compute_seconds)))
+    return found
+
+
+def choose(found: Sequence[Choice], wear_limit: float | None = None) -> Choice:
+    """The period with the shortest iteration whose wear is allowed; of equals the one that writes least.
+
+    Longer ones than `USUAL_PERIOD` only where no other is allowed.
+
+    Args:
+        found: from `choices`.
+        wear_limit: bytes a day; None: as many as it takes.
+
+    Raises:
+        ValueError: none is allowed; says what is needed.
+    """
+    allowed = [each for each in found if wear_limit is None or each.written_per_day <= wear_limit]
+    if not allowed:
+        assert wear_limit is not None
+        least = min(found, key=lambda each: each.written_per_day)
+        raise ValueError(
+            f"a wear_limit of {format_bytes(int(wear_limit))} a day is too low: rewritten every {least.period} steps, "
+            f"the state still writes {format_bytes(math.ceil(least.written_per_day))} a day; raise it, or leave it out"
+        )
+    allowed = [each for each in allowed if each.period <= USUAL_PERIOD] or allowed
+    shortest = min(each.iteration_seconds for each in allowed)
+    equal = [each for each in allowed if each.iteration_seconds <= shortest * (1 + 1e-9)]
+    return min(equal, key=lambda each: (each.costs.written, each.period))

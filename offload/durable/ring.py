@@ -1,0 +1,353 @@
+"""Extents that many slots share: bases that are rewritten now and then, and entries of a log in between.
+
+A slot of a run with a log is a chain: its base, which holds all of it as of one step, and an entry for each step since.
+Every `period` steps the slot is rewritten: it gets a new base, and its chain is that alone. Slots take turns at that,
+so each step rewrites about one in `period` of them. No write goes where a committed manifest refers to::
+
+    slot 0   base of 6   + 7 + 8            rewritten in step 9
+    slot 1   base of 7   + 8                appended to
+    slot 2   base of 8                      appended to
+
+So what is needed is a base for each slot and one for each that a step rewrites, and as many entries as chains have
+together at their longest, with those that a step adds: S (1 + 1/k) bases and S (k - 1) (1/2 + 1/k) entries for S equal
+slots with a period of k. A slot that is rewritten out of turn takes what is there, and more is allocated where nothing
+is; a later turn lets go of the surplus. With a period of 1 there are two bases for each slot, in turns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from nvme_offload.offload.durable.chain import Chain, ChainRows, SlotLayout, Stripes, Written
+from nvme_offload.offload.durable.extent_pool import ExtentPool
+from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs
+from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.storage.extent import Extent
+from nvme_offload.offload.storage.swap_space import Size, SwapSpace
+
+
+@dataclass(eq=False)
+class RingSlot:
+    """One slot of the ring."""
+
+    layout: SlotLayout
+    phase: int
+    """It is rewritten in every turn that leaves nothing when this is added and it is divided by the period."""
+    current: Chain = field(default_factory=Chain)
+    """As of the newest write."""
+    committed: Chain = field(default_factory=Chain)
+    """What the newest committed manifest refers to; an empty one where it knows nothing of this slot."""
+    target: tuple[Size, Extent] | None = None
+    """Where its write of this turn goes, with the size, until that is noted."""
+    appended: int = -1
+    """The turn of the last entry."""
+
+    def extents(self, chain: Chain) -> Iterator[tuple[Size, Extent]]:
+        """What a chain of this slot lies in, with the sizes."""
+        for written in chain:
+            yield (self.layout.base.parts if written is chain.base else self.layout.entry_bytes), written.extent
+
+
+class ExtentRing:
+    """Which write of which slot goes where, so that what committed manifests refer to is never written over.
+
+    The order of things in a step::
+
+        ring.begin_turn()
+        if ring.is_due(slot):
+            extent = ring.to_rewrite(slot)
+            ring.note_rewrite(slot, seal(...))             # of what is about to be written there
+        else:
+            extent = ring.to_append(slot)
+            ring.note_append(slot, content, seal(...))
+        ...                                                # when all writes are done, and a manifest has `tables`
+        ring.note_commit()
+
+    Used by one thread at a time: by the one that writes, and by the committer while nobody writes.
+
+    Args:
+        space: where the extents are.
+        incarnation: of this life of the run.
+        sequence: of the manifest that comes next.
+    """
+
+    def __init__(self, space: SwapSpace, incarnation: int, sequence: int) -> None:
+        self.incarnation = incarnation
+        self.sequence = sequence
+        """Of the manifest that the next writes are for."""
+        self.turn = sequence
+        """Counts the steps that write; who is rewritten when goes by it."""
+        self.slots: list[RingSlot] = []
+        self.suspects: set[int] = set()
+        """Slots whose bytes a failed sync may have lost: they are due until they have a new base."""
+        self._space = space
+        self._pool = ExtentPool(space)
+        self._rows = ChainRows(space.fds)
+        self._claimed: dict[Stripes, Extent] = {}
+        """What found manifests refer to, until one of them is adopted."""
+        self._pins: dict[str, list[tuple[Size | None, Extent]]] = {}
+        """By name, with the size of those that slots had when they were pinned."""
+        self._times_pinned: Counter[Stripes] = Counter()
+
+    @property
+    def tables(self) -> dict[str, np.ndarray]:
+        """Where the newest writes of all slots are, for a manifest: copies."""
+        return self._rows.tables()
+
+    # The writes of a step.
+
+    def add(self, layouts: Sequence[SlotLayout]) -> None:
+        """Take slots on behind those there are, with all the space that their turns need.
+
+        Raises:
+            OutOfSpaceError: there is no room for all of them; nothing has changed.
+        """
+        slots = [*self.slots, *(RingSlot(layout, 0) for layout in layouts)]
+        self._pool.want(_wanted(slots))
+        self._rows.grow(len(slots), max(slot.layout.period for slot in slots) - 1)
+        _take_turns(slots)
+        self.slots = slots
+
+    def begin_turn(self) -> None:
+        """A step begins that will write: other slots are due."""
+        self.turn += 1
+        for slot in range(len(self.slots)):
+            self.drop_target(slot)
+        self._pool.trim()  # not earlier: until something is written, the manifest before can be gone back to
+
+    def is_due(self, slot: int) -> bool:
+        """Whether what this slot writes in this turn is a base: its turn has come, or there is nothing to add to."""
+        record = self.slots[slot]
+        is_full = record.current.base is None or len(self._log_before(record)) >= record.layout.period - 1
+        return is_full or slot in self.suspects or (self.turn + record.phase) % record.layout.period == 0
+
+    def to_rewrite(self, slot: int) -> Extent:
+        """Where a new base of this slot goes, in its turn or out of it: the same until that is committed.
+
+        Raises:
+            OutOfSpaceError: it is out of turn, and there is no room for one more.
+        """
+        record = self.slots[slot]
+        base = record.current.base
+        if base is not None and base is not record.committed.base:
+            return base.extent  # nobody refers to it yet
+        return self._target(slot, record.layout.base.parts)
+
+    def to_append(self, slot: int) -> Extent:
+        """Where the entry of this turn goes: the same until the next turn.
+
+        Raises:
+            StateError: there is nothing to add to.
+            OutOfSpaceError: chains are longer than turns make them, and there is no room for more.
+        """
+        record = self.slots[slot]
+        if record.current.base is None or len(self._log_before(record)) >= record.layout.period - 1:
+            raise StateError(f"slot {slot}", "a base, and room in its log", f"{len(record.current.log)} entries")
+        if record.appended == self.turn:
+            return record.current.log[-1].extent
+        return self._target(slot, record.layout.entry_bytes)
+
+    def drop_target(self, slot: int) -> None:
+        """Nothing is written where `to_rewrite` or `to_append` of this turn said, unless it was noted."""
+        record = self.slots[slot]
+        if record.target is not None:
+            target, record.target = record.target, None
+            self._pool.give_back([target])
+
+    def note_rewrite(self, slot: int, root: int) -> None:
+        """The chain of a slot is from now on what is about to be written to `to_rewrite`, sealed with this root."""
+        record = self.slots[slot]
+        base = Written(self.to_rewrite(slot), record.layout.base, self.seal_of(slot), root)
+        self._become(slot, Chain(base))
+        self._rows.set_base(slot, base)
+        record.appended = -1
+        self.suspects.discard(slot)
+
+    def note_append(self, slot: int, content: ExtentLayout, root: int) -> None:
+        """The chain of a slot goes on with what is about to be written to `to_append`."""
+        record = self.slots[slot]
+        entry, log = Written(self.to_append(slot), content, self.seal_of(slot), root), self._log_before(record)
+        self._become(slot, Chain(record.current.base, (*log, entry)))
+        self._rows.set_entry(slot, len(log), entry)
+        record.appended = self.turn
+
+    def seal_of(self, slot: int) -> SealedAs:
+        """What a write of this slot is sealed as now."""
+        return SealedAs(slot, self.sequence, self.incarnation)
+
+    # Commits.
+
+    @property
+    def uncommitted(self) -> list[int]:
+        """Slots whose newest write no committed manifest refers to."""
+        return [index for index, record in enumerate(self.slots) if record.current is not record.committed]
+
+    def note_commit(self) -> None:
+        """The chains of this moment are committed: what only those before had is for other slots now."""
+        for record in self.slots:
+            if record.current is not record.committed:
+                before, record.committed = record.committed, record.current
+                self._release(record, before)
+        self.sequence += 1
+
+    def forget_commits(self) -> None:
+        """No manifest but those of snapshots refers to anything any more."""
+        self._claimed = {}
+        for record in self.slots:
+            before, record.committed = record.committed, Chain()
+            self._release(record, before)
+
+    def claim(self, tables: Mapping[str, np.ndarray]) -> None:
+        """Keep what a found manifest refers to, until `adopt` or `forget_commits`."""
+        for stripes in self._rows.stripes_of(tables):
+            if stripes not in self._claimed:
+                self._claimed[stripes] = self._space.claim(stripes)
+
+    def adopt(self, tables: Mapping[str, np.ndarray], layouts: Sequence[SlotLayout], *, where: str) -> None:
+        """Have the chains that a manifest refers to, in place of the slots there are.
+
+        Args:
+            tables: of the manifest, which was claimed, or is that of the newest commit or of the one before.
+            layouts: of the slots.
+            where: the manifest's place, for messages.
+
+        Raises:
+            ResumeError: the tables are not of such slots; nothing has changed.
+            OutOfSpaceError: there is no room for what turns need besides. The ring cannot be used then.
+        """
+        known = {stripes: extent for stripes, (_, extent) in self._known().items()}
+        chains = self._rows.read(tables, layouts, known, where=where)
+        self.slots = [RingSlot(layout, 0, chain, chain) for layout, chain in zip(layouts, chains, strict=True)]
+        _take_turns(self.slots)
+        self.turn = self.sequence
+        self._rows.take(tables, len(layouts), max((layout.period for layout in layouts), default=1) - 1)
+        self._claimed, self._pool = {}, ExtentPool(self._space)  # what nobody refers to is free
+        sizes = {extent.stripes: size for size, extent in self._in_chains()}
+        self._pool.admit(size for stripes, size in sizes.items() if not self._times_pinned[stripes])
+        for name, pins in self._pins.items():
+            self._pins[name] = [(sizes.get(extent.stripes, size), extent) for size, extent in pins]
+        self._pool.want(_wanted(self.slots))
+
+    def pin(self, name: str, tables: Mapping[str, np.ndarray]) -> None:
+        """Keep what a committed manifest refers to, also when later ones do not, until `unpin`.
+
+        What later writes need in its place is reserved here.
+
+        Raises:
+            OutOfSpaceError: there is no room for that; nothing is kept.
+        """
+        known = self._known()
+        stripes_of = self._rows.stripes_of(tables)
+        self._pins[name] = [known[s] if s in known else (None, self._space.claim(s)) for s in stripes_of]
+        new = {stripes for stripes in stripes_of if not self._times_pinned[stripes]}
+        self._times_pinned.update(stripes_of)
+        self._pool.let_go(size for size, extent in self._in_chains() if extent.stripes in new)
+        self._pool.drop(new)
+        try:
+            self._pool.want(_wanted(self.slots))
+        except BaseException:
+            self.unpin(name)
+            raise
+
+    def unpin(self, name: str) -> None:
+        """Give up what `pin` kept, as far as nothing else refers to it, and what it reserved."""
+        kept = {extent.stripes: (size, extent) for size, extent in self._pins.pop(name)}
+        self._times_pinned.subtract(kept.keys())
+        self._times_pinned = +self._times_pinned
+        in_chains = {extent.stripes for _, extent in self._in_chains()}
+        for stripes, (size, extent) in kept.items():
+            if self._times_pinned[stripes] or size is None:
+                continue
+            self._pool.admit([size])
+            if stripes not in in_chains:  # the manifest before may refer to it
+                self._pool.give_back([(size, extent)])
+
+    # Who has which extent.
+
+    def _target(self, slot: int, size: Size) -> Extent:
+        record = self.slots[slot]
+        if record.target is not None and record.target[0] != size:
+            self.drop_target(slot)
+        if record.target is None:
+            record.target = size, self._pool.take(size)
+        return record.target[1]
+
+    def _log_before(self, record: RingSlot) -> tuple[Written, ...]:
+        """The log without the entry of this turn."""
+        return record.current.log[:-1] if record.appended == self.turn else record.current.log
+
+    def _become(self, slot: int, chain: Chain) -> None:
+        record = self.slots[slot]
+        before = record.current
+        # No call in between: a signal handler sees the extent with one owner.
+        record.target = None
+        record.current = chain
+        self._release(record, before)
+
+    def _release(self, record: RingSlot, chain: Chain) -> None:
+        """Let others have what a chain had, but for what the slot's other chains and snapshots have."""
+        kept = {written.extent.stripes for other in (record.current, record.committed) for written in other}
+        gone = [pair for pair in record.extents(chain) if pair[1].stripes not in kept]
+        self._pool.give_back(pair for pair in gone if not self._times_pinned[pair[1].stripes])
+
+    def _in_chains(self) -> list[tuple[Size, Extent]]:
+        """Every extent that a slot has, once."""
+        found: dict[Stripes, tuple[Size, Extent]] = {}
+        for record in self.slots:
+            for chain in (record.committed, record.current):
+                found |= {extent.stripes: (size, extent) for size, extent in record.extents(chain)}
+        return list(found.values())
+
+    def _known(self) -> dict[Stripes, tuple[Size | None, Extent]]:
+        """Every extent that is there, with its size where slots use extents of that size."""
+        pinned = [pair for pairs in self._pins.values() for pair in pairs]
+        claimed = [(None, extent) for extent in self._claimed.values()]
+        pairs: list[tuple[Size | None, Extent]] = [*claimed, *pinned, *self._pool.idle, *self._in_chains()]
+        return {extent.stripes: (size, extent) for size, extent in pairs}
+
+
+def _take_turns(slots: Sequence[RingSlot]) -> None:
+    """Spread slots of one layout evenly over the turns, beginning elsewhere for each layout."""
+    turns: dict[SlotLayout, Iterator[int]] = {}
+    for slot in slots:
+        turn = turns.setdefault(slot.layout, count(len(turns)))
+        slot.phase = next(turn) % slot.layout.period
+
+
+def _wanted(slots: Sequence[RingSlot]) -> Counter[Size]:
+    """How many extents of each size the turns need."""
+    counts: Counter[Size] = Counter()
+    for layout, number in Counter(slot.layout for slot in slots).items():
+        bases, entries = num_needed(number, layout.period)
+        counts[layout.base.parts] += bases
+        if entries:
+            counts[layout.entry_bytes] += entries
+    return counts
+
+
+def num_needed(num_slots: int, period: int) -> tuple[int, int]:
+    """How many bases and entries equal slots need that take turns.
+
+    Args:
+        num_slots: slots.
+        period: every how many steps each is rewritten.
+
+    Returns:
+        Bases: one for each slot, and one for each that a step rewrites. Entries: those that are there after a step, and
+        those that the next one adds, where they are most.
+    """
+    in_phase = Counter(slot % period for slot in range(num_slots))
+    entries = max(
+        sum(
+            number * (age + (age < period - 1))
+            for phase, number in in_phase.items()
+            for age in [(phase + turn) % period]
+        )
+        for turn in range(period)
+    )
+    return num_slots + -(-num_slots // period), entries

@@ -1,0 +1,275 @@
+"""Commits of an optimizer's state: each step is made to last while the next forward computes.
+
+What belongs to a step is encoded when it ends. Its last writes may then still be under way, and where updates are done
+behind the step they may not even have begun. When the updates are done, a thread waits for the writes, has the drive
+keep them, and writes the manifest. Nothing of the next step is written before that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvme_offload.offload.durable.committer import Committer
+from nvme_offload.offload.durable.run import DurableRun
+from nvme_offload.offload.errors import StateError
+from nvme_offload.optim.durable.content import Content
+from nvme_offload.optim.durable.identity import identity_of
+from nvme_offload.optim.durable.ranks import Ranks
+from nvme_offload.optim.layout.master import MasterForm
+from nvme_offload.optim.state.masters import read_master, write_master
+from nvme_offload.optim.state.pipeline import holding
+from nvme_offload.optim.state.sealing import Sealing
+from nvme_offload.optim.state.slots import Residency, SlotRecord
+from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.warn import warn_user
+
+Groups = Sequence[Mapping[str, Any]]
+
+_UUID_BITS = 52
+
+
+class Commits:
+    """Takes commits of one optimizer, one at a time.
+
+    Args:
+        store: the optimizer's state.
+        sealing: of that store.
+        norm_group: further ranks that step with this one.
+    """
+
+    def __init__(self, store: StateStore, sealing: Sealing, norm_group: dist.ProcessGroup | None) -> None:
+        self.client_state: dict[str, Any] = {}
+        """The user's own, committed with every step: see `OffloadOptimizer.client_state`."""
+        self.step = 0
+        """Steps that the run has taken or skipped, those before a resume included."""
+        self.tick = 0
+        """Number of the latest commit that was begun."""
+        self.committed_step: int | None = None
+        """The latest step that lasts; None before the first."""
+        self.of_engine = False
+        """Whether a training engine says when a step is over, and adds to it."""
+        self.store = store
+        self.sealing = sealing
+        self.run: DurableRun = sealing.run
+        self._norm_group = norm_group
+        self._committer = Committer()
+        self._pending: tuple[int, bytes] | None = None
+        self._has_failed = False
+        self._has_begun = False
+        self._num_identified = -1
+        self._ranks: tuple[int, Ranks] | None = None
+        sealing.before_write = self._committer.wait
+        begin = weakref.WeakMethod(self._begin_pending)
+        store.after_updates = lambda: None if (method := begin()) is None else method()
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """The fields of `OptimizerStats` about commits."""
+        return {
+            "commits": self._committer.num_committed,
+            "failed_commits": self._committer.num_failed,
+            "commit_seconds": self._committer.commit_seconds,
+            "commit_wait_seconds": self._committer.waited_seconds,
+            "committed_step": self.committed_step,
+        }
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a commit is under way, so that nothing may be written."""
+        return self._committer.is_busy
+
+    def ranks(self) -> Ranks:
+        """The ranks that step together."""
+        num_params = len(self.store.table)
+        if self._ranks is None or self._ranks[0] != num_params:
+            self._ranks = num_params, Ranks(self.store.table.leaves, self._norm_group)
+        return self._ranks[1]
+
+    def end_step(self, groups: Groups, step: int, engine: Mapping[str, Any] | None = None) -> None:
+        """A step is over: commit it as it is now, behind the caller's back.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            step: how many the run has taken or skipped.
+            engine: what a training engine adds.
+
+        Raises:
+            ValueError: something cannot be committed; names it. The step is done, and the next one can be.
+        """
+        self.step = step
+        if not self.store.is_settled:  # nothing has had a gradient so far
+            return
+        try:
+            with torch.no_grad():
+                self._prepare()
+                self._take(groups, engine or {})
+        except OSError as error:
+            self._say_failed(error)
+        except BaseException as error:
+            error.add_note(f"Step {step} is complete, and is not committed: a later commit has what it changed.")
+            raise
+        if self.store.unfinished is None:
+            with self.store.worker.kept_away():
+                self._begin_pending()
+
+    def settle(self) -> bool:
+        """Wait for the commit under way, and say in a warning that it failed; whether it did not.
+
+        Collective where several ranks step together: it lasts on all of them, or on none.
+        """
+        had_begun = self._has_begun
+        lasts, self._has_begun = self._settle_own(), False
+        ranks = self.ranks()
+        if ranks.several and not ranks.all(lasts):
+            if lasts and had_begun:
+                self.run.take_back()
+                self.committed_step = next((manifest.step for manifest in self.run.committed), None)
+            lasts = False
+        return lasts
+
+    def commit(self, groups: Groups, engine: Mapping[str, Any] | None = None) -> None:
+        """Commit what there is now, parameters that somebody changed included; it lasts when this returns.
+
+        Raises:
+            StateError: a step stopped halfway, or the commit failed on another rank.
+            SwapIOError, OutOfSpaceError: it failed here. The commit before is whole.
+            ValueError: something cannot be committed; names it.
+        """
+        store = self.store
+        with store.at_rest(), torch.no_grad():
+            store.check_whole()
+            self.settle()
+            self._prepare()
+            for slot in store.slots:
+                if self.sealing.is_changed(slot):
+                    self._rewrite(slot)
+            self._take(groups, engine or {})
+            self._begin_pending()
+        self._committer.wait()
+        failure = self._committer.take_failure()
+        self._has_failed = failure is not None
+        if not self.settle():
+            raise failure or StateError("commit", "a commit that lasts on every rank", "one that failed on another")
+
+    def close(self) -> None:
+        """Wait for what is under way and end the thread. Idempotent; no-op in a forked child."""
+        if not self.store.is_own_process:
+            return
+        store = self.store
+        if not store.is_closed:
+            store.worker.wait_until(lambda: store.worker.job is None)
+            if store.unfinished is None:
+                with store.worker.kept_away():
+                    self._begin_pending()
+        self._settle_own()
+        self._committer.close()
+
+    def identify(self) -> None:
+        """Say what the run is from now on. Collective where several ranks step together, when parameters came."""
+        if self._num_identified == len(self.store.slots):
+            return
+        own = self.run.uuid or f"{int(torch.randint(2**_UUID_BITS, (), generator=_fresh_generator())):013x}"
+        # A run that is loaded over counts on: of two commits the later one has the larger number on every rank.
+        ticks = [Content.decode(manifest.blob, self.run.folder).tick for manifest in self.run.committed]
+        known = self.ranks().gather((self.run.uuid is None, own, max([self.tick, *ticks])))
+        self.tick = max(tick for _, _, tick in known.values())
+        self.run.identify(identity_of(self.store), min(known.values())[1])
+        self._num_identified = len(self.store.slots)
+
+    def note_adopted(self, content: Content) -> None:
+        """The run goes on from here."""
+        self.step = self.committed_step = content.step
+        self.tick = content.tick
+        self.client_state = dict(content.client_state)
+
+    def _settle_own(self) -> bool:
+        self._committer.wait()
+        failure = self._committer.take_failure()
+        if failure is not None:
+            self._say_failed(failure)
+        lasts, self._has_failed = not self._has_failed, False
+        return lasts
+
+    def _say_failed(self, failure: BaseException) -> None:
+        self._has_failed = True
+        last = "none lasts so far" if self.committed_step is None else f"step {self.committed_step} lasts"
+        warn_user(f"a step could not be committed, and training goes on ({last}): {failure}")
+
+    def _prepare(self) -> None:
+        """See that the run knows what it is, and that there is something to commit of every subgroup."""
+        store = self.store
+        if self._num_identified != len(store.slots):
+            self._settle_own()
+            with store.at_rest():
+                self.identify()
+                unborn = [slot for slot in store.slots if slot.residency is Residency.UNBORN]
+                for position, slot in enumerate(unborn):
+                    store.pipeline.acquire(unborn, position)
+                    store.pipeline.will_change(slot)
+                    store.pipeline.release(slot)
+        if self.run.extents.suspects:
+            with store.at_rest():
+                for index in sorted(self.run.extents.suspects):
+                    self._write_again(store.slots[index])
+
+    def _take(self, groups: Groups, engine: Mapping[str, Any]) -> None:
+        self.tick += 1
+        behind = self.store.unfinished
+        counts = behind.counts if behind is not None else {}
+        content = Content.taken(self.step, self.tick, self.store.table, counts, groups, self.client_state, engine)
+        self._pending = self.step, content.encode()
+
+    def _begin_pending(self) -> None:
+        """Begin the commit of what was taken, when all updates are done; in a turn of the worker, or with it away."""
+        pending = self._pending
+        if pending is None or self.store.unfinished is not None:
+            return
+        self._pending = None
+        if self._committer.is_busy:  # after a step that had no gradient, and so nothing to wait for
+            self._settle_own()
+        try:
+            writes = self.store.pipeline.writes_under_way()
+        except OSError as error:
+            self._say_failed(error)
+            return
+        self._has_begun = self.sealing.is_held = True
+        self._committer.begin(self._commit_of(*pending, [write.wait for write in writes]))
+
+    def _commit_of(self, step: int, blob: bytes, waits: Sequence[Callable[[], object]]) -> Callable[[], None]:
+        def commit() -> None:
+            try:
+                for wait in waits:
+                    wait()
+                self.run.commit(step, blob, self.run.extents.table)
+                self.committed_step = step
+            finally:
+                self.sealing.is_held = False
+                self.store.worker.bell.ring()  # who has something to write looks again
+
+        return commit
+
+    def _rewrite(self, slot: SlotRecord) -> None:
+        """Have masters start from parameters that somebody changed, as the next update would, and write them."""
+        store = self.store
+        with holding(store.pipeline, slot, change=True) as memory:
+            if slot.subgroup.form is MasterForm.ITSELF:
+                return
+            for run in slot.subgroup.runs:
+                master = read_master(run, slot.subgroup, memory, store.table, store.kernels)
+                write_master(run, master, slot.subgroup, memory, store.table, store.kernels)
+
+    def _write_again(self, slot: SlotRecord) -> None:
+        with holding(self.store.pipeline, slot, change=True):
+            pass
+
+
+def _fresh_generator() -> torch.Generator:
+    """Random numbers of nobody's: a run's name must not change those of the training."""
+    generator = torch.Generator()
+    generator.seed()
+    return generator

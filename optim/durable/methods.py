@@ -1,0 +1,136 @@
+"""What an optimizer offers of its durable run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from nvme_offload.offload._torch_private import not_compiled
+from nvme_offload.offload.errors import StateError
+from nvme_offload.optim.durable.commits import Commits
+from nvme_offload.optim.durable.resume import Resumption
+from nvme_offload.optim.state.store import StateStore
+
+
+class DurableMethods:
+    """Methods of an optimizer whose section says ``durable``; with any other they raise StateError."""
+
+    param_groups: list[dict[str, Any]]
+    _commits: Commits | None = None
+
+    def _take_on_durable(self, store: StateStore, norm_group: dist.ProcessGroup | None) -> None:
+        """Commit each step from now on, where the store is that of a durable run."""
+        if store.sealing is not None:
+            self._commits = Commits(store, store.sealing, norm_group)
+
+    def _commit_step(self) -> None:
+        """Commit the step that has ended, unless a training engine does when it has done its own part of it."""
+        if self._commits is not None and not self._commits.of_engine:
+            self._commits.end_step(self.param_groups, self._commits.step + 1)
+
+    def _end_commits(self) -> None:
+        """Have the latest step last, and take no more."""
+        if self._commits is not None:
+            self._commits.close()
+
+    @property
+    def _commit_stats(self) -> dict[str, Any]:
+        return self._commits.stats if self._commits is not None else {}
+
+    def check_group(self, group: Mapping[str, Any], number: int) -> None:
+        """See `OffloadOptimizer.check_group`."""
+        raise NotImplementedError
+
+    def place(self) -> None:
+        """See `OffloadOptimizer.place`."""
+        raise NotImplementedError
+
+    @property
+    def commits(self) -> Commits:
+        """The commits of the durable run, for a training engine.
+
+        Raises:
+            StateError: the section does not say ``durable``.
+        """
+        if self._commits is None:
+            name = type(self).__name__
+            raise StateError(name, "durable in offload_optimizer of the section", "state that ends with the process")
+        return self._commits
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether each step is committed, so that a killed run goes on from there."""
+        return self._commits is not None
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """What else is committed with each step: change it before `step`, or `commit` what was changed after it.
+
+        Anything that ``torch.load(weights_only=True)`` reads: the position in the data, other random numbers.
+        """
+        return self.commits.client_state
+
+    @client_state.setter
+    def client_state(self, value: Mapping[str, Any]) -> None:
+        self.commits.client_state = dict(value)
+
+    @not_compiled
+    def commit(self) -> None:
+        """Commit what there is between two steps: `client_state`, hyperparameters, parameters changed by hand.
+
+        It lasts when this returns.
+
+        Raises:
+            StateError: a step stopped halfway, or another rank could not.
+            SwapIOError, OutOfSpaceError: the drive did not take it; the commit before is whole.
+            ValueError: something cannot be committed; names it.
+        """
+        self.commits.commit(self.param_groups)
+
+    @not_compiled
+    def resume(self) -> tuple[int, dict[str, Any]] | None:
+        """Go on from the latest step that the durable run has committed. Call it before the first step.
+
+        Parameters, state, hyperparameters and torch's random numbers are then as they were when that step ended.
+        Where it is damaged, the step before is taken. With several ranks all of them call it.
+
+        Returns:
+            The step, which counts calls of `step` from the beginning of the run on, and `client_state` as it was
+            committed; None where there is nothing to go on from.
+
+        Raises:
+            ResumeError: what was committed is of another model, group, section or rank, or damaged; names what.
+            StateError: the run has begun already.
+        """
+        content = self.resumption().resume()
+        return None if content is None else (content.step, dict(content.client_state))
+
+    @not_compiled
+    def rewind(self, steps: int = 1) -> tuple[int, dict[str, Any]]:
+        """Go back to the step before the latest one: what `resume` would have found then. Call it between two steps.
+
+        Args:
+            steps: 1.
+
+        Returns:
+            As `resume`.
+
+        Raises:
+            ValueError: more than one step.
+            StateError: there is no such step, or it is not whole any more.
+            ResumeError: it is damaged.
+        """
+        content = self.resumption().rewind(steps)
+        return content.step, dict(content.client_state)
+
+    def resumption(self) -> Resumption:
+        """What `resume` and `rewind` do of the optimizer, for a training engine, which has more to bring back.
+
+        Raises:
+            StateError: the section does not say ``durable``.
+        """
+        commits = self.commits
+        self.place()
+        return Resumption(commits, self.param_groups, self.check_group)

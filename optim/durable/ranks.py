@@ -1,0 +1,60 @@
+"""The ranks that take steps together, and what they have to agree on before one of them writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+class Ranks:
+    """All ranks whose parameters are updated in the same steps as this one's.
+
+    Those of the meshes that parameters are sharded over, and of `group`. Where nothing is sharded and there is a
+    process group all the same, all of that: the parameters are copies, as with DistributedDataParallel.
+
+    Args:
+        leaves: parameters as the user knows them.
+        group: further ranks that step with these, as the stages of a pipeline do.
+    """
+
+    def __init__(self, leaves: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        self._groups: list[dist.ProcessGroup] = []
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for mesh in {id(leaf.device_mesh): leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)}.values():
+            for of_dim in mesh.get_all_groups():
+                found[tuple(dist.get_process_group_ranks(of_dim))] = of_dim
+        if not found and dist.group.WORLD is not None:
+            found[()] = dist.group.WORLD
+        if group is not None:
+            found[tuple(dist.get_process_group_ranks(group))] = group
+        self._groups = [of_ranks for of_ranks in found.values() if dist.get_world_size(of_ranks) > 1]
+
+    @property
+    def several(self) -> bool:
+        """Whether there is any other."""
+        return bool(self._groups)
+
+    def all(self, value: bool) -> bool:
+        """Whether `value` is true on every rank. Collective: no rank returns before all have called."""
+        for group in self._groups:
+            on_device = dist.get_backend(group) == "nccl"
+            device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
+            flag = torch.tensor([int(value)], device=device)
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+            value = bool(flag.item())
+        return value
+
+    def gather(self, value: Any) -> dict[int, Any]:
+        """What each rank gives, by rank; it is pickled. Collective."""
+        found = {dist.get_rank() if dist.is_initialized() else 0: value}
+        for group in self._groups:
+            parts: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(parts, found, group=group)
+            found = {rank: given for part in parts for rank, given in part.items()}
+        return dict(sorted(found.items()))

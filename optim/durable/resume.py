@@ -1,0 +1,173 @@
+"""Going on from a committed step: which one all ranks have, whether it is whole, and all of it back in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from nvme_offload.offload.durable.manifest import Manifest
+from nvme_offload.offload.durable.shadow import TABLE
+from nvme_offload.offload.errors import CorruptionError, ResumeError, StateError, SwapIOError
+from nvme_offload.optim.durable.commits import Commits
+from nvme_offload.optim.durable.content import Content
+from nvme_offload.optim.durable.identity import identity_of
+from nvme_offload.optim.tiers.gatherers import drop_gathered
+from nvme_offload.optim.warn import warn_user
+
+Check = Callable[[Mapping[str, Any], int], None]
+"""Looks whether hyperparameters can take the place of those of the group with this number."""
+
+
+class Resumption:
+    """Takes up what was committed, by this process or by one that has ended.
+
+    Args:
+        commits: of the optimizer.
+        groups: the optimizer's parameter groups, which get the hyperparameters that were committed.
+        check_group: see `Check`.
+    """
+
+    def __init__(self, commits: Commits, groups: Sequence[MutableMapping[str, Any]], check_group: Check) -> None:
+        self._commits = commits
+        self._store = commits.store
+        self._run = commits.run
+        self._sealing = commits.sealing
+        self._ranks = commits.ranks()
+        self._groups = groups
+        self._check_group = check_group
+
+    def resume(self) -> Content | None:
+        """Go on from the latest step that every rank has, or the one before where that is damaged.
+
+        Raises:
+            StateError: the run has begun already.
+            ResumeError: what was committed is of another model, or damaged, or not the same on all ranks; names what.
+        """
+        store = self._store
+        with store.at_rest(), torch.no_grad():
+            if not (self._run.found or self._commits.step == 0):
+                raise StateError("resume", "a call before the first step", f"step {self._commits.step} is taken")
+            if not any(self._ranks.gather(bool(self._run.found)).values()):
+                return None
+            store.place_trainable()
+            candidates = self._common({self._content(manifest).tick: manifest for manifest in self._run.found})
+            return self._take_up(candidates)
+
+    def rewind(self, steps: int) -> Content:
+        """Go back to the step before the latest that is committed.
+
+        Args:
+            steps: 1.
+
+        Raises:
+            ValueError: more than one step.
+            StateError: there is none that is whole.
+            ResumeError: it is damaged, or not the same on all ranks.
+        """
+        if steps != 1:
+            raise ValueError(f"rewind({steps!r}): a durable run keeps the step before the latest; write 1")
+        with self._store.at_rest(), torch.no_grad():
+            self._store.check_whole()
+            self._commits.settle()
+            committed = self._run.committed
+            if len(committed) < 2 or self._run.extents.uncommitted:
+                raise StateError("rewind", "two committed steps", f"{len(committed)}, and nothing written since")
+            candidates = self._common({self._content(committed[1]).tick: committed[1]})
+            self._store.begin_load()
+            return self._take_up(candidates)
+
+    def _content(self, manifest: Manifest) -> Content:
+        return Content.decode(manifest.blob, self._run.folder)
+
+    def _common(self, own: Mapping[int, Manifest]) -> list[Manifest]:
+        """The manifests that all ranks have, newest first, checked against what this run is."""
+        steps = {tick: manifest.step for tick, manifest in own.items()}
+        of_all = self._ranks.gather(steps)
+        common = set.intersection(*(set(of_rank) for of_rank in of_all.values()))
+        if not common:
+            found = "; ".join(
+                f"rank {rank} has {' and '.join(f'step {step}' for step in of_rank.values()) or 'nothing'}"
+                for rank, of_rank in of_all.items()
+            )
+            raise ResumeError(
+                self._run.folder,
+                f"has no step that all ranks have ({found}): load a checkpoint, or begin anew after "
+                f"`offload runs remove {self._run.name}`",
+            )
+        candidates = [own[tick] for tick in sorted(common, reverse=True)]
+        identity = identity_of(self._store)
+        self._refuse_where_any("is of another run than this", self._run.differences(candidates[0], identity))
+        return [manifest for manifest in candidates if not self._run.differences(manifest, identity)]
+
+    def _refuse_where_any(self, what: str, problems: Sequence[str]) -> None:
+        """Raise ResumeError on every rank where one has a problem."""
+        for rank, found in self._ranks.gather(list(problems)).items():
+            if found:
+                on_rank = f" (on rank {rank})" if self._ranks.several else ""
+                more = f", and {len(found) - 5} more" if len(found) > 5 else ""
+                raise ResumeError(
+                    self._run.folder,
+                    f"{what}{on_rank}: {'; '.join(found[:5])}{more}. Nothing of it has changed; begin anew after "
+                    f"`offload runs remove {self._run.name}`, or under another name",
+                )
+
+    def _take_up(self, candidates: Sequence[Manifest]) -> Content:
+        """Bring the first manifest back that is whole on every rank, and destroy what is newer."""
+        problems: list[str] = []
+        for manifest in candidates:
+            content = self._content(manifest)
+            for number, (group, options) in enumerate(zip(self._groups, content.groups, strict=True)):
+                self._check_group({**group, **options}, number)
+            problem = self._bring_back(manifest)
+            if self._ranks.all(problem is None):
+                self._adopt(manifest, content)
+                return content
+            problems.append(f"step {manifest.step}: {problem or 'damaged on another rank'}")
+            warn_user(f"a committed step is damaged ({problems[-1]}): the one before it is looked at")
+        raise ResumeError(
+            self._run.folder,
+            f"cannot be resumed: {'; '.join(problems)}. Parameters may have changed; load a checkpoint",
+        )
+
+    def _bring_back(self, manifest: Manifest) -> str | None:
+        """Read and verify every subgroup, and give its parameters their values. What went wrong, in words."""
+        store, extents = self._store, self._run.extents
+        layouts = [self._sealing.layout_of(slot.subgroup) for slot in store.slots]
+        try:
+            extents.adopt(manifest.tables[TABLE], layouts, where=str(self._run.folder))
+            for slot, layout in zip(store.slots, layouts, strict=True):
+                extent = extents.to_read(slot.index)
+                if extent is None:
+                    return f"it has nothing of subgroup {slot.index}"
+                store.pipeline.adopt(slot, extent, layout.size_bytes)
+            for position, slot in enumerate(store.slots):
+                memory = store.pipeline.acquire(store.slots, position, for_change=False)
+                sums = self._sealing.open(slot, memory)
+                self._sealing.restore(slot, memory)
+                self._sealing.note_restored(slot, sums)
+                slot.read_bytes = self._sealing.read_bytes_of(slot.subgroup)
+                if store.config.aio.checksums:
+                    slot.checksums = sums.state
+        except (CorruptionError, SwapIOError, ResumeError) as error:
+            store.pipeline.forget(store.slots)
+            return str(error)
+        return None
+
+    def _adopt(self, manifest: Manifest, content: Content) -> None:
+        store, commits = self._store, self._commits
+        self._run.adopt(manifest, [self._sealing.layout_of(slot.subgroup) for slot in store.slots])
+        for slot in store.slots:
+            slot.extent = self._run.extents.to_read(slot.index)
+        commits.identify()
+        for record, steps in zip(store.table, content.steps.tolist(), strict=True):
+            record.steps = steps
+            drop_gathered(record.leaf)
+        for group, options in zip(self._groups, content.groups, strict=True):
+            group.update(options)
+        content.restore_generators()
+        commits.note_adopted(content)
+        self._ranks.all(True)  # nobody goes on while another one still has a newer step
+        store.pipeline.discards = False
+        store.unfinished = None

@@ -1,0 +1,1 @@
+"""What a step did to a subgroup, kept so that it can be done again."""

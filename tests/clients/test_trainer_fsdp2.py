@@ -1,0 +1,101 @@
+"""Hugging Face's Trainer with ``fsdp="full_shard"`` version 2, at 2 ranks: the losses of torch's AdamW."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
+
+from nvme_offload import OffloadAdamW, split_parameters
+from tests.support.accelerated import forget, sharding_on_cpu
+from tests.support.clients import WITH_A_LINE, client
+from tests.support.ranks import run_ranks
+from tests.support.small_llama import llama, rows
+from tests.support.training import section
+
+STEPS = 6
+PADDING = 32
+"""Elements to which a parameter's state is rounded up."""
+ADAMW = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}
+
+
+class Recording(Trainer):
+    """Keeps the loss of each step on this rank, and looks whether the model is sharded."""
+
+    def compute_loss(self, model, inputs, *arguments, **options):
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        loss = super().compute_loss(model, inputs, *arguments, **options)
+        self.losses = [*getattr(self, "losses", ()), loss.item()]
+        return loss
+
+
+class SplitTrainer(Recording):
+    """The shards in parts: when the schedule is made, the model is sharded and nothing is loaded yet."""
+
+    def create_scheduler(self, *arguments, **options):
+        split_parameters(self.model, torch.float32)
+        return super().create_scheduler(*arguments, **options)
+
+
+def train(folder, optimizer, make=Recording, *, resume=False, **options):
+    forget()
+    arguments = TrainingArguments(
+        output_dir=folder,
+        max_steps=STEPS,
+        save_steps=STEPS // 2,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        fsdp="full_shard",
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        lr_scheduler_type="linear",
+        weight_decay=0.1,
+        **options,
+    )
+    trainer = make(model=llama(), args=arguments, train_dataset=rows(), optimizer_cls_and_kwargs=optimizer)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}" if resume else None)
+    inner = trainer.optimizer.optimizer
+    if isinstance(inner, OffloadAdamW):
+        shards = [param.to_local().numel() for param in trainer.model.parameters()]
+        itemsize = 10 if make is SplitTrainer else 8
+        assert 0 <= inner.stats().state_bytes - itemsize * sum(shards) < itemsize * PADDING * len(shards)
+        dist.barrier()
+        inner.close()
+    return trainer.losses
+
+
+def with_both(rank, world_size, folder, drive):
+    with sharding_on_cpu():
+        theirs = train(f"{folder}/stock", (torch.optim.AdamW, ADAMW))
+        ours = (OffloadAdamW, ADAMW | {"offload": section(drive)})
+        return theirs, train(f"{folder}/ours", ours), train(f"{folder}/ours", ours, resume=True)
+
+
+@client("transformers", "`Trainer` with `fsdp=True`, version 2, resume")
+def test_losses_are_those_of_torch_adamw_and_so_are_those_after_a_resume(tmp_path):
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    for theirs, ours, resumed in run_ranks(with_both, 2, str(tmp_path), drive):
+        assert len(theirs) == STEPS
+        assert ours == pytest.approx(theirs, abs=1e-6, rel=0)
+        assert resumed == ours[STEPS // 2 :]
+
+
+def with_and_without_parts(rank, world_size, folder, drive):
+    with sharding_on_cpu():
+        ours = (OffloadAdamW, ADAMW | {"offload": section(drive)})
+        whole = train(f"{folder}/whole", ours, bf16=True)
+        parts = train(f"{folder}/parts", ours, SplitTrainer, bf16=True)
+        return whole, parts, train(f"{folder}/parts", ours, SplitTrainer, resume=True, bf16=True)
+
+
+@client(
+    "transformers", "... with 16-bit shards in parts, resume", WITH_A_LINE, "`split_parameters` in `create_scheduler`"
+)
+def test_shards_in_parts_have_the_same_losses_and_so_have_those_after_a_resume(tmp_path):
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    for whole, parts, resumed in run_ranks(with_and_without_parts, 2, str(tmp_path), drive):
+        assert parts == whole
+        assert resumed == parts[STEPS // 2 :]

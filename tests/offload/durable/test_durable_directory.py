@@ -1,0 +1,262 @@
+"""Who has a durable run: one process at a time, until the kernel has ended the last of its transfers."""
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvme_offload.offload.durable import directory, owner
+from nvme_offload.offload.durable.directory import DurableDirectory, directory_of
+from nvme_offload.offload.durable.run import DurableRun
+from nvme_offload.offload.durable.seal import ExtentLayout
+from nvme_offload.offload.errors import ResumeError, StateError, SwapIOError
+from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.storage.run_directory import PREFIX as OTHER_PREFIX
+from nvme_offload.offload.storage.run_directory import remove_leftovers
+from tests.support.durable_run import UUID, SmallRun
+
+BUSY = [ExtentLayout(32 << 20, 0, 4096)]
+
+
+def hold(path, say):
+    """Be in a run."""
+    small = SmallRun([path], engine="auto")
+    small.begin()
+    small.commit("0", 0)
+    small.tier.register([small.pool])
+    say("files" if small.tier.registration.files else "no files")
+    signal.pause()
+
+
+def write_without_end(path, say):
+    """Commit, and have more writes in flight than can be done."""
+    small = SmallRun([path], engine="auto", layouts=BUSY)
+    small.begin()
+    small.commit("0", 0)
+    extent, buffer = small.run.extents.to_write(0), small.pool.acquire()
+    buffer.view(torch.uint8, 0, buffer.size_bytes).fill_(0xDD)
+
+    def start():
+        return small.tier.write(extent, buffer, what="", kind="", size_bytes=BUSY[0].size_bytes)
+
+    writes = [start() for _ in range(8)]
+    say("here")
+    while True:
+        writes = [*writes[1:], start()]
+        writes[0].wait()
+
+
+def close_all_files(path, say):
+    """What the kernel does first when a process was killed: its transfers go on without descriptors."""
+
+    def close(here):
+        for fd in os.listdir("/proc/self/fd"):
+            where = f"/proc/self/fd/{fd}"
+            if os.path.exists(where) and os.readlink(where).startswith(os.fspath(path)):
+                os.close(int(fd))
+        say(here)
+
+    hold(path, close)
+
+
+def die_before_a_child(path, say):
+    """Be killed while a forked child lives on, as the worker of a DataLoader may for a while."""
+
+    def fork(here):
+        if (child := os.fork()) == 0:
+            signal.pause()
+        say(f"{child}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    hold(path, fork)
+
+
+class Process:
+    """A forked process that calls a function; `said` is what that said first."""
+
+    def __init__(self, function, path):
+        reading, writing = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                function(path, lambda text: os.write(writing, text.encode()))
+            finally:
+                os._exit(1)
+        os.close(writing)
+        self.said = os.read(reading, 100).decode()
+        os.close(reading)
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+    def end(self):
+        os.waitpid(self.pid, 0)
+
+
+def opened(path):
+    return DurableRun([path], name="small", rank=0, direct="optional")
+
+
+def test_a_run_that_is_alive_is_not_taken(tmp_path):
+    process = Process(hold, tmp_path)
+    with pytest.raises(StateError, match=f"process {process.pid} on "):
+        opened(tmp_path)
+    process.kill()
+    found = opened(tmp_path)
+    process.end()
+    assert [manifest.step for manifest in found.found] == [0]
+    found.close()
+
+
+def test_nor_is_one_of_the_same_process(tmp_path):
+    run = opened(tmp_path)
+    with pytest.raises(StateError, match=f"process {os.getpid()} on "):
+        opened(tmp_path)
+    run.close()
+    opened(tmp_path).close()
+
+
+def test_other_names_and_ranks_are_other_runs(tmp_path):
+    runs = [
+        DurableRun([tmp_path], name=name, rank=rank, direct="optional") for name in ("a", "b-rank0") for rank in (0, 1)
+    ]
+    assert len({run.folder for run in runs}) == 4
+    for run in runs:
+        assert run.folder.stat().st_mode & 0o777 == 0o700
+        run.close()
+
+
+def test_the_transfers_of_a_killed_process_have_ended_when_its_run_is_taken(tmp_path):
+    """What it had in flight would land on what the next process writes."""
+    mine = HostRegion(4096).view(torch.uint8, 0, 4096).fill_(0x11).numpy().data
+    for _ in range(2):
+        process, place = Process(write_without_end, tmp_path), DurableDirectory(tmp_path, "small", 0)
+        process.kill()
+        swap = place.open_swap("optional")
+        places = range(0, 2 * BUSY[0].size_bytes, 1 << 19)  # in both extents
+        for offset in places:
+            os.pwrite(swap.fd, mine, offset)
+        process.end()
+        content = swap.path.read_bytes()
+        assert {content[offset : offset + 4096] for offset in places} == {bytes(mine)}
+        swap.close()
+        for path in place.path.iterdir():
+            path.unlink()
+
+
+def test_a_run_belongs_to_whoever_can_still_write_to_it(tmp_path):
+    """The ring has the swap file when its process has it no more, and with it the lock."""
+    process = Process(close_all_files, tmp_path)
+    try:
+        if process.said == "no files":
+            pytest.skip("no ring, or no file registered with it")
+        with pytest.raises(StateError, match=f"process {process.pid} on "):
+            opened(tmp_path)
+    finally:
+        process.kill()
+    opened(tmp_path).close()
+    process.end()
+
+
+def test_a_forked_child_does_not_keep_a_run(tmp_path):
+    process = Process(die_before_a_child, tmp_path)
+    process.end()
+    try:
+        opened(tmp_path).close()
+    finally:
+        os.kill(int(process.said), signal.SIGKILL)
+
+
+def test_a_run_that_was_removed_meanwhile_is_made_anew(tmp_path, monkeypatch):
+    """Its lock is of a file that nobody finds any more."""
+    removed = []
+
+    def lock(fd, folder):
+        if not removed:
+            removed.append(folder)
+            (folder / "swap").unlink()
+            folder.rmdir()
+        return owner_lock(fd, folder)
+
+    owner_lock = owner.lock
+    monkeypatch.setattr(owner, "lock", lock)
+    place = DurableDirectory(tmp_path, "run", 0)
+    swap = place.open_swap("optional")
+    assert os.path.samestat(os.stat(place.path / "swap"), os.fstat(swap.fd))
+    swap.close()
+
+
+def test_no_run_takes_it_for_a_leftover(tmp_path):
+    """Today's rule, and that of every version before: a name of this form, whatever is in it."""
+    opened(tmp_path).close()
+    dead = tmp_path / f"{OTHER_PREFIX}1-0"
+    dead.mkdir()
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["nvme-durable-small-rank0"]
+    assert not list(tmp_path.glob(f"*{OTHER_PREFIX}*"))
+
+
+def test_leftovers_of_other_runs_are_cleared_away(tmp_path):
+    (tmp_path / f"{OTHER_PREFIX}1-0").mkdir()
+    opened(tmp_path).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["nvme-durable-small-rank0"]
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b", "x" * 65, "a\n"])
+def test_names_that_are_none(tmp_path, name):
+    with pytest.raises(ValueError, match="cannot name a run"):
+        DurableRun([tmp_path], name=name, rank=0, direct="optional")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_is_not_there(tmp_path):
+    with pytest.raises(SwapIOError) as caught:
+        opened(tmp_path / "missing")
+    assert caught.value.errno == errno.ENOENT
+
+
+def test_names_are_found_again(tmp_path):
+    place = directory_of(tmp_path, "my-run-rank1", 12)
+    assert directory.parse_directory(place) == ("my-run-rank1", 12)
+    assert directory.parse_directory(tmp_path / "nvme-offload-1-0") is None
+
+
+def committed(paths):
+    small = SmallRun(paths)
+    small.begin()
+    small.commit("0", 0)
+    small.close()
+
+
+def test_other_paths_are_refused(tmp_path):
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.mkdir()
+    committed(paths[:2])
+    for others in (paths[1::-1], paths[:1], [paths[0], paths[2]]):
+        with pytest.raises(ResumeError, match="give nvme_path the folders that it had, in the same order"):
+            DurableRun(others, name="small", rank=0, direct="optional")
+    run = DurableRun(paths[:2], name="small", rank=0, direct="optional")
+    assert (run.uuid, len(run.found)) == (UUID, 1)
+    run.close()
+
+
+def test_another_runs_uuid_is_refused(tmp_path):
+    committed([tmp_path])
+    run = opened(tmp_path)
+    with pytest.raises(ResumeError, match="other ranks have another under this name"):
+        run.identify({}, "another")
+    run.close()
+
+
+@pytest.mark.parametrize(("content", "said"), [("{", "cannot be read"), ('{"format": 99}', "format 99")])
+def test_a_damaged_description_is_said(tmp_path, content, said):
+    committed([tmp_path])
+    (Path(directory_of(tmp_path, "small", 0)) / "run.json").write_text(content)
+    with pytest.raises(ResumeError, match=said):
+        opened(tmp_path)
+    with pytest.raises(ResumeError):  # nobody is left in it
+        opened(tmp_path)

@@ -1,0 +1,237 @@
+"""A manifest is whole or it is none, and the one before it is there until it is."""
+
+import errno
+import os
+import random
+
+import numpy as np
+import pytest
+
+from nvme_offload.offload import sync
+from nvme_offload.offload.durable import manifest as manifests
+from nvme_offload.offload.durable.manifest import NAMES, Manifest, ManifestFiles
+from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
+from tests.support.sandbox import can_mount, run_python
+
+
+def manifest(sequence, *, step=0, num_slots=3, blob=b"blob"):
+    table = np.arange(num_slots * 6, dtype=np.int64).reshape(num_slots, 6) * sequence
+    return Manifest(step, sequence, 1 << 61, "identity", {"slots": table, "log": np.zeros((0, 4), np.int64)}, blob)
+
+
+def opened(folder):
+    return ManifestFiles(folder, direct=False)
+
+
+def found(folder):
+    files = opened(folder)
+    sequences = [each.sequence for each in files.newest_first()]
+    files.close()
+    return sequences
+
+
+def test_all_of_it_comes_back(tmp_path):
+    files, written = opened(tmp_path), manifest(7, step=-1, blob=os.urandom(10_000))
+    files.write(written)
+    files.close()
+    (read,) = opened(tmp_path).newest_first()
+    assert (read.step, read.sequence, read.incarnation) == (-1, 7, 1 << 61)
+    assert (read.identity, read.blob) == ("identity", written.blob)
+    assert read.tables.keys() == written.tables.keys()
+    assert all(np.array_equal(read.tables[name], table) for name, table in written.tables.items())
+    assert read.tables["log"].shape == (0, 4)
+
+
+def test_they_take_turns_and_the_sequence_says_which_is_newer(tmp_path):
+    files = opened(tmp_path)
+    for sequence, step in ((1, 5), (2, 6), (3, 1), (9, 2)):
+        files.write(manifest(sequence, step=step))
+        assert found(tmp_path) == [each.sequence for each in files.newest_first()]
+    assert [each.step for each in files.newest_first()] == [2, 1]
+    with pytest.raises(ValueError, match="manifest 9 is not newer than 9"):
+        files.write(manifest(9))
+
+
+def test_after_one_was_destroyed_the_other_is_spared(tmp_path):
+    """Whatever the parity of the number."""
+    files = opened(tmp_path)
+    for sequence in (1, 2):
+        files.write(manifest(sequence))
+    files.destroy(files.newest_first()[0])
+    assert found(tmp_path) == [1]
+    files.write(manifest(3))
+    assert found(tmp_path) == [3, 1]
+    for each in files.newest_first():
+        files.destroy(each)
+    assert found(tmp_path) == []
+
+
+def test_it_is_none_with_any_of_its_sectors_lost(tmp_path):
+    files = opened(tmp_path)
+    files.write(manifest(1, blob=b"old" * 5000))
+    path = tmp_path / NAMES[1]
+    before = path.read_bytes()
+    files.write(manifest(2, blob=b"new" * 5000))
+    after, chance = path.read_bytes(), random.Random(0)
+    num_sectors = -(-len(manifest(2, blob=b"new" * 5000).encode()) // 512)
+    assert num_sectors > 20
+    for number in range(100):
+        lost = {number} if number < num_sectors else {n for n in range(num_sectors) if chance.random() < 0.3}
+        sectors = [(before if n in lost else after)[n * 512 : (n + 1) * 512] for n in range(len(after) // 512)]
+        path.write_bytes(b"".join(sectors))
+        assert found(tmp_path) == ([1] if lost else [2, 1])
+
+
+def test_it_is_none_with_any_bit_flipped(tmp_path):
+    files = opened(tmp_path)
+    files.write(manifest(1))
+    files.write(manifest(2))
+    path, size_bytes = tmp_path / NAMES[1], len(manifest(2).encode())
+    whole = path.read_bytes()
+    for bit in range(0, 8 * size_bytes, 7):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert Manifest.decode(bytes(flipped)) is None, bit
+    flipped = bytearray(whole)
+    flipped[size_bytes] ^= 1  # behind it
+    assert Manifest.decode(bytes(flipped)).sequence == 2
+
+
+def test_files_cut_short_are_none():
+    whole = manifest(1).encode()
+    assert all(Manifest.decode(whole[:size]) is None for size in range(len(whole)))
+
+
+def test_it_outgrows_its_place(tmp_path):
+    files = opened(tmp_path)
+    for sequence in range(1, 8):
+        files.write(manifest(sequence, num_slots=4**sequence, blob=bytes(sequence)))
+        newest, *_ = opened(tmp_path).newest_first()
+        assert newest.tables["slots"].shape == (4**sequence, 6)
+    assert (tmp_path / NAMES[0]).stat().st_size > 4**7 * 6 * 8
+
+
+def test_one_that_the_drive_does_not_take_leaves_the_newest(tmp_path, monkeypatch):
+    files = opened(tmp_path)
+    files.write(manifest(1))
+    files.write(manifest(2))
+    real = os.pwrite
+
+    def refused(fd, data, offset):
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(os, "pwrite", refused)
+    with pytest.raises(SwapIOError, match=f"{NAMES[0]} .a manifest. failed: EIO"):
+        files.write(manifest(3))
+    monkeypatch.setattr(os, "pwrite", real)
+    assert [each.sequence for each in files.newest_first()] == [2]
+    files.write(manifest(3))
+    assert found(tmp_path) == [3, 2]
+
+
+def test_one_that_is_there_in_spite_of_an_error_is_taken_away(tmp_path, monkeypatch):
+    """The run goes on from the one before: what it writes next is what this one refers to."""
+    files = opened(tmp_path)
+    files.write(manifest(1))
+    real, failures = os.pwrite, [OSError(errno.EIO, "it is there all the same")]
+
+    def written(fd, data, offset):
+        size = real(fd, data, offset)
+        if failures:
+            raise failures.pop()
+        return size
+
+    monkeypatch.setattr(os, "pwrite", written)
+    with pytest.raises(SwapIOError):
+        files.write(manifest(2))
+    assert found(tmp_path) == [1]
+
+
+def test_a_short_write_is_finished(tmp_path, monkeypatch):
+    files, real = opened(tmp_path), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:5000], offset))
+    files.write(manifest(1, blob=os.urandom(30_000)))
+    assert found(tmp_path) == [1]
+
+
+def test_every_write_lasts_when_it_returns(tmp_path):
+    files = opened(tmp_path)
+    fds = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    flags = [
+        sync_flags(fd) for fd in fds if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{tmp_path}/{NAMES[0][:-1]}")
+    ]
+    assert flags == [os.O_DSYNC] * 2
+    files.close()
+
+
+def sync_flags(fd):
+    with open(f"/proc/self/fdinfo/{fd}") as file:
+        flags = int(next(line for line in file if line.startswith("flags:")).split()[1], 8)
+    return flags & os.O_DSYNC
+
+
+def test_descriptors_go_with_the_object(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        opened(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
+def test_a_full_disk_while_committing(tmp_path):
+    """The manifest outgrows its place, and there is no more: steps go on, and the one committed before is whole."""
+    code = """
+import os, subprocess, sys
+from pathlib import Path
+from nvme_offload.offload.errors import OutOfSpaceError
+from tests.support.durable_run import SmallRun, read_past_the_tier
+path = Path(sys.argv[1])
+subprocess.run(["mount", "-o", "remount,size=4m", path], check=True)
+small = SmallRun([path])
+small.begin()
+small.commit("0", 0)
+small.commit("1", 1)
+free = os.statvfs(path)
+with open(path / "filler", "wb") as file:
+    file.write(bytes(free.f_bavail * free.f_frsize))
+for step in (2, 3):
+    small.write({slot: step for slot in range(3)})
+    try:
+        small.run.commit(step, bytes(200_000), small.run.extents.table)
+    except OutOfSpaceError as error:
+        print(error)
+assert [manifest.step for manifest in small.run.committed] == [1, 0], small.run.committed
+os.unlink(path / "filler")
+small.commit("4", 4, [0])
+small.close()
+small = SmallRun([path])
+assert [manifest.step for manifest in small.run.found] == [4, 1]
+small.adopt(small.run.found[0])
+assert small.values[1:] == [3, 3]
+small.close()
+"""
+    child = run_python(code, tmp_path, mounts={tmp_path: "tmpfs"})
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.count("manifest.") == 2
+    assert "ENOSPC" in child.stdout
+
+
+def test_no_room_for_the_first_ones(tmp_path, monkeypatch):
+    def refused(fd, offset, size_bytes):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    with pytest.raises(OutOfSpaceError, match=NAMES[0]):
+        opened(tmp_path)
+
+
+def test_the_door_to_the_drive_is_used(tmp_path, monkeypatch):
+    """A place that grows is synced before it is written: its length belongs to what lasts."""
+    synced = []
+    monkeypatch.setattr(manifests, "sync_file", lambda fd: synced.append(os.fstat(fd).st_size) or sync.sync_file(fd))
+    files = opened(tmp_path)
+    synced.clear()
+    files.write(manifest(1))
+    assert not synced
+    files.write(manifest(2, blob=bytes(100_000)))
+    assert len(synced) == 1

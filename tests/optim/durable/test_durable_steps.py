@@ -1,0 +1,291 @@
+"""Steps that last: the bits of a run that does not, what a commit holds, and going on from it in every kind of end."""
+
+import errno
+import os
+import warnings
+
+import pytest
+import torch
+
+from nvme_offload import OffloadAdamW, OffloadLion, OffloadSGD
+from nvme_offload.aio_native import Op
+from nvme_offload.offload.durable.manifest import ManifestFiles
+from nvme_offload.offload.errors import ResumeError, StateError
+from tests.support.failing_drive import Failing
+from tests.support.killed_steps import durable_section, fork
+from tests.support.training import assert_same_bits, bits, params_of, section, set_grads, snapshot
+
+SHAPES = [(70_001,), (999,), (131_072,), (5,)]
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def fresh(path, name="run", kind=OffloadAdamW, shapes=SHAPES, **more):
+    params = params_of(shapes, *DTYPES)
+    plain = section(path, sub_group_size=65536, clip=1.0, **more)
+    return params, kind(params, lr=1e-2, offload=durable_section(path, name, **more) if name else plain)
+
+
+def train(optimizer, params, steps, without=()):
+    for step in steps:
+        set_grads(params, step, without=without)
+        optimizer.step()
+
+
+def expected(path, num_steps, **more):
+    params, optimizer = fresh(path, None, **more)
+    with optimizer:
+        train(optimizer, params, range(num_steps))
+        return snapshot(optimizer)
+
+
+def swap_of(path, name="run"):
+    return path / f"nvme-durable-{name}-rank0" / "swap"
+
+
+@pytest.mark.parametrize("kind", [OffloadAdamW, OffloadLion, OffloadSGD])
+@pytest.mark.parametrize("host_budget", [None, "5MiB"])
+def test_a_durable_run_has_the_bits_of_another_and_goes_on_where_it_ended(drive, kind, host_budget):
+    params, optimizer = fresh(drive, kind=kind, host_budget=host_budget)
+    with optimizer:
+        assert optimizer.resume() is None
+        train(optimizer, params, range(3))
+        assert optimizer.stats().failed_commits == 0
+    params, optimizer = fresh(drive, kind=kind, host_budget=host_budget)
+    with optimizer:
+        assert optimizer.resume() == (3, {})
+        train(optimizer, params, range(3, 5))
+        assert_same_bits(snapshot(optimizer), expected(drive, 5, kind=kind, host_budget=host_budget))
+        assert optimizer.stats().commits >= 1
+
+
+def test_what_is_committed_with_a_step_comes_back_with_it(drive):
+    params, optimizer = fresh(drive)
+    with optimizer:
+        for step in range(3):
+            optimizer.client_state["position"] = {"file": "a", "at": step, "seen": torch.arange(step)}
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            train(optimizer, params, [step], without={step})
+        torch.manual_seed(11)
+        optimizer.commit()
+        random = torch.rand(3)
+    params, optimizer = fresh(drive)
+    with optimizer:
+        torch.manual_seed(12)
+        step, client_state = optimizer.resume()
+        assert step == 3
+        assert_same_bits(client_state, {"position": {"file": "a", "at": 2, "seen": torch.arange(2)}})
+        assert optimizer.param_groups[0]["lr"] == 0.1 / 3
+        assert [int(optimizer.state[p]["step"]) for p in params] == [2, 2, 2, 3]
+        assert_same_bits(torch.rand(3), random)
+
+
+def test_a_client_state_that_cannot_be_read_again_is_refused_by_its_place_and_the_step_is_done(drive):
+    params, optimizer = fresh(drive)
+    with optimizer:
+        optimizer.client_state["a"] = [1, {"b": lambda: 0}]
+        with pytest.raises(ValueError, match=r"client_state\['a'\]\[1\]\['b'\] is a builtins.function") as caught:
+            train(optimizer, params, [0])
+        assert "Step 1 is complete, and is not committed" in caught.value.__notes__[0]
+        optimizer.client_state.clear()
+        train(optimizer, params, [1])
+        assert_same_bits(snapshot(optimizer), expected(drive, 2))
+    with fresh(drive)[1] as optimizer:
+        assert optimizer.resume() == (2, {})
+
+
+def test_parameters_that_were_changed_by_hand_are_in_the_next_commit(drive):
+    def change(params):
+        with torch.no_grad():
+            for param in params:
+                param[:3] += 1
+
+    params, optimizer = fresh(drive)
+    with optimizer:
+        train(optimizer, params, range(2))
+        change(params)
+        optimizer.commit()
+        optimizer.commit()
+    params, optimizer = fresh(drive)
+    with optimizer:
+        assert optimizer.resume() == (2, {})
+        train(optimizer, params, [2])
+        found = snapshot(optimizer)
+    params, optimizer = fresh(drive, None)
+    with optimizer:
+        train(optimizer, params, range(2))
+        change(params)
+        train(optimizer, params, [2])
+        assert_same_bits(found, snapshot(optimizer))
+
+
+def test_a_run_that_was_found_takes_no_step_before_somebody_says_what_becomes_of_it(drive):
+    params, optimizer = fresh(drive)
+    with optimizer:
+        train(optimizer, params, range(2))
+        state = optimizer.state_dict()
+    params, optimizer = fresh(drive)
+    with optimizer:
+        before = [bits(param).copy() for param in params]
+        with pytest.raises(StateError, match=r"durable run 'run'.*resume\(\).*offload runs remove run"):
+            train(optimizer, params, [0])
+        assert all((bits(param) == was).all() for param, was in zip(params, before, strict=True))
+        with pytest.raises(StateError, match="a run that was resumed"):
+            optimizer.state_dict()
+    params, optimizer = fresh(drive)
+    with optimizer:
+        optimizer.load_state_dict(state)
+        train(optimizer, params, [2])
+    with fresh(drive)[1] as optimizer:
+        step, _ = optimizer.resume()
+        assert step == 1, "a load begins another training"
+
+
+def test_of_another_model_nothing_is_taken_up_and_the_difference_is_named(drive):
+    params, optimizer = fresh(drive)
+    with optimizer:
+        train(optimizer, params, [0])
+    _, optimizer = fresh(drive, shapes=[*SHAPES[:-1], (6,)])
+    with optimizer, pytest.raises(ResumeError, match=r"is of another run.*shape\[0\]: 5 was committed, 6 is here"):
+        optimizer.resume()
+    _, optimizer = fresh(drive, kind=OffloadLion)
+    with optimizer, pytest.raises(ResumeError, match=r'"OffloadAdamW" was committed, "OffloadLion" is here'):
+        optimizer.resume()
+    with fresh(drive)[1] as optimizer:
+        assert optimizer.resume() == (1, {})
+
+
+def test_a_run_that_is_alive_is_never_adopted(drive):
+    params, optimizer = fresh(drive)
+    with optimizer:
+        train(optimizer, params, [0])
+        with pytest.raises(StateError, match=rf"process {os.getpid()}"):
+            fresh(drive)
+
+
+@pytest.mark.parametrize("what", ["manifest", "extent"])
+def test_where_the_newest_step_is_damaged_the_one_before_it_is_taken(drive, what):
+    params, optimizer = fresh(drive)
+    with optimizer:
+        train(optimizer, params, range(3))
+        optimizer.commits.settle()
+        newest = optimizer.commits.run.committed[0]
+        stripe = optimizer.store.slots[0].extent.stripes[0]
+    swap = swap_of(drive)
+    if what == "manifest":
+        [file] = [f for f in swap.parent.glob("manifest.*") if newest.encode()[:64] == f.read_bytes()[:64]]
+        flip(file, 200)
+    else:
+        flip(swap, stripe.offset + 12345)
+    params, optimizer = fresh(drive)
+    with optimizer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert optimizer.resume() == (2, {})
+        train(optimizer, params, [2])
+        assert_same_bits(snapshot(optimizer), expected(drive, 3))
+
+
+def test_where_both_steps_are_damaged_the_subgroup_is_named_and_a_load_leads_on(drive):
+    params, optimizer = fresh(drive)
+    with optimizer:
+        train(optimizer, params, range(2))
+        train(optimizer, params, [2, 3], without=range(1, 4))
+        state = optimizer.state_dict()
+        extent = optimizer.store.slots[-1].extent
+    flip(swap_of(drive), extent.stripes[0].offset)
+    params, optimizer = fresh(drive)
+    with optimizer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ResumeError, match=r"step 4: .*subgroup 5.*step 3: .*subgroup 5"):
+            optimizer.resume()
+        optimizer.load_state_dict(state)
+        train(optimizer, params, [4])
+    with fresh(drive)[1] as optimizer:
+        assert optimizer.resume() == (1, {})
+
+
+def flip(path, offset):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        [byte] = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_going_back_one_step_gives_the_bits_of_the_run_stopped_there(drive):
+    params, optimizer = fresh(drive)
+    with optimizer:
+        train(optimizer, params, range(4))
+        assert optimizer.rewind(1) == (3, {})
+        with pytest.raises(StateError, match="two committed steps"):
+            optimizer.rewind()
+        assert_same_bits(snapshot(optimizer), expected(drive, 3))
+        train(optimizer, params, [3, 4])
+        assert_same_bits(snapshot(optimizer), expected(drive, 5))
+    with fresh(drive)[1] as optimizer:
+        assert optimizer.resume() == (5, {})
+
+
+@pytest.mark.parametrize("where", ["manifest", "sync"])
+def test_a_commit_that_fails_is_told_and_counted_and_the_run_goes_on(drive, monkeypatch, where):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space is left")
+
+    params, optimizer = fresh(drive)
+    with optimizer:
+        train(optimizer, params, range(2))
+        optimizer.commits.settle()
+        with monkeypatch.context() as patch:
+            if where == "manifest":
+                patch.setattr(ManifestFiles, "write", full)
+            else:
+                patch.setattr("nvme_offload.offload.durable.run.sync_data", full)
+            train(optimizer, params, [2])
+            with pytest.warns(RuntimeWarning, match=r"training goes on \(step 2 lasts\)"):
+                optimizer.commits.settle()
+        found = optimizer.stats()
+        assert (found.failed_commits, found.committed_step) == (1, 2)
+        train(optimizer, params, [3], without=[2])
+        optimizer.commits.settle()
+        assert optimizer.stats().committed_step == 4
+        after = snapshot(optimizer)
+    params, optimizer = fresh(drive)
+    with optimizer:
+        assert optimizer.resume() == (4, {})
+        assert_same_bits(snapshot(optimizer), after)
+
+
+def test_a_step_that_the_drive_did_not_take_is_committed_when_it_is_finished(drive, monkeypatch):
+    params, optimizer = fresh(drive)
+    with optimizer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(optimizer, params, [0])
+        optimizer.synchronize()
+        drive_failing = Failing(optimizer.store.tier, monkeypatch, Op.WRITE, first=2)
+        with pytest.raises(OSError, match="subgroup"):
+            train(optimizer, params, [1, 1, 1])
+        drive_failing.healthy = True
+        if optimizer.has_unfinished_step:
+            optimizer.finish_step()
+        optimizer.synchronize()
+        optimizer.commit()
+        after, step = snapshot(optimizer), optimizer.commits.step
+    with fresh(drive)[1] as optimizer:
+        assert optimizer.resume() == (step, {})
+        assert_same_bits(snapshot(optimizer), after)
+
+
+def test_without_durable_there_is_nothing_to_resume(drive):
+    _, optimizer = fresh(drive, None)
+    with optimizer, pytest.raises(StateError, match="durable in offload_optimizer"):
+        optimizer.resume()
+
+
+def test_steps_that_a_parent_made_are_not_those_of_a_forked_child(drive):
+    params, optimizer = fresh(drive)
+    with optimizer:
+        train(optimizer, params, [0])
+        pid = fork(optimizer.close)
+        assert os.waitpid(pid, 0)[1] == 0
+        train(optimizer, params, [1])
+    with fresh(drive)[1] as optimizer:
+        assert optimizer.resume() == (2, {})

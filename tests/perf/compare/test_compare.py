@@ -1,0 +1,89 @@
+"""The comparison with others: both sides train by turns, weights are compared, who cannot train says why."""
+
+import json
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nvme_offload.perf.bench.comparison import Quad
+from nvme_offload.perf.compare.__main__ import app
+from nvme_offload.perf.compare.contenders import MEMORY, OURS, Contender
+from nvme_offload.perf.compare.distance import Distance
+from nvme_offload.perf.compare.model import model_of, windows
+from nvme_offload.perf.compare.records import Ended
+from nvme_offload.perf.compare.report import draw, row
+from nvme_offload.perf.compare.rounds import Found
+
+SIZE = "1x64"
+
+
+def compared(*options, folder):
+    return CliRunner().invoke(app, ["--path", str(folder), "--size", SIZE, "--tokens", "128", "--quads", "1", *options])
+
+
+def test_ours_beside_a_run_in_memory(tmp_path):
+    result = compared("--with", "memory", "--save", str(tmp_path / "saved"), folder=tmp_path)
+    assert result.exit_code == 0, result.output
+    ours, memory = json.loads(next((tmp_path / "saved").glob("*.json")).read_text())["results"]
+    assert (ours["contender"]["name"], memory["contender"]["name"]) == ("ours", "memory")
+    assert memory["distance"] == 0
+    assert 0 < ours["distance"] < 0.05, "both round once, in another order"
+    assert ours["losses"] == pytest.approx(memory["losses"], rel=1e-3)
+    assert len(memory["quads"]) == 1
+    assert len(memory["seconds"]) == len(ours["seconds"]) == 4
+    numel = sum(param.numel() for param in model_of(SIZE).parameters())
+    assert ours["ended"]["moved"][1] / numel / 4 == pytest.approx(10, rel=0.2), "lower half and moments"
+    assert memory["ended"]["moved"][1] / numel < 1
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_peer_without_its_package_is_a_row(tmp_path, monkeypatch):
+    missing = Contender("nobody", "a peer", "no_such_package")
+    monkeypatch.setattr("nvme_offload.perf.compare.__main__.CONTENDERS", (OURS, missing))
+    result = compared(folder=tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "no_such_package is not installed" in result.output
+
+
+def test_a_peer_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
+    broken = Contender("torchao", "torchao's CPUOffloadOptimizer", "json")  # there, but torchao itself is not
+    monkeypatch.setattr("nvme_offload.perf.compare.__main__.CONTENDERS", (OURS, broken))
+    assert broken.python() == sys.executable
+    result = compared(folder=tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "ModuleNotFoundError: No module named 'torchao'" in result.output
+
+
+def test_an_unknown_peer_is_refused(tmp_path):
+    result = compared("--with", "nobody", folder=tmp_path)
+    assert result.exit_code == 2
+    assert "'nobody' is not one of" in result.output
+
+
+def test_distances(tmp_path):
+    """A run that came half as far in the same direction is half of the way apart."""
+    start = {name: param.detach() for name, param in model_of(SIZE).named_parameters()}
+    torch.manual_seed(1)
+    moves = {name: torch.randn_like(value) for name, value in start.items()}
+    for name, part in (("end", 1.0), ("half", 0.5)):
+        torch.save({key: value + part * moves[key] for key, value in start.items()}, tmp_path / name)
+    distance = Distance(SIZE, tmp_path / "end")
+    assert distance.of(tmp_path / "end") == 0
+    assert distance.of(tmp_path / "half") == pytest.approx(0.5, rel=1e-5)
+
+
+def test_the_data_is_the_same_each_time():
+    first, again = windows(256), windows(256)
+    for _ in range(3):
+        for a, b in zip(next(first), next(again), strict=True):
+            assert a.shape == (2, 128)
+            assert torch.equal(a, b)
+
+
+def test_a_row_and_a_picture(tmp_path):
+    found = Found(MEMORY, seconds=[2.0, 4.0, 3.0], quads=[Quad((1.0, 3.0, 3.0, 1.0))], ended=Ended(3, 2**30, (30, 60)))
+    assert row(found, 10)[1:] == ["3.00 s", "3.00", "1 GiB", "1.0", "2.0", ""]
+    draw([found, Found(OURS, problem="it cannot")], tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
