@@ -189,7 +189,10 @@ class OptimizerStats:
         Args:
             prefix: put before each name: ``offload/`` makes them one section of TensorBoard.
         """
-        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        known = {
+            name: math.nan if value is None else value for name, value in vars(self).items() if name != "iteration"
+        }
+        numbers = {name: value for name, value in known.items() if isinstance(value, int | float)}
         return {prefix + name: value for name, value in (numbers | _of_iteration(self.iteration)).items()}
 
     def prometheus(self, labels: Mapping[str, object] | None = None) -> str:
@@ -214,7 +217,7 @@ def _of_iteration(iteration: IterationStats | None) -> dict[str, float]:
 GAUGES = frozenset(
     {
         *("achieved_depth", "num_subgroups", "staging_bytes", "state_bytes", "host_state_bytes", "total_norm"),
-        *("clip_coef", "param_host_bytes", "grad_host_bytes", *_of_iteration(None)),
+        *("committed_step", "clip_coef", "param_host_bytes", "grad_host_bytes", *_of_iteration(None)),
     }
 )
 """Scalars that go up and down; the others count."""

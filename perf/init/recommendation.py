@@ -73,6 +73,10 @@ def candidates(paths: Sequence[Path]) -> Iterator[tuple[dict[str, Any], str]]:
         common | {"zero_optimization": state, "host_budget": "auto"},
         "the optimizer state does not fit into memory: as much of it as fits stays there, the rest goes to NVMe",
     )
+    yield (
+        common | {"zero_optimization": state},
+        "beside parameters and gradients no memory is left for the optimizer state",
+    )
     blocks = {"zero_optimization": state | {"offload_param": drive}, "offload_gradients": drive}
     yield (
         common | blocks | {"host_budget": "auto"},

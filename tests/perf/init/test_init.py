@@ -51,9 +51,9 @@ def devices(section):
     ("memory", "expected", "budget"),
     [
         ("64GiB", ("cpu", "none", "none"), None),
-        ("12GiB", ("nvme", "none", "none"), "auto"),
+        ("12GiB", ("nvme", "none", "none"), None),
         ("5GiB", ("nvme", "nvme", "nvme"), "auto"),
-        ("2600MiB", ("nvme", "nvme", "nvme"), None),
+        ("2300MiB", ("nvme", "nvme", "nvme"), None),
     ],
 )
 def test_the_less_memory_the_more_goes_to_nvme(model, tmp_path, memory, expected, budget):
