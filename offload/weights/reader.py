@@ -101,7 +101,7 @@ class SafetensorsReader:
         stop = stored.numel if stop is None else stop
         assert 0 <= start <= stop <= stored.numel
         itemsize = stored.dtype.itemsize
-        data = torch.empty((stop - start) * itemsize, dtype=torch.uint8)
+        data = torch.empty((stop - start) * itemsize, dtype=torch.uint8, device="cpu")
         self._read_into(memoryview(data.numpy().data), stored.path, stored.offset + start * itemsize)
         return data.view(stored.dtype)
 
