@@ -14,29 +14,40 @@ from tests.support.simulator.case import Case, draw_case
 from tests.support.simulator.mutations import MUTATIONS
 from tests.support.simulator.subjects import SUBJECTS
 
+_MOST_SEEDS_TO_FIND = 40
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.simulator", description=__doc__)
     parser.add_argument("seeds", help="one seed, or first:end")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="break the package in this way first")
+    parser.add_argument(
+        "--find",
+        action="append",
+        default=[],
+        help=f"a mutation; which of the first {_MOST_SEEDS_TO_FIND} seeds finds it",
+    )
     parser.add_argument("--until-first", action="store_true", help="stop at the first violation")
     parser.add_argument("--alone", type=int, default=0, help="run so many of the last seeds again, each alone")
     parser.add_argument("--calls", help="places of the calls to make, of a single seed")
     parser.add_argument("--faults", help="places of the faults to keep, of a single seed")
     parser.add_argument("--json", action="store_true", help="print what came of it as one line")
     arguments = parser.parse_args()
-    if arguments.mutation:
-        MUTATIONS[arguments.mutation]()
     prepare()
     if ":" not in arguments.seeds:
         return _replay(arguments)
     first, end = map(int, arguments.seeds.split(":"))
-    report = run_seeds(range(first, end), arguments.workers, until_first=arguments.until_first)
+    report = run_seeds(
+        range(first, end), arguments.workers, until_first=arguments.until_first, mutation=arguments.mutation
+    )
     if arguments.json:
         found = {str(seed): wrong for seed, wrong in report.violations.items()}
         other = differing(report, range(end - arguments.alone, end))
         said = {"num_seeds": report.num_seeds, "seconds": report.seconds, "violations": found, "differing": other}
+        for name in arguments.find:
+            broken = run_seeds(range(_MOST_SEEDS_TO_FIND), until_first=True, mutation=name)
+            said[name] = min(broken.violations, default=None)
         _say(json.dumps(said))
         return 0
     for seed, wrong in list(report.violations.items())[:10]:
@@ -53,7 +64,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.faults is not None:
         faults = _places(arguments.faults)
     case = case.keeping(calls, faults)
-    wrong = fails(case)
+    wrong = fails(case, arguments.mutation)
     _say(case)
     _say(wrong or "nothing was wrong")
     return bool(wrong)
@@ -69,9 +80,9 @@ def _places(text: str) -> list[int]:
 
 
 def _tell(case: Case, wrong: str, mutation: str | None) -> None:
-    calls, faults = shrunk(case)
+    calls, faults = shrunk(case, mutation)
     command = f"python -m tests.support.simulator {case.seed}"
-    command += f" --mutation {mutation}" if mutation else ""
+    command += f" --mutation '{mutation}'" if mutation else ""
     kept = f" --calls={','.join(map(str, calls))} --faults={','.join(map(str, faults))}"
     _say(f"seed {case.seed} fails:\n{wrong}\nreplay it: {command}\nshrunk:    {command}{kept}")
     _say(case.keeping(calls, faults))

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from tests.support.simulator.case import Case, draw_case
 from tests.support.simulator.install import freeze, install
+from tests.support.simulator.mutations import MUTATIONS
 from tests.support.simulator.primitives import enter
 from tests.support.simulator.run import run_case
 from tests.support.simulator.subjects import SUBJECTS
@@ -64,24 +65,29 @@ def prepare() -> None:
     freeze()
 
 
-def begin_process() -> None:
-    """After a fork: a process group of its own, whose threads a fork would not take along."""
+def begin_process(mutation: str | None = None) -> None:
+    """After a fork: a process group of its own, whose threads a fork would not take along; and a broken package."""
+    if mutation is not None:
+        MUTATIONS[mutation]()
     enter(World("", 0.0))
     make_group()
     gc.collect()
     gc.freeze()
 
 
-def run_seeds(seeds: Sequence[int], workers: int = 1, *, until_first: bool = False) -> Report:
+def run_seeds(
+    seeds: Sequence[int], workers: int = 1, *, until_first: bool = False, mutation: str | None = None
+) -> Report:
     """Run the cases of some seeds, shared out over processes.
 
     Args:
         seeds: one for each case.
         workers: processes.
         until_first: stop at the first violation.
+        mutation: break the package in this way first.
     """
     report, begun = Report(), time.monotonic()
-    running = [_Worker(seeds[number::workers]) for number in range(workers)]
+    running = [_Worker(seeds[number::workers], mutation) for number in range(workers)]
     while running:
         ready, _, _ = select.select([worker.pipe for worker in running], [], [])
         for worker in [worker for worker in running if worker.pipe in ready]:
@@ -89,7 +95,7 @@ def run_seeds(seeds: Sequence[int], workers: int = 1, *, until_first: bool = Fal
             if ended:
                 running.remove(worker)
                 if worker.left and not (until_first and report.violations):
-                    running.append(_Worker(worker.left))
+                    running.append(_Worker(worker.left, mutation))
         if until_first and report.violations:
             break
     for worker in running:
@@ -101,12 +107,13 @@ def run_seeds(seeds: Sequence[int], workers: int = 1, *, until_first: bool = Fal
 class _Worker:
     """A process that runs the cases of some seeds and ends with the first that fails: its world is a wreck."""
 
-    def __init__(self, seeds: Sequence[int]) -> None:
+    def __init__(self, seeds: Sequence[int], mutation: str | None) -> None:
         self.left = list(seeds)
         self.pipe, theirs = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self.pipe)
+            begin_process(mutation)
             _run_all(seeds, theirs)
         os.close(theirs)
         self._lines = os.fdopen(os.dup(self.pipe), "rb", buffering=0)
@@ -143,7 +150,6 @@ class _Worker:
 
 def _run_all(seeds: Sequence[int], pipe: int) -> None:
     """In a process of its own."""
-    begin_process()
     for seed in seeds:
         course: list[int] = []
         wrong = violation_of(draw_case(seed, SUBJECTS), course)
@@ -175,12 +181,12 @@ def differing(report: Report, seeds: Sequence[int]) -> list[int]:
     return [seed for seed, its in zip(seeds, alone, strict=True) if its.courses[seed] != report.courses[seed]]
 
 
-def fails(case: Case) -> str:
+def fails(case: Case, mutation: str | None = None) -> str:
     """What is wrong with a case, in a process of its own."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        begin_process()
+        begin_process(mutation)
         text = violation_of(case).encode()
         while text:
             text = text[os.write(writing, text) :]
@@ -192,13 +198,13 @@ def fails(case: Case) -> str:
     return said or (f"ended with status {status}" if status else "")
 
 
-def shrunk(case: Case) -> tuple[list[int], list[int]]:
+def shrunk(case: Case, mutation: str | None = None) -> tuple[list[int], list[int]]:
     """Places of the calls and faults that are enough to fail: fewer of them, found by leaving out ever smaller runs."""
-    attempts, kind = iter(range(_MOST_ATTEMPTS)), _kind(fails(case))
+    attempts, kind = iter(range(_MOST_ATTEMPTS)), _kind(fails(case, mutation))
     calls, faults = list(range(len(case.calls))), list(range(len(case.faults)))
 
     def still_fails(calls: list[int], faults: list[int]) -> bool:
-        return next(attempts, None) is not None and _kind(fails(case.keeping(calls, faults))) == kind
+        return next(attempts, None) is not None and _kind(fails(case.keeping(calls, faults), mutation)) == kind
 
     calls = _fewer(calls, lambda kept: still_fails(kept, faults))
     faults = _fewer(faults, lambda kept: still_fails(calls, kept))

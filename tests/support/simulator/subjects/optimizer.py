@@ -121,9 +121,11 @@ class OptimizerSubject(Subject):
 
     def _make(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> OffloadAdamW | None:
         try:
-            return OffloadAdamW([dict(group) for group in groups], offload=options, **SETTINGS)
+            optimizer = OffloadAdamW([dict(group) for group in groups], offload=options, **SETTINGS)
+            optimizer.place()
         except OutOfSpaceError:
             return None
+        return optimizer
 
     def do_step(self, draw: random.Random, strike: Strike | None) -> None:
         optimizer = self.optimizer
