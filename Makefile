@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard aio_native/src/* optim/src/* optim/src/rules/*)
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test check bench compare sanitize docs wheel test-torch setup clean FORCE
+.PHONY: demo test check bench compare sanitize clients docs wheel test-torch setup clean FORCE
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -47,6 +48,11 @@ wheel: setup
 test-torch:
 	$(MAKE) test VENV=.venv-torch-$(TORCH) TORCH=$(TORCH)
 
+# All of tests/clients, slow ones too, with the real packages in an environment of its own; writes the table of docs/clients.md.
+clients:
+	$(MAKE) setup VENV=.venv-clients CONSTRAINTS=constraints-clients.txt
+	WRITE_CLIENTS=1 .venv-clients/bin/python -m pytest -m "slow or not slow" tests/clients $(ARGS)
+
 # The C++ engine and thread pool, with every sanitizer that finds what tests cannot see.
 sanitize: setup
 	@for kinds in address,undefined thread; do \
@@ -57,11 +63,11 @@ sanitize: setup
 
 setup: $(INSTALLED)
 
-$(VENV)/.packages: constraints.txt pyproject.toml
+$(VENV)/.packages: $(CONSTRAINTS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "nvme-offload needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	sed 's/^torch==.*/torch==$(TORCH)/' $(CONSTRAINTS) > $(VENV)/constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check -r $(VENV)/constraints.txt
 	@touch $@
 
@@ -75,4 +81,4 @@ $(INSTALLED): $(VENV)/.packages $(VENV)/.liburing $(NATIVE)
 	@touch $@
 
 clean:
-	rm -rf build .venv .venv-torch-* .venv-compare-* demo-out
+	rm -rf build .venv .venv-clients .venv-torch-* .venv-compare-* demo-out

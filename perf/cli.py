@@ -24,6 +24,10 @@ COMMANDS = {
         "nvme_offload.perf.doctor.command",
         "Examine this machine and the given folders, and say what stands in the way of NVMe offload.",
     ),
+    "init": Command(
+        "nvme_offload.perf.init.command",
+        "Write a section for this machine and a model: the fastest that fits, with an aio section measured here.",
+    ),
     "plan": Command(
         "nvme_offload.perf.planning.command",
         "Predict memory, traffic, time and wear of a training step, and the largest model that fits.",

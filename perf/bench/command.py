@@ -30,6 +30,7 @@ from nvme_offload.perf.measure.knobs import check_save
 from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.measure.results import save
 from nvme_offload.perf.measure.settings import Rw, Settings
+from nvme_offload.perf.report.bench import bench_page
 
 RwChoice = Literal["read", "write", "mixed", "all"]
 
@@ -49,6 +50,9 @@ def bench(
     ),
     direct: Direct = _AIO.direct,
     runtime: Annotated[float, typer.Option(help="Seconds of passes in each direction.")] = 5.0,
+    duration: Annotated[
+        float, typer.Option(help="Seconds without a pause in each direction, second by second: caches and heat.")
+    ] = 0.0,
     rw: Annotated[RwChoice, typer.Option(help="mixed: an optimizer step's 1:1 pattern.")] = "all",
     target: Annotated[TargetName, typer.Option(help="The engine, TensorSwapper, or OffloadAdamW.step().")] = "raw",
     device: Annotated[str, typer.Option(help="Where the tensors of swapper and step are: cpu or cuda.")] = "cpu",
@@ -58,7 +62,9 @@ def bench(
     ] = None,
     fio_tuned: Annotated[bool, typer.Option(help="Give fio huge pages and registered buffers, too.")] = True,
     as_json: Json = False,
-    save_to: Annotated[Path | None, typer.Option("--save", help="Folder for the results: JSON and Markdown.")] = None,
+    save_to: Annotated[
+        Path | None, typer.Option("--save", help="Folder for the results: JSON, Markdown and HTML.")
+    ] = None,
 ) -> None:
     """Measure bandwidth, IOPS, latency and processor time of reading, writing and both.
 
@@ -79,6 +85,7 @@ def bench(
         target=target,
         directions=every if rw == "all" else (rw,),
         runtime=runtime,
+        duration=duration,
         quads=_rounds(compare_fio, quads),
         fio_tuned=_tuned(compare_fio, fio_tuned),
     )
@@ -92,7 +99,10 @@ def bench(
         show(document, Console())
     if save_to:  # last: a disk that is full by now must not cost what was measured
         with failures_in_words():
-            say_saved(save(save_to, f"bench-{target}", summarized(document), markdown(document)))
+            files = save(save_to, f"bench-{target}", summarized(document), markdown(document))
+            files.append(files[0].with_suffix(".html"))
+            files[-1].write_text(bench_page(summarized(document)), encoding="utf-8")
+            say_saved(files)
 
 
 def _rounds(compare_fio: bool, quads: int | None) -> int:

@@ -18,7 +18,7 @@ from nvme_offload.perf.measure.settings import Settings
 from nvme_offload.perf.measure.tensor_workloads import STEPS_PER_PASS
 from nvme_offload.perf.measure.workloads import Sample
 
-PERCENTILES = (50, 95, 99, 100)
+PERCENTILES = (50, 95, 99, 99.9, 100)
 
 
 def summary(samples: Sequence[Sample], settings: Settings) -> dict[str, Any]:
@@ -112,8 +112,13 @@ def show(document: dict[str, Any], console: Console) -> None:
         for rw, result in document["results"].items():
             cost = result["summary"]["cpu_us_per_mib"]
             console.print(f"{rw}: {cost:.2f} us of processor time per MiB block", highlight=False)
-    for line in comparison_lines(document):
+    for line in [*series_lines(document), *comparison_lines(document)]:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def series_lines(document: dict[str, Any]) -> list[str]:
+    """What loads without a pause have shown, direction by direction."""
+    return [words for result in document["results"].values() for words in result.get("found", {}).get("words", [])]
 
 
 def comparison_lines(document: dict[str, Any]) -> list[str]:
@@ -135,7 +140,10 @@ def comparison_lines(document: dict[str, Any]) -> list[str]:
 
 def summarized(document: dict[str, Any]) -> dict[str, Any]:
     """A document of `offload bench` without single passes and runs: what is kept in a file."""
-    results = {rw: {"summary": result["summary"]} for rw, result in document["results"].items()}
+    kept_of_result = ("summary", "series", "found")
+    results = {
+        rw: {key: result[key] for key in kept_of_result if key in result} for rw, result in document["results"].items()
+    }
     kept = {**document, "results": results}
     if "comparison" in document:
         kept["comparison"] = {name: _without_rates(value) for name, value in document["comparison"].items()}
@@ -158,4 +166,4 @@ def markdown(document: dict[str, Any]) -> str:
     rows = [[rw, *_cells(result["summary"])] for rw, result in document["results"].items()]
     config = document["config"]
     title = f"offload bench: {config['target']}, engine {document['engine']['name']}"
-    return page(title, document["environment"], head, rows, comparison_lines(document))
+    return page(title, document["environment"], head, rows, [*series_lines(document), *comparison_lines(document)])

@@ -16,7 +16,10 @@ from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.bench.comparison import Comparison, Quad, compare, comparison_of
 from nvme_offload.perf.bench.fio import Fio, find_fio
 from nvme_offload.perf.bench.report import describe_quad, summary
+from nvme_offload.perf.bench.series import found_in, measure_series
+from nvme_offload.perf.measure.drives import drive_of, temperature
 from nvme_offload.perf.measure.environment import environment
+from nvme_offload.perf.measure.health import throttled_seconds
 from nvme_offload.perf.measure.knobs import KnobError, check_range, check_settings, check_space
 from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.measure.settings import Rw, Settings
@@ -32,6 +35,7 @@ from nvme_offload.perf.measure.workloads import RawTarget, Region, Sample, Targe
 TargetName = Literal["raw", "swapper", "step"]
 
 MAX_QUADS = 10_000
+LEAST_DURATION, MAX_DURATION = 1, 7 * 86400
 LEAST_SHARE_OF_STEP = 0.90
 """Least share of fio for whole steps through the engine that ``auto`` tries first: a step also starts and ends."""
 
@@ -45,6 +49,8 @@ class Plan:
     directions: tuple[Rw, ...]
     runtime: float
     """Seconds of passes in each direction; at least one pass."""
+    duration: float = 0.0
+    """Seconds without a pause in each direction, as a series; 0 is passes for `runtime` instead."""
     quads: int = 0
     """Quads against fio in each direction; 0 leaves fio out."""
     fio_tuned: bool = True
@@ -68,6 +74,7 @@ def check(plan: Plan) -> None:
     if not plan.runtime >= 0:  # so that nan is refused, too
         raise KnobError("runtime", f"{plan.runtime} seconds is negative, or no number")
     _check_target(plan)
+    _check_duration(plan)
     if plan.quads:
         find_fio()
         if len(settings.paths) > 1:
@@ -94,6 +101,15 @@ def _check_target(plan: Plan) -> None:
         raise KnobError("device", f"{settings.device!r} is not available here; choose cpu")
     if plan.target == "raw":
         raise KnobError("device", "--target raw knows no tensors; use --target swapper or step")
+
+
+def _check_duration(plan: Plan) -> None:
+    if plan.duration == 0:
+        return
+    if not LEAST_DURATION <= plan.duration <= MAX_DURATION:  # so that nan is refused, too
+        raise KnobError("duration", f"{plan.duration} seconds; choose {LEAST_DURATION} to {MAX_DURATION}")
+    if plan.target != "raw" or plan.quads:
+        raise KnobError("duration", "a series is of the engine alone: use --target raw, without --compare-fio")
 
 
 def space_needed(plan: Plan) -> dict[Path, int]:
@@ -142,11 +158,8 @@ def run_bench(plan: Plan, progress: Progress) -> dict[str, Any]:
             advance("")
         document["verified"] = plan.settings.ioengine != "null"
         for rw in plan.directions:
-            samples = measure(target, plan, rw, progress)
-            document["results"][rw] = {
-                "samples": [asdict(sample) | {"bw_bytes": sample.bw_bytes} for sample in samples],
-                "summary": summary(samples, plan.settings),
-            }
+            take = measured_series if plan.duration else measured_passes
+            document["results"][rw] = take(target, plan, rw, progress)
         if plan.quads:
             document["comparison"] = compare_with_fio(target, plan, progress)
     return document
@@ -162,6 +175,36 @@ def measure(target: Target, plan: Plan, rw: Rw, progress: Progress) -> list[Samp
             samples.append(target.run(rw, plan.pass_bytes))
             advance(f"{samples[-1].bw_bytes / 1e9:.2f} GB/s")
     return samples
+
+
+def measured_passes(target: Target, plan: Plan, rw: Rw, progress: Progress) -> dict[str, Any]:
+    """The result of one direction: passes over the region, and what they come to."""
+    samples = measure(target, plan, rw, progress)
+    return {
+        "samples": [asdict(sample) | {"bw_bytes": sample.bw_bytes} for sample in samples],
+        "summary": summary(samples, plan.settings),
+    }
+
+
+def measured_series(target: Target, plan: Plan, rw: Rw, progress: Progress) -> dict[str, Any]:
+    """The result of one direction: a load without a pause, second by second, and what it shows."""
+    settings = plan.settings
+    drives = [drive for path in settings.paths if (drive := drive_of(path))]
+    disks = list(dict.fromkeys(disk for drive in drives for disk in drive.disks))
+
+    def warmth() -> float | None:
+        return max((found for disk in disks if (found := temperature(disk)) is not None), default=None)
+
+    before = throttled_seconds(disks)
+    least = settings.transfer_bytes * settings.num_buffers
+    points, samples = measure_series(target, rw, plan.duration, least, warmth, progress)
+    after = throttled_seconds(disks)
+    hot = None if before is None or after is None else after - before
+    return {
+        "series": [asdict(point) for point in points],
+        "found": found_in(points, rw, hot),
+        "summary": summary(samples, settings),
+    }
 
 
 def compare_with_fio(target: Target, plan: Plan, progress: Progress) -> dict[str, Any]:

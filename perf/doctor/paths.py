@@ -23,6 +23,7 @@ from nvme_offload.offload.units import GiB, MiB, format_bytes
 from nvme_offload.perf.doctor.drive import check_drive
 from nvme_offload.perf.doctor.engines import engine_options
 from nvme_offload.perf.doctor.findings import Finding, Level, ok, problem
+from nvme_offload.perf.doctor.health import check_health
 from nvme_offload.perf.doctor.leftovers import check_runs
 from nvme_offload.perf.measure.drives import Drive, find_drive
 
@@ -59,7 +60,7 @@ def check_path(path: Path, config: OffloadConfig, engine: str | None) -> tuple[l
         findings += _check_io(fd, config, engine)
         findings += [check_space(fd), check_runs(path)]
         if drive:
-            findings += check_drive(drive, config)
+            findings += [*check_drive(drive, config), *check_health(drive)]
         elif mount and not (mount.kind in (*IN_MEMORY, "overlay") or _is_remote(mount.kind)):
             found, meaning = "no block device is known behind it", "its queue could not be looked at"
             findings.append(problem(Level.NOTE, "drive", found, meaning))

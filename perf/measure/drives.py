@@ -32,6 +32,11 @@ class Drive:
     """NUMA node whose processors are nearest; None where there is one, or nobody says."""
 
     @property
+    def near_cpus(self) -> set[int]:
+        """Processors of its NUMA node; empty where there is none, or nobody says."""
+        return set() if self.numa_node is None else set(_cpus(read(_cpu_list(self.numa_node)) or ""))
+
+    @property
     def disks(self) -> tuple[str, ...]:
         """Names of the disks that hold the bytes."""
         return self.members or (self.name,)
@@ -90,6 +95,17 @@ def _numa_node(directory: Path) -> int | None:
     """Of a disk: of the PCI device below its controller. -1 says that there is only one."""
     found = (read_int(directory / up / "numa_node") for up in ("device", "device/device"))
     return next((node for node in found if node is not None and node >= 0), None)
+
+
+def _cpu_list(node: int) -> Path:
+    return SYS / f"devices/system/node/node{node}/cpulist"
+
+
+def _cpus(text: str) -> Iterator[int]:
+    """Numbers of a list as the kernel writes it: ``0-3,8``."""
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
 
 
 def drive_of(path: Path) -> Drive | None:

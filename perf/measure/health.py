@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,3 +127,13 @@ def _asked(command: list[str]) -> Health:
         return health_of(json.loads(done.stdout))
     except (json.JSONDecodeError, AttributeError):  # nvme refuses in words, and on standard error
         raise HealthError((done.stderr or done.stdout).strip() or "no answer") from None
+
+
+def throttled_seconds(disks: Sequence[str]) -> float | None:
+    """Seconds in their lives that any of these disks went slower because it was hot; None where none of them says."""
+    found = []
+    for disk in disks:
+        with suppress(HealthError):
+            found.append(read_health(disk).throttled_seconds)
+    told = [seconds for seconds in found if seconds is not None]
+    return float(max(told)) if told else None

@@ -20,6 +20,7 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import available_bytes
 from nvme_offload.optim.zero.section_checks import check_supported, completed_for
 from nvme_offload.perf.measure.command_line import byte_option, to_bytes
+from nvme_offload.perf.planning.catalogue import drives_of
 from nvme_offload.perf.planning.durable import show_durable, to_dict
 from nvme_offload.perf.planning.machine import Drives, Machine, MachineError
 from nvme_offload.perf.planning.prediction import MAX_LAYERS, Job, largest_model, predict
@@ -90,6 +91,9 @@ def plan(
     device_memory: Annotated[
         int | None, _size("--device-memory", text="Of one rank's GPU; left out, ranks compute on the CPU.")
     ] = None,
+    drive: Annotated[
+        str | None, typer.Option(help="A node's drives by their class: gen4-consumer, gen5-enterprisex4.")
+    ] = None,
     bench: Annotated[Path | None, typer.Option(help="A node's drives as offload bench --json measured them.")] = None,
     read_bw: Annotated[int | None, _size("--read-bw", text="Of a node's drives, per second: 6.5GB.")] = None,
     write_bw: Annotated[int | None, _size("--write-bw", text="Of a node's drives, per second.")] = None,
@@ -105,13 +109,14 @@ def plan(
 ) -> None:
     """Predict memory, traffic, time and wear of a training step, and the largest model that fits."""
     try:
+        drives, of_class = _drives(drive, bench, (read_bw, write_bw, mixed_bw), tbw)
         machine = Machine(
             ranks=ranks,
             ranks_per_node=min(ranks, 8) if ranks_per_node is None else ranks_per_node,
             host_memory=available_bytes() if host_memory is None else host_memory,
             device_memory=device_memory,
-            drives=_drives(bench, read_bw, write_bw, mixed_bw, tbw),
-            capacity=capacity,
+            drives=drives,
+            capacity=of_class if capacity is None else capacity,
             flops=flops,
             update_rate=update_rate,
         )
@@ -207,19 +212,22 @@ def _shape(
 
 
 def _drives(
+    drive: str | None,
     bench: Path | None,
-    read: int | None,
-    write: int | None,
-    mixed: int | None,
+    rates: tuple[int | None, int | None, int | None],
     tbw: float | None,
-) -> Drives | None:
-    rates = (read, write, mixed)
+) -> tuple[Drives | None, int | None]:
+    """A node's drives, from one of the three ways to say them, and their capacity where that says it, too."""
+    given = [drive is not None, bench is not None, rates != (None, None, None)]
+    if sum(given) > 1:
+        raise MachineError("rates of drives come from --drive, from --bench, or from --read-bw and the like: give one")
+    if drive is not None:
+        return drives_of(drive, tbw)
     if bench is not None:
-        if rates != (None, None, None):
-            raise MachineError("--bench has the rates; leave out --read-bw, --write-bw and --mixed-bw, or --bench")
-        return Drives.of_bench(bench, tbw)
+        return Drives.of_bench(bench, tbw), None
+    read, write, mixed = rates
     if read is not None and write is not None:
-        return Drives.of_rates(read, write, mixed, tbw)
-    if (*rates, tbw) != (None, None, None, None):
-        raise MachineError("drives need --bench, or both --read-bw and --write-bw")
-    return None
+        return Drives.of_rates(read, write, mixed, tbw), None
+    if any(given) or tbw is not None:
+        raise MachineError("drives need --drive, --bench, or both --read-bw and --write-bw")
+    return None, None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from nvme_offload.offload.host.available_memory import auto_budget
 from nvme_offload.offload.units import TB
@@ -52,7 +54,7 @@ class Drives:
         try:
             document = json.loads(file.read_text())
             verified, direct, results = document["verified"], document["engine"]["direct"], document["results"]
-            rates = {rw: _rate(results[rw]["summary"]) for rw in ("read", "write", "mixed")}
+            rates = {rw: _rate(results[rw]) for rw in ("read", "write", "mixed")}
         except OSError as error:
             raise MachineError(f"{file}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
@@ -116,9 +118,11 @@ class Machine:
         return auto_budget(self.host_memory, self.ranks_per_node)
 
 
-def _rate(summary: dict[str, float]) -> float:
-    """Bytes per second of all passes together."""
-    rate = summary["total_bytes"] / summary["total_seconds"]
+def _rate(result: Mapping[str, Any]) -> float:
+    """Bytes per second of all passes together; of a load without a pause those of its end, past caches and heat."""
+    summary = result["summary"]
+    of_end = result.get("found", {}).get("last_bw_bytes")
+    rate = float(summary["total_bytes"] / summary["total_seconds"] if of_end is None else of_end)
     if not 0 < rate < inf:
         raise ValueError(f"{rate} bytes per second")
     return rate

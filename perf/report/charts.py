@@ -45,7 +45,7 @@ def line_chart(
     def y(value: float) -> float:
         return HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM)
 
-    parts = [_axes(top, unit, first, last)]
+    parts = [_axes(top, first, last)]
     for line, color in zip(lines, COLORS, strict=False):
         points = _thinned([(x(when), y(value)) for when, value in zip(seconds, line.values, strict=True)])
         path = _path(points)
@@ -56,7 +56,7 @@ def line_chart(
             f'stroke-dasharray="4 3"/><text x="{x(when) + 4:.1f}" y="{TOP + 12}" fill="#d62728">{escape(words)}</text>'
         )
     names = [line.name for line in lines]
-    return _svg(title, HEIGHT, [*parts, _legend(names)])
+    return _svg(title, HEIGHT, [*parts, _legend(names)], unit)
 
 
 def bar_chart(title: str, bars: Mapping[str, float], unit: str) -> str:
@@ -84,14 +84,15 @@ def nice_limit(largest: float) -> float:
     return next(step * power for step in (1, 2, 5, 10) if step * power >= largest * (1 - 1e-9))
 
 
-def _svg(title: str, height: int, parts: Sequence[str]) -> str:
+def _svg(title: str, height: int, parts: Sequence[str], unit: str = "") -> str:
+    shown = f"{title}, {unit}" if unit else title
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
-        f'<text class="title" x="0" y="14">{escape(title)}</text>{"".join(parts)}</svg>'
+        f'<text class="title" x="0" y="14">{escape(shown)}</text>{"".join(parts)}</svg>'
     )
 
 
-def _axes(top: float, unit: str, first: float, last: float) -> str:
+def _axes(top: float, first: float, last: float) -> str:
     parts = []
     for step in range(5):
         value, at = top * step / 4, HEIGHT - BOTTOM - step / 4 * (HEIGHT - TOP - BOTTOM)
@@ -103,7 +104,6 @@ def _axes(top: float, unit: str, first: float, last: float) -> str:
         at = LEFT + step / 5 * (WIDTH - LEFT - RIGHT)
         when = first + (last - first) * step / 5
         parts.append(f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{when:.3g}</text>')
-    parts.append(f'<text x="{LEFT - 6}" y="{TOP - 6}" text-anchor="end">{escape(unit)}</text>')
     return "".join(parts) + f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">seconds</text>'
 
 

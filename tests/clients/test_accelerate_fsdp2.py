@@ -124,7 +124,7 @@ def train_and_resume(rank, world_size, folder, drive, kind):
 
 
 @client("accelerate", "FSDP2 plug-in, clipping, `save_state`, `load_state`")
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.slow)])
 def test_it_trains_and_resumes_as_torch_adamw(tmp_path, kind):
     drive = tmp_path / "drive"
     drive.mkdir()
@@ -156,7 +156,9 @@ def train_split(rank, world_size, drive):
     return parts
 
 
-@client("accelerate", "... with 16-bit shards in parts", WITH_A_LINE, "`split_parameters(model)` after `prepare`")
+@client(
+    "accelerate", "FSDP2 plug-in with 16-bit shards in parts", WITH_A_LINE, "`split_parameters(model)` after `prepare`"
+)
 def test_shards_in_parts_have_the_same_bits(tmp_path):
     first, second = run_ranks(train_split, 2, tmp_path)
     assert len(first) == len(second) == STEPS

@@ -72,7 +72,7 @@ def with_both(rank, world_size, folder, drive):
         return theirs, train(f"{folder}/ours", ours), train(f"{folder}/ours", ours, resume=True)
 
 
-@client("transformers", "`Trainer` with `fsdp=True`, version 2, resume")
+@client("transformers", "`Trainer` with `fsdp=True`, version 2 (FSDP2), resume")
 def test_losses_are_those_of_torch_adamw_and_so_are_those_after_a_resume(tmp_path):
     drive = tmp_path / "drive"
     drive.mkdir()
@@ -90,8 +90,12 @@ def with_and_without_parts(rank, world_size, folder, drive):
         return whole, parts, train(f"{folder}/parts", ours, SplitTrainer, resume=True, bf16=True)
 
 
+@pytest.mark.slow
 @client(
-    "transformers", "... with 16-bit shards in parts, resume", WITH_A_LINE, "`split_parameters` in `create_scheduler`"
+    "transformers",
+    "`Trainer` with FSDP2 and 16-bit shards in parts, resume",
+    WITH_A_LINE,
+    "`split_parameters` in `create_scheduler`",
 )
 def test_shards_in_parts_have_the_same_losses_and_so_have_those_after_a_resume(tmp_path):
     drive = tmp_path / "drive"

@@ -1,0 +1,26 @@
+"""The figures of an optimizer with its state on a tier, as loggers of training runs take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch.optim import Optimizer
+
+from nvme_offload.optim.optimizer import OffloadOptimizer
+
+
+def figures_of(optimizer: OffloadOptimizer, prefix: str) -> dict[str, float]:
+    """``optimizer.stats().scalars(prefix)`` without what is not known yet: logs are JSON, which has no NaN."""
+    return {name: float(value) for name, value in optimizer.stats().scalars(prefix).items() if math.isfinite(value)}
+
+
+def offloaded(optimizers: Iterable[Optimizer | None]) -> OffloadOptimizer | None:
+    """The first optimizer with its state on a tier, also where accelerate or Lightning have put another around it."""
+    for optimizer in optimizers:
+        while optimizer is not None and not isinstance(optimizer, OffloadOptimizer):
+            inner = getattr(optimizer, "optimizer", None)
+            optimizer = inner if isinstance(inner, Optimizer) else None
+        if optimizer is not None:
+            return optimizer
+    return None

@@ -1,0 +1,41 @@
+"""Lightning: what an optimizer with its state on a tier does, in the loggers of its `Trainer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from nvme_offload.optim.adapters.figures import figures_of, offloaded
+
+
+class OffloadLightningCallback(Callback):  # type: ignore[misc, unused-ignore]
+    """Hands the figures of ``optimizer.stats()`` to all loggers, every ``log_every_n_steps``.
+
+    Args:
+        prefix: comes before each name.
+    """
+
+    def __init__(self, prefix: str = "offload/") -> None:
+        self._prefix = prefix
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the figures, where it is time for that."""
+        optimizer = offloaded(trainer.optimizers)
+        if optimizer is None or trainer.global_step % trainer.log_every_n_steps:
+            return
+        figures = figures_of(optimizer, self._prefix)
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=trainer.global_step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for what still runs behind the last step.
+
+        Raises:
+            SwapIOError: a write failed; the bytes are still in memory.
+        """
+        if (optimizer := offloaded(trainer.optimizers)) is not None:
+            optimizer.synchronize()

@@ -1,0 +1,169 @@
+"""A drive under load for as long as a training would load it: second by second, until caches and heat have shown.
+
+A drive is fast as long as its cache holds what is written, and while it is cool. A run of seconds measures that; a
+training of hours gets what comes after.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+from typing import Any
+
+from nvme_offload.offload.units import format_bytes, format_rate
+from nvme_offload.perf.measure.progress import Progress
+from nvme_offload.perf.measure.quantiles import percentile
+from nvme_offload.perf.measure.settings import Rw
+from nvme_offload.perf.measure.workloads import Sample, Target
+
+SECONDS = 1.0
+"""Of one point, about; longer where the duration has more than `MOST_POINTS` of them."""
+MOST_POINTS = 3600
+PASS_SECONDS = 0.2
+"""A pass is as long as that: between two of them the queue runs empty."""
+LEAST_SIDE = 5
+"""Points before a cliff, and after it."""
+LEAST_DROP = 0.2
+"""Of the rate before it: less is the weather."""
+
+Warmth = Callable[[], float | None]
+"""Degrees Celsius of the warmest drive now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What happened in about a second."""
+
+    at: float
+    """Seconds from the beginning to the end of it."""
+    seconds: float
+    size_bytes: int
+    bw_bytes: float
+    p50_ns: float
+    p99_ns: float
+    p99_9_ns: float
+    temperature: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cliff:
+    """Where a drive becomes slower for good."""
+
+    at: float
+    """Seconds after the beginning."""
+    bytes_before: int
+    """Bytes moved until then: what a cache holds, where it is one."""
+    before: float
+    """Bytes per second until then, median."""
+    after: float
+    """Bytes per second from then on, median."""
+
+
+def measure_series(
+    target: Target, rw: Rw, duration: float, least_bytes: int, warmth: Warmth, progress: Progress
+) -> tuple[list[Point], list[Sample]]:
+    """Load a target without a pause for `duration` seconds.
+
+    Args:
+        target: prepared.
+        rw: the direction.
+        duration: seconds.
+        least_bytes: of a pass.
+        warmth: asked once for each point.
+        progress: shows how far it is.
+
+    Returns:
+        Points by time, and all passes.
+    """
+    every = max(SECONDS, duration / MOST_POINTS)
+    points: list[Point] = []
+    samples: list[Sample] = []
+    size, began = least_bytes, time.monotonic()
+    with progress.phase(f"{rw} for {duration:.0f} s", round(duration / every)) as advance:
+        while not points or time.monotonic() - began < duration:
+            own: list[Sample] = []
+            while not own or sum(sample.seconds for sample in own) < every:
+                own.append(target.run(rw, size))
+                size = max(least_bytes, round(own[-1].bw_bytes * PASS_SECONDS))
+            points.append(point_of(own, time.monotonic() - began, warmth()))
+            samples += own
+            advance(format_rate(points[-1].bw_bytes))
+    return points, samples
+
+
+def point_of(samples: Sequence[Sample], at: float, temperature: float | None) -> Point:
+    """One point of passes that followed each other."""
+    clat_ns = array("q", (latency for sample in samples for latency in sample.clat_ns))
+    seconds = sum(sample.seconds for sample in samples)
+    size_bytes = sum(sample.size_bytes for sample in samples)
+    return Point(
+        at=at,
+        seconds=seconds,
+        size_bytes=size_bytes,
+        bw_bytes=size_bytes / seconds,
+        p50_ns=percentile(clat_ns, 50),
+        p99_ns=percentile(clat_ns, 99),
+        p99_9_ns=percentile(clat_ns, 99.9),
+        temperature=temperature,
+    )
+
+
+def cliff_of(points: Sequence[Point]) -> Cliff | None:
+    """The step down that explains the rates best, if they are much lower after it than before.
+
+    Of all places to cut the series in two, the one where two means leave the least squares; a second in which the drive
+    stood still counts as its neighbours do.
+    """
+    plain = [point.bw_bytes for point in points]
+    rates = [median(plain[max(0, at - 1) : at + 2]) for at in range(len(plain))]
+    cuts = range(LEAST_SIDE, len(rates) - LEAST_SIDE + 1)
+    if not cuts:
+        return None
+    sums, squares = [0.0], [0.0]
+    for rate in rates:
+        sums.append(sums[-1] + rate)
+        squares.append(squares[-1] + rate * rate)
+
+    def spread(first: int, last: int) -> float:
+        return squares[last] - squares[first] - (sums[last] - sums[first]) ** 2 / (last - first)
+
+    cut = min(cuts, key=lambda cut: spread(0, cut) + spread(cut, len(rates)))
+    before, after = median(plain[:cut]), median(plain[cut:])
+    if after > (1 - LEAST_DROP) * before:
+        return None
+    moved = sum(point.size_bytes for point in points[:cut])
+    return Cliff(at=points[cut - 1].at, bytes_before=moved, before=before, after=after)
+
+
+def found_in(points: Sequence[Point], rw: Rw, throttled: float | None) -> dict[str, Any]:
+    """What a series says, for programs and in words.
+
+    Args:
+        points: by time.
+        rw: the direction.
+        throttled: seconds that the drive says it went slower for being hot; None: it does not say.
+    """
+    cliff = cliff_of(points)
+    last = mean(point.bw_bytes for point in points[-max(1, len(points) // 4) :])
+    words = []
+    if cliff is None:
+        words.append(f"{rw}: no cliff; {format_rate(last)} in the last quarter")
+    else:
+        words.append(
+            f"{rw}: from {format_rate(cliff.before)} to {format_rate(cliff.after)} after {cliff.at:.0f} s and "
+            f"{format_bytes(cliff.bytes_before)}: plan with what comes after"
+        )
+    worst = max(points, key=lambda point: point.p99_9_ns)
+    words.append(f"{rw}: p99.9 of a transfer at worst {worst.p99_9_ns / 1e6:.1f} ms, at {worst.at:.0f} s")
+    warm = [point.temperature for point in points if point.temperature is not None]
+    if warm:
+        words.append(f"{rw}: {warm[0]:.0f} °C at first, {max(warm):.0f} °C at most")
+    else:
+        words.append(f"{rw}: no temperature: the drive's driver tells none")
+    if throttled:
+        words.append(f"{rw}: the drive went slower for {throttled:.0f} s because it was hot: give it air")
+    told = {"cliff": asdict(cliff) if cliff else None, "last_bw_bytes": last, "throttled_seconds": throttled}
+    return told | {"words": words}

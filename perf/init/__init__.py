@@ -1,0 +1,1 @@
+"""`offload init`: a section for this machine and a model."""

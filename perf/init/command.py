@@ -1,0 +1,93 @@
+"""`offload init`: write a section for this machine and a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.host.available_memory import available_bytes
+from nvme_offload.offload.units import GiB, format_bytes
+from nvme_offload.perf.init.recommendation import NothingFitsError, Recommendation, recommend, uses_nvme
+from nvme_offload.perf.measure.command_line import HERE, Paths, byte_option, failures_in_words
+from nvme_offload.perf.measure.progress import Progress
+from nvme_offload.perf.planning.command import UPDATE_RATE
+from nvme_offload.perf.planning.machine import Machine, MachineError
+from nvme_offload.perf.planning.shape import ModelShape, ShapeError
+from nvme_offload.perf.tune.search import Search, run_tune
+
+
+def init(
+    model: Annotated[Path, typer.Option(help="Hugging Face config.json, or its folder.")],
+    path: Paths = HERE,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The section; must not exist yet.")] = Path(
+        "offload.json"
+    ),
+    seconds: Annotated[float, typer.Option(help="Time to find the aio section; 0 takes the defaults.")] = 60.0,
+    ranks: Annotated[int | None, typer.Option(help="By default one for each GPU, or one.")] = None,
+    tokens: Annotated[int, typer.Option(help="Of one micro-batch on one rank.")] = 2048,
+    host_memory: Annotated[int | None, byte_option("--host-memory", text="By default what is available here.")] = None,
+) -> None:
+    """Write a section for this machine and a model: the fastest that fits, with an aio section measured here.
+
+    What moves least comes first: all in memory, the state on NVMe as far as memory does not hold it, then parameters
+    and gradients too.
+    """
+    if output.exists():
+        raise typer.BadParameter(f"{output} exists; name another file, or move it away", param_hint="'--output'")
+    try:
+        shape, machine = ModelShape.of_config_file(model), this_machine(path, ranks, host_memory)
+        found = recommend(shape, machine, path, tokens)
+    except (ShapeError, MachineError, ConfigError, OSError) as error:
+        typer.echo(f"offload: {error}", err=True)
+        raise typer.Exit(2) from None
+    except NothingFitsError as error:
+        typer.echo(f"offload: {error}; offload plan says what would", err=True)
+        raise typer.Exit(1) from None
+    with failures_in_words():
+        section = found.section | _measured(found, path, seconds)
+        output.write_text(json.dumps(section, indent=2) + "\n", encoding="utf-8")
+    for line in _words(shape, machine, found, output):
+        typer.echo(line, err=True)
+
+
+def this_machine(paths: list[Path], ranks: int | None, host_memory: int | None) -> Machine:
+    """What training here runs on."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = (gpus or 1) if ranks is None else ranks
+    folders = {folder.stat().st_dev: folder for folder in paths}
+    return Machine(
+        ranks=count,
+        ranks_per_node=count,
+        host_memory=available_bytes() if host_memory is None else host_memory,
+        device_memory=torch.cuda.get_device_properties(0).total_memory if gpus else None,
+        drives=None,
+        capacity=sum(shutil.disk_usage(folder).free for folder in folders.values()),
+        flops=None,
+        update_rate=UPDATE_RATE,
+    )
+
+
+def _measured(found: Recommendation, paths: list[Path], seconds: float) -> dict[str, Any]:
+    """The section ``aio``, where anything goes to NVMe and there is time to measure."""
+    if not uses_nvme(found.section) or seconds <= 0:
+        return {}
+    search = Search(paths=tuple(paths), size=GiB, seconds=seconds, direct="required", output=Path("aio.json"))
+    document = run_tune(search, Progress(Console(stderr=True)))
+    return {"aio": document["section"]["aio"]}
+
+
+def _words(shape: ModelShape, machine: Machine, found: Recommendation, output: Path) -> list[str]:
+    tiers = found.prediction.tiers
+    held = ", ".join(f"{tier} {format_bytes(tiers.bytes_on(tier))}" for tier in ("device", "host", "nvme"))
+    return [
+        f"{shape.name}, {shape.numel:,} parameters, on {machine.ranks} rank(s): {found.why}",
+        f"one rank holds: {held}",
+        f"saved {output}; next: offload doctor --config {output}, offload plan --model ... --config {output}",
+    ]

@@ -1,0 +1,145 @@
+"""Lightning: its Trainer, its checkpoints, its loggers, and its strategy for FSDP2."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from nvme_offload import OffloadAdamW
+from tests.support.clients import WITH_A_LINE, client
+from tests.support.ranks import run_ranks
+from tests.support.training import section
+
+lightning = pytest.importorskip("lightning.pytorch", reason="make clients installs it")
+from lightning.pytorch import strategies  # noqa: E402
+
+from nvme_offload.optim.adapters.lightning import OffloadLightningCallback  # noqa: E402
+
+STEPS = 6
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, drive=None, sharded=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.drive, self.sharded, self.losses = drive, sharded, []
+
+    def configure_model(self):
+        if self.sharded and not isinstance(self.layers[0].weight, DTensor):
+            for layer in (self.layers[0], self.layers[2], self.layers):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, index):
+        loss = self.layers(batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        if self.drive is None:
+            optimizer = torch.optim.AdamW(self.parameters(), **SETTINGS)
+        else:
+            optimizer = OffloadAdamW(self.parameters(), **SETTINGS, offload=section(self.drive))
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)}
+
+
+class Figures(lightning.loggers.logger.DummyLogger):
+    def __init__(self):
+        super().__init__()
+        self.by_step = {}
+
+    def log_metrics(self, metrics, step=None):
+        self.by_step.setdefault(step, {}).update(metrics)
+
+
+def batches():
+    rows = torch.randn(STEPS * 4, 16, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.DataLoader(rows, batch_size=4)
+
+
+def fit(module, folder, steps, *, resume=None, **options):
+    trainer = lightning.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        gradient_clip_val=options.pop("gradient_clip_val", 0.5),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=options.pop("logger", False),
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        **options,
+    )
+    trainer.fit(module, batches(), ckpt_path=resume)
+    return trainer
+
+
+@client("Lightning", "`Trainer` with clipping, schedule, checkpoint, resume")
+def test_trainer_has_torch_adamws_losses_and_resumes(tmp_path):
+    runs = []
+    for drive in (None, tmp_path):
+        half, rest = Module(drive), Module(drive)
+        trainer = fit(half, tmp_path, STEPS // 2)
+        trainer.save_checkpoint(tmp_path / "half.ckpt")
+        first = trainer.optimizers[0]
+        last = fit(rest, tmp_path, STEPS, resume=tmp_path / "half.ckpt").optimizers[0]
+        assert [float(entry["step"]) for entry in last.state_dict()["state"].values()] == [STEPS] * 4
+        runs.append(half.losses + rest.losses)
+    assert runs[1] == pytest.approx(runs[0], abs=1e-6, rel=0)
+    first.close()
+    last.close()
+
+
+@client("Lightning", "figures in its loggers", WITH_A_LINE, "`callbacks=[OffloadLightningCallback()]`")
+def test_the_figures_are_in_the_loggers(tmp_path):
+    figures = Figures()
+    trainer = fit(
+        Module(tmp_path), tmp_path, 4, logger=figures, log_every_n_steps=2, callbacks=[OffloadLightningCallback()]
+    )
+    steps = {step: found["offload/steps"] for step, found in figures.by_step.items() if "offload/steps" in found}
+    assert steps == {2: 2.0, 4: 4.0}
+    assert figures.by_step[4]["offload/state_bytes"] == trainer.optimizers[0].stats().state_bytes
+    trainer.optimizers[0].close()
+
+
+def fit_sharded(rank, world_size, folder, drive):
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size), GROUP_RANK="0", TORCHELASTIC_RUN_ID="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ROLE_RANK=str(rank))
+    runs = []
+    for path in (None, drive):
+        module = Module(path, sharded=True)
+        strategy = strategies.ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+        trainer = fit(module, folder, STEPS, strategy=strategy, devices=world_size, gradient_clip_val=None)
+        assert all(isinstance(param, DTensor) for param in module.parameters())
+        trainer.save_checkpoint(os.path.join(folder, f"whole-{path is None}"))
+        if path is not None:
+            trainer.optimizers[0].close()
+            again = Module(path, sharded=True)
+            strategy = strategies.ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+            trainer = fit(
+                again,
+                folder,
+                STEPS,
+                resume=os.path.join(folder, "whole-False"),
+                strategy=strategy,
+                devices=world_size,
+                gradient_clip_val=None,
+            )
+            state = trainer.optimizers[0].state_dict()["state"]
+            assert [float(entry["step"]) for entry in state.values()] == [STEPS] * len(state)
+            trainer.optimizers[0].close()
+        runs.append(module.losses)
+    return runs
+
+
+@client("Lightning", "`ModelParallelStrategy` (FSDP2), checkpoint, resume")
+def test_sharded_by_its_strategy(tmp_path):
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    for theirs, ours in run_ranks(fit_sharded, 2, str(tmp_path), drive):
+        assert len(ours) == STEPS
+        assert ours == pytest.approx(theirs, abs=1e-6, rel=0)

@@ -1,0 +1,105 @@
+"""`offload init`: the section that it writes is the fastest that fits, and loads."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.units import GiB
+from nvme_offload.perf.cli import app
+from nvme_offload.perf.init import command, recommendation
+from nvme_offload.perf.planning.machine import Machine
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+"""1.1 G parameters: 15 GB altogether, 11 GB of them state."""
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setattr(recommendation, "baseline_bytes", lambda: GiB // 2)
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: False)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+def init(model, tmp_path, *more):
+    output = tmp_path / "offload.json"
+    arguments = ["init", "--model", str(model), "--path", str(tmp_path), "-o", str(output), "--seconds", "0"]
+    done = CliRunner().invoke(app, [*arguments, "--tokens", "128", *more])
+    return done, (json.loads(output.read_text()) if output.exists() else None)
+
+
+def devices(section):
+    config = OffloadConfig.from_dict(section)
+    zero = config.zero_optimization
+    return zero.offload_optimizer.device, zero.offload_param.device, config.offload_gradients.device
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected", "budget"),
+    [
+        ("64GiB", ("cpu", "none", "none"), None),
+        ("12GiB", ("nvme", "none", "none"), "auto"),
+        ("5GiB", ("nvme", "nvme", "nvme"), "auto"),
+        ("2600MiB", ("nvme", "nvme", "nvme"), None),
+    ],
+)
+def test_the_less_memory_the_more_goes_to_nvme(model, tmp_path, memory, expected, budget):
+    done, section = init(model, tmp_path, "--host-memory", memory)
+    assert done.exit_code == 0, done.output
+    assert devices(section) == expected, done.output
+    assert section.get("host_budget") == budget
+    assert "offload doctor --config" in done.output
+
+
+def test_what_does_not_fit_is_said_and_nothing_is_written(model, tmp_path):
+    done, section = init(model, tmp_path, "--host-memory", "600MiB")
+    assert (done.exit_code, section) == (1, None)
+    assert "too small" in done.output
+
+
+def test_a_file_that_is_there_stays(model, tmp_path):
+    (tmp_path / "offload.json").write_text("{}")
+    done, section = init(model, tmp_path)
+    assert (done.exit_code, section) == (2, {})
+    assert "exists; name another file" in " ".join(done.output.replace("│", " ").split())
+
+
+def test_another_model_is_said(tmp_path):
+    done, section = init(tmp_path / "nothing", tmp_path)
+    assert (done.exit_code, section) == (2, None)
+
+
+def test_the_drive_is_measured_where_something_goes_there(model, tmp_path, monkeypatch):
+    searched = []
+    found = {"section": {"aio": {"queue_depth": 64}}}
+    monkeypatch.setattr(command, "run_tune", lambda search, progress: searched.append(search) or found)
+    done, section = init(model, tmp_path, "--host-memory", "4GiB", "--seconds", "40")
+    assert done.exit_code == 0, done.output
+    assert section["aio"] == {"queue_depth": 64}
+    assert (searched[0].paths, searched[0].seconds) == ((tmp_path,), 40.0)
+    (tmp_path / "offload.json").unlink()
+    done, section = init(model, tmp_path, "--host-memory", "64GiB", "--seconds", "40")
+    assert "aio" not in section
+    assert len(searched) == 1
+
+
+def test_this_machine_counts_each_drive_once(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    machine = command.this_machine([tmp_path / "a", tmp_path / "b"], 2, GiB)
+    assert isinstance(machine, Machine)
+    assert machine.capacity <= 1.01 * command.this_machine([tmp_path / "a"], 2, GiB).capacity
+    assert machine.ranks == 2

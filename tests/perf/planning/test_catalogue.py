@@ -1,0 +1,52 @@
+"""Classes of drives for `offload plan --drive`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from nvme_offload.perf.cli import app
+from nvme_offload.perf.planning import command
+from nvme_offload.perf.planning.catalogue import CATALOGUE, drives_of
+from nvme_offload.perf.planning.machine import Drives, MachineError
+
+PLAN = ["plan", "--params", "1e9", "--layers", "10", "--flops", "1e12"]
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_class_can_be_planned_with(name):
+    one, capacity = drives_of(name)
+    four, four_times = drives_of(f"{name}x4")
+    assert (four.read, four.write, four.mixed) == pytest.approx((4 * one.read, 4 * one.write, 4 * one.mixed))
+    assert (four.endurance, four_times) == (4 * one.endurance, 4 * capacity)
+    assert 0 < one.write <= one.read <= 15e9
+    assert 100 < one.endurance / capacity < 6000, "writes of the whole drive in its life"
+
+
+def test_an_endurance_that_is_known_better_counts():
+    assert drives_of("gen4-consumer", 600.0)[0].endurance == 600e12
+
+
+@pytest.mark.parametrize("text", ["gen4", "gen4-consumerx0", "gen4-consumer x2", ""])
+def test_another_name_is_refused_with_those_there_are(text):
+    with pytest.raises(MachineError, match=r"write one of sata-consumer, gen3-consumer, .*: gen4-consumerx4"):
+        drives_of(text)
+
+
+def test_the_command_takes_a_class_in_place_of_rates(monkeypatch):
+    monkeypatch.setattr(command, "baseline_bytes", lambda: 1 << 29)
+    done = CliRunner().invoke(app, [*PLAN, "--drive", "gen4-enterprisex2", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["largest_model"]["layers"] > 10
+    done = CliRunner().invoke(app, [*PLAN, "--drive", "gen4-consumer", "--read-bw", "1GB"])
+    assert done.exit_code == 2
+    assert "give one" in done.output
+
+
+def test_of_a_load_without_a_pause_its_end_is_planned_with(tmp_path):
+    result = {"summary": {"total_bytes": 6e9, "total_seconds": 1.0}, "found": {"last_bw_bytes": 1e9}}
+    file = tmp_path / "bench.json"
+    results = dict.fromkeys(["read", "write", "mixed"], result)
+    file.write_text(json.dumps({"verified": True, "engine": {"direct": True}, "results": results}))
+    assert Drives.of_bench(file).mixed == 1e9
