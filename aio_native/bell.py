@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import select
-import weakref
 from contextlib import suppress
 
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.aio_native.engine import Operation
 
 
@@ -17,10 +17,10 @@ class Bell:
     """
 
     def __init__(self) -> None:
-        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._descriptor = Descriptor(os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._eventfd = self._descriptor.fileno()
         self._poll = select.poll()
         self._poll.register(self._eventfd, select.POLLIN)
-        self._finalizer = weakref.finalize(self, os.close, self._eventfd)
 
     def fileno(self) -> int:
         """The descriptor that can be read once it has rung, for an event loop."""
@@ -57,4 +57,4 @@ class Bell:
 
     def close(self) -> None:
         """Close the descriptor; operations hold their own. Idempotent."""
-        self._finalizer()
+        self._descriptor.close()

@@ -359,7 +359,7 @@ def install_extension(fsdp_param: Any, local: torch.Tensor) -> None:
     (``reset_sharded_param``).
     """
     fsdp_param.sharded_param._local_tensor = local
-    fsdp_param._sharded_param_data = torch.empty(0, dtype=local.dtype)
+    fsdp_param._sharded_param_data = torch.empty(0, dtype=local.dtype, device="cpu")
     fsdp_param.reset_sharded_param = lambda: None
     fsdp_param._init_extensions()
 
@@ -439,8 +439,10 @@ def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
     """Where this rank's part of a DTensor begins in the whole, in every dimension.
 
     ``DTensor.__create_chunk_list__``: what distributed checkpoints ask for it; the functions behind it are private.
+    They compute with tensors, on the default device, whatever that is.
     """
-    [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    with torch.device("cpu"):
+        [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return tuple(chunk.offsets)
 
 

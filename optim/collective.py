@@ -6,7 +6,12 @@ import pickle
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from nvme_offload.offload._torch_private import local_tensor, sharded_like
+from nvme_offload.offload.devices.device import HOST, current_of
 
 T = TypeVar("T")
 
@@ -44,6 +49,24 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     box: list[T | None] = [results[0] if results else None]
     dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]  # type: ignore[return-value]  # what the first rank returned
+
+
+def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors have to be for collectives of a group: on the CPU, unless it has no backend for that."""
+    kinds = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+    return HOST if HOST.type in kinds else current_of(kinds[0])
+
+
+def reachable(tensor: DTensor) -> DTensor:
+    """A sharded tensor whose shards are where the groups of its mesh can gather them; itself if they are there.
+
+    State of parameters on a device is in host memory, for which groups of NCCL alone have no backend.
+    """
+    local = local_tensor(tensor)
+    devices = {device_of(group) for group in tensor.device_mesh.get_all_groups()}
+    if HOST in devices or local.device in devices:
+        return tensor
+    return sharded_like(local.to(devices.pop()), tensor)
 
 
 def _sendable(error: BaseException | None) -> BaseException | None:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor, shard_offsets, sharded_like
-from nvme_offload.optim.collective import on_every_rank
+from nvme_offload.optim.collective import on_every_rank, reachable
 from nvme_offload.optim.state.body import StateBody, body_of
 from nvme_offload.optim.state.entries import read_entries, set_entries
 from nvme_offload.optim.state.table import ParamRecord
@@ -114,7 +114,7 @@ def get_full_optimizer_state(param: torch.Tensor, name: str) -> torch.Tensor:
     _check_name(record, name, "get_full_optimizer_state")
     if name == "step":
         with body.at_rest():
-            return torch.tensor(float(record.steps))
+            return torch.tensor(float(record.steps), device="cpu")
     return _gathered_entry(param, body, record.index, name)
 
 
@@ -178,5 +178,5 @@ def _on_ranks_of(param: torch.Tensor, read: Callable[[], T]) -> T:
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     whole = tensor.detach()
-    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    whole = reachable(whole).full_tensor() if isinstance(whole, DTensor) else whole
     return whole.cpu().float().clone()

@@ -10,9 +10,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from nvme_offload.offload.devices.device import is_host
+from nvme_offload.optim.collective import device_of
 from nvme_offload.optim.kernels import KernelPool, ordered_sum
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
+
+_SQUARED_AT_ONCE = 256 * TILE_NUMEL
 
 _Sharding = tuple[DeviceMesh, tuple[bool, ...]]
 
@@ -38,7 +42,7 @@ def total_norm(
         leaves: all parameters; how they are sharded says which ranks' sums belong together.
         grads: this rank's part of each gradient by index into `leaves`, 1D fp32, bf16 or fp16. Of one on a tier the
             sums were taken when it arrived.
-        pool: kernels for gradients on the CPU; on CUDA the blocks are summed by torch on the device.
+        pool: kernels for gradients on the CPU. Of those on a device `sums_from_device` comes first.
         norm_group: ranks with other parameters whose gradients belong to the same norm (the stages of a pipeline).
         known: sums of squares of the tiles of gradients of which they have been taken, by index.
         found_inf: somebody else found a gradient of this rank that is not finite.
@@ -94,8 +98,7 @@ def _groups_with_copies(shardings: Iterable[_Sharding | None]) -> list[dist.Proc
 
 def _gather(own: float, group: dist.ProcessGroup) -> torch.Tensor:
     """Gather this number from every rank of a group: fp64 [ranks] on the CPU."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
-    mine = torch.tensor([own], dtype=torch.float64, device=device)
+    mine = torch.tensor([own], dtype=torch.float64, device=device_of(group))
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
     return torch.cat(parts).cpu()
@@ -107,10 +110,33 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def tile_sums(grad: torch.Tensor, pool: KernelPool) -> torch.Tensor:
-    """Sums of squares of the tiles of a flat gradient, fp64 [tiles] on the CPU."""
-    if isinstance(grad, PartitionStandIn):
-        return grad.tile_sums
-    if grad.device.type == "cpu" or grad.numel() == 0:
-        return pool.tile_sq_sums(grad)
-    blocks = [grad[start : start + TILE_NUMEL] for start in range(0, grad.numel(), TILE_NUMEL)]
-    return torch.stack([block.double().square().sum() for block in blocks]).cpu()
+    """Sums of squares of the tiles of a flat gradient in host memory, fp64 [tiles] on the CPU."""
+    return grad.tile_sums if isinstance(grad, PartitionStandIn) else pool.tile_sq_sums(grad)
+
+
+def sums_from_device(grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Sums of squares of the tiles of those gradients that are on a device: fp64 [tiles] each, on the CPU, by index.
+
+    Torch sums them there: a few operators for each gradient, and a few more for every 16 Mi elements, which take
+    128 MiB for a moment. The host waits for the device once.
+    """
+    sums = {
+        index: _sums_on_device(grad)
+        for index, grad in grads.items()
+        if not (isinstance(grad, PartitionStandIn) or is_host(grad.device))
+    }
+    if not sums:
+        return {}
+    parts = torch.split(torch.cat(list(sums.values())).cpu(), [len(part) for part in sums.values()])
+    return dict(zip(sums, parts, strict=True))
+
+
+def _sums_on_device(grad: torch.Tensor) -> torch.Tensor:
+    """Sums of squares of the tiles of a flat gradient where it is, fp64 [tiles]."""
+    whole = grad.numel() // TILE_NUMEL * TILE_NUMEL
+    parts = [
+        piece.view(-1, TILE_NUMEL).double().square_().sum(1) for piece in torch.split(grad[:whole], _SQUARED_AT_ONCE)
+    ]
+    if whole < grad.numel():
+        parts.append(grad[whole:].double().square_().sum().view(1))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]

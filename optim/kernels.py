@@ -374,7 +374,7 @@ class KernelPool:
         """
         numel = tensor.numel()
         address = _address("tensor", tensor, tensor.dtype, numel)
-        sums = torch.empty(num_tiles(numel), dtype=torch.int64) if out is None else out
+        sums = torch.empty(num_tiles(numel), dtype=torch.int64, device="cpu") if out is None else out
         sums_address = _address("out", sums, torch.int64, num_tiles(numel))
         _kernels.checksum(self._threads, self._isa, address, tensor.element_size(), numel, sums_address)
         return sums
@@ -395,7 +395,7 @@ class KernelPool:
         numel = grad.numel()
         grad_dtype = GradDtype.of(grad)
         address = _address("grad", grad, grad.dtype, numel)
-        sums = torch.empty(num_tiles(numel), dtype=torch.float64) if out is None else out
+        sums = torch.empty(num_tiles(numel), dtype=torch.float64, device="cpu") if out is None else out
         sums_address = _address("out", sums, torch.float64, num_tiles(numel))
         _kernels.grad_sq_sums(self._threads, self._isa, address, grad_dtype, numel, sums_address)
         return sums

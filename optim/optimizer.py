@@ -234,7 +234,7 @@ class OffloadOptimizer(DurableMethods, Optimizer):
             The norm over all ranks before clipping, fp64 on the CPU, of gradients as stored.
         """
         self._follow()
-        return torch.tensor(self._stepper.clip_grads(self.param_groups, max_norm), dtype=torch.float64)
+        return torch.tensor(self._stepper.clip_grads(self.param_groups, max_norm), dtype=torch.float64, device="cpu")
 
     def expect_step(self, after_next_backward: bool) -> None:
         """Say whether `step` follows the next backward, or others come before it that add to the same gradients.

@@ -32,7 +32,7 @@ def packed_state(store: StateStore, groups: Sequence[Mapping[str, Any]]) -> dict
     tensors = read_entries(store, {record.index: record.entry_names for record in records.values()})
     return {
         "state": {
-            number: {"step": torch.tensor(float(record.steps)), **tensors[record.index]}
+            number: {"step": torch.tensor(float(record.steps), device="cpu"), **tensors[record.index]}
             for number, record in records.items()
         },
         "param_groups": [{**group, "params": [numbers[param] for param in group["params"]]} for group in groups],

@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple, get_args
 from nvme_offload.optim.metrics import field_texts, prometheus_text
 
 SpanKind = Literal["forward", "backward", "step", "norm", "wait", "read", "compute", "write"]
-Cause = Literal["drive", "staging buffers", "kernel"]
-"""What is waited for: a transfer, a buffer to read into, an update that somebody else does."""
-Limit = Literal["compute", "drive", "staging buffers", "kernel", "norm"]
+Cause = Literal["drive", "staging buffers", "kernel", "device"]
+"""What is waited for: a transfer, a buffer to read into, an update that somebody else does, what a device computes and
+copies."""
+Limit = Literal["compute", "drive", "staging buffers", "kernel", "norm", "device"]
 
 CLOSE = 0.9
 """Share of the ideal from which on only the longer of computing and moving limits an iteration."""
@@ -103,7 +104,7 @@ class OptimizerStats:
     step_seconds: float
     """Seconds spent inside ``step()``."""
     wait_seconds: float
-    """Seconds spent waiting for reads and writes inside ``step()``, and where state is looked at."""
+    """Seconds spent waiting for reads, writes and devices inside ``step()``, and where state is looked at."""
     compute_seconds: float
     """Seconds spent in kernels, inside ``step()`` and behind it, the norm included."""
     achieved_depth: float
@@ -115,7 +116,7 @@ class OptimizerStats:
     num_subgroups: int
     """Subgroups whose state has a place."""
     staging_bytes: int
-    """Host memory of all staging buffers and, for CUDA parameters, of the mirrors beside them."""
+    """Host memory of all staging buffers and, for parameters on a device, of the mirrors beside them."""
     state_bytes: int
     """Bytes of optimizer state, wherever it lives."""
     host_state_bytes: int

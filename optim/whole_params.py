@@ -51,7 +51,7 @@ class WholeParams:
         while self._pending and self._pending[0] != index:
             leaf = self._leaves[self._pending.popleft()]
             if isinstance(leaf, DTensor):
-                self._gathered(leaf, torch.empty(local_tensor(leaf).shape))
+                self._gathered(leaf, torch.empty(local_tensor(leaf).shape, device="cpu"))
 
     def _gathered(self, leaf: DTensor, part: torch.Tensor) -> torch.Tensor:
         on_mesh = part.to(leaf.device_mesh.device_type, self._dtype, copy=True).contiguous()

@@ -12,11 +12,11 @@ import nvme_offload
 
 
 class Command(NamedTuple):
-    """A command that is not loaded yet: a function of that name in a module."""
+    """A command that is not loaded yet: a function of that name in a module, or an app with commands of its own."""
 
     module: str
     help: str
-    """The first paragraph of the function's docstring."""
+    """The first paragraph of its docstring."""
 
 
 COMMANDS = {
@@ -35,6 +35,10 @@ COMMANDS = {
     "report": Command(
         "nvme_offload.perf.report.command",
         "Write one page of HTML about a run or a benchmark, with its pictures in it.",
+    ),
+    "runs": Command(
+        "nvme_offload.perf.runs.command",
+        "List the durable runs below the given folders: model, step, age, bytes, and whether they are alive.",
     ),
     "top": Command(
         "nvme_offload.perf.top.command",
@@ -63,8 +67,11 @@ class Commands(TyperGroup):
 
 def load(name: str) -> Any:
     """The command called `name`, with its options."""
+    found = getattr(import_module(COMMANDS[name].module), name)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
     alone = typer.Typer(add_completion=False)
-    alone.command(name)(getattr(import_module(COMMANDS[name].module), name))
+    alone.command(name)(found)
     return typer.main.get_command(alone)
 
 

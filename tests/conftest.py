@@ -6,6 +6,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,15 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def late() -> Iterator[Any]:
+    """A device that is as late as the rules allow: device type "late"."""
+    from tests.support.late_device.module import late_device  # not before OMP_WAIT_POLICY is set
+
+    with late_device() as device:
+        yield device
 
 
 @pytest.fixture

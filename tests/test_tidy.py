@@ -16,7 +16,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FUNCTION_LINES = 70
 FOLDERS_BOTTOM_UP = {
     "aio_native": (
-        {"_native", "faults", "uring_refusal"},
+        {"_native", "descriptor", "faults", "uring_refusal"},
         {"engine"},
         {"bell", "operation", "segments"},
         {"requests"},
@@ -27,7 +27,7 @@ FOLDERS_BOTTOM_UP = {
         {"registry"},
     ),
     "offload": (
-        {"_torch_private", "progress", "sync", "units"},
+        {"_torch_private", "devices", "progress", "sync", "units"},
         {"errors"},
         {"host"},
         {"config"},
@@ -53,7 +53,7 @@ FOLDERS_BOTTOM_UP = {
     "perf": (
         {"measure"},
         {"report"},
-        {"bench", "benchmarks", "demo", "doctor", "planning", "tune"},
+        {"bench", "benchmarks", "demo", "doctor", "planning", "runs", "tune"},
         {"cli", "compare", "hidden_step", "top"},
     ),
 }
@@ -229,6 +229,48 @@ def test_one_name_is_imported(path):
 def test_what_must_last_goes_through_one_door(path):
     found = re.findall(r"\b(?:fsync|fdatasync|O_D?SYNC)\b", path.read_text(encoding="utf-8"))
     assert not found or path.name == "sync.py", f"{path.name}: {found[0]} belongs in offload/sync.py"
+
+
+def device_names(tree):
+    """Kinds of devices that are named in code: ``torch.cuda``, ``.is_cuda``, "cuda" where it is no docstring."""
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and "cuda" in node.attr.lower() and not node.attr.startswith("cudaHost"):
+            yield f"line {node.lineno}: .{node.attr}"
+        if isinstance(node, ast.Constant) and node.value in ("cuda", "nccl") and id(node) not in texts:
+            yield f"line {node.lineno}: {node.value!r}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_kinds_of_devices_are_named_in_one_room(path):
+    """The command alone, which asks for one and tells of it, may name them, too."""
+    package, room = path.relative_to(ROOT).parts[:2]
+    if package != "perf" and (package, room) != ("offload", "devices"):
+        found = list(device_names(parsed(path)))
+        assert not found, f"{path.name}: {found}: hand a torch.device to offload/devices"
+
+
+MADE_SOMEWHERE = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace"),
+    *("logspace", "nested_tensor", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+}
+"""Functions of torch that make a tensor on the default device, which users set."""
+
+
+def without_device(tree):
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        makes = ast.unparse(node.func.value) == "torch" and node.func.attr in MADE_SOMEWHERE
+        if makes and not any(keyword.arg == "device" for keyword in node.keywords):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tensors_are_made_on_a_device_that_is_named(path):
+    if path.relative_to(ROOT).parts[0] != "perf":
+        found = list(without_device(parsed(path)))
+        assert not found, f"{path.name}: {found}: say device=, or it is where torch.set_default_device says"
 
 
 def test_imports_are_free():

@@ -78,7 +78,7 @@ def _rewrite_every(value: Any) -> int:
     raise ValueError("is not 1: state that is rewritten less often than in every step is not there yet")
 
 
-RewriteEvery = Annotated[int, PlainValidator(_rewrite_every), WithJsonSchema({"type": "integer", "const": 1})]
+RewriteEvery = Annotated[int, PlainValidator(_rewrite_every), WithJsonSchema({"enum": [1]})]
 
 
 EngineName = Annotated[

@@ -80,8 +80,8 @@ class OffloadGradientsConfig(Section):
     """Where the gradient partitions of each rank live between their arrival and the step."""
 
     device: Literal["none", "cpu", "nvme"] = key("none", "one of these")
-    """The tier of the gradient partitions, in any precision, with the same bits. `none` and `cpu` are the same place:
-    host memory."""
+    """The tier of the gradient partitions, in any precision, with the same bits. Of a model on the CPU `none` and `cpu`
+    are the same place: host memory. From a GPU, where `none` leaves them, they are copied as they become final."""
     nvme_path: PathTuple = key((), "a path or a list of different paths")
     """Folder for the swap files, or a list of folders, as in `offload_optimizer`; it may be the same one. Needed for
     `device: nvme`, and only used there."""

@@ -93,6 +93,7 @@ class Committer:
                     self._changed.wait()
                 commit = self._commit
             self._make(commit)
+            del commit  # it knows the whole optimizer, which may go while this thread sleeps
             with self._changed:
                 self._commit = None
                 self._changed.notify_all()

@@ -56,6 +56,10 @@ class Owner:
         return f"process {self.pid} on {self.host}"
 
 
+NOBODY_KNOWN = Owner(0, "", "a host that left no note")
+"""Has a lock."""
+
+
 def try_lock(fd: int) -> bool:
     """Lock an open file, unless somebody else has."""
     try:
@@ -78,7 +82,7 @@ def lock(fd: int, folder: Path) -> Owner | None:
         owner = Owner.noted_in(folder)
         dying = owner is not None and not owner.is_alive
         if time.monotonic() - begun > (_DYING_SECONDS if dying else _ALIVE_SECONDS):
-            return owner or Owner(0, "", "a host that is not known")
+            return owner or NOBODY_KNOWN
         time.sleep(_LOOK_SECONDS)
     return None
 

@@ -25,10 +25,11 @@ import numpy as np
 
 from nvme_offload.offload.durable.chain import Chain, ChainRows, SlotLayout, Stripes, Written
 from nvme_offload.offload.durable.extent_pool import ExtentPool
-from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs
+from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs, Sums, open_sealed, seal
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.swap_space import Size, SwapSpace
+from nvme_offload.offload.storage.tier import Memory
 
 
 @dataclass(eq=False)
@@ -61,10 +62,10 @@ class ExtentRing:
         ring.begin_turn()
         if ring.is_due(slot):
             extent = ring.to_rewrite(slot)
-            ring.note_rewrite(slot, seal(...))             # of what is about to be written there
+            ring.seal_base(slot, memory, sums)             # then write the memory there
         else:
             extent = ring.to_append(slot)
-            ring.note_append(slot, content, seal(...))
+            ring.seal_entry(slot, memory, size_bytes, sums)
         ...                                                # when all writes are done, and a manifest has `tables`
         ring.note_commit()
 
@@ -159,26 +160,54 @@ class ExtentRing:
             target, record.target = record.target, None
             self._pool.give_back([target])
 
-    def note_rewrite(self, slot: int, root: int) -> None:
-        """The chain of a slot is from now on what is about to be written to `to_rewrite`, sealed with this root."""
+    def seal_base(self, slot: int, memory: Memory, sums: Sums) -> None:
+        """Write the trailer of a base; the chain of the slot is from now on what is about to go to `to_rewrite`.
+
+        Args:
+            slot: which one.
+            memory: with state and tail.
+            sums: of both, as they are there now.
+        """
         record = self.slots[slot]
-        base = Written(self.to_rewrite(slot), record.layout.base, self.seal_of(slot), root)
+        base = self._sealed(slot, self.to_rewrite(slot), memory, record.layout.base, sums)
         self._become(slot, Chain(base))
         self._rows.set_base(slot, base)
         record.appended = -1
         self.suspects.discard(slot)
 
-    def note_append(self, slot: int, content: ExtentLayout, root: int) -> None:
-        """The chain of a slot goes on with what is about to be written to `to_append`."""
+    def seal_entry(self, slot: int, memory: Memory, size_bytes: int, sums: Sums) -> int:
+        """Write the trailer of an entry; the chain of the slot goes on with what is about to go to `to_append`.
+
+        Args:
+            slot: which one.
+            memory: with the entry.
+            size_bytes: of the entry without its trailer.
+            sums: of these bytes, as the sums of a state without a tail.
+
+        Returns:
+            Bytes to write, the trailer included.
+        """
         record = self.slots[slot]
-        entry, log = Written(self.to_append(slot), content, self.seal_of(slot), root), self._log_before(record)
+        content = ExtentLayout(size_bytes, 0, record.layout.base.alignment)
+        entry, log = self._sealed(slot, self.to_append(slot), memory, content, sums), self._log_before(record)
         self._become(slot, Chain(record.current.base, (*log, entry)))
         self._rows.set_entry(slot, len(log), entry)
         record.appended = self.turn
+        return content.size_bytes
 
-    def seal_of(self, slot: int) -> SealedAs:
-        """What a write of this slot is sealed as now."""
-        return SealedAs(slot, self.sequence, self.incarnation)
+    def open_sealed(self, slot: int, written: Written, memory: Memory) -> Sums:
+        """Check the trailer of a part of a chain that was read; returns the sums that its bytes must have.
+
+        Raises:
+            CorruptionError: this is not what the manifest refers to.
+        """
+        path = str(self._space.path_of(written.extent.stripes[0].fd))
+        what = f"the {'base' if written is self.slots[slot].current.base else 'log'} of slot {slot}"
+        return open_sealed(memory, written.content, written.sealed_as, written.root, path=path, what=what)
+
+    def _sealed(self, slot: int, extent: Extent, memory: Memory, content: ExtentLayout, sums: Sums) -> Written:
+        sealed_as = SealedAs(slot, self.sequence, self.incarnation)
+        return Written(extent, content, sealed_as, seal(memory, content, sealed_as, sums))
 
     # Commits.
 

@@ -156,7 +156,8 @@ class DurableRun:
         held = self._files.newest_first()
         is_held = any(other.sequence == manifest.sequence for other in held)
         gone = [other for other in held if not is_held or other.sequence > manifest.sequence]
-        gone += [other for other in held if other not in gone and self.extents.written_over(other.tables[TABLE])]
+        older = [other for other in held if is_held and other.sequence < manifest.sequence]
+        gone += [other for other in older if self.extents.written_over(other.tables[TABLE])]
         self.extents.adopt(manifest.tables[TABLE], layouts, where=str(self.folder))
         if not is_held:  # a snapshot: first it is the newest, then it is alone
             self._files.write(replace(manifest, sequence=self.extents.sequence))

@@ -106,7 +106,7 @@ class ShadowExtents:
         What could not be written is written there again: the answer is the same until the next commit.
         """
         record = self.slots[slot]
-        if record.current is None or record.current is record.committed:
+        if self._must_spare_current(record):
             first, *rest = record.spares
             # No call in between, as above.
             record.current = first
@@ -123,7 +123,7 @@ class ShadowExtents:
             sums: of state and tail, as they are in the buffer.
         """
         record = self.slots[slot]
-        if record.current is None or record.current is record.committed:
+        if record.current is None or self._must_spare_current(record):
             raise StateError(f"slot {slot}", "an extent from to_write", "one that a manifest refers to")
         root = seal(memory, record.layout, SealedAs(slot, self.sequence, self.incarnation), sums)
         self._table[slot] = self._row(self.sequence, root, record.current)
@@ -175,11 +175,12 @@ class ShadowExtents:
         Args:
             table: of the manifest before. Nothing was written since the newest.
         """
+        known = self._known()
         for record, row in zip(self.slots, table, strict=False):
             stripes = self._stripes(row)
             if record.committed is None or record.committed.stripes == stripes:
                 continue
-            record.committed = next((spare for spare in record.spares if spare.stripes == stripes), None)
+            record.committed = known[stripes][1] if stripes else None
             record.spares = [spare for spare in record.spares if spare is not record.committed]
         for record in self.slots[len(table) :]:
             record.committed = None
@@ -313,12 +314,15 @@ class ShadowExtents:
         return max(0, self._num_spares(record) - len(record.spares))
 
     def _num_spares(self, record: SlotExtents) -> int:
-        """How many a slot needs, and may keep."""
-        if record.current is None:
-            return 2
-        if record.current is record.committed:
-            return 2 if self._times_pinned[record.current.stripes] else 1
-        return 1 if record.committed is None or self._times_pinned[record.committed.stripes] else 0
+        """How many a slot needs, and may keep: to write in, and in place of what the next commit does not set free."""
+        is_kept = record.committed is None or bool(self._times_pinned[record.committed.stripes])
+        return int(self._must_spare_current(record)) + int(is_kept)
+
+    def _must_spare_current(self, record: SlotExtents) -> bool:
+        """Whether the next write needs another extent than the newest one went to."""
+        if record.current is None or record.current is record.committed:
+            return True
+        return bool(self._times_pinned[record.current.stripes])
 
     def _trim(self, record: SlotExtents) -> None:
         """Let go of spares that were reserved for a snapshot: what nobody has is free."""

@@ -71,10 +71,9 @@ class BufferPool:
     Args:
         num_buffers: how many; at least 1.
         buffer_bytes: size of each, in bytes; rounded up to whole pages.
-        pinned: page-lock them for CUDA.
     """
 
-    def __init__(self, num_buffers: int, buffer_bytes: int, *, pinned: bool = False) -> None:
+    def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
         page = HostRegion(1).size_bytes
         self.buffer_bytes = -(-buffer_bytes // page) * page
         self.num_buffers = num_buffers
@@ -90,19 +89,17 @@ class BufferPool:
         self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
         self._released = threading.Condition(self._lock)
         self._closed = False
-        if pinned:
-            self.pin()
 
     @property
     def pinned(self) -> bool:
-        """Whether all buffers are page-locked for CUDA."""
+        """Whether all buffers are page-locked for a device."""
         return all(region.pinned for region in self._regions)
 
-    def pin(self) -> None:
-        """Page-lock all buffers for CUDA, or none; also while they are held. Idempotent. See `HostRegion.pin`."""
+    def pin(self, device: torch.device) -> None:
+        """Page-lock all buffers for a device, or none; also while they are held. Idempotent. See `HostRegion.pin`."""
         try:
             for region in self._regions:
-                region.pin()
+                region.pin(device)
         except BaseException:
             self._unpin()
             raise

@@ -3,7 +3,7 @@
 aligned
     Addresses are multiples of the page size: what O_DIRECT needs.
 pinned
-    Page-locked for CUDA (cudaHostRegister): what asynchronous copies between device and host need.
+    Page-locked for a device (cudaHostRegister): what asynchronous copies between device and host need.
 registered
     Known to the ring (IORING_REGISTER_BUFFERS): what spares a request the pinning of its pages.
 
@@ -20,6 +20,7 @@ from contextlib import suppress
 
 import torch
 
+from nvme_offload.offload.devices.device import page_lock, page_unlock
 from nvme_offload.offload.units import format_bytes
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -70,44 +71,41 @@ class HostRegion:
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
         """1D tensor [numel] of `dtype` over the bytes from `byte_offset`. Keeps the region alive."""
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._start + byte_offset)
 
-    def pin(self) -> None:
-        """Page-lock the region for CUDA.
+    def pin(self, device: torch.device) -> None:
+        """Page-lock the region for copies to and from a device.
 
         Memory from cudaHostAlloc is refused by some kernels as a registered buffer, so the order is mmap first,
         cudaHostRegister second. A region that is dropped without `unpin` is unpinned before its pages go (views that
-        outlive it are not pinned): CUDA would take for page-locked whatever is mapped at these addresses next.
+        outlive it are not pinned): the driver would take for page-locked whatever is mapped at these addresses next.
 
         Raises:
-            RuntimeError: CUDA refuses, usually because too much is pinned already.
+            RuntimeError: the driver refuses, usually because too much is pinned already.
         """
         if self.pinned:
             return
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        result = int(cudart.cudaHostRegister(self.address, self.size_bytes, 0))
-        if result != 0:
+        if error := page_lock(self.address, self.size_bytes, device):
             raise RuntimeError(
-                f"cudaHostRegister refused {format_bytes(self.size_bytes)} (CUDA error {result}): lower "
+                f"cudaHostRegister refused {format_bytes(self.size_bytes)} (CUDA error {error}): lower "
                 "offload_optimizer.staging_budget, or set offload_optimizer.pin_memory to false"
             )
-        self._unpin_when_dropped = weakref.finalize(self, _unregister, self._owner_pid, self.address, self._map)
+        self._unpin_when_dropped = weakref.finalize(self, _unlock, self._owner_pid, self.address, device, self._map)
         self._unpin_when_dropped.atexit = False  # the driver does it when the process ends
         self.pinned = True
 
     def unpin(self) -> None:
         """Undo `pin`. Idempotent."""
         if self.pinned:
-            self._unpin_when_dropped.detach()
-            _unregister(self._owner_pid, self.address, self._map)
+            self._unpin_when_dropped()
         self.pinned = False
 
 
-def _unregister(owner_pid: int, address: int, _held: mmap.mmap) -> None:
+def _unlock(owner_pid: int, address: int, device: torch.device, _held: mmap.mmap) -> None:
     """Undo cudaHostRegister, in the process that called it. `_held` is what keeps the pages mapped until then."""
     if os.getpid() == owner_pid:
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        page_unlock(address, device)
 
 
 def give_back_freed_memory() -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nvme_offload.offload._torch_private import foreach_of, make_wrapper
+from nvme_offload.offload.devices.device import HOST
 from nvme_offload.offload.errors import StateError
 
 
@@ -29,9 +30,10 @@ class StandIn(torch.Tensor):
         *,
         name: str,
         remedy: str,
+        device: torch.device = HOST,
         handlers: Mapping[Any, Callable[..., None]] | None = None,
     ) -> StandIn:
-        """Stand in for a tensor of `dtype` on the CPU with the shape and strides of `like`.
+        """Stand in for a tensor of `dtype` with the shape and strides of `like`.
 
         Args:
             cls: the class itself.
@@ -39,10 +41,11 @@ class StandIn(torch.Tensor):
             dtype: what is declared.
             name: whose data it is, for the error.
             remedy: what to use instead, for the error.
+            device: what is declared; a gradient has to be where its parameter is.
             handlers: what to call for an in-place operator, with its arguments after the tensor itself; by operator or
                 by its overload packet.
         """
-        tensor: StandIn = make_wrapper(cls, like, torch.device("cpu"), dtype)
+        tensor: StandIn = make_wrapper(cls, like, device, dtype)
         tensor._name = name
         tensor._remedy = remedy
         tensor._handlers = handlers or {}

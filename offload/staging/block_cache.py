@@ -86,6 +86,8 @@ class BlockCache:
         """Whether what the extent holds still means something: only that is read ahead."""
         self.blocks: list[Block] = []
         self.num_buffers = num_buffers
+        self.pinned_for: torch.device | None = None
+        """A device for whose copies staging buffers are page-locked from the next `add` on."""
         self._read_ahead_enabled = read_ahead
         self._pool = BufferPool(num_buffers, 1)
         self._staging: Staging[Block] = Staging(kind, tier, self._pool, checksum)
@@ -261,6 +263,8 @@ class BlockCache:
         for block in self.residents:
             self._give_up_buffer(block)
         larger = BufferPool(self.num_buffers, size_bytes)
+        if self.pinned_for is not None:
+            larger.pin(self.pinned_for)
         self.tier.register([larger])
         self._pool.close()
         self._pool = self._staging.pool = larger

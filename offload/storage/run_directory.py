@@ -13,6 +13,7 @@ import stat
 import weakref
 from pathlib import Path
 
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import SwapIOError
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
 from nvme_offload.offload.units import format_bytes
@@ -36,18 +37,30 @@ _numbers = itertools.count()
 _MOST_ATTEMPTS = 100
 
 
-class _Lock:
-    """The descriptor of a lock file that is locked."""
+class _Claim:
+    """What a run directory is to whoever makes it, from before there is any of it."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self) -> None:
+        self.names: tuple[Path, ...] = ()
+        """What it may be called, hidden and then not. Whatever has one of these names may also be somebody else's."""
+        self.lock: Descriptor | None = None
+        """The lock file, locked, of the last of `names`, which is ours from then on."""
 
-    def drop(self) -> None:
-        """Close it. Idempotent."""
-        # No call between the two lines: a signal handler sees it open and noted, or neither.
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+    def give_up(self) -> None:
+        """Delete the directory, or what there is of it, and drop the lock."""
+        if self.lock is None:
+            for name in self.names:
+                with contextlib.suppress(OSError):
+                    _delete_if_dead(name)
+            return
+        with contextlib.suppress(OSError):  # somebody else put something there
+            _delete(self.names[-1])
+        self.lock.close()
+
+    def drop_lock(self) -> None:
+        """Close the lock file."""
+        if self.lock is not None:
+            self.lock.close()
 
 
 class RunDirectory:
@@ -65,15 +78,16 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self._owner_pid = os.getpid()
+        self._claim = _Claim()
+        # First of all: whatever an exception cuts short from here on is given up with this object.
+        self._finalizer = weakref.finalize(self, _give_up, self._claim, self._owner_pid)
         try:
             remove_leftovers(path)
-            self.path, lock_fd = _make_locked(path.absolute())
+            self.path = _make_locked(path.absolute(), self._claim)
         except OSError as error:
             raise SwapIOError(
                 error.errno or 0, path=path, offset=0, size_bytes=0, direction="allocate", extent="nvme_path"
             ) from error
-        self._lock = _Lock(lock_fd)
-        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, self._owner_pid)
         _live.add(self)
 
     def open_swap(self, direct: DirectPolicy) -> SwapFile:
@@ -88,14 +102,14 @@ class RunDirectory:
         """Delete the directory with everything in it and drop the lock. Idempotent; does nothing in a forked child."""
         if self._finalizer.alive:
             # Not by the finalizer, which runs once: what is interrupted here is done by the next call.
-            _remove(self.path, self._lock, self._owner_pid)
+            _give_up(self._claim, self._owner_pid)
             self._finalizer.detach()
 
     def _drop_in_child(self) -> None:
         # A lock taken by flock belongs to the open file, which a forked child shares: as long as the child kept it
         # open, a run killed with SIGKILL would look alive.
         self._finalizer.detach()
-        self._lock.drop()
+        self._claim.drop_lock()
 
 
 _live: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
@@ -124,19 +138,27 @@ def remove_leftovers(path: Path) -> int:
 
 def _remove_if_dead(directory: Path) -> int:
     """Remove the directory of a dead run; returns the bytes set free. OSError: it is alive, or not ours."""
-    if not _is_ours(directory):
+    size = _delete_if_dead(directory)
+    if size is None:
         return 0
+    logger.warning("removed what a dead run left behind: %s (%s)", directory, format_bytes(size))
+    return size
+
+
+def _delete_if_dead(directory: Path) -> int | None:
+    """The bytes set free; None if it is not ours, or that of another run by now. OSError: alive, or gone."""
+    if not _is_ours(directory):
+        return None
     # O_CREAT: a run that died between making its directory and its lock left a directory without one.
-    lock_fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = Descriptor(os.open, directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its run is alive
-        if not _is_lock_of(directory, lock_fd):
-            return 0  # somebody else removed it meanwhile, and a run that began made another
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its run is alive
+        if not _is_lock_of(directory, lock.fileno()):
+            return None  # somebody else removed it meanwhile, and a run that began made another
         size = sum(entry.stat().st_blocks * 512 for entry in directory.iterdir())
         _delete(directory)
     finally:
-        os.close(lock_fd)
-    logger.warning("removed what a dead run left behind: %s (%s)", directory, format_bytes(size))
+        lock.close()
     return size
 
 
@@ -155,8 +177,8 @@ def _delete(directory: Path) -> None:
     directory.rmdir()
 
 
-def _make_locked(path: Path) -> tuple[Path, int]:
-    """A new directory with a lock file that is locked, and the descriptor of that.
+def _make_locked(path: Path, claim: _Claim) -> Path:
+    """A new directory with a lock file that is locked, all of it noted in the claim.
 
     It is made under a hidden name, which whoever looks for dead runs may take away before it is locked: then another
     one is made.
@@ -165,13 +187,15 @@ def _make_locked(path: Path) -> tuple[Path, int]:
     for _ in range(_MOST_ATTEMPTS):
         name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
         hidden = path / f"{_UNLOCKED}{name}"
+        claim.names = (hidden, path / name)
         try:
             hidden.mkdir(mode=0o700)
         except FileExistsError as error:
             failure = error
             continue
         try:
-            return path / name, _lock_and_rename(hidden, path / name)
+            claim.lock = _lock_and_rename(hidden, path / name)
+            return path / name
         except (FileExistsError, FileNotFoundError, BlockingIOError) as error:
             failure = error
             with contextlib.suppress(OSError):
@@ -179,22 +203,22 @@ def _make_locked(path: Path) -> tuple[Path, int]:
     raise failure or FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
 
-def _lock_and_rename(hidden: Path, final: Path) -> int:
-    """Lock a directory and give it its name; returns the descriptor of the lock."""
-    lock_fd = os.open(hidden / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def _lock_and_rename(hidden: Path, final: Path) -> Descriptor:
+    """Lock a directory and give it its name; returns the lock file."""
+    lock = Descriptor(os.open, hidden / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.lexists(final):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
         hidden.rename(final)
-        if not _is_lock_of(final, lock_fd):
+        if not _is_lock_of(final, lock.fileno()):
             with contextlib.suppress(OSError):
                 final.rmdir()
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(final / LOCK_NAME))
     except BaseException:
-        os.close(lock_fd)
+        lock.close()
         raise
-    return lock_fd
+    return lock
 
 
 def _is_lock_of(directory: Path, lock_fd: int) -> bool:
@@ -205,9 +229,6 @@ def _is_lock_of(directory: Path, lock_fd: int) -> bool:
         return False
 
 
-def _remove(path: Path, lock: _Lock, owner_pid: int) -> None:
-    if os.getpid() != owner_pid:
-        return
-    with contextlib.suppress(OSError):  # somebody else put something there
-        _delete(path)
-    lock.drop()
+def _give_up(claim: _Claim, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:
+        claim.give_up()

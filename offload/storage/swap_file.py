@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from nvme_offload.aio_native import _native
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
 from nvme_offload.offload.storage.extent import FreeList, Stripe
 
@@ -42,7 +43,7 @@ class SwapFile:
 
     def __init__(self, path: Path, direct: DirectPolicy, *, keep: bool = False) -> None:
         self.path = path
-        self.fd, alignment = _open(path, direct, os.O_CREAT if keep else os.O_CREAT | os.O_EXCL)
+        self._descriptor, alignment = _open(path, direct, os.O_CREAT if keep else os.O_CREAT | os.O_EXCL)
         self.direct = alignment is not None
         self.alignment = alignment or MIN_ALIGNMENT
         self.ranges = FreeList()
@@ -51,6 +52,11 @@ class SwapFile:
         self._counts_blocks = False
         if keep:
             self._note_found()
+
+    @property
+    def fd(self) -> int:
+        """The open file; -1 when it is closed."""
+        return self._descriptor.fileno()
 
     @property
     def end(self) -> int:
@@ -161,13 +167,11 @@ class SwapFile:
 
     def close(self) -> None:
         """Close the descriptor. The file itself belongs to its run directory."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._descriptor.close()
 
 
-def _open(path: Path, direct: DirectPolicy, making: int) -> tuple[int, int | None]:
-    """The descriptor, and the alignment of direct I/O; None: through the page cache."""
+def _open(path: Path, direct: DirectPolicy, making: int) -> tuple[Descriptor, int | None]:
+    """The open file, and the alignment of direct I/O; None: through the page cache."""
     flags = os.O_RDWR | os.O_CLOEXEC | making
     if direct == "disabled":
         return _open_or_raise(path, flags), None
@@ -183,38 +187,38 @@ def _open(path: Path, direct: DirectPolicy, making: int) -> tuple[int, int | Non
             direction="allocate",
             extent="this file system has no direct I/O (O_DIRECT)",
         )
-    fd = _open_or_raise(path, flags)
-    if (device := os.fstat(fd).st_dev) not in _said_buffered:
+    file = _open_or_raise(path, flags)
+    if (device := os.fstat(file.fileno()).st_dev) not in _said_buffered:
         _said_buffered.add(device)
         logger.warning(
             "%s has no direct I/O: swapping through the page cache, which takes host memory and is slower "
             '(aio.direct = "optional" allows it)',
             path.parent,
         )
-    return fd, None
+    return file, None
 
 
-def _open_direct(path: Path, flags: int) -> tuple[int, int] | None:
-    """The descriptor and the alignment; None, and no file of ours, where the file system has no direct I/O."""
+def _open_direct(path: Path, flags: int) -> tuple[Descriptor, int] | None:
+    """The open file and the alignment; None, and no file of ours, where the file system has no direct I/O."""
     try:
-        fd = os.open(path, flags | os.O_DIRECT, 0o600)
+        file = Descriptor(os.open, path, flags | os.O_DIRECT, 0o600)
     except OSError as error:
         # EINVAL is how a file system says that it has no direct I/O. Linux makes the file before it finds out.
         if error.errno != errno.EINVAL:
             raise _allocation_error(error, path) from error
     else:
-        reported = reported_alignment(fd)
+        reported = reported_alignment(file.fileno())
         if reported != NO_DIRECT_IO:
-            return fd, max(MIN_ALIGNMENT, *(reported or (0, 0)))
-        os.close(fd)
+            return file, max(MIN_ALIGNMENT, *(reported or (0, 0)))
+        file.close()
     if flags & os.O_EXCL:
         path.unlink(missing_ok=True)
     return None
 
 
-def _open_or_raise(path: Path, flags: int) -> int:
+def _open_or_raise(path: Path, flags: int) -> Descriptor:
     try:
-        return os.open(path, flags, 0o600)
+        return Descriptor(os.open, path, flags, 0o600)
     except OSError as error:
         raise _allocation_error(error, path) from error
 

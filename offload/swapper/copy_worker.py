@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.offload.swapper.staged_copy import CopyStreams, StagedCopy
+from nvme_offload.offload.swapper.staged_copy import CopyQueues, DeviceCopy, StagedCopy, Waitable
+
+_POLL_SECONDS = 0.001  # a device rings no bell
 
 
-class _Flight(NamedTuple):
-    """A piece whose I/O is under way, with the buffer it holds."""
+@dataclass(eq=False)
+class _Flight:
+    """A piece under way, with the buffer it holds."""
 
     copy: StagedCopy
-    piece: int
-    buffer: StagingBuffer
-    transfer: Transfer[StagingBuffer]
+    steps: Iterator[Waitable]
+    buffer: StagingBuffer | None
+    waits_for: Waitable
 
 
 class CopyWorker:
     """Runs staged copies of one direction in a thread of its own.
 
     The thread sleeps until its bell rings. It is rung by the engine for every completed operation, by whoever
-    submits a copy, and by the partner, the worker of the other direction, whenever that gives a buffer back. The
-    thread only ever *tries* to acquire a buffer, so completed reads are always copied out and their buffers freed.
+    submits a copy, and by the partner, the worker of the other direction, whenever that gives a buffer back. While a
+    device copies, it looks again every millisecond instead of waiting for that alone. The thread only ever *tries* to
+    acquire a buffer, so completed reads are always copied out and their buffers freed.
 
     While both workers have something to do, each holds at most half of the buffers: a queue of writes cannot keep a
     read waiting, and the other way round.
@@ -42,7 +46,7 @@ class CopyWorker:
         self._pool = pool
         self._bell = Bell()
         self._calls: deque[Callable[[], None]] = deque()
-        self._streams = CopyStreams()
+        self._queues = CopyQueues()
         self._small: deque[StagedCopy] = deque()
         self._large: deque[StagedCopy] = deque()
         self._turn_of_large = False
@@ -100,7 +104,11 @@ class CopyWorker:
                 started = self._start_one()
                 finished = self._finish_one()
                 if not (called or started or finished):
-                    self._bell.wait()
+                    self._bell.wait(_POLL_SECONDS if self._device_copies else None)
+
+    @property
+    def _device_copies(self) -> bool:
+        return any(isinstance(flight.waits_for, DeviceCopy) for flight in self._flights)
 
     def _call_one(self) -> bool:
         if not self._calls:
@@ -113,20 +121,20 @@ class CopyWorker:
         copy = self._next_copy()
         if copy is None:
             return False
-        buffer = self._try_acquire() if copy.num_pieces else None
-        if copy.num_pieces and buffer is None:
+        wants_buffer = copy.takes_buffers and copy.num_pieces > 0
+        buffer = self._try_acquire() if wants_buffer else None
+        if wants_buffer and buffer is None:
             return False
         self._turn_of_large = copy.num_pieces <= 1
         try:
             if not copy.prepared:
                 copy.prepared = True
-                copy.prepare(self._streams)
-            if buffer is not None:
+                copy.prepare()
+            if copy.num_pieces:
                 self._begin(copy, buffer)
         except Exception as error:  # whatever it is, the caller's transfer raises it
             copy.fail(error)
-            if buffer is not None:
-                self._release(buffer)
+            self._release(buffer)
         self._settle(copy)
         return True
 
@@ -137,28 +145,38 @@ class CopyWorker:
         small, large = (queue[0] if queue else None for queue in (self._small, self._large))
         return (large or small) if self._turn_of_large else (small or large)
 
-    def _begin(self, copy: StagedCopy, buffer: StagingBuffer) -> None:
-        index = copy.num_started
-        transfer = copy.begin(index, buffer, self._streams)
-        self._flights.append(_Flight(copy, index, buffer, transfer))
+    def _begin(self, copy: StagedCopy, buffer: StagingBuffer | None) -> None:
+        steps = copy.move(copy.num_started, buffer, self._queues)
+        waits_for = next(steps, None)
         copy.num_started += 1
+        if waits_for is None:
+            self._release(buffer)
+            return
+        self._flights.append(_Flight(copy, steps, buffer, waits_for))
         copy.num_in_flight += 1
-        if not self._bell.hang_on(transfer.operation):  # wait here, and ring ourselves
-            transfer.operation.wait()
+        self._hang_on(waits_for)
+
+    def _hang_on(self, waits_for: Waitable) -> None:
+        if isinstance(waits_for, Transfer) and not self._bell.hang_on(waits_for.operation):
+            waits_for.operation.wait()  # wait here, and ring ourselves
             self._bell.ring()
 
     def _finish_one(self) -> bool:
-        """Take in a piece whose I/O is done; False if there is none."""
-        flight = next((flight for flight in self._flights if flight.transfer.done()), None)
+        """Go on with a piece that waits for nothing any more; False if there is none."""
+        flight = next((flight for flight in self._flights if flight.waits_for.done()), None)
         if flight is None:
             return False
-        copy = flight.copy
+        copy, following = flight.copy, None
         try:
-            flight.transfer.wait()
+            flight.waits_for.wait()
             if copy.error is None:
-                copy.end(flight.piece, flight.buffer, self._streams)
+                following = next(flight.steps, None)
         except Exception as error:
             copy.fail(error)
+        if following is not None:
+            flight.waits_for = following
+            self._hang_on(following)
+            return True
         self._flights.remove(flight)
         self._release(flight.buffer)
         copy.num_in_flight -= 1
@@ -174,7 +192,9 @@ class CopyWorker:
         share = self._pool.num_buffers if partner_idle else self._pool.num_buffers // 2
         return self._pool.try_acquire() if len(self._flights) < max(1, share) else None
 
-    def _release(self, buffer: StagingBuffer) -> None:
+    def _release(self, buffer: StagingBuffer | None) -> None:
+        if buffer is None:
+            return
         buffer.release()
         if self._partner is not None:
             self._partner.ring()

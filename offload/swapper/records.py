@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvme_offload.offload.devices.device import Event
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
@@ -108,8 +109,8 @@ class Task:
     """The tensor that the transfer gives at the end; None where it gives none."""
     replaceable: bool = False
     """The caller has not seen `result`, so that a prefetched copy may be given in its place."""
-    ready: torch.cuda.Event | None = None
-    """On CUDA: the work that was queued on the tensor when the caller called."""
+    ready: Event | None = None
+    """On a device: behind the work that was queued there when the caller called."""
 
 
 @dataclass(eq=False)

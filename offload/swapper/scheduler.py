@@ -62,7 +62,7 @@ class SlotScheduler:
         try:
             alignment = self.tier.alignment
             buffer_bytes = max(1, offload.staging_budget // offload.buffer_count // alignment) * alignment
-            self.pool = BufferPool(offload.buffer_count, buffer_bytes, pinned=bool(offload.pin_memory))
+            self.pool = BufferPool(offload.buffer_count, buffer_bytes)
         except BaseException:
             self.tier.close()
             raise

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 
+from nvme_offload.offload.devices.device import CopyQueue, Event
 from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError
 from nvme_offload.offload.host.buffer_pool import StagingBuffer
 from nvme_offload.offload.storage.tier import Tier
-from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.offload.swapper.records import Piece, Task
 from nvme_offload.offload.units import MiB
 
@@ -58,39 +57,61 @@ def spans(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]
         yield from spans(tensor[last_row], 0, rest)
 
 
-class CopyStreams:
-    """Where copies run: on CUDA a stream per device, elsewhere the calling thread. For one thread."""
+class Waitable(Protocol):
+    """What a piece waits for before it goes on: I/O, or a copy of a device."""
+
+    def done(self) -> bool:
+        """Whether it waits no more."""
+
+    def wait(self) -> object:
+        """Wait for it, and raise what went wrong."""
+
+
+class DeviceCopy:
+    """A copy between a device and the host that is under way.
+
+    Args:
+        mark: behind it.
+    """
+
+    def __init__(self, mark: Event) -> None:
+        self._mark = mark
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._mark.query()
+
+    def wait(self) -> None:
+        """Wait until it is over."""
+        self._mark.synchronize()
+
+
+class CopyQueues:
+    """A queue of copies for each device, in one direction. For one thread."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._queues: dict[torch.device, CopyQueue] = {}
 
-    @contextlib.contextmanager
-    def copying(self, device: torch.device, ready: torch.cuda.Event | None) -> Iterator[None]:
-        """Copies made inside begin after `ready` and are complete when it is left, also when it raises."""
-        if ready is None:
-            yield
-            return
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._streams[device]
-        with torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            try:
-                yield
-            finally:
-                stream.synchronize()
+    def of(self, device: torch.device) -> CopyQueue:
+        """The queue of a device."""
+        if device not in self._queues:
+            self._queues[device] = CopyQueue(device)
+        return self._queues[device]
 
 
 class StagedCopy:
-    """A tensor on its way. A worker calls ``prepare`` once, ``begin`` for each piece and ``end`` when its I/O is done.
+    """A tensor on its way. A worker calls ``prepare`` once, and ``move`` for each piece.
 
     Args:
         tier: where the pieces are stored.
         name: of the tensor, for messages.
         task: the tensor, and when it may be touched.
-        num_pieces: how many staging buffers it takes in all.
+        num_pieces: in how many it goes, each through a staging buffer.
         on_done: called by the worker at the end, well or not, when no piece is in flight any more.
     """
+
+    takes_buffers = True
+    """Whether its pieces pass through staging buffers."""
 
     def __init__(
         self, tier: Tier, name: str, task: Task, num_pieces: int, on_done: Callable[[StagedCopy], None]
@@ -121,29 +142,39 @@ class StagedCopy:
         # Its frames name the tensor, which would live as long as someone keeps the error.
         self.error = self.error or error.with_traceback(None)
 
-    def prepare(self, streams: CopyStreams) -> None:
+    def prepare(self) -> None:
         """Do what comes before the first piece: nothing."""
 
-    def begin(self, index: int, buffer: StagingBuffer, streams: CopyStreams) -> Transfer[StagingBuffer]:
-        """Start the I/O of a piece through `buffer`."""
+    def move(self, index: int, buffer: StagingBuffer | None, queues: CopyQueues) -> Iterator[Waitable]:
+        """Move a piece through `buffer`: each time it has to wait for something, that comes out."""
         raise NotImplementedError
 
-    def end(self, index: int, buffer: StagingBuffer, streams: CopyStreams) -> None:
-        """Do what remains when the I/O of a piece went well: nothing."""
-
-    def _copy(self, piece: Piece, buffer: StagingBuffer, streams: CopyStreams, *, into_buffer: bool) -> None:
+    def _copied(
+        self, piece: Piece, buffer: StagingBuffer, queues: CopyQueues, *, into_buffer: bool
+    ) -> Iterator[Waitable]:
         """Copy between a piece of the tensor and a buffer. Same dtype on both sides: bits, never a cast."""
         itemsize = self._tensor.dtype.itemsize
         numel = piece.size_bytes // itemsize
         staged = buffer.view(self._tensor.dtype, 0, numel)  # 1D [numel]
         first = piece.start // itemsize
-        with streams.copying(self._tensor.device, self._ready):
-            position = 0
-            for span in spans(self._tensor, first, first + numel):
-                part = staged[position : position + span.numel()].view(span.shape)
-                target, source = (part, span) if into_buffer else (span, part)
-                target.copy_(source, non_blocking=True)
-                position += span.numel()
+        pairs, position = [], 0
+        for span in spans(self._tensor, first, first + numel):
+            part = staged[position : position + span.numel()].view(span.shape)
+            pairs.append((part, span) if into_buffer else (span, part))
+            position += span.numel()
+        return self._copied_each(pairs, queues)
+
+    def _copied_each(
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], queues: CopyQueues
+    ) -> Iterator[Waitable]:
+        """Copy pairs of target and source: here and now, or by a device, which is waited for."""
+        if self._ready is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return
+        queue = queues.of(self._tensor.device)
+        queue.come_after(self._ready)
+        yield DeviceCopy(queue.copy_all(pairs))
 
     def _what(self, piece: Piece) -> str:
         return f"tensor {self.name!r}, bytes {piece.start}..{piece.start + piece.size_bytes}"
@@ -167,7 +198,7 @@ class SwapOutCopy(StagedCopy):
         self._starts = starts
         self._checksums = checksums
 
-    def prepare(self, streams: CopyStreams) -> None:
+    def prepare(self) -> None:
         """Have the space promised before a byte is written."""
         # An extent for each piece, not one for all: striped one by one, every piece keeps every drive busy, and
         # holes that smaller tensors left are used.
@@ -179,13 +210,14 @@ class SwapOutCopy(StagedCopy):
             raise
         self.pieces += map(Piece, self._starts, sizes, extents)
 
-    def begin(self, index: int, buffer: StagingBuffer, streams: CopyStreams) -> Transfer[StagingBuffer]:
-        """Copy a piece into `buffer` and start writing it."""
+    def move(self, index: int, buffer: StagingBuffer | None, queues: CopyQueues) -> Iterator[Waitable]:
+        """Copy a piece into `buffer` and write it."""
+        assert buffer is not None
         piece = self.pieces[index]
-        self._copy(piece, buffer, streams, into_buffer=True)
+        yield from self._copied(piece, buffer, queues, into_buffer=True)
         if self._checksums:
             self.pieces[index] = piece._replace(checksum=_checksum(buffer, piece.size_bytes))
-        return self.tier.write(
+        yield self.tier.write(
             piece.extent, buffer, what=self._what(piece), kind=KIND, size_bytes=piece.extent.size_bytes
         )
 
@@ -199,16 +231,13 @@ class SwapInCopy(StagedCopy):
         super().__init__(tier, name, task, len(pieces), on_done)
         self.pieces = pieces
 
-    def begin(self, index: int, buffer: StagingBuffer, streams: CopyStreams) -> Transfer[StagingBuffer]:
-        """Start reading a piece."""
+    def move(self, index: int, buffer: StagingBuffer | None, queues: CopyQueues) -> Iterator[Waitable]:
+        """Read a piece, verify what was read and copy it into the tensor."""
+        assert buffer is not None
         piece = self.pieces[index]
-        return self.tier.read(piece.extent, buffer, what=self._what(piece), kind=KIND)
-
-    def end(self, index: int, buffer: StagingBuffer, streams: CopyStreams) -> None:
-        """Verify what was read and copy it into the tensor."""
-        piece = self.pieces[index]
+        yield self.tier.read(piece.extent, buffer, what=self._what(piece), kind=KIND)
         self._verify(piece, buffer)
-        self._copy(piece, buffer, streams, into_buffer=False)
+        yield from self._copied(piece, buffer, queues, into_buffer=False)
 
     def _verify(self, piece: Piece, buffer: StagingBuffer) -> None:
         if piece.checksum is None:
@@ -220,18 +249,19 @@ class SwapInCopy(StagedCopy):
 
 
 class HostCopy(StagedCopy):
-    """Copies the prefetched copy in host memory into a tensor, without I/O."""
+    """Copies the prefetched copy in host memory into a tensor, in one piece and without I/O."""
+
+    takes_buffers = False
 
     def __init__(
         self, tier: Tier, name: str, task: Task, on_done: Callable[[StagedCopy], None], *, source: torch.Tensor
     ) -> None:
-        super().__init__(tier, name, task, 0, on_done)
+        super().__init__(tier, name, task, 1, on_done)
         self._source = source
 
-    def prepare(self, streams: CopyStreams) -> None:
-        """Make the whole copy: no piece is left to begin."""
-        with streams.copying(self._tensor.device, self._ready):
-            self._tensor.copy_(self._source, non_blocking=True)
+    def move(self, index: int, buffer: StagingBuffer | None, queues: CopyQueues) -> Iterator[Waitable]:
+        """Make the whole copy."""
+        return self._copied_each([(self._tensor, self._source)], queues)
 
 
 def _checksum(buffer: StagingBuffer, size_bytes: int) -> int:

@@ -20,6 +20,14 @@ import torch
 from nvme_offload.aio_native import EngineStats, FaultSpec, Op
 from nvme_offload.offload.config.honoured import BY_SWAPPER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import (
+    HOST,
+    default_device_type,
+    is_device,
+    is_host,
+    new_host_tensor,
+    queued,
+)
 from nvme_offload.offload.errors import ClosedError, ConfigError, ConfigWarning, ForkError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
@@ -85,7 +93,7 @@ class TensorSwapper:
         self._owner_pid = os.getpid()
         self._closed = False
         self._closing = threading.RLock()
-        self._pin_with_first_cuda_tensor = offload.pin_memory is None
+        self._pin_wanted = offload.pin_memory is not False
         self._records: dict[str, TensorRecord] = {}
         self._scheduler = SlotScheduler(self.config, faults)
         self._lock = self._scheduler.lock
@@ -148,7 +156,7 @@ class TensorSwapper:
             self._check_open()
             record = self._record(name)
             spec = record.require_value()
-            if out is None and spec.device.type == "cpu" and not record.tasks and record.prefetched is not None:
+            if out is None and is_host(spec.device) and not record.tasks and record.prefetched is not None:
                 transfer = self._scheduler.hand_over(record, record.prefetched)
             else:
                 transfer = self._scheduler.enqueue(record, self._swap_in_task(name, spec, out))
@@ -175,8 +183,8 @@ class TensorSwapper:
                 return True
             if self._scheduler.prefetched_bytes + spec.size_bytes > self.prefetch_budget:
                 return False
-            pinned = self.pool.pinned and spec.device.type == "cuda"
-            target = torch.empty(spec.shape, dtype=spec.dtype, device="cpu", pin_memory=pinned)
+            pinned_for = None if is_host(spec.device) or not self.pool.pinned else spec.device
+            target = new_host_tensor(spec.shape, spec.dtype, pinned_for)
             task = self._task(Verb.PREFETCH, spec, target)
             self._scheduler.enqueue(record, task)
             return True
@@ -292,9 +300,9 @@ class TensorSwapper:
 
     def _task(self, verb: Verb, spec: TensorSpec = NO_TENSOR, tensor: torch.Tensor | None = None) -> Task:
         ready = None
-        if tensor is not None and tensor.device.type == "cuda":
-            self._pin_once()
-            ready = torch.cuda.current_stream(tensor.device).record_event()
+        if tensor is not None and is_device(tensor.device):
+            self._pin_for(tensor.device)
+            ready = queued(tensor.device)
         op = Op.WRITE if verb is Verb.SWAP_OUT else Op.READ
         transfer = TensorTransfer[Any](op, spec.size_bytes)
         return Task(verb=verb, transfer=transfer, spec=spec, tensor=tensor, ready=ready)
@@ -307,17 +315,20 @@ class TensorSwapper:
             result = out
         task = self._task(Verb.SWAP_IN, spec, result.detach())
         task.result = result
-        task.replaceable = out is None and spec.device.type == "cpu"
+        task.replaceable = out is None and is_host(spec.device)
         return task
 
-    def _pin_once(self) -> None:
-        """Pin the buffers for the first CUDA tensor, where the configuration leaves it open and CUDA allows it."""
-        if self._pin_with_first_cuda_tensor:
-            self._pin_with_first_cuda_tensor = False
-            try:
-                self.pool.pin()
-            except RuntimeError as refusal:
-                logger.warning("copies to and from CUDA are slower, staging buffers could not be pinned: %s", refusal)
+    def _pin_for(self, device: torch.device) -> None:
+        """Pin the buffers for the first tensor on a device. Where the section does not ask for it, that may fail."""
+        if not self._pin_wanted:
+            return
+        try:
+            self.pool.pin(device)
+        except RuntimeError as refusal:
+            if self.config.zero_optimization.offload_optimizer.pin_memory:
+                raise
+            logger.warning("copies to and from %s are slower: staging buffers could not be pinned: %s", device, refusal)
+        self._pin_wanted = False
 
 
 _live: weakref.WeakSet[TensorSwapper] = weakref.WeakSet()
@@ -336,6 +347,9 @@ def _read_config(config: OffloadConfig | Mapping[str, Any] | str | Path) -> Offl
     if device != "nvme":
         key = "zero_optimization.offload_optimizer.device"
         raise ConfigError([f'{key} = "{device}": a TensorSwapper needs "nvme" and an nvme_path beside it'])
+    if config.zero_optimization.offload_optimizer.pin_memory and default_device_type() == HOST.type:
+        key = "zero_optimization.offload_optimizer.pin_memory"
+        raise ConfigError([f"{key} = true: torch sees no device that memory could be pinned for; leave it out"])
     if unread := unread_text(config, "TensorSwapper", BY_SWAPPER):
         warnings.warn(unread, ConfigWarning, stacklevel=3)
     return config

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import WeightsError
 
 DTYPES = {
@@ -85,7 +86,7 @@ class SafetensorsReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._fds: dict[Path, int] = {}
+        self._files: dict[Path, Descriptor] = {}
         self.tensors: dict[str, HeaderEntry] = _tensors_at(self.path)
         """The stored tensors by name, in the order of the files."""
 
@@ -100,15 +101,15 @@ class SafetensorsReader:
         stop = stored.numel if stop is None else stop
         assert 0 <= start <= stop <= stored.numel
         itemsize = stored.dtype.itemsize
-        data = torch.empty((stop - start) * itemsize, dtype=torch.uint8)
+        data = torch.empty((stop - start) * itemsize, dtype=torch.uint8, device="cpu")
         self._read_into(memoryview(data.numpy().data), stored.path, stored.offset + start * itemsize)
         return data.view(stored.dtype)
 
     def close(self) -> None:
         """Close the files that are open. Idempotent."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
     def __enter__(self) -> SafetensorsReader:
         return self
@@ -118,10 +119,10 @@ class SafetensorsReader:
 
     def _read_into(self, target: memoryview, path: Path, offset: int) -> None:
         try:
-            if path not in self._fds:
-                self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if path not in self._files:
+                self._files[path] = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
             while target:
-                count = os.preadv(self._fds[path], [target], offset)
+                count = os.preadv(self._files[path].fileno(), [target], offset)
                 if count == 0:
                     raise WeightsError(path, f"it ends at byte {offset} and did not when it was opened; {_DAMAGED}")
                 target, offset = target[count:], offset + count

@@ -7,9 +7,9 @@ import errno
 import fcntl
 import os
 import re
-from io import FileIO
 from pathlib import Path
 
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.weights.reader import INDEX_FILE
 
 STAGING = ".nvme-offload-export"
@@ -36,7 +36,7 @@ class Staging:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / STAGING
-        self._lock: FileIO | None = _locked(self._path)
+        self._lock: Descriptor | None = _locked(self._path)
         self._clear()
 
     def path(self, name: str) -> Path:
@@ -61,29 +61,24 @@ class Staging:
                 os.unlink(entry.path)
 
 
-def _locked(path: Path) -> FileIO:
-    """Make the folder if it is not there, and lock it; the file that holds the lock until it is closed."""
+def _locked(path: Path) -> Descriptor:
+    """Make the folder if it is not there, and lock it; what holds the lock until it is closed."""
     for _ in range(_MOST_ATTEMPTS):
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         if path.is_symlink() or not path.is_dir():
             raise FileExistsError(errno.EEXIST, f"{path} is in the way, and no folder of an export: move it away")
         try:
-            file = _opened(path / _LOCK)
+            lock = Descriptor(os.open, path / _LOCK, _LOCK_FLAGS, 0o600)
         except FileNotFoundError:  # whoever had it has just removed it
             continue
         with contextlib.ExitStack() as unless_kept:
-            unless_kept.enter_context(file)
-            _lock(file.fileno())
-            if _is_at(path / _LOCK, file.fileno()):
+            unless_kept.enter_context(lock)
+            _lock(lock.fileno())
+            if _is_at(path / _LOCK, lock.fileno()):
                 unless_kept.pop_all()
-                return file
+                return lock
     raise OSError(errno.EBUSY, f"other exports into {path.parent} come and go: wait for their end")
-
-
-def _opened(path: Path) -> FileIO:
-    """The file of the lock; no handler of a signal runs between the descriptor and the object that closes it."""
-    return next(map(FileIO, map(os.open, (path,), (_LOCK_FLAGS,), (0o600,)), ("r+",)))
 
 
 def _lock(fd: int) -> None:

@@ -69,7 +69,7 @@ class Initializers:
         made = []
         for module in unit:
             for new in self._plan.unborn_buffers(module):
-                placeholder = torch.zeros(new.shape, dtype=new.dtype)
+                placeholder = torch.zeros(new.shape, dtype=new.dtype, device="cpu")
                 new.set_buffer(placeholder)
                 made.append((new, version_of(placeholder), placeholder))
         return made
@@ -156,7 +156,7 @@ def _whole_parameters(plan: BirthPlan, unit: Sequence[nn.Module]) -> Iterator[di
         for module in unit:
             for name, shard in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 new = plan.param_at(module, name)
-                value = torch.full(new.shape, torch.nan, dtype=new.dtype)
+                value = torch.full(new.shape, torch.nan, dtype=new.dtype, device="cpu")
                 module.register_parameter(name, nn.Parameter(value, requires_grad=shard.requires_grad))
                 shards.append((module, name, shard))
                 whole.setdefault(new, value)

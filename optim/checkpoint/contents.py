@@ -116,7 +116,7 @@ def contents_of(model: nn.Module, body: StateBody, window: TierWindow) -> Conten
         if record.is_placed and record.index not in contents.names:
             raise ValueError(f"{record.name} of the optimizer is not in the model's state dict")
     for index, name in contents.names.items():
-        contents.steps[index] = torch.tensor(float(body.table[index].steps))
+        contents.steps[index] = torch.tensor(float(body.table[index].steps), device="cpu")
         entry = contents.add(Kind(torch.Size(()), torch.float32), _OPTIMIZER, name, "step")
         contents.items += _plain_items(entry, contents.steps[index])
         for state in body.table[index].rule.states:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import CheckpointError, StateError
 from nvme_offload.offload.sync import sync_file, sync_folder
 
@@ -107,8 +108,7 @@ def locked(root: Path) -> Iterator[None]:
     Raises:
         StateError: somebody else is saving there.
     """
-    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with Descriptor(os.open, root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -117,8 +117,6 @@ def locked(root: Path) -> Iterator[None]:
             if error.errno not in _NO_LOCKS:  # a file system without locks: two runs must not share a folder there
                 raise
         yield
-    finally:
-        os.close(descriptor)
 
 
 def check_tag(tag: str) -> None:

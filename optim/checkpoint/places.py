@@ -149,7 +149,7 @@ class OnTier:
             return read_run(body, slot, self._window.read(slot), self._run, self._name)
         for state in slot.subgroup.rule.states:
             if state.name == self._name:
-                return torch.full((self._run.numel,), state.birth)
+                return torch.full((self._run.numel,), state.birth, device="cpu")
         return body.table[self._run.param].copy_of(self._run).float()
 
     def open(self) -> torch.Tensor:

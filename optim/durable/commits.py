@@ -83,6 +83,11 @@ class Commits:
         """Whether a commit is under way, so that nothing may be written."""
         return self._committer.is_busy
 
+    @property
+    def _num_placed(self) -> int:
+        """Parameters that have state: the same on all ranks, also where some have an empty part of one."""
+        return sum(record.is_placed for record in self.store.table)
+
     def ranks(self) -> Ranks:
         """The ranks that step together."""
         num_params = len(self.store.table)
@@ -102,7 +107,7 @@ class Commits:
             ValueError: something cannot be committed; names it. The step is done, and the next one can be.
         """
         self.step = step
-        if not self.store.is_settled:  # nothing has had a gradient so far
+        if not self._num_placed:  # nothing has had a gradient so far
             return
         try:
             with torch.no_grad():
@@ -156,6 +161,43 @@ class Commits:
         if not self.settle():
             raise failure or StateError("commit", "a commit that lasts on every rank", "one that failed on another")
 
+    def snapshot(self, name: str) -> int:
+        """Keep the latest step under a name, on every rank or on none; returns the step. No byte of state is moved.
+
+        Raises:
+            StateError: a step stopped halfway, or does not last; or another rank could not.
+            ValueError, OutOfSpaceError, SwapIOError: see `DurableRun.snapshot`; nothing is kept.
+        """
+        store, problem = self.store, None
+        with store.at_rest():
+            store.check_whole()
+            self._begin_pending()
+            if not self.settle():
+                raise StateError("snapshot", "a step that lasts on every rank", "one whose commit failed")
+            try:
+                self.run.snapshot(name)
+            except (OSError, ValueError, StateError) as error:
+                problem = error
+            if not self.ranks().all(problem is None):
+                if problem is None:
+                    self.run.remove_snapshot(name)
+                raise problem or StateError("snapshot", "room for it on every rank", "none on another one")
+        assert self.committed_step is not None
+        return self.committed_step
+
+    def remove_snapshot(self, name: str) -> None:
+        """Give up what `snapshot` kept.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        with self.store.at_rest():
+            self._begin_pending()
+            self._settle_own()
+            if name not in self.run.snapshots:
+                raise KeyError(f"no snapshot {name!r}; there are: {', '.join(self.run.snapshots) or 'none'}")
+            self.run.remove_snapshot(name)
+
     def close(self) -> None:
         """Wait for what is under way and end the thread. Idempotent; no-op in a forked child."""
         if not self.store.is_own_process:
@@ -171,15 +213,17 @@ class Commits:
 
     def identify(self) -> None:
         """Say what the run is from now on. Collective where several ranks step together, when parameters came."""
-        if self._num_identified == len(self.store.slots):
+        if self._num_identified == self._num_placed:
             return
-        own = self.run.uuid or f"{int(torch.randint(2**_UUID_BITS, (), generator=_fresh_generator())):013x}"
+        own = (
+            self.run.uuid or f"{int(torch.randint(2**_UUID_BITS, (), generator=_fresh_generator(), device='cpu')):013x}"
+        )
         # A run that is loaded over counts on: of two commits the later one has the larger number on every rank.
         ticks = [Content.decode(manifest.blob, self.run.folder).tick for manifest in self.run.committed]
         known = self.ranks().gather((self.run.uuid is None, own, max([self.tick, *ticks])))
         self.tick = max(tick for _, _, tick in known.values())
         self.run.identify(identity_of(self.store), min(known.values())[1])
-        self._num_identified = len(self.store.slots)
+        self._num_identified = self._num_placed
 
     def note_adopted(self, content: Content) -> None:
         """The run goes on from here."""
@@ -203,7 +247,7 @@ class Commits:
     def _prepare(self) -> None:
         """See that the run knows what it is, and that there is something to commit of every subgroup."""
         store = self.store
-        if self._num_identified != len(store.slots):
+        if self._num_identified != self._num_placed:
             self._settle_own()
             with store.at_rest():
                 self.identify()

@@ -61,7 +61,9 @@ class Content:
         return cls(
             step=step,
             tick=tick,
-            steps=torch.tensor([counts.get(record.index, record.steps) for record in table], dtype=torch.int64),
+            steps=torch.tensor(
+                [counts.get(record.index, record.steps) for record in table], dtype=torch.int64, device="cpu"
+            ),
             groups=[{key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in groups],
             client_state=dict(client_state),
             engine=dict(engine),

@@ -90,22 +90,47 @@ class DurableMethods:
         self.commits.commit(self.param_groups)
 
     @not_compiled
-    def resume(self) -> tuple[int, dict[str, Any]] | None:
+    def resume(self, snapshot: str | None = None) -> tuple[int, dict[str, Any]] | None:
         """Go on from the latest step that the durable run has committed. Call it before the first step.
 
         Parameters, state, hyperparameters and torch's random numbers are then as they were when that step ended.
         Where it is damaged, the step before is taken. With several ranks all of them call it.
+
+        Args:
+            snapshot: go on from the step that `snapshot` kept under this name instead; also between two steps.
 
         Returns:
             The step, which counts calls of `step` from the beginning of the run on, and `client_state` as it was
             committed; None where there is nothing to go on from.
 
         Raises:
+            KeyError: there is no such snapshot.
             ResumeError: what was committed is of another model, group, section or rank, or damaged; names what.
             StateError: the run has begun already.
         """
-        content = self.resumption().resume()
+        found = self.resumption()
+        content = found.resume() if snapshot is None else found.resume_snapshot(snapshot)
         return None if content is None else (content.step, dict(content.client_state))
+
+    def snapshot(self, name: str) -> int:
+        """Keep the latest step under a name, until `remove_snapshot`: `resume` goes back to it. Returns the step.
+
+        No byte of state is moved; the space that later steps need in its place is reserved.
+
+        Raises:
+            ValueError: the name is taken, or has other characters than letters, digits, dots, underscores and hyphens.
+            OutOfSpaceError: there is no room; nothing is kept.
+            StateError: a step stopped halfway, or does not last; or another rank could not.
+        """
+        return self.commits.snapshot(name)
+
+    def remove_snapshot(self, name: str) -> None:
+        """Give up what `snapshot` kept, and its space.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        self.commits.remove_snapshot(name)
 
     @not_compiled
     def rewind(self, steps: int = 1) -> tuple[int, dict[str, Any]]:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from nvme_offload.optim.collective import device_of
+
 
 class Ranks:
     """All ranks whose parameters are updated in the same steps as this one's.
@@ -43,9 +45,7 @@ class Ranks:
     def all(self, value: bool) -> bool:
         """Whether `value` is true on every rank. Collective: no rank returns before all have called."""
         for group in self._groups:
-            on_device = dist.get_backend(group) == "nccl"
-            device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
-            flag = torch.tensor([int(value)], device=device)
+            flag = torch.tensor([int(value)], device=device_of(group))
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
             value = bool(flag.item())
         return value

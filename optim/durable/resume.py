@@ -55,6 +55,24 @@ class Resumption:
             candidates = self._common({self._content(manifest).tick: manifest for manifest in self._run.found})
             return self._take_up(candidates)
 
+    def resume_snapshot(self, name: str) -> Content:
+        """Go on from a step that was kept under a name.
+
+        Raises:
+            KeyError: there is none of this name.
+            ResumeError: it is of another model, or damaged, or not the same on all ranks; names what.
+        """
+        store, snapshots = self._store, self._run.snapshots
+        with store.at_rest(), torch.no_grad():
+            if name not in snapshots:
+                raise KeyError(f"no snapshot {name!r}; there are: {', '.join(snapshots) or 'none'}")
+            store.place_trainable()
+            self._commits.settle()
+            candidates = self._common({self._content(snapshots[name]).tick: snapshots[name]})
+            if not self._run.found:
+                store.begin_load()
+            return self._take_up(candidates)
+
     def rewind(self, steps: int) -> Content:
         """Go back to the step before the latest that is committed.
 

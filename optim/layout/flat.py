@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor
+from nvme_offload.offload.devices.device import KINDS, is_device, is_host
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
@@ -84,8 +85,8 @@ def check_param(param: torch.Tensor, name: str) -> None:
     if param.dtype not in FORM_OF_DTYPE:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORM_OF_DTYPE)
         raise ValueError(f"{name} is {param.dtype}: parameters must be {allowed}; leave it to another optimizer")
-    if param.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} is on {param.device}: parameters must be on the CPU or a CUDA device")
+    if not (is_host(param.device) or is_device(param.device)):
+        raise ValueError(f"{name} is on {param.device}: parameters must be on {KINDS}")
     if not is_dense(param):
         raise ValueError(
             f"{name} has gaps in memory (shape {tuple(param.shape)}, strides {param.stride()}): "

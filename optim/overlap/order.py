@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class FirstUses:
     """Ranks parameters by when the latest forward first used them.
@@ -16,6 +18,11 @@ class FirstUses:
     def note(self, index: int) -> None:
         """Note that the parameter with this index is about to be used."""
         self._latest[index] = None
+
+    @property
+    def latest(self) -> Collection[int]:
+        """Parameters that were used since `take` was called, by index."""
+        return self._latest.keys()
 
     def take(self) -> dict[int, int]:
         """Rank by index, of what was used since the call before first; then what was used before that.

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS, ParameterPrecision
@@ -63,6 +64,8 @@ class PrecisionPlan:
         model: nn.Module,
         elsewhere: Collection[torch.dtype] | None = None,
         rule: UpdateRule | None = None,
+        *,
+        on_device: bool = False,
     ) -> PrecisionPlan:
         """Plan a plain module, before it is sharded and in the dtypes it came with.
 
@@ -72,6 +75,7 @@ class PrecisionPlan:
             elsewhere: where `model` is one stage of a pipeline, the dtypes of the other stages' parameters; a name in
                 the section may then match nothing here.
             rule: of the optimizer; left out, the section's.
+            on_device: it is trained on a device beside the CPU, whose gradients may have a place in host memory.
 
         Raises:
             ConfigError: keys that do not go together for this model; a name in the section that matches nothing.
@@ -81,10 +85,14 @@ class PrecisionPlan:
         kept = arrived_fp32 | named_fp32
         safe = _safe_params(config, model)
         beside = {param for module in model.modules() for param in _beside_kept(module, kept)}
-        parameters = {}
+        parameters, gradients_leave = {}, on_device and config.offload_gradients.device == "cpu"
         for name, param in model.named_parameters(remove_duplicate=False):
             parameters[name] = precision = precision_of(
-                config, kept=param in kept, safe=param in safe, beside_fp32=param in beside
+                config,
+                kept=param in kept,
+                safe=param in safe,
+                beside_fp32=param in beside,
+                gradients_leave=gradients_leave,
             )
             if precision.accumulate in SIXTEEN_BITS and param in kept:
                 raise ConfigError([_fp32_accumulated_in_16_bits(config, name)])
@@ -141,7 +149,12 @@ def mode_of(config: OffloadConfig) -> str:
 
 
 def precision_of(
-    config: OffloadConfig, *, kept: bool = False, safe: bool = False, beside_fp32: bool = False
+    config: OffloadConfig,
+    *,
+    kept: bool = False,
+    safe: bool = False,
+    beside_fp32: bool = False,
+    gradients_leave: bool = False,
 ) -> ParameterPrecision:
     """The rule: a key that is set holds for every parameter; one that is unset follows the parameter's own dtype.
 
@@ -150,6 +163,7 @@ def precision_of(
         kept: the parameter stays fp32 in a 16-bit model.
         safe: its class is one of ``lower_precision_safe_modules``.
         beside_fp32: its module also has parameters that stay fp32; FSDP2 reduces a module's own parameters together.
+        gradients_leave: its gradient is brought from a device to host memory.
     """
     reduce, accumulate = config.communication_data_type, config.gradient_accumulation_dtype
     if config.autocast_dtype:
@@ -164,7 +178,7 @@ def precision_of(
         reduce=DTYPES[reduce] if reduce else torch.float32 if beside_fp32 else gather,
         accumulate=DTYPES[accumulate] if accumulate else compute or torch.float32,
         master=master,
-        in_parts=master is not MasterForm.ITSELF or config.has_block_tiers or config.hides_steps,
+        in_parts=master is not MasterForm.ITSELF or config.has_block_tiers or config.hides_steps or gradients_leave,
     )
 
 
@@ -194,7 +208,7 @@ def _bytes(
 ) -> dict[str, int]:
     """Bytes per parameter of one shard, by tier: what is kept between steps, with the gradient at its largest."""
     zero = config.zero_optimization
-    memory = "cuda" if param.device.type == "cuda" else "memory"  # one on meta is born in memory
+    memory = param.device.type if is_device(param.device) else "memory"  # one on meta is born in memory
     storage = "nvme" if zero.offload_param.device == "nvme" else memory
     if not param.requires_grad:
         rest_dtype = MASTER_DTYPE[precision.master]
@@ -202,7 +216,7 @@ def _bytes(
         sizes = {memory: rest}
         sizes[storage] = sizes.get(storage, 0) + precision.storage.itemsize
         return sizes
-    gradient = "nvme" if config.offload_gradients.device == "nvme" else memory
+    gradient = {"none": memory, "cpu": "memory", "nvme": "nvme"}[config.offload_gradients.device]
     state = "nvme" if zero.offload_optimizer.device == "nvme" else "memory"
     sizes = {memory: 0}
     for tier, size in (

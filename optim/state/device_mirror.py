@@ -1,55 +1,60 @@
-"""Host copies of what the kernel needs from a CUDA device: parameters and gradients of one subgroup at a time."""
+"""Host copies of what the kernel needs from a device: parameters and gradients of one subgroup at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from nvme_offload.offload.devices.device import CopyQueue, Event
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.optim.layout.flat import flat_view
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
+from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
 
 _MAX_ITEMSIZE = 4  # of a parameter and of a gradient
+_NUM_MIRRORS = 3  # one arrives, one is worked on, one leaves
+
+Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
-class _Mirror:
-    """Pinned memory for the parameters and gradients of one subgroup, and the event after which it is free."""
+class MirroredRuns:
+    """Pinned memory for the parameters and gradients of one subgroup."""
 
     def __init__(self, numel: int, device: torch.device, pinned: bool) -> None:
         self._region = HostRegion(2 * _MAX_ITEMSIZE * numel)
         self._grads_at = _MAX_ITEMSIZE * numel
-        self.event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            if pinned:
-                self._region.pin()
+        self.arrived: Event | None = None
+        """Behind the copies from the device."""
+        self.left: Event | None = None
+        """Behind the copies to the device."""
+        if pinned:
+            self._region.pin(device)
 
     @property
     def size_bytes(self) -> int:
+        """Host memory of it."""
         return self._region.size_bytes
 
     def param(self, run: Run, dtype: torch.dtype) -> torch.Tensor:
+        """The copy of a run of a parameter, 1D."""
         return self._region.view(dtype, run.at * dtype.itemsize, run.numel)
 
     def grad(self, run: Run, dtype: torch.dtype) -> torch.Tensor:
+        """The copy of a run of a gradient, 1D."""
         return self._region.view(dtype, self._grads_at + run.at * dtype.itemsize, run.numel)
 
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
-
     def close(self) -> None:
-        self.wait()
+        """Unpin it. No copy may be under way."""
         self._region.unpin()
 
 
 class DeviceMirror:
-    """Two mirrors in turn: while the kernel works on one subgroup, the next one's bytes arrive in the other.
+    """Three mirrors in turn: while the kernel works on one subgroup, the next one's bytes arrive and the last one's go.
 
-    Casts never happen on the way: a copy that changes the dtype leaves the DMA path. All copies are on a stream of
-    their own, which waits for the gradients and which the parameters' next use waits for.
+    Each direction has a queue of its own, so that neither waits for the other's bytes. Copies begin after what computed
+    the gradients, and what computes next begins after them. A mirror is filled again after its bytes have gone, which
+    the device sees to; the host waits only for what the kernel is about to read.
 
     Args:
         device: where parameters and gradients are.
@@ -57,83 +62,93 @@ class DeviceMirror:
         pinned: page-lock the memory, which asynchronous copies need.
     """
 
-    BYTES_PER_ELEMENT = 2 * 2 * _MAX_ITEMSIZE
-    """Host memory of both mirrors, for one element of the largest subgroup."""
+    BYTES_PER_ELEMENT = _NUM_MIRRORS * 2 * _MAX_ITEMSIZE
+    """Host memory of all mirrors, for one element of the largest subgroup."""
 
     def __init__(self, device: torch.device, max_numel: int, *, pinned: bool) -> None:
-        self._mirrors: list[_Mirror] = []
+        self._mirrors: list[MirroredRuns] = []
         try:
-            for _ in range(2):
-                self._mirrors.append(_Mirror(max_numel, device, pinned))
+            for _ in range(_NUM_MIRRORS):
+                self._mirrors.append(MirroredRuns(max_numel, device, pinned))
+            self._down, self._up = CopyQueue(device), CopyQueue(device)
         except BaseException:
-            self.close()  # or the first would stay pinned
+            for mirror in self._mirrors:  # or the first would stay pinned
+                mirror.close()
             raise
         self._next = 0
-        self._ready: dict[int, _Mirror] = {}
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ready: dict[int, MirroredRuns] = {}
 
     @property
     def size_bytes(self) -> int:
-        """Pinned host memory of both mirrors."""
+        """Pinned host memory of all mirrors."""
         return sum(mirror.size_bytes for mirror in self._mirrors)
 
     def begin_step(self) -> None:
-        """Let the copies of this step wait for the gradients."""
+        """Let the copies of this step come after the gradients, and after whatever still reads the parameters.
+
+        What goes up comes after what came down, for which the host waits.
+        """
         self._ready.clear()
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._down.come_after()
 
     def end_step(self) -> None:
-        """Let what runs next on the device wait for the new parameters."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        """Let what runs next on the device come after the copies to it: it reads the parameters."""
+        self._up.let_current_come_after()
 
     def fetch(self, subgroup: Subgroup, params: Sequence[torch.Tensor], grads: Mapping[int, torch.Tensor]) -> None:
-        """Start copying the parameters and gradients of a subgroup to the host."""
+        """Start copying the parameters and gradients of a subgroup to the host; gradients that are there already, not.
+
+        At most one further subgroup may be fetched before one is taken.
+        """
         if subgroup.index in self._ready:
             return
         mirror = self._mirrors[self._next]
-        self._next = 1 - self._next
-        mirror.wait()
-        with self._on_stream():
-            for run in _runs_with_grad(subgroup, grads):
-                param = flat_view(params[run.param])[run.start : run.stop]
-                grad = grads[run.param][run.start : run.stop]
-                mirror.param(run, param.dtype).copy_(param, non_blocking=True)
-                mirror.grad(run, grad.dtype).copy_(grad, non_blocking=True)
-            self._record(mirror)
+        self._next = (self._next + 1) % _NUM_MIRRORS
+        if mirror.left is not None:
+            self._down.come_after(mirror.left)
+        mirror.arrived = self._down.copy_all(_down_pairs(mirror, subgroup, params, grads))
         self._ready[subgroup.index] = mirror
 
-    def take(self, subgroup: Subgroup) -> _Mirror:
+    def take(self, subgroup: Subgroup) -> MirroredRuns:
         """The mirror that ``fetch`` filled, when its bytes have arrived."""
         mirror = self._ready.pop(subgroup.index)
-        mirror.wait()
+        if mirror.arrived is not None:
+            mirror.arrived.synchronize()
         return mirror
 
     def copy_back(
-        self, subgroup: Subgroup, mirror: _Mirror, params: Sequence[torch.Tensor], grads: Mapping[int, torch.Tensor]
+        self,
+        subgroup: Subgroup,
+        mirror: MirroredRuns,
+        params: Sequence[torch.Tensor],
+        grads: Mapping[int, torch.Tensor],
     ) -> None:
         """Start copying the updated parameters back to the device; the mirror is free after it."""
-        with self._on_stream():
-            for run in _runs_with_grad(subgroup, grads):
-                param = flat_view(params[run.param])[run.start : run.stop]
-                param.copy_(mirror.param(run, param.dtype), non_blocking=True)
-            self._record(mirror)
+        mirror.left = self._up.copy_all(
+            (_device_run(params, run), mirror.param(run, params[run.param].dtype))
+            for run in _runs_with_grad(subgroup, grads)
+        )
 
     def close(self) -> None:
         """Wait for the copies under way and unpin."""
+        self._down.wait()
+        self._up.wait()
         for mirror in self._mirrors:
             mirror.close()
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _record(self, mirror: _Mirror) -> None:
-        if mirror.event is not None and self._stream is not None:
-            mirror.event.record(self._stream)
+def _down_pairs(
+    mirror: MirroredRuns, subgroup: Subgroup, params: Sequence[torch.Tensor], grads: Mapping[int, torch.Tensor]
+) -> Pairs:
+    for run in _runs_with_grad(subgroup, grads):
+        param, grad = _device_run(params, run), grads[run.param]
+        yield mirror.param(run, param.dtype), param
+        if not isinstance(grad, PartitionStandIn):
+            yield mirror.grad(run, grad.dtype), grad[run.start : run.stop]
+
+
+def _device_run(params: Sequence[torch.Tensor], run: Run) -> torch.Tensor:
+    return flat_view(params[run.param])[run.start : run.stop]
 
 
 def _runs_with_grad(subgroup: Subgroup, grads: Mapping[int, torch.Tensor]) -> list[Run]:

@@ -65,15 +65,15 @@ def _as_sharded(local: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 def fresh_entry(param: torch.Tensor, name: str, rule: UpdateRule) -> torch.Tensor:
     """An entry, other than the master, of a parameter that was never updated: as the rule begins."""
     if name == "step":
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     [birth] = (state.birth for state in rule.states if state.name == name)
-    return unflatten(torch.full((param.numel(),), birth, dtype=torch.float32), param)
+    return unflatten(torch.full((param.numel(),), birth, dtype=torch.float32, device="cpu"), param)
 
 
 def _room_for(body: StateBody, index: int, name: str) -> torch.Tensor:
     """A fresh entry, perhaps to be overwritten. What is on a tier and has state is born: nothing needs to be read."""
     if name == "master" and body.table[index].tiered is not None and body.table[index].is_placed:
-        return torch.empty(body.table[index].param.shape)
+        return torch.empty(body.table[index].param.shape, device="cpu")
     return fresh_entry_of(body, index, name)
 
 
@@ -171,7 +171,7 @@ def write_run(body: StateBody, slot: SlotRecord, memory: Memory, run: Run, name:
 def _check_entry(body: StateBody, index: int, name: str, value: Any) -> torch.Tensor:
     """The entry as flat fp32 on the CPU, in the parameter's order of memory."""
     param, where = body.table[index].param, f"{name} of {body.table[index].name}"
-    tensor = local_tensor(torch.as_tensor(value))
+    tensor = local_tensor(value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu"))
     if tensor.is_complex():
         raise ValueError(f"{where} is {tensor.dtype}: optimizer state is real")
     if name == "step":

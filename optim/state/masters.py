@@ -62,7 +62,7 @@ def write_master(
         pool: kernels.
     """
     master = section_view(subgroup, memory, "master", run)
-    rounded = torch.empty(run.numel, dtype=table[run.param].param.dtype)
+    rounded = torch.empty(run.numel, dtype=table[run.param].param.dtype, device="cpu")
     pool.divide(values, rounded, master)
     with table[run.param].reaching(run, change=True) as param:
         param.copy_(rounded)

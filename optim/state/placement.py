@@ -39,7 +39,7 @@ class StatePlacement:
         """How the extents of a durable run's subgroups are laid out; None: they hold the state and nothing else."""
         # A master that is not beside its parameter has it in a tail: sealed or not, the widest form is the same.
         self._largest_block_bytes = TILE_NUMEL * state_itemsize(MasterForm.FULL, rule.widest_states)
-        # The mirrors of a CUDA device take as much memory as this many more staging buffers, at most.
+        # The mirrors of a device take as much memory as this many more staging buffers, at most.
         narrowest = max(state_itemsize(MasterForm.ITSELF, rule.states), 1)
         self._mirrors_in_buffers = -(-DeviceMirror.BYTES_PER_ELEMENT // narrowest)
         self._on_nvme = self._section.device == "nvme"
@@ -57,7 +57,7 @@ class StatePlacement:
 
         Args:
             host_state_bytes: what lives in host memory already: subgroups, blocks, and the staging buffers of blocks.
-            with_mirrors: parameters are on a CUDA device.
+            with_mirrors: parameters are on a device, and mirrored.
         """
         if not self._on_nvme:
             return sys.maxsize

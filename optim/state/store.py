@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.shadow import TABLE
 from nvme_offload.offload.host.available_memory import ranks_on_host
@@ -279,7 +280,7 @@ class StateStore(StateBody):
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory of all staging buffers and, for CUDA parameters, of the mirrors beside them."""
+        """Host memory of all staging buffers and, for parameters on a device, of the mirrors beside them."""
         pool = self.pool.size_bytes if self.pool else 0
         return pool + (self.mirror.size_bytes if self.mirror else 0) + self.blocks.staging_bytes
 
@@ -359,7 +360,7 @@ class StateStore(StateBody):
             for record in records
         ]
         taken = self.host_state_bytes + sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
-        max_bytes = self._placement.max_subgroup_bytes(taken, bool(self._cuda_devices))
+        max_bytes = self._placement.max_subgroup_bytes(taken, bool(self._devices))
         max_numel = self.config.zero_optimization.sub_group_size
         for place in places:
             itemsize = sealed_itemsize if self.run is not None else state_itemsize
@@ -374,13 +375,14 @@ class StateStore(StateBody):
             page = self.tier.alignment
             largest = max(map(self._placement.size_bytes, subgroups), default=0)
             staging = self._num_buffers * max(self.pool.buffer_bytes, -(-largest // page) * page)
-        if self._cuda_devices:
+        if self._devices:
             staging += DeviceMirror.BYTES_PER_ELEMENT * self._largest_numel(subgroups)
         return self._placement.plan(self.slots, subgroups, staging, page, blocks)
 
     @property
-    def _cuda_devices(self) -> set[torch.device]:
-        return {param.device for param in self.table.params if param.device.type == "cuda"}
+    def _devices(self) -> set[torch.device]:
+        """Where parameters are that are not in host memory."""
+        return {param.device for param in self.table.params if is_device(param.device)}
 
     def _largest_numel(self, subgroups: Sequence[Subgroup]) -> int:
         return max(subgroup.padded_numel for subgroup in [*subgroups, *(slot.subgroup for slot in self.slots)])
@@ -398,7 +400,7 @@ class StateStore(StateBody):
         self.pool = self.pipeline.pool = larger
 
     def _fit_mirror(self, subgroups: Sequence[Subgroup]) -> None:
-        devices = self._cuda_devices
+        devices = self._devices
         if not devices:
             return
         if len(devices) > 1:

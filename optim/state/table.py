@@ -49,7 +49,7 @@ class ParamRecord:
         self.param = storage_of(self.leaf)
         self.layout = Layout.of(self.leaf)
         tiles = num_tiles(self.param.numel())
-        self.checksums = None if self.form is MasterForm.ITSELF else torch.zeros(tiles, dtype=torch.int64)
+        self.checksums = None if self.form is MasterForm.ITSELF else torch.zeros(tiles, dtype=torch.int64, device="cpu")
         self.note_place()
 
     @property

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from nvme_offload.optim.collective import reachable
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.entries import fresh_entry_of, read_entries, set_entries
 
@@ -14,7 +16,8 @@ from nvme_offload.optim.state.entries import fresh_entry_of, read_entries, set_e
 class ParamState(MutableMapping[str, Any]):
     """State of one parameter: ``step``, the states of its rule and, beside a 16-bit parameter, ``master``.
 
-    Reading a key fetches a copy from the tier: fp32 tensors in the parameter's shape on the CPU, ``step`` an fp32
+    Reading a key fetches a copy from the tier: fp32 tensors in the parameter's shape on the CPU (of a sharded one
+    whose ranks can only gather on a device, there), ``step`` an fp32
     scalar as in torch. Assigning to a key writes through to the tier, ``master`` also to the parameter. Changing a
     fetched tensor in place changes nothing but the copy.
     """
@@ -28,8 +31,9 @@ class ParamState(MutableMapping[str, Any]):
             raise KeyError(key)
         if key == "step":
             with self._body.at_rest():
-                return torch.tensor(float(self._body.table[self._index].steps))
-        return read_entries(self._body, {self._index: (key,)})[self._index][key]
+                return torch.tensor(float(self._body.table[self._index].steps), device="cpu")
+        entry = read_entries(self._body, {self._index: (key,)})[self._index][key]
+        return reachable(entry) if isinstance(entry, DTensor) else entry
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self._keys():

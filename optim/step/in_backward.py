@@ -36,6 +36,8 @@ class UpdatesInBackward:
         inputs: of the step, without gradients.
         expected: indices of parameters that may get a gradient. A subgroup waits for all of its own.
         order: subgroups as they will probably be ready, the last layer's first.
+        num_early: how many of these the drive will probably have done before `step()`. Buffers that they leave are for
+            what the forward needs first; None: for whatever is ready.
     """
 
     must_end = False
@@ -48,7 +50,9 @@ class UpdatesInBackward:
         inputs: StepInputs,
         expected: Collection[int],
         order: Sequence[SlotRecord],
+        num_early: int | None,
     ) -> None:
+        self.num_early = num_early
         self.step = step
         self.inputs = inputs
         self.arrived: set[int] = set()
@@ -58,7 +62,7 @@ class UpdatesInBackward:
         self.is_done = False
         self._store = store
         self._meter = meter
-        self._order = order
+        self._order = order if num_early is None else [*order[:num_early], *reversed(order[num_early:])]
         self._inbox: deque[tuple[int, torch.Tensor]] = deque()
         self._missing = {slot: {run.param for run in slot.subgroup.runs} & set(expected) for slot in order}
         self._slots: dict[int, list[SlotRecord]] = {}
@@ -109,9 +113,10 @@ class UpdatesInBackward:
         self.step.take_on({index: grad}, ready)
 
     def _upcoming(self) -> Iterator[SlotRecord]:
-        """What is ready, and what will be next."""
+        """What will be next, ready or not."""
         done = {slot for slot in self.step.order if slot not in self.step.pending}
-        return chain(tuple(self.step.pending), (slot for slot in self._order if slot not in done))
+        ready = () if self.num_early is not None else tuple(self.step.pending)
+        return chain(ready, (slot for slot in self._order if slot not in done))
 
 
 class FinalGradients:
@@ -132,6 +137,7 @@ class FinalGradients:
         self._groups: Sequence[Mapping[str, Any]] = ()
         self._begun_with: list[dict[str, Any]] = []
         self._hooked: set[int] = set()
+        self._num_early: int | None = None
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Look at the gradients of all parameters of these groups when they arrive."""
@@ -188,6 +194,9 @@ class FinalGradients:
             raise StateError(self._store.owner, way_on, f"a scale of {grad_scale}, after updates began in backward")
         _check_same_hyperparameters(self._store.owner, self._begun_with, hyperparameters_of(groups))
         begun.check_same(grads)
+        if (job := self._job) is not None:
+            # One more than the last time, unless these were too many.
+            self._num_early = begun.done + (job.num_early is not None and begun.done >= job.num_early)
         return begun
 
     def drop_begun(self) -> None:
@@ -202,6 +211,12 @@ class FinalGradients:
                 begun.spoil()
             else:
                 store.unfinished = None
+
+    def _backward_order(self, slots: Sequence[SlotRecord]) -> list[SlotRecord]:
+        """The last layer's subgroups first, and last of all those that this forward has not used."""
+        uses = self._store.uses
+        order = forward_order(slots, uses.ranks)[::-1]
+        return sorted(order, key=lambda slot: not any(run.param in uses.latest for run in slot.subgroup.runs))
 
     @property
     def _job(self) -> UpdatesInBackward | None:
@@ -228,7 +243,7 @@ class FinalGradients:
             if all(run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs)
         ]
         job = UpdatesInBackward(
-            store, self._meter, step, inputs, expected, forward_order(order, store.uses.ranks)[::-1]
+            store, self._meter, step, inputs, expected, self._backward_order(order), self._num_early
         )
         self._begun_with = hyperparameters_of(self._groups)
         step.is_open = True

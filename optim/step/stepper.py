@@ -12,9 +12,10 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.optim.durable.commits import Commits
-from nvme_offload.optim.grad_norm import clip_coefficient, total_norm
+from nvme_offload.optim.grad_norm import clip_coefficient, sums_from_device, total_norm
 from nvme_offload.optim.interrupt import DeferredInterrupt
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -150,14 +151,14 @@ class Stepper:
         begun = self._begun(groups, grads, grad_scale)
         scalars = scalars_of(store, self._rule, groups, grads, grad_scale)
         rest = {index: grad for index, grad in grads.items() if begun is None or index not in begun.begun}
-        known = begun.order if begun is not None else []
-        inside, behind = self._divided([slot for slot in store.slots_of(grads) if slot not in set(known)], grads)
+        done = dict.fromkeys(slot for slot in begun.order if slot not in begun.pending) if begun is not None else {}
+        inside, behind = self._divided([slot for slot in store.slots_of(grads) if slot not in done], grads)
         captured = begun.inputs.grads if begun is not None and begun.inputs is not None else {}
         inputs = StepInputs({**rest, **captured}, scalars, self._whole_params(rest))
         counts = {index: store.table[index].steps + 1 for index in grads}
         step = UnfinishedStep(
             number,
-            [*inside, *known, *behind],
+            [*inside, *done, *behind],
             inputs,
             counts,
             split=store.table.has_split_params,
@@ -225,6 +226,11 @@ class Stepper:
 
     def _norm_of(self, grads: Mapping[int, torch.Tensor], *, found_inf: bool) -> float:
         store = self._store
+        known = dict(self.final.sums) if self.final is not None else {}
+        if not all(is_host(grad.device) for grad in grads.values()):  # backward is still under way: this waits for it
+            with self._meter.waiting("device"):
+                store.blocks.settle_gradients()
+                known |= sums_from_device(grads)
         with self._meter.computing("norm", -1), record_function("nvme_offload: norm"):
             return total_norm(
                 store.table.leaves,
@@ -232,7 +238,7 @@ class Stepper:
                 store.kernels,
                 norm_group=self._norm_group,
                 found_inf=found_inf,
-                known=self.final.sums if self.final is not None else None,
+                known=known,
             )
 
     def _grad_scale(

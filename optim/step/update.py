@@ -9,9 +9,11 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
+from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.kernels import Segment, make_segment
 from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.state.device_mirror import MirroredRuns
 from nvme_offload.optim.state.masters import section_view, state_views
 from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep
 from nvme_offload.optim.state.slots import SlotRecord
@@ -34,7 +36,7 @@ def read_update_write(
 
     Args:
         store: the optimizer's state.
-        meter: gets the time that the kernel takes.
+        meter: gets the time that the kernel takes, and that spent waiting for a device.
         step: notes what is done.
         inputs: of the step.
         order: subgroups in the order in which they will be needed: reads of those that follow go on meanwhile.
@@ -45,14 +47,18 @@ def read_update_write(
     """
     slot = order[position]
     if store.mirror:
-        for ahead in order[position : position + 2]:
+        for ahead in (slot, *order[position + 1 : position + 2]):
             store.mirror.fetch(ahead.subgroup, store.table.params, inputs.grads)
     with record_function("nvme_offload: read"):
         memory = store.pipeline.acquire(order, position)
+    copies: MirroredRuns | None = None
+    if store.mirror:
+        with meter.waiting("device"):
+            copies = store.mirror.take(slot.subgroup)
     with store.blocks.held_for_update(slot.subgroup, inputs.grads):
         store.pipeline.will_change(slot)
         with meter.computing("compute", slot.subgroup.index), record_function("nvme_offload: update"):
-            update = update_of(slot, memory, inputs, store)
+            update = update_of(slot, memory, inputs, store, copies)
             # No other call until `updating` is false: an exception in between leaves a step that nobody can finish.
             step.updating = True
             step.changed_tiles += update()
@@ -62,14 +68,22 @@ def read_update_write(
             store.pipeline.release(slot)
 
 
-def update_of(slot: SlotRecord, memory: Memory, inputs: StepInputs, store: StateStore) -> Callable[[], int]:
+def update_of(
+    slot: SlotRecord, memory: Memory, inputs: StepInputs, store: StateStore, copies: MirroredRuns | None = None
+) -> Callable[[], int]:
     """What updates the state in `memory` and the parameters it belongs to. Before it is called nothing changes.
+
+    Args:
+        slot: of the subgroup.
+        memory: with its state.
+        inputs: of the step.
+        store: the optimizer's state.
+        copies: of the parameters and gradients, where those are on a device.
 
     Returns:
         To be called once. Returns how many tiles of 65536 elements somebody else had changed since the last update.
     """
     subgroup, table, mirror = slot.subgroup, store.table, store.mirror
-    copies = mirror.take(subgroup) if mirror else None
     work: dict[int, RunTensors] = {}
     for run in subgroup.runs:
         if run.param not in inputs.grads:
@@ -78,7 +92,8 @@ def update_of(slot: SlotRecord, memory: Memory, inputs: StepInputs, store: State
         param = record.view(run)
         grad = _flat(inputs.grads[run.param])[run.start : run.stop]
         if copies is not None:
-            param, grad = copies.param(run, param.dtype), copies.grad(run, grad.dtype)
+            param = copies.param(run, param.dtype)
+            grad = grad if is_host(grad.device) else copies.grad(run, grad.dtype)
         master, states = section_view(subgroup, memory, "master", run), state_views(subgroup, memory, run)
         scalars = inputs.scalars[run.param]
         work[run.param] = RunTensors(param, grad, master, states, record.checksums_of(run), scalars)

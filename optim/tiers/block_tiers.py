@@ -12,16 +12,19 @@ import torch
 from nvme_offload.aio_native import EngineStats
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.shards.param_tier import ParamTier, ResidentShard, TieredShard, UnbornShard
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
+from nvme_offload.offload.storage.host_tier import HostTier
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.storage.tier import Tier as StorageTier
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
-from nvme_offload.optim.tiers.grad_tier import GradTier, PartitionStandIn
+from nvme_offload.optim.tiers.grad_tier import GradTier, HostBlock, PartitionStandIn
 from nvme_offload.optim.tiers.parts import GatherGroup, parts_of
 from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
 from nvme_offload.optim.warn import warn_user
@@ -72,18 +75,38 @@ class BlockTiers:
             if section.device == "nvme":
                 self.params = ParamTier(section, NvmeTier(config, paths=section.nvme_path), checksum)
             if config.offload_gradients.device == "nvme":
-                tier = NvmeTier(config, paths=config.offload_gradients.nvme_path)
-                self.grads = GradTier(config.offload_gradients, tier, kernels.tile_sq_sums, checksum)
+                self.grads = self._grad_tier(
+                    config, NvmeTier(config, paths=config.offload_gradients.nvme_path), kernels
+                )
         except BaseException:
             self.close()
             raise
         self._config = config
+        self._kernels = kernels
         self._numbers: dict[GatherGroup, int] = {}
         self._param_places: dict[GatherGroup, list[TieredShard]] = {}
         self._param_blocks: dict[int, Block] = {}
         self._grad_blocks: dict[int, Block] = {}
+        self._host_grads: dict[int, HostBlock] = {}
+        """Gradients of parameters on a device that are kept in host memory."""
         self._placed: dict[str, dict[GatherGroup, Unit]] = {cache.kind: {} for cache, _ in self._caches()}
         """The units of blocks that have a place, by kind."""
+
+    @staticmethod
+    def _grad_tier(config: OffloadConfig, tier: StorageTier, kernels: KernelPool) -> GradTier:
+        checksum = kernels.tile_checksums if config.aio.checksums else None
+        pinned = config.zero_optimization.offload_optimizer.pin_memory is not False
+        return GradTier(config.offload_gradients, tier, kernels.tile_sq_sums, checksum, pinned=pinned)
+
+    def _take_grads_from_device(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Make a tier of gradients in host memory, where the section asks for that and parameters are on a device.
+
+        Those of parameters in host memory are there already.
+        """
+        wanted = self.grads is None and self._config.offload_gradients.device == "cpu"
+        if wanted and any(is_device(local_tensor(leaf).device) for leaf in leaves):
+            self.grads = self._grad_tier(self._config, HostTier(), self._kernels)
+            self._placed[GRADS] = {}
 
     @property
     def exist(self) -> bool:
@@ -108,6 +131,8 @@ class BlockTiers:
         Raises:
             ConfigError: there is nothing to put on the tier.
         """
+        trained = list(trained)
+        self._take_grads_from_device(trained)
         if not self.exist:
             return Admission()
         trained = [leaf for leaf in trained if parts_of(leaf) is not None]
@@ -128,7 +153,8 @@ class BlockTiers:
         """Gradients of these parameters, which have none yet, may have no room in the block of their group."""
         if self.grads is None:
             return
-        late = [leaf for leaf in leaves if self.number_of(leaf) in self._grad_blocks and not self.grads.takes(leaf)]
+        known = self._grad_blocks.keys() | self._host_grads.keys()
+        late = [leaf for leaf in leaves if self.number_of(leaf) in known and not self.grads.takes(leaf)]
         if late:
             names = sorted({group.name for group in _groups_of(late)})
             warn_user(
@@ -176,11 +202,17 @@ class BlockTiers:
             blocks = self.grads.reserve([(group.name, group.partitions) for group in moving])
             for group, block in zip(moving, blocks, strict=True):
                 self._grad_blocks[self._numbers[group]] = block
+            staying = [group for group in admitted.grads if group not in moving and group.is_on_device]
+            kept = self.grads.reserve_in_memory([(group.name, group.partitions) for group in staying])
+            for group, host_block in zip(staying, kept, strict=True):
+                self._host_grads[self._numbers[group]] = host_block
 
     def drop(self, admitted: Admission) -> None:
         """Undo `admit`, `reserve` and a `take` that failed, as far as they came."""
         for group in reversed(admitted.grads):
-            if self.grads is not None and (block := self._grad_blocks.pop(self._numbers[group], None)) is not None:
+            number = self._numbers[group]
+            block = self._grad_blocks.pop(number, None) or self._host_grads.pop(number, None)
+            if self.grads is not None and block is not None:
                 self.grads.drop([block])
             self._placed[GRADS].pop(group, None)
         for group in reversed(admitted.params):
@@ -206,7 +238,9 @@ class BlockTiers:
                 parts.stored = stored
             raise
         if self.grads is not None:
-            self.grads.take([self._grad_blocks[self._numbers[group]] for group in self._moving(admitted, GRADS)])
+            numbers = [self._numbers[group] for group in admitted.grads]
+            found = [self._grad_blocks.get(number) or self._host_grads.get(number) for number in numbers]
+            self.grads.take([block for block in found if block is not None])
 
     def _take_params(self, group: GatherGroup) -> None:
         all_parts = group.parts
@@ -217,7 +251,9 @@ class BlockTiers:
                 parts.stored = place
         for parts in all_parts:
             if isinstance(parts.stored, UnbornShard):
-                parts.stored = ResidentShard(torch.zeros(parts.stored.form.shape, dtype=parts.stored.form.dtype))
+                parts.stored = ResidentShard(
+                    torch.zeros(parts.stored.form.shape, dtype=parts.stored.form.dtype, device="cpu")
+                )
 
     def begin_step(self, order: Sequence[Subgroup]) -> None:
         """A step will go through these subgroups in this order: read their blocks ahead."""
@@ -304,6 +340,11 @@ class BlockTiers:
             if tier is not None:
                 tier.close()
 
+    def settle_gradients(self) -> None:
+        """Wait for gradients that are on their way from a device, and take their sums."""
+        if self.grads is not None:
+            self.grads.land()
+
     def _caches(self) -> Iterator[tuple[BlockCache, dict[int, Block]]]:
         if self.params is not None:
             yield self.params.cache, self._param_blocks
@@ -324,7 +365,8 @@ class BlockTiers:
     def _refuse(self) -> None:
         name = "zero_optimization.offload_param" if self.params is not None else "offload_gradients"
         what = "no parameter is a shard in parts, which could move; use initialize, or call split_parameters(model, "
-        raise ConfigError([f'{name}.device = "nvme": {what}fp32_too=True) before the optimizer is made'])
+        device = self._config.offload_gradients.device if self.params is None else "nvme"
+        raise ConfigError([f'{name}.device = "{device}": {what}fp32_too=True) before the optimizer is made'])
 
 
 def _indices(order: Sequence[Subgroup], blocks: Mapping[int, Block]) -> list[int]:

@@ -3,11 +3,16 @@
 When the reduced gradient of a parameter has arrived, it is copied into the block's staging buffer, and ``p.grad``
 becomes a stand-in. The next micro-batch adds to the stand-in, which brings the block back and adds there. A block that
 is left is written behind. What the norm needs, the fp64 sums of squares, is taken while the bytes are in memory.
+
+From a device gradients are copied behind the host's back. What is done with one on the CPU is done here when it has
+landed: in the same order, with the same bits. Blocks may be kept in host memory, too: then nothing moves but that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,11 +20,14 @@ import torch
 
 from nvme_offload.offload._torch_private import local_tensor, sharded_like
 from nvme_offload.offload.config.tiers import OffloadGradientsConfig
+from nvme_offload.offload.devices.device import is_device, is_host
 from nvme_offload.offload.errors import ClosedError, StateError
+from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.shards.param_tier import block_layout
 from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
 from nvme_offload.offload.storage.tier import Tier
+from nvme_offload.optim.tiers.arrivals import Arrivals
 
 KIND = "gradients"
 """What the bytes of this tier are counted as."""
@@ -34,6 +42,15 @@ _IN_PLACE: dict[Any, Callable[..., Any]] = {
 """Operators that work on a partition where it is: FSDP2's accumulation, scaling, ``zero_grad(set_to_none=False)``."""
 
 
+@dataclass(eq=False)
+class HostBlock:
+    """A block that stays in host memory."""
+
+    name: str
+    buffer: HostRegion | None
+    """Its memory; None once it is closed."""
+
+
 class Partition:
     """This rank's gradient of one parameter, and where it is in its block.
 
@@ -45,24 +62,27 @@ class Partition:
         dtype: of the accumulation.
     """
 
-    def __init__(self, tier: GradTier, leaf: torch.Tensor, block: Block, byte_offset: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tier: GradTier, leaf: torch.Tensor, block: Block | HostBlock, byte_offset: int, dtype: torch.dtype
+    ) -> None:
         self.leaf = leaf
         self.block = block
-        self.tile_sums = torch.empty(0, dtype=torch.float64)
-        """fp64 sums of squares of the partition's tiles of 65536 elements."""
+        self.tile_sums = torch.empty(0, dtype=torch.float64, device="cpu")
+        """fp64 sums of squares of the partition's tiles of 65536 elements, as far as gradients have landed."""
         self.num_changes = 0
         """Number of gradients that arrived, and of changes in place."""
         self._byte_offset = byte_offset
-        self._shape = local_tensor(leaf).shape
+        self.shape = local_tensor(leaf).shape
         self._dtype = dtype
         self.tier = tier
         handlers = {op: partial(tier.change, self, change) for op, change in _IN_PLACE.items()}
         self._make_stand_in = partial(
             PartitionStandIn,
-            torch.empty(self._shape, device="meta"),
+            torch.empty(self.shape, device="meta"),
             dtype,
             name=block.name,
             remedy="use optimizer.clip_grad_norm_ to clip, optimizer.zero_grad to drop them, get_full_grad to look",
+            device=local_tensor(leaf).device,
             handlers=handlers,
         )
         self.stand_in: PartitionStandIn | None = None
@@ -75,11 +95,11 @@ class Partition:
     def view(self) -> torch.Tensor:
         """The gradient as a 1D view of the staging buffer. The block must be held."""
         assert self.block.buffer is not None
-        return self.block.buffer.view(self._dtype, self._byte_offset, self._shape.numel())
+        return self.block.buffer.view(self._dtype, self._byte_offset, self.shape.numel())
 
     def shaped(self) -> torch.Tensor:
         """The gradient in the shard's shape, as a view of the staging buffer. The block must be held."""
-        return self.view().view(self._shape)
+        return self.view().view(self.shape)
 
     def become_grad(self) -> None:
         """Put a new stand-in where the gradient that arrived was."""
@@ -102,6 +122,7 @@ class PartitionStandIn(StandIn):
     @property
     def tile_sums(self) -> torch.Tensor:
         """The partition's fp64 sums of squares, which the norm needs."""
+        self.partition.tier.land()
         return self.partition.tile_sums
 
     def copy(self) -> torch.Tensor:
@@ -114,13 +135,14 @@ class PartitionStandIn(StandIn):
 
 
 class GradTier:
-    """Blocks of gradient partitions on NVMe. For one thread at a time.
+    """Blocks of gradient partitions on NVMe, or in host memory beside a device. For one thread at a time.
 
     Args:
         config: the section `offload_gradients`.
         tier: of its own; closed with it.
         tile_sums: fp64 sums of squares of the blocks of a flat gradient.
         checksum: see `BlockCache`.
+        pinned: page-lock what a device copies to.
     """
 
     def __init__(
@@ -129,14 +151,20 @@ class GradTier:
         tier: Tier,
         tile_sums: Callable[[torch.Tensor], torch.Tensor],
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        pinned: bool = True,
     ) -> None:
         self.cache = BlockCache(tier, KIND, config.buffer_count, checksum=checksum)
         self.cache.is_needed = lambda block: self._is_needed(block) and block not in self._spent
         self.cache.on_pressure = self._give_up_stale
         self._tile_sums = tile_sums
         self._partitions: dict[torch.Tensor, Partition] = {}
-        self._by_block: dict[Block, list[Partition]] = {}
-        self._open: Block | None = None
+        self._by_block: dict[Block | HostBlock, list[Partition]] = {}
+        self._pinned = pinned
+        self._arrivals: Arrivals | None = None
+        """Gradients on their way from a device; None without one."""
+        self._open: list[Block] = []
+        """Blocks on the tier that are held: the one that a gradient came to last, after those that wait for some."""
         self._spent: set[Block] = set()
         """Used by the latest step, and not changed since: ``zero_grad`` drops them, so they are not read ahead."""
         self._hooks: list[Any] = []
@@ -152,19 +180,54 @@ class GradTier:
             OutOfSpaceError: names bytes needed and free. Nothing was reserved then.
         """
         self.flush()
-        sizes, layouts = [], []
-        for name, params in groups:
-            offsets, size_bytes = block_layout((local_tensor(param).numel(), dtype) for param, dtype in params)
-            sizes.append((f"{KIND} of {name}", size_bytes))
-            layouts.append(offsets)
-        blocks = self.cache.add(sizes)
-        for block, (_, params), offsets in zip(blocks, groups, layouts, strict=True):
-            self._by_block[block] = [
-                Partition(self, leaf, block, at, dtype) for (leaf, dtype), at in zip(params, offsets, strict=True)
-            ]
+        self._prepare_for(groups)
+        layouts = [_layout(params) for _, params in groups]
+        blocks = self.cache.add(
+            [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
+        )
+        for block, (_, params), (offsets, _) in zip(blocks, groups, layouts, strict=True):
+            self._divide(block, params, offsets)
         return blocks
 
-    def take(self, blocks: Sequence[Block]) -> None:
+    def reserve_in_memory(
+        self, groups: Sequence[tuple[str, Sequence[tuple[torch.Tensor, torch.dtype]]]]
+    ) -> list[HostBlock]:
+        """Blocks as of `reserve` that stay in host memory.
+
+        Raises:
+            MemoryError, RuntimeError: it cannot be had, or not be pinned. Nothing was reserved then.
+        """
+        device = self._prepare_for(groups)
+        blocks = []
+        for name, params in groups:
+            offsets, size_bytes = _layout(params)
+            region = HostRegion(size_bytes)
+            if device is not None and self._pinned:
+                region.pin(device)
+            blocks.append((HostBlock(f"{KIND} of {name}", region), params, offsets))
+        for block, params, offsets in blocks:
+            self._divide(block, params, offsets)
+        return [block for block, _, _ in blocks]
+
+    def _prepare_for(
+        self, groups: Sequence[tuple[str, Sequence[tuple[torch.Tensor, torch.dtype]]]]
+    ) -> torch.device | None:
+        """The device that gradients of these groups come from, with what it takes to copy them."""
+        devices = {local_tensor(leaf).device for _, params in groups for leaf, _ in params}
+        device = next((device for device in devices if is_device(device)), None)
+        if device is not None and self._arrivals is None:
+            self._arrivals = Arrivals(device, pinned=self._pinned)
+            self.cache.pinned_for = device if self._pinned else None
+        return device
+
+    def _divide(
+        self, block: Block | HostBlock, params: Sequence[tuple[torch.Tensor, torch.dtype]], offsets: Sequence[int]
+    ) -> None:
+        self._by_block[block] = [
+            Partition(self, leaf, block, at, dtype) for (leaf, dtype), at in zip(params, offsets, strict=True)
+        ]
+
+    def take(self, blocks: Sequence[Block | HostBlock]) -> None:
         """Take gradients from now on, when they arrive."""
         for block in blocks:
             for partition in self._by_block[block]:
@@ -175,11 +238,11 @@ class GradTier:
         """Whether the gradient of a parameter comes here when it arrives."""
         return leaf in self._partitions
 
-    def drop(self, blocks: Sequence[Block]) -> None:
+    def drop(self, blocks: Sequence[Block | HostBlock]) -> None:
         """Forget the latest blocks, of which no gradient was taken."""
         for block in blocks:
             del self._by_block[block]
-        self.cache.drop(blocks)
+        self.cache.drop([block for block in blocks if isinstance(block, Block)])
 
     def change(self, partition: Partition, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Run an in-place operator on a partition.
@@ -191,9 +254,34 @@ class GradTier:
         if not partition.is_valid:
             raise StateError(partition.block.name, "the present gradient", "one that was dropped")
         self._hold_open(partition.block)
+        partition.num_changes += 1
+        if (
+            self._arrivals is not None
+            and args
+            and isinstance(args[0], torch.Tensor)
+            and args[0].shape == partition.shape
+        ):
+            operand, *others = args
+            if not is_host(operand.device):
+                self._arrivals.bring(
+                    partition.block,
+                    operand.detach().contiguous(),
+                    lambda landed: self._run(partition, operator, landed, *others, **kwargs),
+                )
+                return
+        self.land()
+        on_host = [arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self._run(partition, operator, *on_host, **kwargs)
+
+    def _run(self, partition: Partition, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         with torch.no_grad():
             operator(partition.shaped(), *args, **kwargs)
-        self._note_change(partition)
+        self._take_sums(partition)
+
+    def land(self) -> None:
+        """Wait for gradients on their way from a device, and do with them what is to be done."""
+        if self._arrivals is not None:
+            self._arrivals.land()
 
     def begin_step(self) -> None:
         """Note that the backward pass is over, and an optimizer step begins."""
@@ -214,16 +302,32 @@ class GradTier:
         if not partition.is_valid:
             raise StateError(partition.block.name, "the present gradient", "one that was dropped")
         self.flush()
-        with self.cache.holding(partition.block, in_order=False):
+        block = partition.block
+        with nullcontext() if isinstance(block, HostBlock) else self.cache.holding(block, in_order=False):
             return partition.shaped().clone()
 
     def flush(self) -> None:
-        """Let the last block be written: the backward pass is over."""
-        if self._open is not None:
-            try:
-                self.cache.release(self._open, by=self, changed=True)
-            finally:
-                self._open = None
+        """Let the last blocks be written: the backward pass is over."""
+        self.land()
+        while self._open:
+            self._release(self._open[0])
+
+    def _release(self, block: Block) -> None:
+        try:
+            self.cache.release(block, by=self, changed=True)
+        finally:
+            self._open.remove(block)
+
+    def _release_landed(self) -> None:
+        """Let blocks be written for which nothing is on its way; wait for one where they take too many buffers."""
+        arrivals = self._arrivals
+        if arrivals is not None:
+            arrivals.land_finished()
+            if len(self._open) >= max(1, self.cache.num_buffers - 1):
+                arrivals.land(self._open[0])
+        for block in list(self._open):
+            if arrivals is None or not arrivals.concerns(block):
+                self._release(block)
 
     def close(self) -> None:
         """Take no more gradients, free the memory and delete the swap files. Idempotent."""
@@ -231,7 +335,13 @@ class GradTier:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._open = None
+        if self._arrivals is not None:
+            self._arrivals.close()
+        for block in self._by_block:
+            if isinstance(block, HostBlock) and block.buffer is not None:
+                block.buffer.unpin()
+                block.buffer = None
+        self._open.clear()
         self._partitions.clear()
         self._by_block.clear()
         self._spent.clear()
@@ -243,30 +353,38 @@ class GradTier:
             return
         arrived = local_tensor(leaf.grad)
         self._hold_open(partition.block)
-        partition.shaped().copy_(arrived)
-        self._note_change(partition)
+        partition.num_changes += 1
+        if self._arrivals is None or is_host(arrived.device):
+            partition.shaped().copy_(arrived)
+            self._take_sums(partition)
+        else:
+            self._arrivals.fill(partition.block, partition.shaped(), arrived, partial(self._take_sums, partition))
         partition.become_grad()
 
-    def _note_change(self, partition: Partition) -> None:
-        partition.num_changes += 1
+    def _take_sums(self, partition: Partition) -> None:
         partition.tile_sums = self._tile_sums(partition.view())
 
-    def _hold_open(self, block: Block) -> None:
+    def _hold_open(self, block: Block | HostBlock) -> None:
         if self._closed:
             raise ClosedError("the gradient tier")
-        if block is self._open:
+        if isinstance(block, HostBlock) or block in self._open:
             return
-        self.flush()
+        self._release_landed()
         self._spent.discard(block)
         self.cache.order.note(block.index)
         self.cache.hold(block, by=self, change=True, load=self._is_needed(block))
-        self._open = block
+        self._open.append(block)
 
     def _give_up_stale(self) -> None:
         """End holds that an exception made us forget."""
         for block in self.cache.residents:
-            if block is not self._open:
+            if block not in self._open:
                 block.holders.discard(self)
 
     def _is_needed(self, block: Block) -> bool:
         return any(partition.is_valid for partition in self._by_block[block])
+
+
+def _layout(params: Sequence[tuple[torch.Tensor, torch.dtype]]) -> tuple[list[int], int]:
+    """Byte offsets of gradients in their block, and its bytes."""
+    return block_layout((local_tensor(param).numel(), dtype) for param, dtype in params)

@@ -26,6 +26,7 @@ from nvme_offload.offload._torch_private import (
     refuse_conversion,
     sharded_like,
 )
+from nvme_offload.offload.devices.device import KINDS, is_device, is_host
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.shards.param_tier import Padded, ResidentShard, StoredShard
 from nvme_offload.offload.shards.split_tensor import SplitTensor
@@ -41,6 +42,12 @@ FROZEN = " (frozen)"
 
 CONVERTED = "of a sharded model would be converted: convert it before it is sharded, and make the optimizer after that"
 """What `refuse_conversion` says."""
+
+
+_OFFLOADED = (
+    "split_parameters: the model was sharded with CPUOffloadPolicy, under which FSDP2 copies whole shards to the "
+    "device and knows nothing of their parts: call fully_shard without offload_policy"
+)
 
 
 class Storage(NamedTuple):
@@ -77,6 +84,11 @@ class GatherGroup:
     def parts(self) -> list[ShardParts]:
         """The parts of all parameters."""
         return [parts for leaf in self.params if (parts := parts_of(leaf)) is not None]
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the parameters, and gradients as they arrive, are on a device beside the CPU."""
+        return any(is_device(parts.device) for parts in self.parts)
 
     @property
     def partitions(self) -> list[tuple[torch.Tensor, torch.dtype]]:
@@ -183,9 +195,9 @@ class OwnParts(ShardParts):
         """Divide fp32 values among the parts."""
         with self.stored.held(change=True) as flat:
             kept = flat[: self._shape.numel()]
-            on_host = kept if kept.device.type == "cpu" else torch.empty_like(kept, device="cpu")
+            on_host = kept if is_host(kept.device) else torch.empty_like(kept, device="cpu")
             rest_dtype = MASTER_DTYPE[FORM_OF_DTYPE[kept.dtype]]
-            rest = None if rest_dtype is None else torch.empty(kept.numel(), dtype=rest_dtype)
+            rest = None if rest_dtype is None else torch.empty(kept.numel(), dtype=rest_dtype, device="cpu")
             self._kernels.divide(values.cpu().contiguous().view(-1), on_host, rest)
             if on_host is not kept:
                 kept.copy_(on_host)
@@ -235,7 +247,8 @@ def split_parameters(
         The model.
 
     Raises:
-        ValueError: no part of the model is managed by FSDP2, or it is still on the meta device.
+        ValueError: no part of the model is managed by FSDP2, it is still on the meta device, or it was sharded with
+            ``CPUOffloadPolicy``.
     """
 
     def storage_of(record: Any) -> Storage | None:
@@ -262,10 +275,10 @@ def take_apart(model: nn.Module, storage_of: StorageOf) -> None:
             storage, shard = storage_of(record), local_tensor(record.sharded_param)
             if storage is None or isinstance(shard, SplitTensor):
                 continue
-            if shard.device.type not in ("cpu", "cuda"):
-                raise ValueError(
-                    f"split_parameters: a shard is on {shard.device}; it must be on the CPU or a CUDA device"
-                )
+            if not (is_host(shard.device) or is_device(shard.device)):
+                raise ValueError(f"split_parameters: a shard is on {shard.device}; it must be on {KINDS}")
+            if record.offload_to_cpu:
+                raise ValueError(_OFFLOADED)
             zeros = torch.zeros(record.padded_sharded_param_size, dtype=storage.dtype, device=shard.device)
             stored = ResidentShard(zeros)
             parts = OwnParts(shard.detach(), stored, owner, group, storage.accumulate, kernels)

@@ -45,7 +45,8 @@ def grad_unit(
     """
     size_bytes = _rounded(block_layout(partitions)[1], page)
     moved = size_bytes * (config.gradient_accumulation_steps or 1) if partitions else 0
-    return Unit(f"{GRADS} of {name}", GRADS, size_bytes, moved, moved, _choice(config))
+    choice: tuple[Tier, ...] = _choice(config) if config.offload_gradients.device == "nvme" else ("host",)
+    return Unit(f"{GRADS} of {name}", GRADS, size_bytes, moved, moved, choice)
 
 
 def staging_unit(kind: str, blocks: Iterable[Unit], num_buffers: int, buffer_bytes: int = 0) -> Unit:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.shards.param_tier import BUFFER_SIZE_KEY, Padded, check_block_sizes
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.storage.tier_plan import Unit
@@ -70,14 +71,15 @@ def check_blocks_fit(
             for name, shards in groups
         ]
         units += [staging_unit(PARAMS, params, section.buffer_count), *params]
-    if config.offload_gradients.device == "nvme":
+    moved = ("nvme", "cpu") if is_device(mesh.device_type) else ("nvme",)
+    if config.offload_gradients.device in moved:
         grads = [
             grad_unit(config, name, [(shard.form.numel, shard.accumulate) for shard in shards])
             for name, shards in groups
             if shards[0].trainable
         ]
         units += [staging_unit(GRADS, grads, config.offload_gradients.buffer_count), *grads]
-    _plan(config, rule, [shards for _, shards in groups], units, with_mirrors=mesh.device_type == "cuda")
+    _plan(config, rule, [shards for _, shards in groups], units, with_mirrors=is_device(mesh.device_type))
 
 
 def _plan(

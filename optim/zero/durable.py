@@ -60,19 +60,41 @@ class DurableEngine:
         commits.step = self.global_steps
         commits.commit(self.optimizer.param_groups, self._own_part())
 
-    def resume(self) -> tuple[int, dict[str, Any]] | None:
+    def snapshot(self, name: str) -> int:
+        """Keep the latest step under a name, until `remove_snapshot`; every rank must call it. Returns the step.
+
+        Raises:
+            ValueError, OutOfSpaceError, StateError: see `OffloadOptimizer.snapshot`.
+        """
+        commits = self.optimizer.commits
+        self._end_step_under_way("snapshot")
+        return commits.snapshot(name)
+
+    def remove_snapshot(self, name: str) -> None:
+        """Give up what `snapshot` kept, and its space; every rank must call it.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        self.optimizer.remove_snapshot(name)
+
+    def resume(self, snapshot: str | None = None) -> tuple[int, dict[str, Any]] | None:
         """Go on from the latest step that all ranks of the durable run have committed; every rank must call it.
 
         Call it after `initialize`, before the first step. Parameters, buffers, state, schedule, loss scale and torch's
         random numbers are then as they were when that step ended.
 
+        Args:
+            snapshot: go on from the step that `snapshot` kept under this name instead; also between two steps.
+
         Returns:
             `global_steps` and `client_state` as they were committed; None where there is nothing to go on from.
 
         Raises:
-            ResumeError, StateError: see `OffloadOptimizer.resume`.
+            KeyError, ResumeError, StateError: see `OffloadOptimizer.resume`.
         """
-        content = self.optimizer.resumption().resume()
+        resumption = self.optimizer.resumption()
+        content = resumption.resume() if snapshot is None else resumption.resume_snapshot(snapshot)
         return None if content is None else self._take_over(content)
 
     def rewind(self, steps: int = 1) -> tuple[int, dict[str, Any]]:

@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import KINDS, current_of, default_device_type, is_device, is_host
+from nvme_offload.offload.devices.numa import stay_near
 from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.blocks import find_units, match_blocks
@@ -57,25 +59,24 @@ def initialize(
     """Shard a plain module with FSDP2, give it its precision and tiers, and return the engine around it.
 
     Args:
-        model: a plain module, the same on every rank of a pipeline stage, on the device it trains on, or on the meta
-            device: then it gets its values block by block and is never whole in memory. It is changed in place.
-            Parameters in bf16 or fp16 become fp32 first; fp32 weights reach their masters without passing through 16
-            bits. Buffers keep their dtype.
+        model: a plain module, the same on every rank of a pipeline stage, on the device it trains on, or on meta: then
+            it gets its values block by block and is never whole in memory. It is changed in place. Parameters in bf16
+            or fp16 become fp32 first; fp32 weights reach their masters without passing through 16 bits. Buffers keep
+            their dtype.
         config: the configuration section.
-        mesh: 1-D, or 2-D (replicate, shard) for hybrid sharding; by default all ranks, and without a launcher this
-            process alone. Or of more dimensions, named as torchtitan names them: ``pp`` (`model` is a stage),
-            ``dp_replicate``, ``dp_shard`` (or ``dp``), ``tp`` (parameters may be DTensors over it).
+        mesh: 1-D, or 2-D (replicate, shard) for hybrid sharding; by default all ranks, without a launcher this process
+            alone, on the model's device (of one on meta: the accelerator that torch sees, or the CPU). Or named as
+            torchtitan names dimensions: ``pp`` (`model` is a stage), ``dp_replicate``, ``dp_shard``, ``dp``, ``tp``.
         lr_scheduler: makes a scheduler from the optimizer, in place of the ``scheduler`` section (not
             ReduceLROnPlateau, which needs a metric).
         blocks: class names or qualified names of parts to gather one by one; by default layers and large ends.
         weights: of a model on meta: a ``.safetensors`` file, a folder or an index in the Hugging Face layout. Without
             it, the model's own initialisers give the values, from rank 0's random numbers.
         init: of a model on meta: called with each module after its own initialiser.
-        optimizer: a subclass of `OffloadOptimizer`, or ``functools.partial`` of one with hyperparameters, in place of
-            the ``optimizer`` section: for rules of your own.
+        optimizer: a subclass of `OffloadOptimizer`, or a ``partial`` of one, in place of the ``optimizer`` section.
 
     Raises:
-        ConfigError: the section is wrong, or asks for what cannot be done with this model or this many ranks.
+        ConfigError: the section is wrong, or asks for what this model or this many ranks cannot have.
         WeightsError: weight files are damaged or do not fit; the model is as it was.
         ValueError: the model, a block, a parameter or the scheduler cannot be used, or nobody gives a parameter a
             value.
@@ -84,16 +85,17 @@ def initialize(
     config = OffloadConfig.of(config)
     device_type = _device_type(model, mesh)
     check_supported(config, device_type)
-    _keep_no_freed_memory(config)
     chosen = find_units(model) if blocks is None else match_blocks(model, blocks)
     birth = _birth_of(model, config, weights, init)
     mesh = _mesh_for(config, mesh if mesh is not None else default_mesh(device_type))
+    _prepare_process(config, model, device_type)
     roles = MeshRoles.of(mesh)
     check_not_sharded(model, roles)
     check_same_on_ranks(mesh, roles, config, model)
     config = completed_for(config, roles.num_data_parallel_ranks)
     make_optimizer, rule = _optimizer_of(config, optimizer)
-    plan = PrecisionPlan.of(config, model, dtypes_of_stages(model, roles), rule)
+    stages = dtypes_of_stages(model, roles)
+    plan = PrecisionPlan.of(config, model, stages, rule, on_device=is_device(device_type))
     check_blocks_fit(config, model, chosen, roles.data_parallel, plan, rule)
     shard_with_precision(
         model,
@@ -115,8 +117,13 @@ def initialize(
     return OffloadEngine(model, made, scheduler, config, mesh, plan)
 
 
-def _keep_no_freed_memory(config: OffloadConfig) -> None:
-    """Where memory is short enough to use NVMe: what is born, gathered and reduced comes and goes group by group."""
+def _prepare_process(config: OffloadConfig, model: nn.Module, device_type: str) -> None:
+    """Before anything starts a thread or takes memory: be near the device, and keep no memory that was freed.
+
+    The latter where memory is short enough to use NVMe: what is born, gathered and reduced comes and goes by group.
+    """
+    if is_device(device_type):  # after the mesh, with which a rank gets its device
+        stay_near(current_of(device_type) if is_on_meta(model) else next(model.parameters()).device)
     if config.zero_optimization.offload_optimizer.device == "nvme" or config.has_block_tiers:
         give_back_freed_memory()
 
@@ -212,8 +219,9 @@ def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
     if not any(param.requires_grad for param in params):
         raise ValueError("initialize: the model has no parameter that requires a gradient")
     if is_on_meta(model):
-        return mesh.device_type if mesh is not None else "cpu"
+        return mesh.device_type if mesh is not None else default_device_type()
     devices = sorted({str(param.device) for param in params})
-    if len(devices) > 1 or params[0].device.type not in ("cpu", "cuda"):
-        raise ValueError(f"initialize: the model is on {', '.join(devices)}; move it to one CPU or CUDA device")
+    device = params[0].device
+    if len(devices) > 1 or not (is_host(device) or is_device(device)):
+        raise ValueError(f"initialize: the model is on {', '.join(devices)}; move it to one device, {KINDS}")
     return params[0].device.type

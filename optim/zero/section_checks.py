@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import HOST
 from nvme_offload.offload.errors import ConfigError
 
 
@@ -12,16 +13,10 @@ def check_supported(config: OffloadConfig, device_type: str) -> None:
     Raises:
         ConfigError: names the key and what to write instead.
     """
-    problems = []
-    for name, device in (
-        ("zero_optimization.offload_param", config.zero_optimization.offload_param.device),
-        ("offload_gradients", config.offload_gradients.device),
-    ):
-        if device != "none" and device_type != "cpu":
-            what = f'the model is on {device_type}, where parameters and gradients stay; write "none", or move it'
-            problems.append(f'{name}.device = "{device}": {what} to the CPU')
-    if problems:
-        raise ConfigError(problems)
+    device = config.zero_optimization.offload_param.device
+    if device != "none" and device_type != HOST.type:
+        what = f'the model is on {device_type}, where parameters stay; write "none", or move it to the CPU'
+        raise ConfigError([f'zero_optimization.offload_param.device = "{device}": {what}'])
 
 
 def completed_for(config: OffloadConfig, num_ranks: int) -> OffloadConfig:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from nvme_offload.offload._torch_private import compute_on_shards, fsdp_params, gather_by_itself, refuse_conversion
+from nvme_offload.offload.devices.device import HOST
 from nvme_offload.optim.blocks import params_outside
 from nvme_offload.optim.precision.casts import (
     CONTAINERS,
@@ -46,13 +47,21 @@ def default_mesh(device_type: str) -> DeviceMesh:
         ValueError: torch.distributed is neither set up nor set up by the environment, and cannot be.
     """
     if not dist.is_initialized():
-        backend = "nccl" if device_type == "cuda" else "gloo"
+        backend = _backend_for(device_type)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's list of exports
             dist.init_process_group(backend, rank=0, world_size=1, store=store, timeout=timedelta(hours=1))
     return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _backend_for(device_type: str) -> str:
+    """The backend of a device beside one for the CPU, where state is gathered for who looks at it."""
+    on_host = dist.get_default_backend_for_device(HOST.type)
+    if device_type == HOST.type:
+        return on_host
+    return f"{HOST.type}:{on_host},{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def shard_with_precision(

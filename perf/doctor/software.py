@@ -60,7 +60,7 @@ def check_gpu(config: OffloadConfig) -> Finding:
     found = f"{', '.join(names)} (CUDA {torch.version.cuda})"
     region = HostRegion(MiB)
     try:
-        region.pin()
+        region.pin(torch.device("cuda", torch.cuda.current_device()))
     except RuntimeError as error:
         asked = config.zero_optimization.offload_optimizer.pin_memory is not False
         meaning = f"copies between GPU and host cannot run asynchronously: {error}"

@@ -48,7 +48,8 @@ class Residents:
         if params.device != "nvme":
             yield Unit("parameters", "parameters", numel * stored, tiers=(device,))
         if grads.device != "nvme":
-            yield Unit("gradients", "gradients", numel * accumulated, tiers=(device,))
+            kept: Tier = "host" if grads.device == "cpu" else device
+            yield Unit("gradients", "gradients", numel * accumulated, tiers=(kept,))
         yield Unit("gathered groups", "gathered groups", self._gathered_bytes(), tiers=(device,))
         yield Unit("activations", "activations", self._activation_bytes(), tiers=(device,))
 
@@ -65,7 +66,8 @@ class Residents:
             layers = layer if is_freed else sum(self.shape.unit_numels)
             is_lent = self.config.zero_optimization.offload_param.device == "nvme"
             copied = (root + layers) * computed if is_lent or precision.gather != precision.storage else 0
-            moves = self.config.offload_gradients.device == "nvme" or precision.accumulate != precision.gather
+            leave = ("nvme", "cpu") if self.on_device else ("nvme",)
+            moves = self.config.offload_gradients.device in leave or precision.accumulate != precision.gather
             return copied + ((root + layer) * computed if moves else 0)
         layers = 2 * layer if is_freed else sum(self.shape.unit_numels)
         reducing = max(layer, root) * reduced * (1 + 1 / self.ranks)

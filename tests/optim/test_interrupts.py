@@ -1,13 +1,17 @@
 """An exception between any two instructions of the optimizer: right bits or a refusal, each buffer with one owner."""
 
+import gc
+import os
 import signal
 
 import pytest
 import torch
 
+from nvme_offload import OffloadAdamW
 from nvme_offload.offload.errors import StateError
 from tests.support.interrupts import Struck, every, raise_struck, send_sigint
-from tests.support.training import BLOCK, assert_same_training, params_of, set_grads
+from tests.support.own_resources import Resources
+from tests.support.training import BLOCK, SETTINGS, assert_same_training, params_of, section, set_grads
 
 SHAPES = [(2 * BLOCK,), (BLOCK,), (BLOCK,)]
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32)
@@ -205,3 +209,31 @@ def test_a_group_is_added_or_not(make_adamw, strike, stride):
         pair.check(interrupt.place)
         pair.optimizer.close()
         pair.twin.close()
+
+
+@STRIKES
+@strided(101)
+def test_a_constructor_that_was_cut_short_leaves_nothing(tmp_path, strike, stride):
+    """No thread, no descriptor and no directory; and nobody is locked out."""
+    params = params_of([(64,), (9,)], torch.bfloat16, torch.float32)
+    options = section(tmp_path, engine="aiofiles", queue_depth=1)
+
+    def construct():
+        made.append(OffloadAdamW(params, offload=options, **SETTINGS))
+
+    made = []
+    construct()
+    made.pop().close()
+    before = Resources.steady()
+    gc.freeze()  # a collection looks at what an exception left, and not at all of torch
+    for interrupt in every(stride, strike):
+        error = struck(interrupt, construct)
+        assert error is not None or not interrupt.place or made
+        while made:
+            made.pop().close()
+        del error
+        gc.collect()
+        assert not os.listdir(tmp_path), interrupt.place
+    gc.unfreeze()
+    left = Resources.settled(before).beyond(before)
+    assert not left

@@ -52,6 +52,7 @@ class SmallRun:
         layouts: of its slots.
         engine: as `aio.engine`.
         name: of the run.
+        rank: of this part of it.
         note: called with what is about to be committed, and with what was.
     """
 
@@ -62,13 +63,14 @@ class SmallRun:
         layouts: Sequence[ExtentLayout] = LAYOUTS,
         engine: str = "aiofiles",
         name: str = "small",
+        rank: int = 0,
         note: Callable[[str], None] = lambda moment: None,
     ) -> None:
         place = {"device": "nvme", "nvme_path": [str(path) for path in paths]}
         sections = {"zero_optimization": {"offload_optimizer": place}, "aio": {"engine": engine, "direct": "optional"}}
         config = OffloadConfig.from_dict(sections)
         self.layouts = list(layouts)
-        self.run = DurableRun(paths, name=name, rank=0, direct="optional")
+        self.run = DurableRun(paths, name=name, rank=rank, direct="optional")
         self.tier = NvmeTier(config, space=self.run.space)
         self.pool = BufferPool(1, max(layout.size_bytes for layout in layouts))
         self.values = [0] * len(layouts)

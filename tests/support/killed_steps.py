@@ -21,9 +21,9 @@ import torch
 from nvme_offload import OffloadAdamW
 from tests.support.training import params_of, section
 
-SHAPES = [(70_001,), (999,), (131_072,), (5,), (65_536,)]
+SHAPES = [(70_001,), (999,), (65_537,), (5,), (9_999,)]
 DTYPES = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)
-NUM_STEPS = 24
+NUM_STEPS = 16
 _PAGE = struct.Struct("<qqq")  # resumed at, steps begun, steps that returned
 _ATTEMPTS = 400
 
@@ -142,6 +142,7 @@ def main(root, num_kills, seed):
     """Kill each kind of run so often, and print how often, and which digests differ from that of no kill."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    torch.compiler.disable(lambda: None)()  # imports what every life would import once more
     root = Path(root)
     begun = time.monotonic()
     expected = Lives(root, None, seed).digest()

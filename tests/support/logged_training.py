@@ -11,7 +11,7 @@ import torch
 from nvme_offload.offload.durable.chain import Chain, SlotLayout
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.ring import ExtentRing
-from nvme_offload.offload.durable.seal import ExtentLayout, Sums, check_sums, num_sums, open_sealed, seal
+from nvme_offload.offload.durable.seal import ExtentLayout, Sums, check_sums, num_sums
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.swap_space import SwapSpace
@@ -199,17 +199,15 @@ class LoggedTraining:
         self.ring.drop_target(slot)
         extent = self.ring.to_rewrite(slot)
         sums = Sums(self._sums(memory, 0, layout.state_bytes), self._sums(memory, layout.tail_at, layout.tail_bytes))
-        self.ring.note_rewrite(slot, seal(memory, layout, self.ring.seal_of(slot), sums))
+        self.ring.seal_base(slot, memory, sums)
         self._move(os.pwritev, extent, memory, layout.size_bytes)
         self.written_bytes += layout.size_bytes
 
     def _append(self, slot: int, entry: Memory, size_bytes: int) -> None:
-        content = ExtentLayout(size_bytes, 0, self.space.alignment)
         extent = self.ring.to_append(slot)
-        root = seal(entry, content, self.ring.seal_of(slot), Sums(self._sums(entry, 0, size_bytes), NO_SUMS))
-        self.ring.note_append(slot, content, root)
-        self._move(os.pwritev, extent, entry, content.size_bytes)
-        self.written_bytes += content.size_bytes
+        size_bytes = self.ring.seal_entry(slot, entry, size_bytes, Sums(self._sums(entry, 0, size_bytes), NO_SUMS))
+        self._move(os.pwritev, extent, entry, size_bytes)
+        self.written_bytes += size_bytes
 
     def _read(self, slot: int, chain: Chain, memory: HostRegion, *, whole: bool) -> list[list[LoggedStep]]:
         """Bring a chain into memory, check it, and say what is to be done again, by run."""
@@ -220,14 +218,14 @@ class LoggedTraining:
         self.read_bytes += reading.size_bytes
         if whole:
             assert chain.base is not None
-            sums = open_sealed(memory, layout, chain.base.sealed_as, chain.base.root, path="swap", what="base")
+            sums = self.ring.open_sealed(slot, chain.base, memory)
             check_sums(sums.state, self._sums(memory, 0, layout.state_bytes), path="swap", what="state")
             check_sums(sums.tail, self._sums(memory, layout.tail_at, layout.tail_bytes), path="swap", what="tail")
         found: list[list[LoggedStep]] = [[] for _ in self.subgroups[slot].runs]
         at = base_bytes
         for written in chain.log:
             entry = PartOfMemory(memory, at)
-            sums = open_sealed(entry, written.content, written.sealed_as, written.root, path="swap", what="entry")
+            sums = self.ring.open_sealed(slot, written, entry)
             check_sums(sums.state, self._sums(entry, 0, written.content.state_bytes), path="swap", what="entry")
             for log, step in zip(found, self.formats[slot].steps(entry), strict=True):
                 log += [step] if step is not None else []

@@ -38,10 +38,11 @@ def section(
     sub_group_size: int = 1,
     clip: float = 0.0,
     host_budget: int | str | None = None,
+    pin_memory: bool | None = None,
     **aio: Any,
 ) -> dict[str, Any]:
     """A configuration section: state on NVMe below `path`, or in host memory without one."""
-    offload: dict[str, Any] = {"device": "cpu", "buffer_count": buffers}
+    offload: dict[str, Any] = {"device": "cpu", "buffer_count": buffers, "pin_memory": pin_memory}
     if path is not None:
         offload |= {"device": "nvme", "nvme_path": str(path)}
     return {

@@ -91,6 +91,11 @@ class Walk:
             assert self.small.run.extents.uncommitted
             self.small.adopt(newest)
 
+    def take_back(self):
+        """Another rank could not commit: what was written stays, and the next commit has it."""
+        if len(self.small.run.committed) == 2 and not (self.small.run.extents.uncommitted or self.left_unfinished):
+            self.small.run.take_back()
+
     def pin(self):
         name = f"at-{self.number}"
         if name not in self.small.run.snapshots:
@@ -138,6 +143,7 @@ OPERATIONS = [
     Walk.write_without_commit,
     Walk.commit_in_vain,
     Walk.rewind,
+    Walk.take_back,
     Walk.pin,
     Walk.pin,
     Walk.unpin,

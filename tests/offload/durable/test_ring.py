@@ -1,18 +1,23 @@
 """The ring of bases and entries: what a committed manifest refers to stays; and the space that takes."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
 from nvme_offload.offload.durable.ring import ExtentRing, num_needed
-from nvme_offload.offload.durable.seal import ExtentLayout
-from nvme_offload.offload.errors import OutOfSpaceError, ResumeError, StateError
+from nvme_offload.offload.durable.seal import ExtentLayout, Sums
+from nvme_offload.offload.durable.shadow import ShadowExtents
+from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError
+from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.extent import Stripe
 from nvme_offload.offload.storage.swap_space import SwapSpace
 
+NUMBERS = itertools.count()
 PAGE = 4096
 BASE = ExtentLayout(10 * PAGE, 2 * PAGE, PAGE)
 ENTRY_BYTES = 3 * PAGE
@@ -30,6 +35,19 @@ def space(tmp_path: Path) -> Iterator[SwapSpace]:
     space = SwapSpace([tmp_path / "a", tmp_path / "b"], direct="optional")
     yield space
     space.close()
+
+
+MEMORY, NO_SUMS = HostRegion(32 * PAGE), torch.zeros(0, dtype=torch.int64)
+
+
+def rewrite(ring: ExtentRing, slot: int) -> None:
+    ring.seal_base(slot, MEMORY, Sums(torch.full((1,), next(NUMBERS)), torch.zeros(1, dtype=torch.int64)))
+
+
+def append(ring: ExtentRing, slot: int) -> None:
+    assert ring.seal_entry(slot, MEMORY, CONTENT.state_bytes, Sums(torch.full((1,), next(NUMBERS)), NO_SUMS)) == (
+        CONTENT.size_bytes
+    )
 
 
 class Drive:
@@ -54,14 +72,14 @@ class Drive:
                 self.rewrite(slot)
             else:
                 self._write(slot, self.ring.to_append(slot), CONTENT.size_bytes)
-                self.ring.note_append(slot, CONTENT, root=self.number)
+                append(self.ring, slot)
                 self.state[slot] = [*self.state[slot], self._tag]
         if commits:
             self.commit()
 
     def rewrite(self, slot: int) -> None:
         self._write(slot, self.ring.to_rewrite(slot), BASE.size_bytes)
-        self.ring.note_rewrite(slot, root=self.number)
+        rewrite(self.ring, slot)
         self.state[slot] = [self._tag]
 
     def commit(self) -> None:
@@ -227,35 +245,35 @@ def test_what_is_written_twice_in_a_turn_goes_to_the_same_place(space):
     ring.add(layouts(2, 4))
     first = ring.to_rewrite(0)
     assert ring.to_rewrite(0) is first
-    ring.note_rewrite(0, 7)
+    rewrite(ring, 0)
     assert ring.to_rewrite(0) is first, "nothing refers to it before a commit"
     ring.note_commit()
     assert ring.to_rewrite(0) is not first
     ring.begin_turn()
     place = ring.to_append(0)
-    ring.note_append(0, CONTENT, 8)
+    append(ring, 0)
     assert ring.to_append(0) is place
-    ring.note_append(0, CONTENT, 9)
-    assert [written.root for written in ring.slots[0].current] == [7, 9]
+    append(ring, 0)
+    assert len(list(ring.slots[0].current)) == 2
 
 
 def test_a_target_that_is_not_used_is_for_others(space):
     ring = ExtentRing(space, incarnation=1, sequence=1)
     ring.add(layouts(1, 4))
-    ring.note_rewrite(0, 1)
+    rewrite(ring, 0)
     ring.note_commit()
     ring.begin_turn()
     entry = ring.to_append(0)
     base = ring.to_rewrite(0)  # its entry was too small
     assert ring.to_rewrite(0) is base
-    ring.note_rewrite(0, 2)
+    rewrite(ring, 0)
     ring.note_commit()
     ring.begin_turn()
     others = [ring.to_append(0)]
-    ring.note_append(0, CONTENT, 3)
+    append(ring, 0)
     ring.begin_turn()
     others.append(ring.to_append(0))
-    ring.note_append(0, CONTENT, 4)
+    append(ring, 0)
     ring.begin_turn()
     others.append(ring.to_append(0))
     assert entry in others
@@ -267,9 +285,9 @@ def test_nothing_is_added_to_a_slot_without_a_base_or_with_a_full_log(space):
     assert ring.is_due(0)
     with pytest.raises(StateError, match="a base, and room in its log"):
         ring.to_append(0)
-    ring.note_rewrite(0, 1)
+    rewrite(ring, 0)
     ring.begin_turn()
-    ring.note_append(0, CONTENT, 2)
+    append(ring, 0)
     ring.begin_turn()
     assert ring.is_due(0)
     with pytest.raises(StateError, match="1 entries"):
@@ -301,6 +319,27 @@ def test_a_chain_is_read_as_one_extent(space):
         )
 
 
+def test_a_manifest_of_extents_that_take_turns_is_one_of_a_period_of_1(space):
+    shadow = ShadowExtents(space, incarnation=5, sequence=3)
+    shadow.add([BASE, BASE])
+    written = []
+    for slot in range(2):
+        written.append(shadow.to_write(slot))
+        shadow.seal(slot, MEMORY, Sums(torch.full((1,), slot), torch.zeros(1, dtype=torch.int64)))
+    tables, stripes = {"slots": shadow.table}, [extent.stripes for extent in written]
+    last = MEMORY.view(torch.uint8, 0, BASE.size_bytes).clone()
+    del shadow, written
+    ring = ExtentRing(space, incarnation=6, sequence=4)
+    ring.claim(tables)
+    ring.adopt(tables, layouts(2, 1), where="there")
+    assert [record.current.base.extent.stripes for record in ring.slots] == stripes
+    assert (ring.tables["slots"] == tables["slots"]).all()
+    MEMORY.view(torch.uint8, 0, BASE.size_bytes).copy_(last)
+    assert ring.open_sealed(1, ring.slots[1].current.base, MEMORY).state.tolist() == [1]
+    with pytest.raises(CorruptionError, match="the base of slot 0, its trailer"):
+        ring.open_sealed(0, ring.slots[0].current.base, MEMORY)
+
+
 def test_tables_of_other_slots_are_refused(space):
     drive = Drive(space, layouts(3, 3))
     drive.step([0, 1, 2])
@@ -330,16 +369,16 @@ def test_space_that_is_not_to_be_had_is_refused_before_anything_changes(space, m
     with pytest.raises(OutOfSpaceError):
         ring.add(layouts(5, 3))
     assert len(ring.slots) == 2
-    ring.note_rewrite(0, 1)
-    ring.note_rewrite(1, 1)
+    rewrite(ring, 0)
+    rewrite(ring, 1)
     ring.note_commit()
     with pytest.raises(OutOfSpaceError):
         ring.pin("snapshot", ring.tables)
-    for turn in range(6):
+    for _ in range(6):
         ring.begin_turn()
         for slot in range(2):
             if ring.is_due(slot):
-                ring.note_rewrite(slot, turn)
+                rewrite(ring, slot)
             else:
-                ring.note_append(slot, CONTENT, turn)
+                append(ring, slot)
         ring.note_commit()

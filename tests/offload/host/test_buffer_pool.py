@@ -155,31 +155,29 @@ def test_no_buffer_is_ever_held_twice():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pinned_buffers():
-    pool = BufferPool(2, 1 << 20, pinned=True)
+    pool = BufferPool(2, 1 << 20)
+    pool.pin(torch.device("cuda"))
     assert pool.pinned
     assert pool.acquire().view(torch.uint8, 0, 16).is_pinned()
     pool.close()
     assert not pool.pinned
 
 
-def test_all_buffers_are_pinned_or_none(monkeypatch):
-    registered = []
+def test_all_buffers_are_pinned_or_none(late, monkeypatch):
+    runtime, asked = torch.late.cudart(), []
 
     def register(address, size_bytes, flags):
-        if registered:
-            return 2  # cudaErrorMemoryAllocation
-        registered.append(address)
-        return 0
+        asked.append(address)
+        late.refusals = int(len(asked) == 2)
+        return runtime.cudaHostRegister(address, size_bytes, flags)
 
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.remove)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    refusing = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=runtime.cudaHostUnregister)
+    monkeypatch.setattr(torch.late, "cudart", lambda: refusing, raising=False)
     pool = BufferPool(2, 1 << 30)  # a region each; pages that nobody touches cost nothing
     with pytest.raises(RuntimeError, match="CUDA error 2"):
-        pool.pin()
-    assert registered == []
-    with pytest.raises(RuntimeError, match="CUDA error 2"):
-        BufferPool(2, 1 << 30, pinned=True)
-    assert registered == []
+        pool.pin(torch.device("late"))
+    assert len(asked) == 2
+    assert not late.pinned
 
 
 def test_not_pinned_unless_asked():

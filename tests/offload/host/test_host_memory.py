@@ -76,36 +76,32 @@ def test_unpin_without_pin_does_nothing():
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    """The addresses that are page-locked, as CUDA would keep them; what is not mapped cannot be unlocked."""
-    addresses = set()
-
-    def register(address, size_bytes, flags):
-        addresses.add(address)
-        return 0
+def registered(late, monkeypatch):
+    """The addresses that are page-locked; what is not mapped cannot be unlocked."""
+    runtime = torch.late.cudart()
 
     def unregister(address):
         assert is_mapped(address)
-        addresses.remove(address)
+        runtime.cudaHostUnregister(address)
 
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    return addresses
+    checked = SimpleNamespace(cudaHostRegister=runtime.cudaHostRegister, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.late, "cudart", lambda: checked, raising=False)
+    return late.pinned
 
 
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_a_pinned_region_that_is_dropped_is_unpinned_before_its_pages_go(registered, in_a_cycle):
     region = HostRegion(4096)
-    region.pin()
+    region.pin(torch.device("late"))
     address = region.address
-    assert registered == {address}
+    assert set(registered) == {address}
     if in_a_cycle:
         region.itself = region
     pid = os.fork()
-    if pid == 0:  # the child has neither the pages nor CUDA
+    if pid == 0:  # the child has neither the pages nor the device
         del region
         gc.collect()
-        os._exit(int(registered != {address}))
+        os._exit(int(set(registered) != {address}))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     del region
     gc.collect()
@@ -116,21 +112,39 @@ def test_a_pinned_region_that_is_dropped_is_unpinned_before_its_pages_go(registe
 def test_what_is_unpinned_is_not_unpinned_again_when_it_is_dropped(registered):
     region = HostRegion(4096)
     for _ in range(2):
-        region.pin()
+        region.pin(torch.device("late"))
         region.unpin()
         assert not registered
-    registered.add(region.address)  # as if something else were there by now
+    address = region.address
+    registered[address] = 4096  # as if something else were there by now
     del region
     gc.collect()
-    assert registered
+    assert registered.pop(address)
+
+
+def test_memory_is_pinned_in_the_context_of_its_device(late):
+    """Of no other: the runtime would open one there, where this process keeps memory from then on."""
+    region = HostRegion(4096)
+    region.pin(torch.device("late", 1))
+    assert late.pinned_on == [1]
+    assert torch.late.current_device() == 0
+    region.unpin()
+
+
+def test_a_refusal_to_pin_leaves_no_error_to_the_next_kernel(late):
+    region, late.refusals = HostRegion(4096), 1
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        region.pin(torch.device("late"))
+    assert not region.pinned
+    assert float(torch.ones(2, device="late").sum()) == 2.0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pin_and_unpin():
     region = HostRegion(1 << 20)
-    region.pin()
-    region.pin()
+    region.pin(torch.device("cuda"))
+    region.pin(torch.device("cuda"))
     assert region.pinned
     assert region.view(torch.uint8, 0, 16).is_pinned()
     region.unpin()

@@ -1,8 +1,12 @@
 """A training engine whose steps last: schedule, loss scale, buffers and several ranks, in every precision and tier."""
 
 import errno
+import os
+import random
+import signal
+import threading
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 
@@ -60,7 +64,9 @@ def assert_goes_on_to(engine, mode, path, done, num_steps, tiers="state", rank=0
     assert_same(found, state)
 
 
-CASES = [("bf16", tiers) for tiers in TIERS] + [("fp32", "state"), ("fp16", "state"), ("fp32", "everything")]
+QUICK = [("bf16", "state"), ("fp16", "state"), ("bf16", "everything")]
+SLOW = [*(("bf16", tiers) for tiers in ("in memory too", "off", "backward")), ("fp32", "state"), ("fp32", "everything")]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.usefixtures("alone")
@@ -162,3 +168,45 @@ def refuse_backward(rank, world_size, path):
 @pytest.mark.slow
 def test_several_ranks_begin_no_update_in_backward_and_say_so(drive):
     run_ranks(refuse_backward, 2, drive)
+
+
+NUM_STEPS = 12
+
+
+def live_until_killed(rank, world_size, path, seconds):
+    """Train to the end; where there are `seconds`, this process is killed after so many."""
+    if seconds is not None:
+        threading.Timer(seconds[rank], os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with durable("bf16", path, "run") as engine:
+        step, _ = engine.resume() or (0, {})
+        for number in range(step, NUM_STEPS):
+            steps_of(engine, rank, [number])
+            (path / f"rank{rank}.done").write_text(str(number + 1))
+        return step, *whole(engine)
+
+
+def live_unharmed(rank, world_size, path):
+    return expected("bf16", path, NUM_STEPS, rank=rank)[:2]
+
+
+def finished(path):
+    return min((int(file.read_text() or 0) for file in path.glob("rank?.done")), default=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_two_ranks_that_are_killed_at_any_moment_go_on_together_and_end_with_the_same_bits(drive, seed):
+    chance, resumed = random.Random(seed), []
+    unharmed = run_ranks(live_unharmed, 2, drive)
+    for _ in range(8):
+        done, begun = finished(drive), chance.uniform(0.5, 6)
+        with suppress(AssertionError):  # which says how each rank ended
+            run_ranks(live_until_killed, 2, drive, [begun, begun + chance.choice([0, 0.01, 0.5])])
+        resumed.append(done)
+    done = finished(drive)
+    first, second = run_ranks(live_until_killed, 2, drive, None)
+    assert first[0] == second[0] >= done - 1
+    for (state, scalars), (_, found, found_scalars) in zip(unharmed, (first, second), strict=True):
+        assert found_scalars == scalars
+        assert_same(found, state)
+    assert max(resumed) > 0, "no life came to a step"

@@ -1,6 +1,7 @@
 """Steps that last: the bits of a run that does not, what a commit holds, and going on from it in every kind of end."""
 
 import errno
+import gc
 import os
 import warnings
 
@@ -225,6 +226,38 @@ def test_going_back_one_step_gives_the_bits_of_the_run_stopped_there(drive):
         assert optimizer.resume() == (5, {})
 
 
+def test_a_snapshot_is_gone_back_to_from_later_steps_and_from_another_process(drive):
+    params, optimizer = fresh(drive)
+    with optimizer:
+        train(optimizer, params, range(2))
+        optimizer.synchronize()
+        written = optimizer.stats().bytes_written
+        assert optimizer.snapshot("good") == 2
+        assert optimizer.stats().bytes_written == written
+        with pytest.raises(ValueError, match="'good' cannot name a snapshot"):
+            optimizer.snapshot("good")
+        train(optimizer, params, range(2, 5))
+        assert optimizer.resume("good") == (2, {})
+        assert_same_bits(snapshot(optimizer), expected(drive, 2))
+        train(optimizer, params, range(2, 4))
+        assert_same_bits(snapshot(optimizer), expected(drive, 4))
+    params, optimizer = fresh(drive)
+    with optimizer:
+        with pytest.raises(KeyError, match="no snapshot 'bad'; there are: good"):
+            optimizer.resume("bad")
+        assert optimizer.resume() == (4, {})
+        assert_same_bits(snapshot(optimizer), expected(drive, 4))
+    params, optimizer = fresh(drive)
+    with optimizer:
+        assert optimizer.resume("good") == (2, {})
+        assert_same_bits(snapshot(optimizer), expected(drive, 2))
+        optimizer.remove_snapshot("good")
+        train(optimizer, params, range(2, 6))
+        assert_same_bits(snapshot(optimizer), expected(drive, 6))
+    with fresh(drive)[1] as optimizer:
+        assert optimizer.resume() == (6, {})
+
+
 @pytest.mark.parametrize("where", ["manifest", "sync"])
 def test_a_commit_that_fails_is_told_and_counted_and_the_run_goes_on(drive, monkeypatch, where):
     def full(*_):
@@ -272,6 +305,30 @@ def test_a_step_that_the_drive_did_not_take_is_committed_when_it_is_finished(dri
     with fresh(drive)[1] as optimizer:
         assert optimizer.resume() == (step, {})
         assert_same_bits(snapshot(optimizer), after)
+
+
+def test_an_optimizer_that_nobody_closed_lets_go_of_its_run_when_it_is_gone(drive):
+    params, optimizer = fresh(drive)
+    train(optimizer, params, range(2))
+    optimizer.commits.settle()
+    del optimizer
+    gc.collect()
+    with fresh(drive)[1] as optimizer:
+        assert optimizer.resume() == (2, {})
+
+
+def test_steps_without_a_gradient_commit_nothing_before_there_is_state(drive):
+    params, optimizer = fresh(drive)
+    with optimizer:
+        optimizer.step()
+        assert optimizer.stats().commits == 0
+        train(optimizer, params, [0])
+        optimizer.zero_grad()
+        optimizer.step()
+        optimizer.commits.settle()
+        assert optimizer.stats().committed_step == 3
+    with fresh(drive)[1] as optimizer:
+        assert optimizer.resume() == (3, {})
 
 
 def test_without_durable_there_is_nothing_to_resume(drive):

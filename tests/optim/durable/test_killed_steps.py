@@ -21,6 +21,7 @@ def test_killed_now_and_then_it_ends_with_the_same_bits(drive):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_a_thousand_times_it_ends_with_the_same_bits(drive, seed):
     outcome = kill(drive, 100, 100 * seed, timeout=7200)

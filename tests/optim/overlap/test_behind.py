@@ -127,11 +127,11 @@ def test_weights_of_fp32_outlive_their_optimizer(alone, tmp_path):
 
 READERS = {
     "full_tensor": lambda engine, p, _: p.full_tensor(),
-    "local": lambda engine, p, _: p.detach().to_local().plain(),
+    "local": lambda engine, p, _: p.detach().to_local().clone(),
     "get_full_param": lambda engine, p, _: get_full_param(p),
     "state": lambda engine, p, _: engine.optimizer.state[p]["exp_avg"],
     "step": lambda engine, p, _: engine.optimizer.state[p]["step"],
-    "state_dict": lambda engine, p, _: list(engine.optimizer.state_dict()["state"].values())[-1]["master"],
+    "state_dict": lambda engine, p, _: list(list(engine.optimizer.state_dict()["state"].values())[-1].values())[-1],
     "model_state_dict": lambda engine, p, _: list(engine.module.state_dict().values())[-1],
     "ema": lambda engine, p, _: [torch.empty(q.shape).copy_(q.full_tensor()) for q in engine.module.parameters()][1],
     "evaluation": lambda engine, p, step: loss_of(engine.eval().module, 99, step).detach(),

@@ -5,6 +5,7 @@ import torch
 
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.errors import StateError, SwapIOError
+from nvme_offload.optim.step.behind import forward_order
 from tests.support.failing_drive import Failing
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
@@ -155,3 +156,27 @@ def test_an_error_in_backward_is_said_and_can_be_made_good(alone, tmp_path, monk
             train_step(engine, 2)
             ends.append(full_state(engine.module, optimizer))
     assert_same(*ends)
+
+
+def test_what_is_left_when_backward_ends_is_updated_in_the_order_of_the_next_forward(alone, tmp_path, monkeypatch):
+    with model(config_of(tmp_path, "backward")) as engine:
+        optimizer, store = engine.optimizer, engine.optimizer.store
+        for step in range(2):
+            train_step(engine, step)
+        optimizer.synchronize()
+        windows = []
+        advance = store.pipeline.advance
+        with monkeypatch.context() as patch:
+            patch.setattr(store.pipeline, "advance", lambda ahead: (windows.append(list(ahead)), advance(ahead)))
+            patch.setattr(store.pipeline, "is_here", lambda slot: False)  # nothing is updated
+            engine.backward(loss_of(engine, 2))
+            worker = store.worker
+            worker.wait_until(lambda: worker.failure or len(store.unfinished.begun) == len(store.table))
+            with worker.kept_away():
+                engine.step()
+                pending = list(store.unfinished.pending)
+        assert pending == forward_order(store.slots, store.uses.ranks)
+        in_backward = windows[-1]
+        num_early = in_backward.index(pending[0])
+        assert in_backward[:num_early] == pending[: -num_early - 1 : -1], "the last layers first"
+        assert in_backward[num_early:] == pending[: len(pending) - num_early], "then what the forward needs first"

@@ -411,12 +411,10 @@ def test_blocks_can_be_named(alone):
 
 def test_what_the_engine_does_not_do_is_refused_by_key(alone):
     check_supported(OffloadConfig.from_dict(section(**BF16)), "cuda")
-    for name, moved in {
-        "zero_optimization.offload_param": {"zero_optimization": {"offload_param": {"device": "cpu"}}},
-        "offload_gradients": {"offload_gradients": {"device": "nvme", "nvme_path": "/mnt/nvme"}},
-    }.items():
-        with pytest.raises(ConfigError, match=rf'{name}\.device = ".*": the model is on cuda.*write "none"'):
-            check_supported(OffloadConfig.from_dict({**BF16, **moved}), "cuda")
+    check_supported(OffloadConfig.from_dict({**BF16, "offload_gradients": {"device": "cpu"}}), "cuda")
+    moved = OffloadConfig.from_dict({**BF16, "zero_optimization": {"offload_param": {"device": "cpu"}}})
+    with pytest.raises(ConfigError, match=r'offload_param\.device = ".*": the model is on cuda.*write "none"'):
+        check_supported(moved, "cuda")
     assert not dist.is_initialized()
 
 

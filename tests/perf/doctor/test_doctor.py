@@ -645,12 +645,13 @@ class TestSoftware:
         [(None, True, Level.OK), (None, False, Level.ERROR), (False, False, Level.NOTE)],
     )
     def test_a_gpu(self, monkeypatch, pin_memory, works, level):
-        def pin(region):
+        def pin(region, device):
             if not works:
                 raise RuntimeError("cudaHostRegister refused 1 MiB (CUDA error 2)")
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU {number}")
         monkeypatch.setattr(HostRegion, "pin", pin)
         config = OffloadConfig.from_dict({"zero_optimization": {"offload_optimizer": {"pin_memory": pin_memory}}})

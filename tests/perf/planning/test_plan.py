@@ -208,12 +208,20 @@ def test_parameters_and_gradients_of_a_gpu_stay_on_it():
     assert plan(f"{GPU} 80GB --capacity 1TB").exit_code == 0
 
 
-@pytest.mark.parametrize("kept", [{"params": 2}, {"grads": 2}], ids=str)
-def test_a_section_that_a_run_on_a_gpu_refuses_is_refused(kept, tmp_path):
-    result = planned("--device-memory 80GB", section(tmp_path, **kept), tmp_path)
+def test_a_section_that_a_run_on_a_gpu_refuses_is_refused(tmp_path):
+    result = planned("--device-memory 80GB", section(tmp_path, params=2), tmp_path)
     assert result.exit_code == 2
-    assert "the model is on cuda, where parameters and gradients stay" in result.output
-    assert planned("", section(tmp_path, **kept), tmp_path).exit_code == 0
+    assert "the model is on cuda, where parameters stay" in result.output
+    assert planned("", section(tmp_path, params=2), tmp_path).exit_code == 0
+
+
+@pytest.mark.parametrize(("where", "tier"), [("none", "device"), ("cpu", "host"), ("nvme", "nvme")])
+def test_gradients_leave_a_gpu_where_the_section_says_so(where, tier, tmp_path):
+    kept = (
+        section(tmp_path, grads=2) if where == "nvme" else section(tmp_path) | {"offload_gradients": {"device": where}}
+    )
+    document = json.loads(planned("--device-memory 80GB --json", kept, tmp_path).stdout)
+    assert document["bytes_per_rank"]["gradients"].keys() == {tier}
 
 
 def test_micro_batches_follow_from_the_batch_keys(tmp_path):

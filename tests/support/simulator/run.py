@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nvme_offload.offload.storage.run_directory import remove_leftovers
 from nvme_offload.optim.state import body
 from tests.support.interrupts import OURS, Interrupt, Struck, raise_struck, send_sigint
 from tests.support.simulator import install
@@ -35,8 +34,6 @@ class Player:
         self.world.events.append(self.drive.complete_one)
         self.world.trace = self._tracer()
         self.num_allocations = 0
-        self.lost_descriptors = False
-        """Whether a constructor was cut short: a descriptor that nobody had yet stays open until the process ends."""
         install.allocations[:] = [self._is_full]
 
     def _is_full(self) -> bool:
@@ -149,10 +146,6 @@ def run_case(case: Case, subjects: Mapping[str, Any], folder: Path) -> list[int]
     player = Player(case, folder)
     _play(player, subjects)
     gc.collect()
-    if player.lost_descriptors:
-        for fd in _descriptors().keys() - before.keys():
-            os.close(int(fd))
-        remove_leftovers(folder)
     left = sorted(path.name for path in folder.iterdir())
     assert not left, f"files were left behind: {left}"
     kept = [region.size_bytes for region in install.regions if region not in mapped]

@@ -114,7 +114,6 @@ class OptimizerSubject(Subject):
         )
         make = lambda: self._make(groups, options)  # noqa: E731
         made, cut = self.player.struck(strike, make)
-        self.player.lost_descriptors = cut is not None
         while made is None:
             assert cut is not None or self.case.full_at, "nothing was to keep it from being made"
             made, cut = make(), None

@@ -1,0 +1,50 @@
+"""A file descriptor that somebody owns from its first moment on."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class Descriptor:
+    """What a system call opened; closed with this object, at the latest.
+
+    A number alone is lost where an exception (a signal handler's, say) comes between the call that returns it and
+    whoever would note it. Here it is noted by the same call.
+
+    Args:
+        opened_by: a function in C that returns a descriptor, for example `os.open`.
+        arguments: its positional ones.
+
+    Raises:
+        OSError: nothing was opened.
+    """
+
+    def __init__(self, opened_by: Callable[..., int], *arguments: Any) -> None:
+        self._held: list[int] = []
+        weakref.finalize(self, _close, self._held).atexit = False
+        self._held.extend(map(opened_by, *([argument] for argument in arguments)))
+
+    def fileno(self) -> int:
+        """The descriptor; -1 when it is closed."""
+        return self._held[0] if self._held else -1
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        _close(self._held)
+
+    def __enter__(self) -> int:
+        return self.fileno()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _close(held: list[int]) -> None:
+    if held:
+        # No call between the lines: a signal handler sees it open and noted, or neither.
+        fd = held[0]
+        held[:] = []
+        os.close(fd)

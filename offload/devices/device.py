@@ -1,0 +1,160 @@
+"""The seam to devices: streams, events, copies, page-locked memory. Everybody else hands a ``torch.device`` around.
+
+Whatever kind of device there is comes from ``torch.get_device_module``. One that this project can use queues its work
+in streams, marks places in them with events, and page-locks memory of ours: CUDA, ROCm under its name, and the
+stand-in of the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+HOST = torch.device("cpu")
+
+KINDS = "the CPU or a CUDA device"
+"""What messages say of the devices that can be used."""
+
+_NEEDED = ("Stream", "Event", "current_stream", "cudart")
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices of the process
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def query(self) -> bool:
+        """Whether everything before it is done."""
+
+    def synchronize(self) -> None:
+        """Wait until everything before it is done."""
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether the host's processor computes there."""
+    return device.type == HOST.type
+
+
+def is_device(device: torch.device | str) -> bool:
+    """Whether this is a device, or the type of one, with memory and streams of its own that can be used here."""
+    kind = torch.device(device).type
+    module = getattr(torch, kind, None)
+    return kind != HOST.type and all(hasattr(module, name) for name in _NEEDED)
+
+
+def default_device_type() -> str:
+    """The type of device that trains where nobody says otherwise: the accelerator that torch sees, or the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and is_device(found) else HOST.type
+
+
+def current_of(kind: str) -> torch.device:
+    """The device of a type that this thread uses."""
+    return HOST if kind == HOST.type else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def queued(device: torch.device) -> Event:
+    """A mark behind all that this thread has queued on a device so far."""
+    event: Event = torch.get_device_module(device).current_stream(device).record_event()
+    return event
+
+
+class CopyQueue:
+    """Copies between a device and the host in one direction: a stream beside the one that computes.
+
+    Copies run in the order in which they are queued. What they must come after, and what must come after them, is said
+    with marks; nothing here waits unless its name says so.
+
+    Args:
+        device: that copies go to, or come from.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+
+    def come_after(self, mark: Event | None = None) -> None:
+        """Let what is queued from here on begin after a mark; by default after all that this thread has queued."""
+        self._stream.wait_event(queued(self.device) if mark is None else mark)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy, which runs behind the host's back where the memory there is pinned.
+
+        It never casts: that would leave the way of DMA. Neither side may be touched before a mark behind it; what is
+        on the device may be freed.
+        """
+        assert target.dtype is source.dtype
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        on_device = source if is_host(target.device) else target
+        on_device.record_stream(self._stream)
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        """Queue copies, as pairs of target and source; returns a mark behind them. If one fails, none is under way."""
+        try:
+            for target, source in pairs:
+                self.copy(target, source)
+        except BaseException:
+            self.wait()
+            raise
+        return self.mark()
+
+    def mark(self) -> Event:
+        """A mark behind all that has been queued."""
+        event = self._module.Event(blocking=True)  # who waits for it sleeps: kernels and drives need the processor
+        event.record(self._stream)
+        marked: Event = event
+        return marked
+
+    def let_current_come_after(self) -> None:
+        """Let what this thread queues from here on begin after all copies so far."""
+        self._module.current_stream(self.device).wait_event(self.mark())
+
+    def wait(self) -> None:
+        """Wait until all copies are done."""
+        self._stream.synchronize()
+
+
+def new_host_tensor(shape: torch.Size, dtype: torch.dtype, pinned_for: torch.device | None = None) -> torch.Tensor:
+    """A tensor in host memory with any values; page-locked, if a device is named, in the context of that one."""
+    if pinned_for is None:
+        return torch.empty(shape, dtype=dtype, device=HOST)
+    with _being_current(torch.get_device_module(pinned_for), pinned_for):
+        return torch.empty(shape, dtype=dtype, device=HOST, pin_memory=True)
+
+
+def page_lock(address: int, size_bytes: int, device: torch.device) -> int:
+    """Page-lock host memory, in the context of this device and no other; returns 0, or the number of an error.
+
+    A refusal is not left behind as the runtime's latest error, which the caller's next kernel would raise.
+    """
+    module = torch.get_device_module(device)
+    with _being_current(module, device):
+        error = int(module.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
+        if error:
+            _take_latest_error(device)
+    return error
+
+
+def page_unlock(address: int, device: torch.device) -> None:
+    """Undo `page_lock`."""
+    module = torch.get_device_module(device)
+    with _being_current(module, device):
+        module.cudart().cudaHostUnregister(address)
+
+
+def _being_current(module: Any, device: torch.device) -> AbstractContextManager[object]:
+    # Without it the runtime opens a context on the first device, where every rank would then keep memory.
+    context: AbstractContextManager[object] = module.device(device)
+    return context
+
+
+def _take_latest_error(device: torch.device) -> None:
+    """Have a kernel of ours raise what the next kernel would: raising takes it away. Torch offers no call for it."""
+    try:
+        torch.ones(1, device=device)
+    except RuntimeError:
+        return

@@ -1,0 +1,53 @@
+"""Which processors are near a device, and keeping this process to them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SYS = Path("/sys")
+
+
+def cpus_near(device: torch.device) -> set[int]:
+    """Processors of the NUMA node that a device hangs on; empty where the kernel does not say, or there is one node."""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    domain, bus, number = (getattr(properties, f"pci_{name}_id", -1) for name in ("domain", "bus", "device"))
+    place = f"{domain:04x}:{bus:02x}:{number:02x}.0"
+    try:
+        node = int((SYS / "bus/pci/devices" / place / "numa_node").read_text())
+        listed = (SYS / f"devices/system/node/node{node}/cpulist").read_text() if node >= 0 else ""
+    except (OSError, ValueError):
+        return set()
+    return _numbers(listed)
+
+
+def stay_near(device: torch.device) -> bool:
+    """Keep this thread, and those that it starts from here on, to the processors near a device.
+
+    Memory that they are the first to touch is then near it, too. Where somebody has narrowed the processors of this
+    process before, as ``torchrun --numa-binding`` and batch systems do, nothing is changed.
+
+    Returns:
+        Whether anything was.
+    """
+    allowed, near = os.sched_getaffinity(0), cpus_near(device)
+    wanted = allowed & near
+    if len(allowed) < (os.cpu_count() or 1) or not wanted or wanted == allowed:
+        return False
+    os.sched_setaffinity(0, wanted)
+    logger.info("this thread keeps to %d of %d processors, which are near %s", len(wanted), len(allowed), device)
+    return True
+
+
+def _numbers(listed: str) -> set[int]:
+    """What ``0-3,8-11`` names."""
+    found: set[int] = set()
+    for part in filter(None, listed.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found

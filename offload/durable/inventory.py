@@ -1,0 +1,176 @@
+"""Durable runs as somebody finds them who is in none: what is there, whose it is, and how it is removed."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from nvme_offload.offload.durable import owner
+from nvme_offload.offload.durable.directory import ABOUT_NAME, parse_directory, read_about
+from nvme_offload.offload.durable.manifest import NAMES as MANIFEST_NAMES
+from nvme_offload.offload.durable.manifest import Manifest
+from nvme_offload.offload.durable.run import IDENTITY_PREFIX, SNAPSHOT_PREFIX, read_identity
+from nvme_offload.offload.errors import ResumeError, StateError
+from nvme_offload.offload.storage.run_directory import SWAP_NAME
+from nvme_offload.offload.sync import sync_folder
+
+_BLOCK_BYTES = 512  # the unit of st_blocks (stat(2))
+
+
+@dataclass(frozen=True)
+class RankFound:
+    """One rank of a run, with its directories on the paths that were looked at."""
+
+    rank: int
+    folders: tuple[Path, ...]
+    num_paths: int
+    """How many directories it has, on all paths; 0: it does not say."""
+    steps: tuple[int, ...]
+    """Steps that could be resumed, the latest first."""
+    snapshots: tuple[str, ...]
+    committed_at: float | None
+    """When the latest one was committed, in seconds since the epoch."""
+    model: str
+    size_bytes: int
+    """Of the drive, taken by all that is in `folders`."""
+    owner: owner.Owner | None
+    """Who is in it; None: nobody."""
+    problem: str = ""
+    """What keeps it from being resumed, as far as can be seen from here."""
+
+
+@dataclass(frozen=True)
+class RunFound:
+    """A run, with the ranks that have a directory on the paths that were looked at."""
+
+    name: str
+    ranks: tuple[RankFound, ...]
+
+    @property
+    def step(self) -> int | None:
+        """The latest step that all these ranks have; None where there is none."""
+        common = set.intersection(*(set(rank.steps) for rank in self.ranks))
+        return max(common, default=None)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether somebody is in it."""
+        return any(rank.owner for rank in self.ranks)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the drives, taken by all ranks."""
+        return sum(rank.size_bytes for rank in self.ranks)
+
+    @property
+    def committed_at(self) -> float | None:
+        """When the latest commit was, of any rank, in seconds since the epoch."""
+        return max((rank.committed_at for rank in self.ranks if rank.committed_at is not None), default=None)
+
+
+def find_runs(paths: Iterable[Path]) -> list[RunFound]:
+    """The durable runs below these folders, by name. Nothing is changed, and a run that is alive is not disturbed.
+
+    Raises:
+        OSError: a folder cannot be looked into.
+    """
+    found: dict[str, dict[int, list[Path]]] = defaultdict(lambda: defaultdict(list))
+    for path in dict.fromkeys(path.absolute() for path in paths):
+        for folder in sorted(path.iterdir()):
+            if (parsed := parse_directory(folder)) is not None and folder.is_dir():
+                name, rank = parsed
+                found[name][rank].append(folder)
+    return [
+        RunFound(name, tuple(_look_at(rank, folders) for rank, folders in sorted(ranks.items())))
+        for name, ranks in sorted(found.items())
+    ]
+
+
+def remove_run(run: RunFound) -> None:
+    """Delete a run that nobody is in: first what could be resumed, then everything else.
+
+    Raises:
+        StateError: somebody is in it.
+        OSError: a file cannot be deleted, or is none of ours; what can be resumed is gone by then.
+    """
+    folders = [folder for rank in run.ranks for folder in rank.folders]
+    with ExitStack() as locks:
+        for folder in folders:
+            _lock(run.name, folder, locks)
+        for folder in folders:
+            _delete(folder, MANIFEST_NAMES, (SNAPSHOT_PREFIX,))
+            sync_folder(folder)
+        for folder in folders:
+            _delete(folder, (ABOUT_NAME, owner.NAME, SWAP_NAME), (IDENTITY_PREFIX,))
+            folder.rmdir()
+
+
+def _look_at(rank: int, folders: Sequence[Path]) -> RankFound:
+    problem, num_paths, model = "", 0, ""
+    manifests = {path: manifest for folder in folders for path, manifest in _manifests(folder).items()}
+    newest = max(manifests, key=lambda path: manifests[path].sequence, default=None)
+    try:
+        abouts = [about for folder in folders if (about := read_about(folder)) is not None]
+        num_paths = max((about["num_paths"] for about in abouts), default=0)
+        if newest is not None:
+            model = str(read_identity(newest.parent, manifests[newest]).get("model", ""))
+    except ResumeError as error:
+        problem = str(error)
+    if num_paths > len(folders):
+        problem = problem or f"{num_paths - len(folders)} of its {num_paths} paths were not looked at"
+    ordered = sorted(manifests.values(), key=lambda manifest: manifest.sequence, reverse=True)
+    return RankFound(
+        rank=rank,
+        folders=tuple(folders),
+        num_paths=num_paths,
+        steps=tuple(manifest.step for manifest in ordered),
+        snapshots=tuple(
+            path.name.removeprefix(SNAPSHOT_PREFIX)
+            for folder in folders
+            for path in sorted(folder.glob(f"{SNAPSHOT_PREFIX}*"))
+            if path.suffix != ".new"
+        ),
+        committed_at=None if newest is None else newest.stat().st_mtime,
+        model=model,
+        size_bytes=sum(path.stat().st_blocks * _BLOCK_BYTES for folder in folders for path in folder.iterdir()),
+        owner=next((who for folder in folders if (who := _owner_of(folder)) is not None), None),
+        problem=problem,
+    )
+
+
+def _manifests(folder: Path) -> dict[Path, Manifest]:
+    """Those that are whole. One that is being written is none at that moment; the other one is there."""
+    paths = [folder / name for name in MANIFEST_NAMES if (folder / name).exists()]
+    decoded = {path: Manifest.decode(path.read_bytes()) for path in paths}
+    return {path: manifest for path, manifest in decoded.items() if manifest is not None}
+
+
+def _owner_of(folder: Path) -> owner.Owner | None:
+    try:
+        fd = os.open(folder / SWAP_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        return None if owner.try_lock(fd) else owner.Owner.noted_in(folder) or owner.NOBODY_KNOWN
+    finally:
+        os.close(fd)
+
+
+def _lock(name: str, folder: Path, locks: ExitStack) -> None:
+    try:
+        fd = os.open(folder / SWAP_NAME, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    locks.callback(os.close, fd)
+    if (alive := owner.lock(fd, folder)) is not None:
+        raise StateError(f"the durable run {name!r}", "a run that nobody is in", f"{alive} is in it")
+
+
+def _delete(folder: Path, names: Sequence[str], prefixes: tuple[str, ...]) -> None:
+    for path in folder.iterdir():
+        if path.name.removesuffix(".new") in names or path.name.startswith(prefixes):
+            path.unlink()

@@ -1,0 +1,99 @@
+"""What a durable step moves, by the kernel's own counters, beside the same steps that end with their process.
+
+python -m nvme_offload.perf.benchmarks.durable_bytes FOLDER [--millions 100] [--steps 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from nvme_offload import OffloadAdamW
+
+_WARM_STEPS = 2
+_TENSORS = 8
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes per parameter and step, and seconds of a step, after the first steps."""
+
+    read: float
+    written: float
+    step_seconds: float
+    commits: int
+    commit_wait_seconds: float
+    """Of all measured steps."""
+
+
+def measure(path: str, *, millions: int, steps: int, durable: bool) -> Moved:
+    """Take steps over bf16 parameters with gradients at hand, and count what the block layer moved for them."""
+    numel = millions * 1_000_000 // _TENSORS
+    params = [torch.nn.Parameter(torch.randn(numel).mul_(0.05).bfloat16()) for _ in range(_TENSORS)]
+    for param in params:
+        param.grad = torch.randn(numel).bfloat16()
+    section = {
+        "zero_optimization": {
+            "sub_group_size": 4_194_304,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": path,
+                "buffer_count": 4,
+                "staging_budget": "256MiB",
+                "durable": f"bytes-{time.time_ns()}" if durable else False,
+            },
+        },
+        "gradient_clipping": 1.0,
+    }
+    with OffloadAdamW(params, lr=1e-3, offload=section) as optimizer:
+        for _ in range(_WARM_STEPS):
+            optimizer.step()
+        _settle(optimizer)
+        before, waited, start = _block_io(), optimizer.stats().commit_wait_seconds, time.perf_counter()
+        for _ in range(steps):
+            optimizer.step()
+        _settle(optimizer)
+        seconds, after, stats = time.perf_counter() - start, _block_io(), optimizer.stats()
+    read, written = ((b - a) / (_TENSORS * numel * steps) for a, b in zip(before, after, strict=True))
+    return Moved(read, written, seconds / steps, stats.commits, stats.commit_wait_seconds - waited)
+
+
+def _settle(optimizer: OffloadAdamW) -> None:
+    optimizer.synchronize()
+    if optimizer.is_durable:
+        optimizer.commits.settle()
+
+
+def _block_io() -> tuple[int, int]:
+    """Bytes that this process has made the block layer read and write: see proc(5), /proc/pid/io."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure both, and print them as JSON. The durable run is removed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--millions", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=4)
+    given = parser.parse_args(arguments)
+    found = {
+        name: asdict(measure(given.folder, millions=given.millions, steps=given.steps, durable=durable))
+        for name, durable in (("in place", False), ("durable", True))
+    }
+    for run in Path(given.folder).glob("nvme-durable-bytes-*"):
+        for file in run.iterdir():
+            file.unlink()
+        run.rmdir()
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

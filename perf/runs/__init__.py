@@ -1,0 +1,1 @@
+"""`offload runs`: durable runs, listed and removed."""

@@ -1,0 +1,150 @@
+"""`offload runs`: which durable runs there are, and an end to those that nobody needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.durable.inventory import RunFound, find_runs, remove_run
+from nvme_offload.offload.errors import ConfigError, StateError
+from nvme_offload.offload.units import format_bytes
+
+_HEADINGS = ("NAME", "MODEL", "STEP", "AGE", "BYTES", "RANKS", "STATE")
+_UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+
+Paths = Annotated[
+    list[Path] | None, typer.Argument(metavar="PATH", help="Folders of nvme_path, beside those of the configuration.")
+]
+Config = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="A configuration section (.json or .toml): its folders.")
+]
+
+
+class _ListUnlessTold(TyperGroup):
+    """`offload runs PATH` is `offload runs list PATH`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the command in front that was left out."""
+        known = [*self.commands, *ctx.help_option_names]
+        return super().parse_args(ctx, args if args and args[0] in known else ["list", *args])
+
+
+runs = typer.Typer(
+    cls=_ListUnlessTold,
+    add_completion=False,
+    help=(
+        "List the durable runs below the given folders: model, step, age, bytes, and whether they are alive.\n\n"
+        "A run is durable where `offload_optimizer.durable` says so; its directories stay when it ends, however it "
+        "ends. `offload runs PATH ...` lists, `offload runs remove NAME PATH ...` removes."
+    ),
+)
+
+
+@runs.command("list")
+def list_runs(
+    paths: Paths = None,
+    config: Config = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """List the durable runs below these folders. Nothing is changed, and a run that is alive is not disturbed."""
+    found = _found(paths, config)
+    if as_json:
+        typer.echo(json.dumps([_as_dict(run) for run in found], indent=2))
+    else:
+        typer.echo(_table(found) if found else "no durable runs")
+
+
+@runs.command("remove")
+def remove(
+    name: Annotated[str, typer.Argument(help="Of the run.")],
+    paths: Paths = None,
+    config: Config = None,
+    partly: Annotated[
+        bool, typer.Option("--partly", help="Also where some of its paths are not among these folders.")
+    ] = False,
+) -> None:
+    """Delete a run with all that it has committed. One that is alive is refused."""
+    run = next((run for run in _found(paths, config) if run.name == name), None)
+    if run is None:
+        raise typer.BadParameter(f"there is no durable run {name!r} below these folders", param_hint="NAME")
+    missing = [rank for rank in run.ranks if rank.num_paths > len(rank.folders)]
+    if missing and not partly:
+        raise typer.BadParameter(
+            f"{name!r} has {missing[0].num_paths} paths, and {len(missing[0].folders)} of them are among these "
+            "folders: name all, or say --partly",
+            param_hint="PATH",
+        )
+    try:
+        remove_run(run)
+    except (StateError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    typer.echo(f"removed {name}: {format_bytes(run.size_bytes)} are free")
+
+
+def _found(paths: Sequence[Path] | None, config: Path | None) -> list[RunFound]:
+    folders = list(paths or [])
+    try:
+        folders += OffloadConfig.from_file(config).nvme_paths if config else []
+        if not folders:
+            raise typer.BadParameter("name a folder of nvme_path, or a configuration", param_hint="PATH")
+        return find_runs(folders)
+    except (ConfigError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint="--config" if config else "PATH") from error
+
+
+def _table(found: Sequence[RunFound]) -> str:
+    """One line for each run, and one below it for whatever is to be said about it."""
+    rows = [_HEADINGS, *(_row(run) for run in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    below: list[list[str]] = [[], *([f"  {said}" for said in _said(run)] for run in found)]
+    return "\n".join(line for pair in zip(lines, below, strict=True) for line in (pair[0], *pair[1]))
+
+
+def _row(run: RunFound) -> tuple[str, ...]:
+    ranks = [rank.rank for rank in run.ranks]
+    owners = [rank.owner for rank in run.ranks if rank.owner]
+    return (
+        run.name,
+        next((rank.model for rank in run.ranks if rank.model), "-"),
+        "-" if run.step is None else str(run.step),
+        "-" if run.committed_at is None else _age(time.time() - run.committed_at),
+        format_bytes(run.size_bytes),
+        str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}..{ranks[-1]}",
+        f"alive ({owners[0]})" if owners else "not alive",
+    )
+
+
+def _said(run: RunFound) -> list[str]:
+    numbers = [rank.rank for rank in run.ranks]
+    said = [f"rank {rank.rank}: {rank.problem}" for rank in run.ranks if rank.problem]
+    if gaps := sorted(set(range(numbers[-1])) - set(numbers)):
+        said.append(f"no directory of ranks {', '.join(map(str, gaps))} is here")
+    if run.step is None:
+        committed = any(rank.steps for rank in run.ranks)
+        said.append("there is no step that all of these ranks have" if committed else "nothing was committed")
+    if names := sorted({name for rank in run.ranks for name in rank.snapshots}):
+        said.append(f"snapshots: {', '.join(names)}")
+    return said
+
+
+def _age(seconds: float) -> str:
+    """One number, rounded down: ``3 h``."""
+    return next((f"{int(seconds // size)} {unit}" for unit, size in _UNITS if seconds >= size), "0 s")
+
+
+def _as_dict(run: RunFound) -> dict[str, Any]:
+    about = {"name": run.name, "step": run.step, "alive": run.is_alive, "size_bytes": run.size_bytes}
+    ranks = [dataclasses.asdict(rank) for rank in run.ranks]
+    for rank in ranks:
+        rank["folders"] = [str(folder) for folder in rank["folders"]]
+    return {**about, "committed_at": run.committed_at, "ranks": ranks}

@@ -1,0 +1,96 @@
+"""Where a model is trained, and what of FSDP2's own offloading goes with it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from nvme_offload import (
+    get_full_optimizer_state,
+    get_full_param,
+    initialize,
+    set_full_optimizer_state,
+    split_parameters,
+)
+from nvme_offload.optim.collective import device_of, on_every_rank
+from nvme_offload.optim.grad_norm import _gather
+from nvme_offload.optim.zero.sharding import default_mesh
+from tests.support.late_device.module import install, late_device
+from tests.support.ranks import run_ranks
+from tests.support.training import assert_same_bits
+
+CONFIG = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def model_on(device):
+    with torch.device(device):
+        return nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+
+
+def test_shards_that_fsdp2_offloads_itself_are_refused_before_anything_is_changed():
+    mesh, model = default_mesh("cpu"), model_on("cpu")
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(ValueError, match=r"CPUOffloadPolicy.*call fully_shard without offload_policy"):
+        split_parameters(model)
+    assert all(type(parameter.to_local()) is torch.Tensor for parameter in model.parameters())
+
+
+def test_a_model_on_meta_goes_to_the_device_that_torch_sees(late):
+    with initialize(model_on("meta"), CONFIG) as engine:
+        assert {parameter.device.type for parameter in engine.module.parameters()} == {"late"}
+        assert engine.mesh.device_type == "late"
+        values = [parameter.full_tensor().cpu() for parameter in engine.module.parameters()]
+    assert all(value.isfinite().all() for value in values)
+
+
+def test_a_model_on_meta_stays_on_the_cpu_of_a_host_without_devices():
+    with initialize(model_on("meta"), CONFIG) as engine:
+        assert engine.mesh.device_type == "cpu"
+
+
+def _looked_at(rank, world_size):
+    """Values of a model on a device, over groups that can gather there alone, as with NCCL."""
+    install()
+    mesh = DeviceMesh.from_group(dist.new_group(range(world_size), backend="late:gloo"), "late", mesh_dim_names=("dp",))
+    assert device_of(mesh.get_group()).type == "late"
+    torch.manual_seed(0)
+    with late_device(), initialize(model_on("cpu").to("late"), CONFIG, mesh=mesh) as engine:
+        weight = next(iter(engine.module.parameters()))
+        set_full_optimizer_state(weight, "exp_avg", torch.arange(256.0).view(16, 16))
+        with pytest.raises(ZeroDivisionError):
+            on_every_rank(lambda: 1 / rank, mesh.get_group())
+        return [
+            get_full_param(weight),
+            get_full_optimizer_state(weight, "exp_avg"),
+            engine.optimizer.state[weight]["exp_avg"].full_tensor().cpu(),
+            _gather(float(rank), mesh.get_group()),
+        ]
+
+
+def test_state_can_be_looked_at_over_groups_without_a_backend_for_the_cpu():
+    torch.manual_seed(0)
+    [weight, *_] = model_on("cpu").parameters()
+    for found in run_ranks(_looked_at, 2):
+        moment = torch.arange(256.0).view(16, 16)
+        assert_same_bits(found, [weight.detach(), moment, moment, torch.tensor([0.0, 1.0], dtype=torch.float64)])
+
+
+def test_a_rank_keeps_near_its_device_and_on_the_cpu_where_it_is(late, monkeypatch):
+    kept = []
+    monkeypatch.setattr("nvme_offload.optim.zero.initialize.stay_near", kept.append)
+    initialize(model_on("cpu"), CONFIG).close()
+    assert kept == []
+    dist.destroy_process_group()
+    initialize(model_on("cpu").to("late"), CONFIG).close()
+    assert kept == [torch.device("late", 0)]
+
+
+def test_ranks_with_a_device_can_gather_in_host_memory_too(late):
+    """State of parameters on a device is there: a group of NCCL alone could not gather it."""
+    default_mesh("late")
+    assert dist.get_backend_config() == "cpu:gloo,late:gloo"

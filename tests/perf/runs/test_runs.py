@@ -1,0 +1,169 @@
+"""`offload runs` lists durable runs without touching them, and removes those that nobody is in."""
+
+import json
+import os
+import re
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from nvme_offload.offload.durable.inventory import find_runs
+from nvme_offload.perf.cli import app
+from nvme_offload.perf.runs import command
+from tests.support.durable_run import SmallRun
+
+
+@pytest.fixture
+def paths(in_memory):
+    made = [in_memory / name for name in "ab"]
+    for path in made:
+        path.mkdir()
+    return made
+
+
+@pytest.fixture
+def small(paths):
+    run = SmallRun(paths)
+    run.begin()
+    run.commit("0", 0)
+    run.commit("1", 7)
+    run.run.snapshot("kept")
+    yield run
+    run.close()
+
+
+def offload(*arguments):
+    done = CliRunner().invoke(app, ["runs", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+def lines(*arguments):
+    code, output = offload(*arguments)
+    assert code == 0, output
+    return [re.split(r"  +", line.strip()) for line in output.splitlines()]
+
+
+def test_a_run_that_is_alive(small, paths):
+    headings, run, snapshots = lines(*paths)
+    shown = dict(zip(headings, run, strict=True))
+    size = shown.pop("BYTES")
+    assert size.endswith("KiB")
+    assert shown.pop("AGE") in ("0 s", "1 s", "2 s", "3 s")
+    assert shown == {
+        "NAME": "small",
+        "MODEL": "three slots",
+        "STEP": "7",
+        "RANKS": "0",
+        "STATE": f"alive (process {os.getpid()} on {os.uname().nodename})",
+    }
+    assert snapshots == ["snapshots: kept"]
+    small.commit("2", 8)  # nobody was disturbed
+    assert lines("list", *paths)[1][2] == "8"
+
+
+def test_one_that_is_not(small, paths):
+    small.close()
+    os.utime(small.run.folder / "manifest.0", (0, time.time() - 7300))
+    os.utime(small.run.folder / "manifest.1", (0, time.time() - 7300))
+    _, run, _ = lines(*paths)
+    assert (run[3], run[-1]) == ("2 h", "not alive")
+
+
+def test_as_json(small, paths):
+    code, output = offload(*paths, "--json")
+    (run,) = json.loads(output)
+    assert (code, run["name"], run["step"], run["alive"]) == (0, "small", 7, True)
+    (rank,) = run["ranks"]
+    assert (rank["steps"], rank["snapshots"], rank["model"]) == ([7, 0], ["kept"], "three slots")
+    files = [path for folder in rank["folders"] for path in sorted(os.scandir(folder), key=lambda entry: entry.name)]
+    assert run["size_bytes"] == sum(entry.stat().st_blocks * 512 for entry in files)
+
+
+def test_nothing_is_changed(small, paths):
+    def everything():
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths[0].parent.rglob("*")}
+
+    small.close()
+    before = everything()
+    assert offload(*paths)[0] == 0
+    assert everything() == before
+
+
+def test_ranks_resume_where_all_of_them_are(in_memory):
+    for rank, names in ((0, "01"), (1, "0"), (3, "01")):
+        run = SmallRun([in_memory], rank=rank)
+        run.begin()
+        for step, name in enumerate(names):
+            run.commit(name, step)
+        run.close()
+    assert find_runs([in_memory])[0].step == 0
+    _, run, said = lines(in_memory)
+    assert (run[2], run[5]) == ("0", "0..3")
+    assert said == ["no directory of ranks 2 is here"]
+
+
+def test_a_path_that_was_not_looked_at(small, paths):
+    small.close()
+    _, _, said, _ = lines(paths[0])
+    assert said == ["rank 0: 1 of its 2 paths were not looked at"]
+
+
+def test_damage_is_said(small, paths):
+    small.close()
+    for name in ("manifest.0", "manifest.1"):
+        (small.run.folder / name).write_bytes(bytes(100))
+    (small.run.folder / "run.json").write_text("{")
+    _, run, damaged, nothing, _ = lines(*paths)
+    assert run[2] == "-"
+    assert "run.json cannot be read" in damaged[0]
+    assert nothing == ["nothing was committed"]
+
+
+def test_removing(small, paths):
+    code, output = offload("remove", "small", *paths)
+    assert code == 1
+    assert f"process {os.getpid()} on " in output
+    assert small.read() == small.truth["1"]
+    small.close()
+    code, output = offload("remove", "small", paths[1])
+    assert code == 2
+    assert "has 2 paths, and 1 of them" in " ".join(output.replace("│", " ").split())
+    assert find_runs(paths)[0].step == 7
+    code, output = offload("remove", "small", *paths)
+    assert (code, output.startswith("removed small: ")) == (0, True)
+    assert [list(path.iterdir()) for path in paths] == [[], []]
+    assert offload(*paths) == (0, "no durable runs\n")
+
+
+def test_what_others_put_there_stays_and_nothing_can_be_resumed(small, paths):
+    small.close()
+    (small.run.folder / "notes.txt").write_text("mine")
+    code, output = offload("remove", "small", *paths)
+    assert (code, "not empty" in output.lower()) == (1, True)
+    assert [path.name for path in small.run.folder.iterdir()] == ["notes.txt"]
+
+
+def test_one_path_of_a_run_whose_other_is_lost(small, paths):
+    small.close()
+    assert offload("remove", "small", paths[1], "--partly")[0] == 0
+    assert list(paths[1].iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["remove", "none", "{a}"], ["{a}/missing"]])
+def test_words_that_lead_nowhere(paths, arguments):
+    code, output = offload(*(argument.format(a=paths[0]) for argument in arguments))
+    assert code == 2, output
+
+
+def test_the_paths_of_a_configuration(small, paths, in_memory):
+    section = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": list(map(str, paths))}}}
+    (in_memory / "offload.json").write_text(json.dumps(section))
+    assert lines("--config", in_memory / "offload.json")[1][0] == "small"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "age"), [(-1, "0 s"), (0, "0 s"), (59.9, "59 s"), (60, "1 min"), (7199, "1 h"), (86_400 * 3, "3 d")]
+)
+def test_ages(seconds, age):
+    assert command._age(seconds) == age

@@ -1,0 +1,43 @@
+"""Collectives of the stand-in: those of gloo on its bytes, for groups that know no other device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
+
+
+def run(func: Any, args: tuple[Any, ...]) -> Any:
+    """The result of a collective whose tensors have their values; None where it writes to its arguments."""
+    if func is c10d.allgather_.default:
+        outputs, inputs, group = args[:3]
+        _backend(group).allgather(outputs, inputs, AllgatherOptions()).wait()
+        return None
+    if func is c10d._allgather_base_.default:
+        output, own, group = args[:3]
+        _backend(group)._allgather_base(output, own, AllgatherOptions()).wait()
+        return None
+    if func is c10d.broadcast_.default:
+        options = BroadcastOptions()
+        tensors, group, options.rootRank = args[0], args[1], args[2]
+        _backend(group).broadcast(tensors, options).wait()
+        return None
+    if func is functional.all_gather_into_tensor.default:
+        own, size, name = args
+        output = own.new_empty((own.shape[0] * size, *own.shape[1:]))
+        _late(_resolve_process_group(name))._allgather_base(output, own.contiguous(), AllgatherOptions()).wait()
+        return output
+    raise NotImplementedError(f"{func} between ranks with the stand-in")
+
+
+def _backend(group: Any) -> Any:
+    return _late(dist.ProcessGroup.unbox(group))
+
+
+def _late(group: Any) -> Any:
+    return group._get_backend(torch.device("late"))

@@ -1,0 +1,162 @@
+"""What torch sees of the stand-in: the device type ``late`` and the module ``torch.late``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils import backend_registration
+
+from nvme_offload.offload.swapper import tensor_swapper
+from tests.support.late_device.queues import (
+    LATE,
+    Event,
+    Late,
+    Stream,
+    current_stream,
+    default_stream,
+    on_stream,
+    reset,
+    run_all,
+)
+from tests.support.late_device.tensor import copy_from, empty, empty_strided
+
+NAME = "late"
+NUM_DEVICES = 2
+_REFUSED = 2  # cudaErrorMemoryAllocation
+
+
+def _register(address: int, size_bytes: int, flags: int) -> int:
+    LATE.pinned_on.append(LATE.current)
+    if LATE.refusals:
+        LATE.refusals -= 1
+        LATE.latest_error = _REFUSED
+        return _REFUSED
+    LATE.pinned[address] = size_bytes
+    return 0
+
+
+def _unregister(address: int) -> int:
+    run_all()  # as the driver does
+    del LATE.pinned[address]
+    return 0
+
+
+def _new_host_tensor(shape: torch.Size, dtype: torch.dtype, pinned_for: torch.device | None = None) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    if pinned_for is not None and tensor.numel():
+        LATE.pinned[tensor.data_ptr()] = tensor.nbytes
+        weakref.finalize(tensor, LATE.pinned.pop, tensor.data_ptr()).atexit = False
+    return tensor
+
+
+@contextmanager
+def _device(device: Any) -> Iterator[None]:
+    before, LATE.current = LATE.current, _number(device)
+    try:
+        yield
+    finally:
+        LATE.current = before
+
+
+def _number(device: Any) -> int:
+    index = device if isinstance(device, int) else torch.device(device).index
+    return LATE.current if index is None else index
+
+
+class _Module:
+    Stream = Stream
+    Event = Event
+    device = staticmethod(_device)
+    stream = staticmethod(on_stream)
+    current_stream = staticmethod(current_stream)
+    default_stream = staticmethod(default_stream)
+
+    @staticmethod
+    def cudart() -> Any:
+        return SimpleNamespace(cudaHostRegister=_register, cudaHostUnregister=_unregister)
+
+    @staticmethod
+    def get_device_properties(device: Any) -> Any:
+        """It hangs on no bus."""
+        return SimpleNamespace()
+
+    @staticmethod
+    def is_available() -> bool:
+        return LATE.available
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @staticmethod
+    def device_count() -> int:
+        return NUM_DEVICES if LATE.available else 0
+
+    @staticmethod
+    def current_device() -> int:
+        return LATE.current
+
+    @staticmethod
+    def set_device(device: Any) -> None:
+        LATE.current = _number(device)
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None:
+        LATE.waits["synchronize"] += 1
+        run_all()
+
+    @staticmethod
+    def _is_in_bad_fork() -> bool:
+        return False
+
+    @staticmethod
+    def manual_seed_all(seed: int) -> None:
+        """Random numbers are the CPU's."""
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+_kept: list[Any] = []
+
+
+def _hide_from(place: Any, name: str, without: torch.device | None) -> None:
+    """Let torch have no accelerator while there is none: FSDP2 shards over it wherever nobody names a device."""
+    asked = getattr(place, name)
+    setattr(place, name, lambda: asked() if LATE.available else without)
+
+
+def install() -> None:
+    """Make the device known to torch, once in a process. It is not `available` until a test says so."""
+    if _kept:
+        return
+    backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", empty, "PrivateUse1")
+    library.impl("empty_strided", empty_strided, "PrivateUse1")
+    library.impl("_copy_from", copy_from, "PrivateUse1")
+    _kept.append(library)
+    dist.Backend.default_device_backend_map[NAME] = "gloo"
+    _hide_from(torch._C, "_get_accelerator", torch.device("cpu"))
+    _hide_from(torch._C, "_accelerator_getAccelerator", None)
+
+
+@contextmanager
+def late_device() -> Iterator[Late]:
+    """The stand-in, with nothing queued and nothing counted, as the accelerator that torch sees."""
+    install()
+    reset()
+    LATE.available = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_swapper, "new_host_tensor", _new_host_tensor)  # torch pins none for a device of Python
+        yield LATE
+    LATE.available = False
+    reset()

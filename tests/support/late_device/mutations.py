@@ -1,0 +1,118 @@
+"""Mistakes with a device, each of which the stand-in must find: a missing wait, a buffer given away too early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+
+from nvme_offload.offload.devices.device import CopyQueue
+from nvme_offload.offload.swapper.staged_copy import HostCopy, SwapInCopy, SwapOutCopy
+from nvme_offload.optim.state.device_mirror import DeviceMirror
+from nvme_offload.optim.tiers import grad_tier
+from nvme_offload.optim.tiers.arrivals import Arrivals
+from tests.support.late_device.queues import LATE
+
+
+def _without(holder: Any, name: str, instead: Callable[..., Any]) -> Callable[[], AbstractContextManager[None]]:
+    @contextmanager
+    def mutated() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(holder, name, instead)
+            yield
+
+    return mutated
+
+
+def _in_haste(mutated: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+    @contextmanager
+    def hasty() -> Iterator[None]:
+        LATE.hasty = True
+        with mutated():
+            yield
+        LATE.hasty = False
+
+    return hasty
+
+
+def _nothing(*unused: Any, **unused_too: Any) -> None:
+    """What is done in the place of a wait."""
+
+
+def _take_at_once(mirror: Any, subgroup: Any) -> Any:
+    return mirror._ready.pop(subgroup.index)
+
+
+def _fetch_into_a_mirror_in_use(mirror: Any, *arguments: Any) -> None:
+    for each in mirror._mirrors:
+        each.left = None
+    _FETCH(mirror, *arguments)
+
+
+def _copy_and_forget(queue: Any, target: Any, source: Any) -> None:
+    with queue._module.stream(queue._stream):
+        target.copy_(source, non_blocking=True)
+
+
+def _copy_without_waiting(copy: Any, pairs: Any, queues: Any) -> Iterator[Any]:
+    if copy._ready is None:
+        for target, source in pairs:
+            target.copy_(source)
+    else:
+        queue = queues.of(copy._tensor.device)
+        queue.come_after(copy._ready)
+        queue.copy_all(pairs)
+    return iter(())
+
+
+def _land_at_once(of: Any) -> None:
+    of._on_way.popleft().then()
+
+
+def _send_at_once(of: Any, arrival: Any, target: Any, grad: Any) -> None:
+    of._on_way.append(arrival)
+    of._queue.copy(target, grad)
+    arrival.mark = of._queue.mark()
+
+
+def _bring_into_a_room_in_use(of: Any, *arguments: Any) -> None:
+    of._in_room = [None] * len(of._in_room)
+    of._next = 0
+    _BRING(of, *arguments)
+
+
+def _release_at_once(tier: Any) -> None:
+    for block in list(tier._open):
+        tier._release(block)
+
+
+_FETCH, _BRING = DeviceMirror.fetch, Arrivals.bring
+
+OF_MIRROR = {
+    "the kernel does not wait for its copies": _without(DeviceMirror, "take", _take_at_once),
+    "a mirror is filled before it has left": _without(DeviceMirror, "fetch", _fetch_into_a_mirror_in_use),
+    "forward does not wait for the parameters": _without(DeviceMirror, "end_step", _nothing),
+}
+OF_SWAPPER = {
+    "a tensor is copied before it is computed": _without(CopyQueue, "come_after", _nothing),
+    "a buffer is written before its copy is done": _without(SwapOutCopy, "_copied_each", _copy_without_waiting),
+    "a buffer is given back before its copy is done": _without(SwapInCopy, "_copied_each", _copy_without_waiting),
+    "a prefetched copy is let go before it is copied": _without(HostCopy, "_copied_each", _copy_without_waiting),
+}
+OF_GRADIENTS = {
+    "parameters change before all have read them": _without(
+        DeviceMirror, "begin_step", lambda mirror: mirror._ready.clear()
+    ),
+    "a gradient is copied before it is final": _without(Arrivals, "_send", _send_at_once),
+    "a gradient is summed before it has landed": _without(Arrivals, "_land_first", _land_at_once),
+    "a gradient is freed before it is copied": _without(CopyQueue, "copy", _copy_and_forget),
+    "a room is used again before its gradient is added": _in_haste(
+        _without(Arrivals, "bring", _bring_into_a_room_in_use)
+    ),
+    "a block is written before its gradients have landed": _without(
+        grad_tier.GradTier, "_release_landed", _release_at_once
+    ),
+}
+MUTATIONS = {**OF_MIRROR, **OF_SWAPPER, **OF_GRADIENTS}

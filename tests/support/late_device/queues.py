@@ -1,0 +1,200 @@
+"""Streams and events of the stand-in, and the memory that what is queued there still needs."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+POISON = 0xA5
+LOCK = threading.RLock()
+
+
+def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses from the first byte of a tensor to behind its last."""
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill a tensor on the CPU with bytes that are no plausible numbers."""
+    pattern = bytearray([POISON] * tensor.element_size())
+    with torch.no_grad():
+        tensor.copy_(torch.frombuffer(pattern, dtype=tensor.dtype)[0])
+
+
+@dataclass(eq=False)
+class Work:
+    """Something queued on a stream."""
+
+    run: Callable[[], object]
+    touches: Sequence[torch.Tensor] = ()
+    """Memory that it reads or writes, on the host's side of the curtain."""
+    at_once: bool = False
+    """Whether it happens as soon as what is before it in its stream has, though nobody waits for it."""
+    stream: Stream | None = field(default=None, init=False)
+
+
+class Late:
+    """What the whole device knows."""
+
+    def __init__(self) -> None:
+        self.pending: dict[Work, None] = {}
+        self.waits: Counter[str] = Counter()
+        """How often the host waited, by what it called."""
+        self.num_copies = 0
+        """Copies that were queued between host and device."""
+        self.pinned: dict[int, int] = {}
+        """Bytes that are page-locked, by address."""
+        self.pinned_on: list[int] = []
+        """Number of the device that was current when memory was page-locked."""
+        self.refusals = 0
+        """How many of the next requests to page-lock are refused."""
+        self.latest_error = 0
+        self.hasty = False
+        """Whether a stream that somebody waits for runs on to its end, as it may."""
+        self.live_bytes = 0
+        """Memory of the device that somebody has."""
+        self.current = 0
+        self.available = False
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        start, stop = extent_of(tensor)
+        return tensor.numel() > 0 and any(at <= start and stop <= at + size for at, size in self.pinned.items())
+
+    def overlaps_pending(self, tensor: torch.Tensor) -> bool:
+        start, stop = extent_of(tensor)
+        return any(
+            start < other_stop and other_start < stop
+            for work in self.pending
+            for other_start, other_stop in map(extent_of, work.touches)
+        )
+
+
+LATE = Late()
+
+
+class Stream:
+    """A queue that runs as far as somebody waits for it. See ``torch.cuda.Stream``."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **unused: Any) -> None:
+        self.queue: list[Work] = []
+        self.done = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("late", 0)
+
+    def push(self, work: Work) -> None:
+        with LOCK:
+            work.stream = self
+            LATE.pending[work] = None
+            self.queue.append(work)
+            self.run_to(self.done)
+
+    def run_to(self, number: int) -> None:
+        with LOCK:
+            while self.done < number or (self.done < len(self.queue) and self.queue[self.done].at_once):
+                work = self.queue[self.done]
+                self.done += 1
+                try:
+                    with torch.inference_mode():  # in which tensors of that mode can be written, and others, too
+                        work.run()
+                finally:
+                    del LATE.pending[work]
+                    work.run, work.touches = lambda: None, ()
+
+    def synchronize(self) -> None:
+        LATE.waits["Stream.synchronize"] += 1
+        self.run_to(len(self.queue))
+
+    def query(self) -> bool:
+        return self.done == len(self.queue)
+
+    def wait_event(self, event: Event) -> None:
+        stream, number = event.stream, event.number
+        if stream is not None and stream is not self:
+            self.push(Work(lambda: stream.run_to(number)))
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+
+class Event:
+    """See ``torch.cuda.Event``. Asked often enough whether it is done, it is: else whoever asks would ask for ever."""
+
+    def __init__(self, *unused: Any, **options: Any) -> None:
+        self.stream: Stream | None = None
+        self.number = 0
+        self._asked = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or current_stream()
+        self.stream, self.number = stream, len(stream.queue)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        if self.stream is None or self.stream.done >= self.number:
+            return True
+        self._asked += 1
+        if self._asked > 3:
+            self.stream.run_to(self.number)
+        return self.stream.done >= self.number
+
+    def synchronize(self) -> None:
+        LATE.waits["Event.synchronize"] += 1
+        if self.stream is not None:
+            self.stream.run_to(len(self.stream.queue) if LATE.hasty else self.number)
+
+
+_default = Stream()
+_local = threading.local()
+
+
+def current_stream(device: Any = None) -> Stream:
+    return getattr(_local, "stream", None) or _default
+
+
+def default_stream(device: Any = None) -> Stream:
+    return _default
+
+
+@contextmanager
+def on_stream(stream: Stream | None) -> Iterator[None]:
+    before = getattr(_local, "stream", None)
+    _local.stream = stream or before
+    try:
+        yield
+    finally:
+        _local.stream = before
+
+
+def run_all() -> None:
+    """Let everything happen, as at the end of the world."""
+    with LOCK:
+        while LATE.pending:
+            stream = next(iter(LATE.pending)).stream
+            assert stream is not None
+            stream.run_to(len(stream.queue))
+
+
+def reset() -> None:
+    """Let everything happen, and forget what was counted."""
+    run_all()
+    LATE.waits.clear()
+    LATE.pinned_on.clear()
+    LATE.num_copies = LATE.refusals = LATE.latest_error = LATE.current = 0

@@ -1,0 +1,229 @@
+"""Tensors of the stand-in. Their bytes are in host memory that nobody else has; every operator goes into a queue."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import FakeWork
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from nvme_offload.offload._torch_private import is_view, written_tensors
+from tests.support.late_device import collectives
+from tests.support.late_device.queues import LATE, LOCK, Stream, Work, current_stream, extent_of, poison
+
+aten = torch.ops.aten
+_NEEDS_VALUES = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.is_nonzero.default}
+
+
+class Memory:
+    """What all views of one allocation share.
+
+    When the last of them goes, whoever gets the memory next may write to it as soon as its own stream comes there, also
+    where another stream still reads it, unless ``record_stream`` has said so.
+    """
+
+    def __init__(self, store: torch.Tensor) -> None:
+        self.stream = current_stream()
+        self.recorded: set[Stream] = {self.stream}
+        LATE.live_bytes += store.untyped_storage().nbytes()
+        weakref.finalize(self, _freed, store.untyped_storage(), self.stream, self.recorded).atexit = False
+
+
+def _freed(storage: torch.UntypedStorage, stream: Stream, recorded: set[Stream]) -> None:
+    LATE.live_bytes -= storage.nbytes()
+    if not storage.nbytes():
+        return
+    with LOCK:
+        start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        users = {
+            work.stream
+            for work in LATE.pending
+            for first, last in map(extent_of, work.touches)
+            if first < stop and start < last
+        }
+        if users - recorded:
+            stream.push(Work(lambda: poison(torch.empty(0, dtype=torch.uint8).set_(storage)), at_once=True))
+
+
+class LateTensor(torch.Tensor):
+    """A tensor on the stand-in."""
+
+    store: torch.Tensor
+    memory: Memory
+
+    @staticmethod
+    def __new__(cls, store: torch.Tensor, memory: Memory | None = None) -> LateTensor:
+        tensor: LateTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            store.shape,
+            strides=store.stride(),
+            storage_offset=store.storage_offset(),
+            dtype=store.dtype,
+            device=torch.device("late", 0),
+        )
+        tensor.store = store
+        tensor.memory = memory or Memory(store)
+        return tensor
+
+    def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
+        return f"LateTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def data_ptr(self) -> int:
+        return self.store.data_ptr()
+
+    def record_stream(self, stream: Stream) -> None:
+        self.memory.recorded.add(stream)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Queue an operator on the current stream; views and shapes are known at once."""
+        kwargs = kwargs or {}
+        others = {kind for kind in types if not issubclass(kind, (LateTensor, torch.nn.Parameter))} - {torch.Tensor}
+        if others:
+            return NotImplemented
+        with LOCK, torch.inference_mode(False):  # in which a wrapper cannot be made
+            if func.namespace in ("c10d", "_c10d_functional"):
+                return _collective(func, args)
+            if func is aten.copy_.default:
+                return _copy(*args, **kwargs)
+            if func is aten._to_copy.default and kwargs.get("device") is not None:
+                return _to_copy(*args, **kwargs)
+            if func in _NEEDS_VALUES:
+                _wait(str(func))
+                return func(*tree_map(_store, args), **tree_map(_store, kwargs))
+            if kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "late":
+                return func(*tree_map(_store, args), **kwargs)  # empty_like and its kind: of no value, elsewhere
+            if is_view(func):
+                memory = next(leaf.memory for leaf in tree_flatten(args)[0] if isinstance(leaf, LateTensor))
+                return tree_map(lambda view: _wrapped(view, memory), func(*tree_map(_store, args), **kwargs))
+            return _queue(func, args, kwargs)
+
+
+def _collective(func: Any, args: tuple[Any, ...]) -> Any:
+    """The host waits for one: more than a device asks for, but what is shown with them is who may call them."""
+    if func.name().split("::")[1] in ("wait_tensor", "_wrap_tensor_autograd"):
+        return args[0]
+    _wait(str(func))
+    result = collectives.run(func, tree_map(_store, args))
+    return LateTensor(result) if isinstance(result, torch.Tensor) else (args[0], FakeWork().boxed())
+
+
+def _store(leaf: Any) -> Any:
+    if isinstance(leaf, LateTensor):
+        return leaf.store
+    if isinstance(leaf, torch.device) and leaf.type == "late":
+        return torch.device("cpu")
+    return leaf
+
+
+def _wrapped(value: Any, memory: Memory | None = None) -> Any:
+    return LateTensor(value, memory) if isinstance(value, torch.Tensor) else value
+
+
+def _wait(why: str) -> None:
+    LATE.waits[why] += 1
+    stream = current_stream()
+    stream.run_to(len(stream.queue))
+
+
+def _launch(work: Work) -> None:
+    if LATE.latest_error:
+        error, LATE.latest_error = LATE.latest_error, 0
+        raise RuntimeError(f"late error {error}, which some call before this one left behind")
+    current_stream().push(work)
+
+
+def _queue(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operator whose results, or the arguments that it writes to, have their values later."""
+    leaves, layout = tree_flatten((args, kwargs))
+    stores = [_store(leaf) for leaf in leaves]
+    touches = [store for store in stores if isinstance(store, torch.Tensor)]
+    plain_args, plain_kwargs = tree_unflatten(stores, layout)
+    written = written_tensors(func, args, kwargs)
+    if written:
+        _launch(Work(lambda: func(*plain_args, **plain_kwargs), touches))
+        return written[0] if len(written) == 1 and not isinstance(args[0], list | tuple) else None
+    metas = tree_unflatten([_meta(store) for store in stores], layout)
+    shapes, result_layout = tree_flatten(func(*metas[0], **metas[1]))
+    results = [
+        torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device="cpu")
+        if isinstance(shape, torch.Tensor)
+        else shape
+        for shape in shapes
+    ]
+    targets = [result for result in results if isinstance(result, torch.Tensor)]
+    for target in targets:
+        poison(target)
+
+    def run() -> None:
+        found = [leaf for leaf in tree_flatten(func(*plain_args, **plain_kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        for target, value in zip(targets, found, strict=True):
+            target.copy_(value)
+
+    _launch(Work(run, [*touches, *targets]))
+    return tree_unflatten([_wrapped(result) for result in results], result_layout)
+
+
+def _meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Between host and device only pinned memory is copied behind the host's back; see ``cudaMemcpyAsync``."""
+    to, of = _store(target), _store(source)
+    on_host = [tensor for tensor in (target, source) if not isinstance(tensor, LateTensor)]
+    LATE.num_copies += bool(on_host)
+    behind = not on_host or (non_blocking and LATE.is_pinned(on_host[0]))
+    if on_host and on_host[0] is source and not behind:
+        of = source.clone()  # it is staged before the call returns
+    if isinstance(source, LateTensor) and to.dtype != of.dtype and on_host:
+        behind = False
+    if not LATE.overlaps_pending(to):
+        poison(to)
+    _launch(Work(lambda: to.copy_(of), (to, of)))
+    if not behind and isinstance(source, LateTensor):
+        _wait("a copy to the host")
+    return target
+
+
+def _to_copy(
+    source: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+    **unused: Any,
+) -> torch.Tensor:
+    shape = torch.empty_like(_meta(_store(source)), dtype=dtype, memory_format=memory_format or torch.preserve_format)
+    room = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device="cpu")
+    assert device is not None
+    return _copy(room if torch.device(device).type == "cpu" else LateTensor(room), source, non_blocking)
+
+
+def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``aten::_copy_from``: what ``torch.tensor`` uses."""
+    with LOCK:
+        return _copy(target, source, non_blocking)
+
+
+def empty(size: Any, *, dtype: Any = None, memory_format: Any = None, **unused: Any) -> torch.Tensor:
+    """``aten::empty.memory_format``."""
+    with LOCK:
+        room = torch.empty(size, dtype=dtype or torch.get_default_dtype(), device="cpu")
+        poison(room)
+        return LateTensor(room)
+
+
+def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **unused: Any) -> torch.Tensor:
+    """``aten::empty_strided``."""
+    with LOCK:
+        room = torch.empty_strided(size, stride, dtype=dtype or torch.get_default_dtype(), device="cpu")
+        poison(room)
+        return LateTensor(room)
