@@ -13,6 +13,8 @@ from tests.support.clients import client
 from tests.support.ranks import run_ranks
 from tests.support.training import section
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 
 

@@ -86,7 +86,7 @@ def test_the_section_chooses_the_optimizer(tmp_path):
     WITH_A_LINE,
     "`OffloadTrainerCallback().add_to(trainer)`",
 )
-@pytest.mark.parametrize("in_front", [True, False])
+@pytest.mark.parametrize("in_front", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_figures_are_in_the_logs(tmp_path, in_front):
     reporter, callback = Reporter(), OffloadTrainerCallback()
     optimizer = trainer_optimizer({**section(tmp_path), "gradient_clipping": "auto"}, arguments(tmp_path))

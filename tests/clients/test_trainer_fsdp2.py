@@ -13,6 +13,8 @@ from tests.support.ranks import run_ranks
 from tests.support.small_llama import llama, rows
 from tests.support.training import section
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 PADDING = 32
 """Elements to which a parameter's state is rounded up."""
@@ -90,7 +92,6 @@ def with_and_without_parts(rank, world_size, folder, drive):
         return whole, parts, train(f"{folder}/parts", ours, SplitTrainer, resume=True, bf16=True)
 
 
-@pytest.mark.slow
 @client(
     "transformers",
     "`Trainer` with FSDP2 and 16-bit shards in parts, resume",
