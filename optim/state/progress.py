@@ -67,7 +67,7 @@ class UnfinishedStep:
         """Whether what is pending is done behind `step()`, or was to be: whoever reads a parameter waits for it."""
         self.wanted: list[int] = []
         """Parameters that somebody waits for, by index: they come next."""
-        self._left = _parts(order)
+        self._left = count_parts(order)
         self._spoilt = False
         self.updating = False
         """True while a kernel works. Left true, nobody knows how far it got."""
@@ -94,18 +94,27 @@ class UnfinishedStep:
     def let_go_of(self, slot: SlotRecord) -> None:
         """Keep no gradient of parameters that are updated, as this subgroup is, in all of their parts."""
         for run in slot.subgroup.runs:
+            if run.param not in self._left:
+                continue
             self._left[run.param] -= 1
             if not self._left[run.param]:
                 del self._left[run.param]
                 if self.inputs is not None:
                     self.inputs.grads.pop(run.param, None)
 
-    def take_on(self, grads: Mapping[int, torch.Tensor], slots: Sequence[SlotRecord]) -> None:
-        """Add parameters to a step that began in backward, and subgroups that may be updated now."""
+    def take_on(self, index: int, grad: torch.Tensor, num_parts: int, slots: Sequence[SlotRecord]) -> None:
+        """Add a parameter to a step that began in backward.
+
+        Args:
+            index: of the parameter.
+            grad: its gradient, flat. It is kept until all parts are updated, here or in the step itself.
+            num_parts: in how many subgroups it has a part.
+            slots: subgroups that may be updated now.
+        """
         assert self.inputs is not None
-        self.inputs.grads.update(grads)
-        self._versions.update({index: _version(grad) for index, grad in grads.items()})
-        self._left.update(_parts(slots))
+        self.inputs.grads[index] = grad
+        self._versions[index] = _version(grad)
+        self._left[index] = num_parts
         self.order = [*self.order, *slots]
         self.pending.update(dict.fromkeys(slots))
 
@@ -212,7 +221,7 @@ class UnfinishedStep:
             )
 
 
-def _parts(slots: Iterable[SlotRecord]) -> Counter[int]:
+def count_parts(slots: Iterable[SlotRecord]) -> Counter[int]:
     """In how many of these subgroups each parameter has a part, by index."""
     return Counter(run.param for slot in slots for run in slot.subgroup.runs)
 

@@ -16,7 +16,7 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.grad_norm import tile_sums
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep
+from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep, count_parts
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.stats import Meter
@@ -65,6 +65,7 @@ class UpdatesInBackward:
         self._order = order if num_early is None else [*order[:num_early], *reversed(order[num_early:])]
         self._inbox: deque[tuple[int, torch.Tensor]] = deque()
         self._missing = {slot: {run.param for run in slot.subgroup.runs} & set(expected) for slot in order}
+        self._num_parts = count_parts(store.slots_of(expected))  # some may have to wait for the step itself
         self._slots: dict[int, list[SlotRecord]] = {}
         for slot, params in self._missing.items():
             for index in params:
@@ -110,7 +111,7 @@ class UpdatesInBackward:
             self._missing[slot].discard(index)
             if not self._missing[slot]:
                 ready.append(slot)
-        self.step.take_on({index: grad}, ready)
+        self.step.take_on(index, grad, self._num_parts[index], ready)
 
     def _upcoming(self) -> Iterator[SlotRecord]:
         """What will be next, ready or not."""

@@ -88,11 +88,7 @@ def test_an_engine_goes_on_where_another_ended(drive, mode, tiers):
         after = whole(engine)
         assert_same(after[0], before[0])
         assert after[1] == before[1]
-        if tiers != "backward":  # whose sums over this model are not the same in every run
-            assert_goes_on_to(engine, mode, drive, 3, 5, tiers)
-        else:
-            steps_of(engine, 0, range(3, 5))
-            assert engine.optimizer.stats().updates_in_backward > 0
+        assert_goes_on_to(engine, mode, drive, 3, 5, tiers)
         assert engine.optimizer.stats().failed_commits == 0
 
 

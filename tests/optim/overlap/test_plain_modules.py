@@ -352,3 +352,61 @@ def test_a_gradient_that_comes_in_two_parts_is_an_error_with_backward(tmp_path):
         optimizer.zero_grad()
         with pytest.raises(StateError, match=r"another gradient after the one|used once more"):
             checkpointed(layer, checkpointed(layer, hidden)).sum().backward()
+
+
+class Waiting(torch.autograd.Function):
+    """Nothing in forward; backward goes on when `condition` holds."""
+
+    @staticmethod
+    def forward(ctx, hidden, worker, condition):
+        ctx.wait = lambda: worker.wait_until(condition)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.wait()
+        return grad, None, None
+
+
+def shared_subgroup_run(path, mode):
+    """Two layers whose parameters have a subgroup in common, the second one's gradients taken in before the first's."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(37, 300), nn.Linear(300, 300)
+    params = [*second.parameters(), *first.parameters()]
+    config = config_of(path, mode, gradient_clipping=0.0)
+    config["zero_optimization"]["sub_group_size"] = 65536
+    with OffloadAdamW(params, lr=1e-2, offload=config) as optimizer:
+        optimizer.overlap_with(nn.ModuleList([first, second]))
+        store = optimizer.store
+        early = 0
+
+        def one_is_updated():
+            return mode == "off" or not store.slots or store.unfinished is None or store.unfinished.done > 0
+
+        for step in range(3):
+            optimizer.synchronize()
+            hidden = torch.randn(4, 37, generator=torch.Generator().manual_seed(step))
+            second(Waiting.apply(first(hidden), store.worker, one_is_updated)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            early = optimizer.stats().updates_in_backward
+        optimizer.synchronize()
+        shared = [slot for slot in store.slots if len({run.param for run in slot.subgroup.runs}) > 1]
+        return (
+            [value.detach().clone() for param in params for value in (param, *moments(optimizer, param))],
+            shared,
+            early,
+        )
+
+
+def moments(optimizer, param):
+    return [optimizer.state[param][name] for name in ("exp_avg", "exp_avg_sq")]
+
+
+def test_a_gradient_is_kept_until_every_part_of_its_parameter_is_updated(tmp_path):
+    """Also of the part that waits for another parameter's gradient, which comes after the first part was updated."""
+    expected, shared, _ = shared_subgroup_run(tmp_path, "off")
+    found, _, early = shared_subgroup_run(tmp_path, "backward")
+    assert shared
+    assert early > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
