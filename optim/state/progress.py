@@ -102,6 +102,13 @@ class UnfinishedStep:
                 if self.inputs is not None:
                     self.inputs.grads.pop(run.param, None)
 
+    def keep_pending_only(self) -> None:
+        """Let go of all that is updated, before the rest is left to be done behind the step."""
+        self._left = count_parts(self.pending)
+        if self.inputs is not None:
+            for index in [index for index in self.inputs.grads if index not in self._left]:
+                del self.inputs.grads[index]
+
     def take_on(self, index: int, grad: torch.Tensor, num_parts: int, slots: Sequence[SlotRecord]) -> None:
         """Add a parameter to a step that began in backward.
 

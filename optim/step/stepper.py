@@ -365,6 +365,7 @@ class Stepper:
         increment_version([table[index].leaf for index in inputs.grads])
         pending = {run.param for slot in step.pending for run in slot.subgroup.runs}
         self._store.not_waited_for = {index for index in pending if table[index].is_awaited}
+        step.keep_pending_only()
         job = UpdatesBehind(self._store, self._meter, step, inputs, self._following(step))
         # No call in between: a signal handler sees a step that stopped, or one that is taken.
         step.behind = True
