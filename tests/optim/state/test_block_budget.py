@@ -196,9 +196,8 @@ def test_a_budget_too_small_for_the_staging_buffers_is_told_before_anything_is_b
 MEMORY = """
 import gc, json, sys
 import torch
-from torch import nn
 from nvme_offload import initialize
-from nvme_offload.perf.benchmarks.read_ahead import _Layer
+from nvme_offload.perf.measure.layers import layered_model
 
 LAYERS, WIDTH = 8, 512
 
@@ -224,10 +223,10 @@ def train(engine, width):
         engine.backward(engine(torch.randn(8, width)).float().square().mean())
         engine.step()
 
-with initialize(nn.Sequential(*(_Layer(16) for _ in range(2))), config) as engine:
+with initialize(layered_model(2, 16), config) as engine:
     train(engine, 16)  # what torch takes once and for all
 before = resident()
-model = nn.Sequential(*(_Layer(WIDTH) for _ in range(LAYERS)))
+model = layered_model(LAYERS, WIDTH)
 numel = sum(parameter.numel() for parameter in model.parameters())
 with initialize(model, config) as engine:
     del model

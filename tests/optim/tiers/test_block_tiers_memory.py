@@ -9,9 +9,8 @@ from tests.support.training import run_child
 CODE = """
 import gc, json, sys
 import torch
-from torch import nn
 from nvme_offload import initialize
-from nvme_offload.perf.benchmarks.read_ahead import _Layer
+from nvme_offload.perf.measure.layers import layered_model
 
 LAYERS, WIDTH = 10, 1024
 
@@ -37,10 +36,10 @@ def train(engine, steps, width=WIDTH):
         engine.backward(engine(torch.randn(8, width)).float().square().mean())
         engine.step()
 
-with initialize(nn.Sequential(*(_Layer(16) for _ in range(2))), config) as engine:
+with initialize(layered_model(2, 16), config) as engine:
     train(engine, 1, 16)  # what torch takes once and for all
 before = resident()
-model = nn.Sequential(*(_Layer(WIDTH) for _ in range(LAYERS)))
+model = layered_model(LAYERS, WIDTH)
 numel = sum(parameter.numel() for parameter in model.parameters())
 with initialize(model, config) as engine:
     del model
