@@ -62,7 +62,7 @@ def test_adapters_in_trainer_resume(tmp_path):
 
 
 @client("PEFT", "LoRA through `initialize`: a frozen base, sharded, its parameters on NVMe")
-def test_adapters_through_initialize(tmp_path):
+def test_adapters_through_initialize(alone, tmp_path):
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     config = {
         "zero_optimization": {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme},

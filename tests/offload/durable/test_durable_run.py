@@ -257,9 +257,9 @@ def test_after_a_failed_sync_everything_must_be_written_again(small, monkeypatch
 def test_a_snapshot_moves_nothing_and_later_steps_need_no_more(small, monkeypatch):
     small.commit("0", 0)
     small.commit("1", 1)
-    before = small.tier.stats()
+    before = small.tier.stats().requests
     small.run.snapshot("kept")
-    assert small.tier.stats() == before
+    assert small.tier.stats().requests == before
     full_disk(monkeypatch)
     for step in range(2, 6):
         small.commit(str(step), step)

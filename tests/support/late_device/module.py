@@ -139,6 +139,7 @@ def install() -> None:
     if _kept:
         return
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
+    delattr(torch.nn.Module, NAME)  # `module.late()` of torch's own making: modules of that name would not be found
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
