@@ -101,7 +101,7 @@ print(json.dumps({"growth": growth, "staging": stats.staging_bytes, "state": sta
 """
 
 
-@pytest.mark.parametrize("numel", [16 * MILLION, 64 * MILLION])
+@pytest.mark.parametrize("numel", [pytest.param(16 * MILLION, marks=pytest.mark.slow), 64 * MILLION])
 def test_peak_memory_follows_the_formula(drive, numel):
     """Gradient partition, staging buffers and a fixed slack; the state itself, 5 times as large, is not in memory."""
     measured = json.loads(run_child(PEAK_MEMORY, numel, drive))

@@ -16,7 +16,7 @@ from tests.support.training import run_child
 KILLED = "import sys; from tests.support.killed_saves import main; main(*sys.argv[1:])"
 
 
-@pytest.mark.parametrize("tag", ["new", "old"])
+@pytest.mark.parametrize("tag", [pytest.param("new", marks=pytest.mark.slow), "old"])
 def test_killed_anywhere_the_next_run_finds_a_whole_checkpoint(tag, tmp_path):
     """Under a new tag, and over the tag of the checkpoint that is there."""
     outcomes = json.loads(run_child(KILLED, tmp_path, tag, timeout=300))

@@ -198,7 +198,7 @@ def check_same(ours, theirs):
     assert_same(ours[2], theirs[2])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_gpt_with_fp32_router_head_and_norms(world_size, tmp_path):
     start = fresh_model().state_dict()
     (tmp_path / "drive").mkdir()

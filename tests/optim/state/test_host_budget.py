@@ -227,7 +227,7 @@ with OffloadAdamW([p], offload=section(path, sub_group_size=1_000_000, buffers=2
 """
 
 
-@pytest.mark.parametrize("budget", [40 * MiB, 110 * MiB])
+@pytest.mark.parametrize("budget", [40 * MiB, pytest.param(110 * MiB, marks=pytest.mark.slow)])
 def test_the_process_stays_within_the_budget(drive, budget):
     grown, counted = json.loads(run_child(MEMORY, drive, budget))
     assert budget - 12 * MiB < counted <= budget, "no whole subgroup more would fit"

@@ -17,7 +17,7 @@ from tests.support.layered_model import NUM_BLOCKS, Part, batch, loss_of, named_
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 
-NUM_MICRO_BATCHES, STEPS = 4, 3
+NUM_MICRO_BATCHES, STEPS = 4, 2
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 BF16 = {"bf16": {"enabled": True}}
 FP32_REDUCTION = {"communication_data_type": "fp32"}

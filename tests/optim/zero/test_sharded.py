@@ -110,7 +110,7 @@ def train_beside_torch(rank, world_size, path):
     return final, norms, coefficients
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_it_follows_torch_adamw_on_read_through_shards(world_size, tmp_path):
     (ours, *theirs), norms, coefficients = run_ranks(train_beside_torch, world_size, tmp_path)[0]
     for weights in theirs:

@@ -47,6 +47,7 @@ def test_a_peer_without_its_package_is_a_row(tmp_path, monkeypatch):
     assert "no_such_package is not installed" in result.output
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
     broken = Contender("torchao", "torchao's CPUOffloadOptimizer", "json")  # there, but torchao itself is not
     monkeypatch.setattr("nvme_offload.perf.compare.__main__.CONTENDERS", (OURS, broken))
