@@ -112,7 +112,7 @@ def test_nobody_else_sees_it(screen, silenced, monkeypatch, tmp_path):
         assert (tmp_path / "err").read_text() == ""
 
 
-def test_each_long_thing_has_one(screen, tmp_path):
+def test_each_long_thing_has_one(alone, screen, tmp_path):
     """Birth, from initialisers and from files, placement, save, verification, load, export, state dicts."""
     seen = {}
 
