@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from nvme_offload.aio_native.descriptor import Descriptor
+
 
 def sync_file(descriptor: int) -> None:
     """Bring the bytes and the length of an open file to the drive."""
@@ -22,11 +24,8 @@ def sync_data(descriptor: int) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the drive."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with Descriptor(os.open, folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as descriptor:
         sync_file(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def open_synced(path: Path, *, direct: bool) -> int:
@@ -53,12 +52,9 @@ def replace_file(path: Path, content: bytes) -> None:
     What a crash leaves beside it ends in ``.new``.
     """
     new = path.with_name(path.name + ".new")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
+    with Descriptor(os.open, new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600) as descriptor:
         with os.fdopen(descriptor, "wb", closefd=False) as file:
             file.write(content)
         sync_file(descriptor)
-    finally:
-        os.close(descriptor)
     new.rename(path)
     sync_folder(path.parent)

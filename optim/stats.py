@@ -298,7 +298,7 @@ class Meter:
         self.iteration = IterationStats(
             seconds=seconds,
             compute_seconds=max(0.0, seconds - norm - kernel - sum(waits.values())),
-            drive_seconds=bytes_moved * moved.busy_seconds / moved.bytes_moved if bytes_moved else 0.0,
+            drive_seconds=bytes_moved * moved.busy_seconds / moved.bytes_moved if bytes_moved > 0 else 0.0,
             norm_seconds=norm,
             kernel_seconds=kernel,
             wait_seconds=waits,

@@ -36,8 +36,13 @@ class Staging:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / STAGING
-        self._lock: Descriptor | None = _locked(self._path)
-        self._clear()
+        self._lock: Descriptor | None = None
+        try:
+            self._take_lock()
+            self._clear()
+        except BaseException:  # whose traceback keeps this object, and would keep the lock
+            self._drop_lock()
+            raise
 
     def path(self, name: str) -> Path:
         """Where the file lies meanwhile that will be called `name`."""
@@ -54,31 +59,34 @@ class Staging:
                 (self._path / _LOCK).unlink(missing_ok=True)
                 self._path.rmdir()
 
+    def _take_lock(self) -> None:
+        """Make the folder if it is not there, and lock it."""
+        path = self._path
+        for _ in range(_MOST_ATTEMPTS):
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            if path.is_symlink() or not path.is_dir():
+                raise FileExistsError(errno.EEXIST, f"{path} is in the way, and no folder of an export: move it away")
+            try:
+                self._lock = Descriptor(os.open, path / _LOCK, _LOCK_FLAGS, 0o600)
+            except FileNotFoundError:  # whoever had it has just removed it
+                continue
+            _lock(self._lock.fileno())
+            if _is_at(path / _LOCK, self._lock.fileno()):
+                return
+            self._drop_lock()
+        raise OSError(errno.EBUSY, f"other exports into {path.parent} come and go: wait for their end")
+
+    def _drop_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
     def _clear(self) -> None:
         """Remove the files that an export puts there; never anybody else's, and nothing through a link."""
         for entry in list(os.scandir(self._path)):
             if WEIGHT_FILE.fullmatch(entry.name) or entry.name == INDEX_FILE:
                 os.unlink(entry.path)
-
-
-def _locked(path: Path) -> Descriptor:
-    """Make the folder if it is not there, and lock it; what holds the lock until it is closed."""
-    for _ in range(_MOST_ATTEMPTS):
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        if path.is_symlink() or not path.is_dir():
-            raise FileExistsError(errno.EEXIST, f"{path} is in the way, and no folder of an export: move it away")
-        try:
-            lock = Descriptor(os.open, path / _LOCK, _LOCK_FLAGS, 0o600)
-        except FileNotFoundError:  # whoever had it has just removed it
-            continue
-        with contextlib.ExitStack() as unless_kept:
-            unless_kept.enter_context(lock)
-            _lock(lock.fileno())
-            if _is_at(path / _LOCK, lock.fileno()):
-                unless_kept.pop_all()
-                return lock
-    raise OSError(errno.EBUSY, f"other exports into {path.parent} come and go: wait for their end")
 
 
 def _lock(fd: int) -> None:

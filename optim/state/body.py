@@ -218,6 +218,11 @@ class StateBody(ABC):
         if self.unfinished is not None:
             raise self.unfinished.refusal("whole state")
 
+    def check_step_whole(self) -> None:
+        """Raise where a step stopped halfway: parameters are of two steps. A load reads what it is about to change."""
+        if self.unfinished is not None and self.unfinished.inputs is not None:
+            raise self.unfinished.refusal("whole parameters")
+
 
 # Neither attributes of the parameters, which would be copied and pickled with them, nor weak references to them, with
 # which `Module.to` cannot exchange a sharded parameter.

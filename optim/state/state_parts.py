@@ -43,19 +43,26 @@ class StateParts(ShardParts):
         """What is stored as the latest step leaves it, 1D with the padding, outside a gather.
 
         Raises:
-            SwapIOError, CorruptionError, StateError: see `StateBody.at_rest`; or it cannot be read.
+            SwapIOError, CorruptionError, StateError: see `StateBody.at_rest`; or it cannot be read, as where a step
+                stopped halfway: other parameters may be of another step than this one.
         """
-        with self._between_steps(), super().held(change=change) as flat:
-            yield flat
+        with self._between_steps():
+            if not (change or self.body.is_closed):
+                self.body.check_step_whole()
+            with super().held(change=change) as flat:
+                yield flat
 
     def read(self) -> torch.Tensor:
         """The parts joined, fp32, in the shape of this rank's shard.
 
         Raises:
             SwapIOError: the tier cannot be read.
+            StateError: a step stopped halfway.
         """
         if self._is_all_stored:
             with self._between_steps():
+                if not self.body.is_closed:
+                    self.body.check_step_whole()
                 return fresh_entry_of(self.body, self._index, "master").to(self.device)
         master = read_entries(self.body, {self._index: ("master",)})[self._index]["master"]
         return local_tensor(master).to(self.device)

@@ -147,3 +147,10 @@ def test_the_first_step_has_no_iteration_yet(tmp_path):
         found = optimizer.stats().iteration
     assert found.drive_seconds == 0.0
     assert found.wait_seconds.get("drive", 0.0) == 0.0
+
+
+def test_bytes_that_failed_are_no_longer_counted(clock):
+    """What was asked for and failed may be fewer bytes in the end than there were before: no rate follows from that."""
+    meter = Meter()
+    iteration(clock, meter, Moved(bytes_moved=10, busy_seconds=1.0, wait_seconds=0.0))
+    assert iteration(clock, meter, Moved(bytes_moved=0, busy_seconds=1.0, wait_seconds=0.0)).drive_seconds == 0.0

@@ -255,6 +255,28 @@ def test_an_error_behind_a_step_is_said_where_somebody_waits_next_and_can_be_mad
     twin.close()
 
 
+@pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": False}}], ids=["bf16", "fp32"])
+def test_weights_of_two_steps_are_not_read_as_those_of_one(alone, tmp_path, monkeypatch, keys):
+    """After the error was told, too: an export or a state dict would be a mixture."""
+    config = {**config_of(tmp_path, None, accumulation=1), **keys}
+    with make(config, num_layers=LAYERS, width=129) as engine:
+        train_step(engine, 0)
+        engine.optimizer.synchronize()
+        drive = Failing(engine.optimizer.store.tier, monkeypatch, Op.READ)
+        train_step(engine, 1)
+        with pytest.raises(SwapIOError):
+            engine.optimizer.synchronize()
+        for read in (
+            lambda: engine.export_safetensors(tmp_path / "weights", dtype="fp32" if keys else "bf16"),
+            lambda: [param.full_tensor() + 0 for param in engine.module.parameters()],
+        ):
+            with pytest.raises(StateError, match="finish_step"):
+                read()
+        drive.healthy = True
+        engine.optimizer.finish_step()
+        engine.export_safetensors(tmp_path / "weights")
+
+
 def test_a_gradient_that_is_changed_before_its_update_is_an_error(alone, tmp_path):
     with make(config_of(tmp_path, None, accumulation=1), num_layers=LAYERS, width=129) as engine:
         optimizer = engine.optimizer

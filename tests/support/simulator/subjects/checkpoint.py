@@ -240,6 +240,7 @@ class CheckpointSubject(Subject):
     def _struck(self, strike: Strike | None, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         """The error of a call, and what struck it."""
         outcome, cut = self.player.struck(strike, call)
+        self._finish_behind()
         return (None, cut) if cut is not None else (outcome[1], None)
 
     def _disk_attempt(self, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -263,7 +264,10 @@ class CheckpointSubject(Subject):
     def _finish_behind(self) -> None:
         """Finish a step whose updates failed behind it, and whose gradients are still there: nobody saves before."""
         optimizer = self.engine.optimizer if self.engine is not None else None
-        if optimizer is not None and optimizer.store.unfinished is not None and optimizer.store.unfinished.behind:
+        if optimizer is None or not optimizer.store.has_unfinished_step:
+            return
+        unfinished = optimizer.store.unfinished
+        if unfinished is not None and unfinished.behind and not unfinished.updating:
             self._patient(optimizer.finish_step)
 
     def _persist(self, call: Callable[[], Any]) -> Any:
