@@ -47,8 +47,8 @@ def trainer_of(name: str, model: nn.Module, swap: Path) -> Trainer:
         return _DeepSpeed(model, swap)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
     if name == "torchao":
-        return _TorchAO(model)
-    return _Fsdp2(model, CPUOffloadPolicy(pin_memory=False) if name == "cpu-offload" else OffloadPolicy())
+        return _torchao(model)
+    return _fsdp2(model, CPUOffloadPolicy(pin_memory=False) if name == "cpu-offload" else OffloadPolicy())
 
 
 class _Ours:
@@ -79,21 +79,19 @@ class _Ours:
         self._engine.close()
 
 
-class _Fsdp2:
-    """Every block a unit of its own, as `initialize` does it; shards and gradients in fp32."""
+class _Torch:
+    """A loop in plain PyTorch."""
 
-    def __init__(self, model: nn.Module, offload: OffloadPolicy) -> None:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        for unit in [*model.get_submodule("blocks").children(), model]:
-            fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, clips: bool) -> None:
         self._model = model
-        self._optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+        self._optimizer = optimizer
+        self._clips = clips
 
     def iterate(self, inputs: Tensor, targets: Tensor) -> float:
         loss = self._model(inputs, targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIPPING)
+        if self._clips:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIPPING)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(loss)
@@ -109,31 +107,19 @@ class _Fsdp2:
         dist.destroy_process_group()
 
 
-class _TorchAO:
+def _fsdp2(model: nn.Module, offload: OffloadPolicy) -> _Torch:
+    """Every block a unit of its own, as `initialize` does it; shards and gradients in fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    for unit in [*model.get_submodule("blocks").children(), model]:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    return _Torch(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), clips=True)
+
+
+def _torchao(model: nn.Module) -> _Torch:
     """Its optimizer takes every gradient off the device as soon as it is there, and so cannot clip."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._optimizer = importlib.import_module("torchao.optim").CPUOffloadOptimizer(
-            model.parameters(), torch.optim.AdamW, fused=True, **ADAMW
-        )
-
-    def iterate(self, inputs: Tensor, targets: Tensor) -> float:
-        loss = self._model(inputs, targets)
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return float(loss)
-
-    def settle(self) -> None:
-        pass
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, param in self._model.named_parameters():
-            yield name, param.detach().float()
-
-    def close(self) -> None:
-        dist.destroy_process_group()
+    of = importlib.import_module("torchao.optim").CPUOffloadOptimizer
+    return _Torch(model, of(model.parameters(), torch.optim.AdamW, fused=True, **ADAMW), clips=False)
 
 
 class _DeepSpeed:
