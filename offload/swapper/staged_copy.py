@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -99,7 +100,7 @@ class CopyQueues:
         return self._queues[device]
 
 
-class StagedCopy:
+class StagedCopy(ABC):
     """A tensor on its way. A worker calls ``prepare`` once, and ``move`` for each piece.
 
     Args:
@@ -142,12 +143,12 @@ class StagedCopy:
         # Its frames name the tensor, which would live as long as someone keeps the error.
         self.error = self.error or error.with_traceback(None)
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to do there
         """Do what comes before the first piece: nothing."""
 
+    @abstractmethod
     def move(self, index: int, buffer: StagingBuffer | None, queues: CopyQueues) -> Iterator[Waitable]:
         """Move a piece through `buffer`: each time it has to wait for something, that comes out."""
-        raise NotImplementedError
 
     def _copied(
         self, piece: Piece, buffer: StagingBuffer, queues: CopyQueues, *, into_buffer: bool

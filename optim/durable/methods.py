@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from nvme_offload.optim.durable.resume import Resumption
 from nvme_offload.optim.state.store import StateStore
 
 
-class DurableMethods:
+class DurableMethods(ABC):
     """Methods of an optimizer whose section says ``durable``; with any other they raise StateError."""
 
     param_groups: list[dict[str, Any]]
@@ -39,13 +40,13 @@ class DurableMethods:
     def _commit_stats(self) -> dict[str, Any]:
         return self._commits.stats if self._commits is not None else {}
 
+    @abstractmethod
     def check_group(self, group: Mapping[str, Any], number: int) -> None:
         """See `OffloadOptimizer.check_group`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def place(self) -> None:
         """See `OffloadOptimizer.place`."""
-        raise NotImplementedError
 
     @property
     def commits(self) -> Commits:

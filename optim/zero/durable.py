@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
 
 
-class DurableEngine:
+class DurableEngine(ABC):
     """Methods of an engine whose section says ``durable``; with any other they raise StateError."""
 
     module: nn.Module
@@ -25,13 +26,13 @@ class DurableEngine:
     _scaler: LossScaler | None
     _kept_buffers: list[str] | None = None
 
+    @abstractmethod
     def _end_step_under_way(self, method: str) -> None:
         """Do what is left of a step that an exception stopped; raise StateError between two micro-batches."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _go_on_from(self, global_steps: int) -> None:
         """Forget gathered weights and gradients: those of the model are others now."""
-        raise NotImplementedError
 
     @property
     def client_state(self) -> dict[str, Any]:
