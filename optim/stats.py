@@ -133,6 +133,12 @@ class OptimizerStats:
     """Updates of subgroups that were done behind a step, under the next forward."""
     updates_in_backward: int = 0
     """Updates of subgroups that were done before their step, in backward."""
+    guesses: int = 0
+    """Steps that began in backward with a guess of what their gradients would be multiplied by."""
+    wrong_guesses: int = 0
+    """Those of them that were taken back, because it was another factor, or somebody needed what was before."""
+    updates_taken_back: int = 0
+    """Updates of subgroups that were done with a wrong guess, and taken back."""
     overlap_wait_seconds: float = 0.0
     """Seconds that forwards, and whoever else wanted parameters or state, waited for updates behind a step."""
     commits: int = 0
@@ -246,6 +252,9 @@ class Meter:
     """Tiles found changed that nobody has been told of."""
     updates_behind: int = 0
     updates_in_backward: int = 0
+    guesses: int = 0
+    wrong_guesses: int = 0
+    updates_taken_back: int = 0
     step_seconds: float = 0.0
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0
@@ -260,6 +269,12 @@ class Meter:
     _norm_seconds: float = 0.0
     _kernel_seconds: float = 0.0
     _waits: dict[Cause, float] = field(default_factory=dict)
+
+    @property
+    def overlapped(self) -> dict[str, int]:
+        """The fields of `OptimizerStats` about what is done outside ``step()``."""
+        names = ("updates_behind", "updates_in_backward", "guesses", "wrong_guesses", "updates_taken_back")
+        return {name: getattr(self, name) for name in names}
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -204,6 +204,7 @@ class Commits:
             return
         store = self.store
         if not store.is_closed:
+            store.end_begun()
             store.worker.wait_until(lambda: store.worker.job is None)
             if store.unfinished is None:
                 with store.worker.kept_away():
