@@ -54,7 +54,7 @@ FOLDERS_BOTTOM_UP = {
         {"measure"},
         {"report"},
         {"bench", "benchmarks", "demo", "doctor", "planning", "runs", "tune"},
-        {"cli", "compare", "hidden_step", "init", "top"},
+        {"cli", "compare", "hidden_step", "init", "top", "verify"},
     ),
 }
 """The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""
