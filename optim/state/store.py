@@ -224,7 +224,7 @@ class StateStore(StateBody):
 
     def _place(self, missing: Sequence[ParamRecord], admitted: Admission, slots: list[SlotRecord]) -> TierPlan:
         """Promise places and fill in `slots`, one for each new subgroup; returns the plan with them in it."""
-        blocks = self.blocks.units(admitted)
+        blocks, devices = self.blocks.units(admitted), self._devices
         subgroups = self._cut(missing, blocks)
         if not subgroups and not admitted.groups:
             return self.plan
@@ -237,7 +237,7 @@ class StateStore(StateBody):
             self.pipeline.synchronize()  # a write that failed says so before anything is promised
             self._fit_pool(max(self._placement.size_bytes(slot.subgroup) for slot in moving))
         if subgroups:
-            self._fit_mirror(subgroups)
+            self._fit_mirror(devices, subgroups)
         # Last, because it is what would have to be given back.
         if self.sealing is not None:
             self._place_sealed(self.sealing, slots, moving)
@@ -381,8 +381,12 @@ class StateStore(StateBody):
 
     @property
     def _devices(self) -> set[torch.device]:
-        """Where parameters are that are not in host memory."""
-        return {param.device for param in self.table.params if is_device(param.device)}
+        """Where parameters or gradients are that a step brings to host memory and back."""
+        return {
+            record.param.device
+            for record in self.table
+            if is_device(record.param.device) and not self.blocks.leaves_device(record.leaf)
+        }
 
     def _largest_numel(self, subgroups: Sequence[Subgroup]) -> int:
         return max(subgroup.padded_numel for subgroup in [*subgroups, *(slot.subgroup for slot in self.slots)])
@@ -399,8 +403,7 @@ class StateStore(StateBody):
             self.pool.close()
         self.pool = self.pipeline.pool = larger
 
-    def _fit_mirror(self, subgroups: Sequence[Subgroup]) -> None:
-        devices = self._devices
+    def _fit_mirror(self, devices: set[torch.device], subgroups: Sequence[Subgroup]) -> None:
         if not devices:
             return
         if len(devices) > 1:

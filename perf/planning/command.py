@@ -18,7 +18,7 @@ from torch import nn
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import available_bytes
-from nvme_offload.optim.zero.section_checks import check_supported, completed_for
+from nvme_offload.optim.zero.section_checks import completed_for
 from nvme_offload.perf.measure.command_line import byte_option, to_bytes
 from nvme_offload.perf.planning.catalogue import drives_of
 from nvme_offload.perf.planning.durable import show_durable, to_dict
@@ -162,7 +162,6 @@ def plannable(config: OffloadConfig, machine: Machine) -> OffloadConfig:
     Raises:
         ConfigError: `initialize` would refuse it there.
     """
-    check_supported(config, machine.device_type)
     config = completed_for(config, machine.ranks)
     if config.host_budget != "auto":
         return config
