@@ -418,12 +418,19 @@ class StateStore(StateBody):
 
 
 def _open_run(config: OffloadConfig) -> DurableRun | None:
-    name = config.zero_optimization.offload_optimizer.run_name
-    if name is None:
+    section = config.zero_optimization.offload_optimizer
+    if section.run_name is None:
         return None
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     aio = config.aio
-    return DurableRun(config.nvme_paths, name=name, rank=rank, direct=aio.direct, weights=aio.path_weights)
+    return DurableRun(
+        config.nvme_paths,
+        name=section.run_name,
+        rank=rank,
+        direct=aio.direct,
+        weights=aio.path_weights,
+        steps_back=section.rewind_steps,
+    )
 
 
 def _num_kernel_threads() -> int:
