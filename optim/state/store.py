@@ -231,7 +231,7 @@ class StateStore(StateBody):
 
     def _place(self, missing: Sequence[ParamRecord], admitted: Admission, slots: list[SlotRecord]) -> TierPlan:
         """Promise places and fill in `slots`, one for each new subgroup; returns the plan with them in it."""
-        blocks = self.blocks.units(admitted)
+        blocks, devices = self.blocks.units(admitted), self._devices
         subgroups = self._cut(missing, blocks)
         if not subgroups and not admitted.groups:
             return self.plan
@@ -245,7 +245,7 @@ class StateStore(StateBody):
             self.pipeline.synchronize()  # a write that failed says so before anything is promised
             self._fit_pool(max(self._placement.size_bytes(slot.subgroup) for slot in moving))
         if len(on["device"]) < len(subgroups):
-            self._fit_mirror([slot.subgroup for slot in (*on["host"], *moving)])
+            self._fit_mirror(devices, [slot.subgroup for slot in (*on["host"], *moving)])
         # Last, because it is what would have to be given back.
         if self.sealing is not None:
             self._place_sealed(self.sealing, slots, moving)
@@ -274,7 +274,7 @@ class StateStore(StateBody):
 
     def _device_tier(self) -> DeviceTier:
         if self.device is None:
-            self.device = DeviceTier(self._one_device())
+            self.device = DeviceTier(_only(self._devices))
         return self.device
 
     def _give_up(self, slots: Sequence[SlotRecord]) -> None:
@@ -410,14 +410,12 @@ class StateStore(StateBody):
 
     @property
     def _devices(self) -> set[torch.device]:
-        """Where parameters are that are not in host memory."""
-        return {param.device for param in self.table.params if is_device(param.device)}
-
-    def _one_device(self) -> torch.device:
-        devices = self._devices
-        if len(devices) > 1:
-            raise ValueError(f"parameters are on several devices ({', '.join(map(str, devices))}): use one per process")
-        return devices.pop()
+        """Where parameters or gradients are that a step brings to host memory and back."""
+        return {
+            record.param.device
+            for record in self.table
+            if is_device(record.param.device) and not self.blocks.leaves_device(record.leaf)
+        }
 
     def _largest_numel(self, subgroups: Sequence[Subgroup]) -> int:
         return max(subgroup.padded_numel for subgroup in [*subgroups, *(slot.subgroup for slot in self.slots)])
@@ -434,16 +432,23 @@ class StateStore(StateBody):
             self.pool.close()
         self.pool = self.pipeline.pool = larger
 
-    def _fit_mirror(self, subgroups: Sequence[Subgroup]) -> None:
-        if not self._devices:
+    def _fit_mirror(self, devices: set[torch.device], subgroups: Sequence[Subgroup]) -> None:
+        if not devices:
             return
         pinned = self.config.zero_optimization.offload_optimizer.pin_memory is not False
-        larger = DeviceMirror(self._one_device(), self._largest_numel(subgroups), pinned=pinned)
+        larger = DeviceMirror(_only(devices), self._largest_numel(subgroups), pinned=pinned)
         if self.mirror is not None:
             self.mirror.close()
         self.mirror = larger
         if self.sealing is not None:
             self.sealing.settle_params = larger.end_step
+
+
+def _only(devices: set[torch.device]) -> torch.device:
+    if len(devices) > 1:
+        raise ValueError(f"parameters are on several devices ({', '.join(map(str, devices))}): use one per process")
+    (device,) = devices
+    return device
 
 
 def _open_run(config: OffloadConfig) -> DurableRun | None:

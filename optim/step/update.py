@@ -93,7 +93,7 @@ def update_of(
         param = record.view(run)
         grad = _flat(inputs.grads[run.param])[run.start : run.stop]
         if copies is not None:
-            param = copies.param(run, param.dtype)
+            param = param if is_host(param.device) else copies.param(run, param.dtype)
             grad = grad if is_host(grad.device) else copies.grad(run, grad.dtype)
         master, states = section_view(subgroup, memory, "master", run), state_views(subgroup, memory, run)
         scalars = inputs.scalars[run.param]
