@@ -2,7 +2,8 @@
 
 A slot reads one extent, its `current` one, and writes another: the first write after a commit takes a spare one, those
 that follow before the next commit go to the same. When that commit lasts, what the one before it referred to is the
-spare. So there are two extents for each slot, and one more while a snapshot refers to one of them.
+spare. So there are two extents for each slot, one more for each step that can be gone back to beside the one before the
+newest, and one more while a snapshot refers to one of them. The spare that is taken is the one that waits longest.
 
 ::
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -45,7 +47,7 @@ class SlotExtents:
     committed: Extent | None = None
     """What the newest committed manifest refers to; None: it knows nothing of this slot."""
     spares: list[Extent] = field(default_factory=list)
-    """What may be written over. The last one is what the manifest before refers to."""
+    """What may be written over, in this order. The last one is what the manifest before refers to."""
 
 
 class ShadowExtents:
@@ -57,10 +59,12 @@ class ShadowExtents:
         space: where they are.
         incarnation: of this life of the run.
         sequence: of the manifest that comes next.
+        steps_back: how many manifests before the newest stay whole between two steps; at least 1.
     """
 
-    def __init__(self, space: SwapSpace, incarnation: int, sequence: int) -> None:
+    def __init__(self, space: SwapSpace, incarnation: int, sequence: int, *, steps_back: int = 1) -> None:
         self._space = space
+        self._num_further = steps_back - 1
         self.incarnation = incarnation
         self.sequence = sequence
         """Of the manifest that the next writes are for."""
@@ -79,13 +83,14 @@ class ShadowExtents:
         return self._table.copy()
 
     def add(self, layouts: Sequence[ExtentLayout]) -> None:
-        """Take slots on behind those there are, with two extents for each.
+        """Take slots on behind those there are, with the extents that each needs.
 
         Raises:
             OutOfSpaceError: there is no room for all of them; nothing is kept.
         """
-        extents = iter(self._space.allocate_all([layout.parts for layout in layouts for _ in range(2)]))
-        slots = [SlotExtents(layout, spares=[next(extents), next(extents)]) for layout in layouts]
+        count = 2 + self._num_further
+        extents = iter(self._space.allocate_all([layout.parts for layout in layouts for _ in range(count)]))
+        slots = [SlotExtents(layout, spares=list(islice(extents, count))) for layout in layouts]
         table = np.concatenate([self._table, np.zeros((len(slots), self._num_columns), np.int64)])
         # No call in between: a signal handler sees both or neither.
         self._table = table
@@ -227,13 +232,16 @@ class ShadowExtents:
             if stripes and stripes not in self._claimed:
                 self._claimed[stripes] = slot, self._space.claim(stripes)
 
-    def adopt(self, table: np.ndarray, layouts: Sequence[ExtentLayout], *, where: str) -> None:
+    def adopt(
+        self, table: np.ndarray, layouts: Sequence[ExtentLayout], *, where: str, older: Sequence[np.ndarray] = ()
+    ) -> None:
         """Have the slots that a manifest refers to, in place of those there are.
 
         Args:
             table: of the manifest, which was claimed, or refers to extents that these slots have.
             layouts: of the slots.
             where: the manifest's place, for messages.
+            older: tables of manifests that stay, the newest first: what they refer to is written over last.
 
         Raises:
             ResumeError: the table is not of such slots, or they were written since in the place of what it refers to.
@@ -246,7 +254,11 @@ class ShadowExtents:
                 where, f"has a step of which {len(over)} slots were written over since, slot {over[0]} first"
             )
         known = self._known()
+        kept = {stripes: age for age, other in reversed([*enumerate(older)]) for stripes in map(self._stripes, other)}
         slots = [self._slot_of(index, row, layouts[index], known, where) for index, row in enumerate(table)]
+        for record in slots:
+            record.spares.sort(key=lambda extent: kept.get(extent.stripes, len(older)), reverse=True)
+            self._trim(record)
         missing = [record for record in slots for _ in range(self._num_missing(record))]
         for record, extent in zip(missing, self._space.allocate_all([r.layout.parts for r in missing]), strict=True):
             record.spares.insert(0, extent)
@@ -323,18 +335,13 @@ class ShadowExtents:
         spares = [extent for slot, extent in known.values() if slot == index and extent.stripes != stripes]
         spares = [e for e in spares if e.size_bytes == layout.size_bytes and not self._times_pinned[e.stripes]]
         if not stripes:
-            return self._with_few_spares(SlotExtents(layout, spares=spares))
+            return SlotExtents(layout, spares=spares)
         current = known[stripes][1]
         if current.size_bytes != layout.size_bytes:
             raise ResumeError(
                 where, f"has {current.size_bytes} bytes for slot {index}, and it needs {layout.size_bytes}"
             )
-        return self._with_few_spares(SlotExtents(layout, current, current, spares))
-
-    def _with_few_spares(self, record: SlotExtents) -> SlotExtents:
-        """Keep what manifests refer to rather than what a slot had besides."""
-        record.spares = record.spares[max(0, len(record.spares) - self._num_spares(record)) :]
-        return record
+        return SlotExtents(layout, current, current, spares)
 
     def _num_missing(self, record: SlotExtents) -> int:
         return max(0, self._num_spares(record) - len(record.spares))
@@ -342,7 +349,7 @@ class ShadowExtents:
     def _num_spares(self, record: SlotExtents) -> int:
         """How many a slot needs, and may keep: to write in, and in place of what the next commit does not set free."""
         is_kept = record.committed is None or bool(self._times_pinned[record.committed.stripes])
-        return int(self._must_spare_current(record)) + int(is_kept)
+        return int(self._must_spare_current(record)) + int(is_kept) + self._num_further
 
     def _must_spare_current(self, record: SlotExtents) -> bool:
         """Whether the next write needs another extent than the newest one went to."""
@@ -351,7 +358,7 @@ class ShadowExtents:
         return bool(self._times_pinned[record.current.stripes])
 
     def _trim(self, record: SlotExtents) -> None:
-        """Let go of spares that were reserved for a snapshot: what nobody has is free."""
+        """Let go of spares that are not needed, those first that wait longest: what nobody has is free."""
         surplus = len(record.spares) - self._num_spares(record)
         if surplus > 0:
             record.spares = record.spares[surplus:]

@@ -28,9 +28,10 @@ _PAGE = struct.Struct("<qqq")  # resumed at, steps begun, steps that returned
 _ATTEMPTS = 400
 
 
-def durable_section(path, name, **more):
+def durable_section(path, name, rewind_steps=1, **more):
     made = section(path, sub_group_size=65536, clip=1.0, **more)
-    made["zero_optimization"]["offload_optimizer"] |= {"staging_budget": "4MiB", "durable": name or False}
+    keys = {"staging_budget": "4MiB", "durable": name or False, "rewind_steps": rewind_steps}
+    made["zero_optimization"]["offload_optimizer"] |= keys
     return made
 
 

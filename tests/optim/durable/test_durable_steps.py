@@ -217,13 +217,44 @@ def test_going_back_one_step_gives_the_bits_of_the_run_stopped_there(drive):
     with optimizer:
         train(optimizer, params, range(4))
         assert optimizer.rewind(1) == (3, {})
-        with pytest.raises(StateError, match="two committed steps"):
+        with pytest.raises(StateError, match=r"a committed step 1 before the latest .*, actual 3"):
             optimizer.rewind()
         assert_same_bits(snapshot(optimizer), expected(drive, 3))
         train(optimizer, params, [3, 4])
         assert_same_bits(snapshot(optimizer), expected(drive, 5))
     with fresh(drive)[1] as optimizer:
         assert optimizer.resume() == (5, {})
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_going_back_several_steps_that_were_reserved_gives_the_bits_of_the_run_stopped_there(drive, steps):
+    params, optimizer = fresh(drive, rewind_steps=3)
+    with optimizer:
+        train(optimizer, params, range(3))
+        train(optimizer, params, [3], without=[0, 3])
+        train(optimizer, params, range(4, 6))
+        with pytest.raises(StateError, match=r"a committed step 4 before the latest .*, actual 6, 5, 4, 3"):
+            optimizer.rewind(4)
+        assert optimizer.rewind(steps) == (6 - steps, {})
+        taken = snapshot(optimizer)
+        train(optimizer, params, [10, 11])
+        went_on = snapshot(optimizer)
+        assert optimizer.rewind(2) == (6 - steps, {})
+        assert_same_bits(snapshot(optimizer), taken)
+        train(optimizer, params, [10, 11])
+        assert_same_bits(snapshot(optimizer), went_on)
+    params, optimizer = fresh(drive, None)
+    with optimizer:
+        train(optimizer, params, range(3))
+        train(optimizer, params, [3] if steps == 2 else [], without=[0, 3])
+        assert_same_bits(snapshot(optimizer), taken)
+        train(optimizer, params, [10, 11])
+        assert_same_bits(snapshot(optimizer), went_on)
+    params, optimizer = fresh(drive, rewind_steps=2)
+    with optimizer:
+        assert optimizer.resume() == (8 - steps, {})
+        assert optimizer.rewind(2) == (6 - steps, {})
+        assert_same_bits(snapshot(optimizer), taken)
 
 
 def test_a_snapshot_is_gone_back_to_from_later_steps_and_from_another_process(drive):

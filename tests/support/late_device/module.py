@@ -145,6 +145,9 @@ def install() -> None:
     library.impl("empty_strided", empty_strided, "PrivateUse1")
     library.impl("_copy_from", copy_from, "PrivateUse1")
     _kept.append(library)
+    autocast = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    autocast.fallback(torch.library.fallthrough_kernel)  # to it nothing is cast
+    _kept.append(autocast)
     dist.Backend.default_device_backend_map[NAME] = "gloo"
     _hide_from(torch._C, "_get_accelerator", torch.device("cpu"))
     _hide_from(torch._C, "_accelerator_getAccelerator", None)
@@ -158,6 +161,7 @@ def late_device() -> Iterator[Late]:
     LATE.available = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_swapper, "new_host_tensor", _new_host_tensor)  # torch pins none for a device of Python
+        patch.setattr(torch.accelerator, "current_stream", current_stream)  # nor has streams of it
         yield LATE
     LATE.available = False
     reset()
