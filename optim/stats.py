@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 
 from nvme_offload.optim.metrics import field_texts, prometheus_text
 
-SpanKind = Literal["forward", "backward", "step", "norm", "wait", "read", "compute", "write"]
+SpanKind = Literal["forward", "backward", "step", "norm", "wait", "read", "compute", "write", "commit"]
 Cause = Literal["drive", "staging buffers", "kernel", "device"]
 """What is waited for: a transfer, a buffer to read into, an update that somebody else does, what a device computes and
 copies."""
@@ -27,7 +27,8 @@ class Span(NamedTuple):
     """Something that took time in an iteration, on the clock of ``time.monotonic_ns``.
 
     "forward" and "backward" are passes of a micro-batch through a training engine, "step" is all of ``step()``, "wait"
-    is inside these; "read", "compute" (the update) and "write" are of one subgroup.
+    is inside these; "read", "compute" (the update) and "write" are of one subgroup; "commit" makes a step of a
+    durable run last, when its writes are done.
     """
 
     kind: SpanKind
@@ -364,8 +365,8 @@ class Meter:
             self.spans.append(Span(kind, subgroup, start, end))
 
     @contextmanager
-    def passing(self, kind: Literal["forward", "backward"]) -> Iterator[None]:
-        """Put the time inside on the timeline."""
+    def passing(self, kind: Literal["forward", "backward", "commit"]) -> Iterator[None]:
+        """Put the time inside on the timeline. From any thread."""
         start = time.monotonic_ns()
         try:
             yield
