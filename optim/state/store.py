@@ -235,6 +235,13 @@ class StateStore(StateBody):
         subgroups = self._cut(missing, blocks)
         if not subgroups and not admitted.groups:
             return self.plan
+        if self._placement.device_budget is not None and not self._devices:
+            raise ConfigError(
+                [
+                    f"device_budget = {format_bytes(self._placement.device_budget)}: the parameters are on the CPU, "
+                    "where state is in host memory anyway; leave it out, or move the model to a GPU first"
+                ]
+            )
         plan = self._plan(subgroups, blocks)
         self.blocks.reserve(admitted, plan.tiers[: len(blocks)])
         slots += [SlotRecord(subgroup) for subgroup in subgroups]
@@ -397,13 +404,6 @@ class StateStore(StateBody):
             staging = self._num_buffers * max(self.pool.buffer_bytes, -(-largest // page) * page)
         if self._devices:
             staging += DeviceMirror.BYTES_PER_ELEMENT * self._largest_numel(subgroups)
-        if self._placement.device_budget is not None and not self._devices:
-            raise ConfigError(
-                [
-                    f"device_budget = {format_bytes(self._placement.device_budget)}: the parameters are on the CPU, "
-                    "where state is in host memory anyway; leave it out, or move the model to a GPU first"
-                ]
-            )
         return self._placement.plan(self.slots, subgroups, staging, page, blocks, on_device=bool(self._devices))
 
     @property

@@ -60,6 +60,8 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
     """
     section = json.loads(json.dumps(section).replace("DRIVE", folder))
     how = {"num_layers": LAYERS, **section.pop("model", {})}
+    if device == "cpu":
+        section.pop("device_budget", None)  # it is for a device's memory
     is_born, mesh = how.pop("meta", False), None
     torch.manual_seed(0)
     if is_born:
@@ -90,6 +92,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
             waits[-1] += LATE.waits.total()
             norms.append(engine.get_global_grad_norm())
         peak_bytes = LATE.peak_bytes
+        kept = engine.optimizer.stats().device_state_bytes
         digest = hashlib.sha256()
         for parameter in engine.module.parameters():
             for values in (get_full_param(parameter), get_full_optimizer_state(parameter, "exp_avg_sq")):
@@ -102,6 +105,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         "born_bytes": born_bytes,
         "peak_bytes": peak_bytes,
         "waits": waits,
+        "device_state_bytes": kept,
     }
 
 
