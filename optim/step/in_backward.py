@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload.offload._torch_private import num_backwards_left
+from nvme_offload.offload.devices.device import Event, is_host, queued
 from nvme_offload.offload.errors import StateError
-from nvme_offload.optim.grad_norm import tile_sums
+from nvme_offload.optim.grad_norm import sums_from_device, tile_sums
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep, count_parts
@@ -63,7 +64,7 @@ class UpdatesInBackward:
         self._store = store
         self._meter = meter
         self._order = order if num_early is None else [*order[:num_early], *reversed(order[num_early:])]
-        self._inbox: deque[tuple[int, torch.Tensor]] = deque()
+        self._inbox: deque[tuple[int, torch.Tensor, Event | None]] = deque()
         self._missing = {slot: {run.param for run in slot.subgroup.runs} & set(expected) for slot in order}
         self._num_parts = count_parts(store.slots_of(expected))  # some may have to wait for the step itself
         self._slots: dict[int, list[SlotRecord]] = {}
@@ -74,7 +75,7 @@ class UpdatesInBackward:
     def take(self, index: int, grad: torch.Tensor) -> None:
         """Hand in a gradient that is final, flat. From the thread that runs backward."""
         self.arrived.add(index)
-        self._inbox.append((index, grad))
+        self._inbox.append((index, grad, None if is_host(grad.device) else queued(grad.device)))
         self._store.worker.wake()
 
     def turn(self) -> bool:
@@ -98,8 +99,8 @@ class UpdatesInBackward:
         """Say in the error how far the updates came."""
         error.add_note(f"This happened in backward: {self.step.situation}. {self.step.way_on}")
 
-    def _take_in(self, index: int, grad: torch.Tensor) -> None:
-        self.sums[index] = sums = tile_sums(grad, self._store.kernels)
+    def _take_in(self, index: int, grad: torch.Tensor, final: Event | None) -> None:
+        self.sums[index] = sums = self._sums_of(grad, final)
         if not bool(sums.isfinite().all()):
             self.step.spoil()
             raise ValueError(
@@ -112,6 +113,13 @@ class UpdatesInBackward:
             if not self._missing[slot]:
                 ready.append(slot)
         self.step.take_on(index, grad, self._num_parts[index], ready)
+
+    def _sums_of(self, grad: torch.Tensor, final: Event | None) -> torch.Tensor:
+        """Sums of squares of a gradient's tiles; of one on a device after the mark behind which it is final."""
+        if final is None or self._store.mirror is None:
+            return tile_sums(grad, self._store.kernels)
+        with self._store.mirror.come_after(final):
+            return sums_from_device({0: grad})[0]
 
     def _upcoming(self) -> Iterator[SlotRecord]:
         """What will be next, ready or not."""
@@ -241,13 +249,18 @@ class FinalGradients:
         order = [
             slot
             for slot in store.slots_of(expected)
-            if all(run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs)
+            if not slot.is_on_device
+            and all(
+                run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs
+            )
         ]
         job = UpdatesInBackward(
             store, self._meter, step, inputs, expected, self._backward_order(order), self._num_early
         )
         self._begun_with = hyperparameters_of(self._groups)
         step.is_open = True
+        if store.mirror is not None:
+            store.mirror.begin_step()
         # No call in between: a signal handler sees all of it or nothing.
         worker.pastime = None
         store.unfinished = step
