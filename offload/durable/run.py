@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from nvme_offload.offload.durable.manifest import Manifest, ManifestFiles
 from nvme_offload.offload.durable.seal import ExtentLayout
 from nvme_offload.offload.durable.shadow import TABLE, ShadowExtents
 from nvme_offload.offload.errors import ResumeError, StateError, SwapIOError
+from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.swap_file import DirectPolicy
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.sync import replace_file, sync_data, sync_folder
@@ -190,6 +191,14 @@ class DurableRun:
             self.extents.take_back_commit(before[0].tables[TABLE])
         else:
             self.extents.forget_commits()
+
+    def take_back_writes(self, slots: Iterable[int]) -> list[Extent]:
+        """Go back to the newest committed step in some slots, which it has; returns where it has them. Idempotent.
+
+        Nothing of them may be committed meanwhile.
+        """
+        table = self._files.newest_first()[0].tables[TABLE]
+        return [self.extents.take_back_write(slot, table) for slot in slots]
 
     def commit(self, step: int, blob: bytes, table: np.ndarray) -> Manifest:
         """Make what was written last, and say so in a manifest. All writes of the slots in `table` must be done.

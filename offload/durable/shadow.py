@@ -119,6 +119,32 @@ class ShadowExtents:
         assert record.current is not None
         return record.current
 
+    def is_committed(self, slot: int) -> bool:
+        """Whether the newest committed manifest refers to the newest write of a slot."""
+        record = self.slots[slot]
+        return record.current is not None and record.current is record.committed
+
+    def take_back_write(self, slot: int, table: np.ndarray) -> Extent:
+        """Go back to what the newest committed manifest refers to: what was written of a slot since counts no more.
+
+        Args:
+            slot: which one; that manifest has it.
+            table: of that manifest.
+
+        Returns:
+            Where it is. The next write goes where the one that was taken back went.
+        """
+        record = self.slots[slot]
+        assert record.current is not None
+        if record.committed is not None and record.current is not record.committed:
+            spares = [record.current, *record.spares]
+            # No call in between, as above.
+            record.spares = spares
+            record.current = record.committed
+        self._table[slot] = table[slot]
+        self.suspects.discard(slot)
+        return record.current
+
     def seal(self, slot: int, memory: Memory, sums: Sums) -> None:
         """Write the trailer of a slot into a buffer that holds its state and tail, and note it in the table.
 

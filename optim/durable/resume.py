@@ -168,12 +168,7 @@ class Resumption:
                 store.pipeline.adopt(slot, extent, layout.size_bytes)
             for position, slot in enumerate(store.slots):
                 memory = store.pipeline.acquire(store.slots, position, for_change=False)
-                sums = self._sealing.open(slot, memory)
-                self._sealing.restore(slot, memory)
-                self._sealing.note_restored(slot, sums)
-                slot.read_bytes = self._sealing.read_bytes_of(slot.subgroup)
-                if store.config.aio.checksums:
-                    slot.checksums = sums.state
+                self._sealing.bring_back(slot, memory)
         except (CorruptionError, SwapIOError, ResumeError) as error:
             store.pipeline.forget(store.slots)
             return str(error)

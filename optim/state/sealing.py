@@ -126,10 +126,19 @@ class Sealing:
             if checksums is not None:
                 self._kernels.tile_checksums(values, out=checksums)
 
-    def note_restored(self, slot: SlotRecord, sums: Sums) -> None:
-        """Note that the parameters are as these sums say."""
+    def bring_back(self, slot: SlotRecord, memory: Memory) -> None:
+        """Take the whole of an extent that was read for the state of a subgroup, and give its parameters their values.
+
+        Raises:
+            CorruptionError: see `open`.
+            SwapIOError: see `restore`.
+        """
+        sums = self.open(slot, memory)
+        self.restore(slot, memory)
         if slot.subgroup.form is MasterForm.ITSELF:
             self._tail_sums[slot.index] = sums.tail
+        slot.read_bytes = self.read_bytes_of(slot.subgroup)
+        slot.checksums = sums.state
 
     def _tails(self, subgroup: Subgroup, memory: Memory) -> Iterator[tuple[Run, torch.Tensor]]:
         """The part of the tail of every run, up to the next one's; none where the state has all."""

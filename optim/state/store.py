@@ -317,9 +317,7 @@ class StateStore(StateBody):
         """
         if not self.is_own_process:
             return
-        if self.unfinished is not None and self.unfinished.is_open:
-            with self.worker.kept_away():
-                self.worker.job = None  # of a step that was never called
+        self.end_begun()
         self.worker.wait_until(lambda: self.worker.job is None)  # parameters stay, and stay as the latest step has them
         self.worker.stop()
         self.is_closed = True  # and each part once more does no harm: an interrupted close can be repeated

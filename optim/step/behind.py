@@ -56,6 +56,7 @@ class UpdatesBehind:
         step: what is pending of it is done, in its order, and what somebody waits for before that.
         inputs: of the step. What is in there is kept, whatever becomes of ``p.grad``.
         following: subgroups as the next step will go through them.
+        first: the same, as the next step will want to have them read.
     """
 
     must_end = True
@@ -67,12 +68,14 @@ class UpdatesBehind:
         step: UnfinishedStep,
         inputs: StepInputs,
         following: Sequence[SlotRecord],
+        first: Sequence[SlotRecord],
     ) -> None:
         self._store = store
         self._meter = meter
         self._step = step
         self._inputs = inputs
         self._following = following
+        self._first = first
         self._begun_in_backward = bool(step.done)
         self.is_done = False
 
@@ -118,9 +121,7 @@ class UpdatesBehind:
         self._meter.changed_behind += step.changed_tiles
         store.unfinished = None
         store.after_updates()
-        # Updates that begin in backward begin with the last layers.
-        first = self._following[::-1] if store.config.overlap_step == "backward" else self._following
-        store.worker.pastime = FirstReads(store.pipeline, first)
+        store.worker.pastime = FirstReads(store.pipeline, self._first)
         self.is_done = True
 
 

@@ -89,7 +89,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
                 losses.append(loss.detach())
                 del loss
                 growth.append(LATE.live_bytes - before)
-                if section.get("overlap_step") != "backward":  # which would refuse it
+                if section.get("overlap_step") not in ("backward", "speculate"):  # which would refuse it
                     with torch.no_grad():
                         losses.append(engine(batch).float().square().mean())  # somebody else reads, too
                 engine.step()
