@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload.offload._torch_private import local_tensor, num_backwards_left, version_of
+from nvme_offload.offload.devices.device import Event, is_host, queued
 from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.durable.taking_back import take_back
-from nvme_offload.optim.grad_norm import tile_sums
+from nvme_offload.optim.grad_norm import sums_from_device, tile_sums
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep, count_parts
@@ -69,7 +70,7 @@ class UpdatesInBackward:
         self._meter = meter
         self._guess = guess
         self._order = order if num_early is None else [*order[:num_early], *reversed(order[num_early:])]
-        self._inbox: deque[tuple[int, torch.Tensor]] = deque()
+        self._inbox: deque[tuple[int, torch.Tensor, Event | None]] = deque()
         self._missing = {slot: {run.param for run in slot.subgroup.runs} & set(expected) for slot in order}
         self._num_parts = count_parts(store.slots_of(expected))  # some may have to wait for the step itself
         self._slots: dict[int, list[SlotRecord]] = {}
@@ -80,7 +81,7 @@ class UpdatesInBackward:
     def take(self, index: int, grad: torch.Tensor) -> None:
         """Hand in a gradient that is final, flat. From the thread that runs backward."""
         self.arrived.add(index)
-        self._inbox.append((index, grad))
+        self._inbox.append((index, grad, None if is_host(grad.device) else queued(grad.device)))
         self._store.worker.wake()
 
     def turn(self) -> bool:
@@ -107,8 +108,8 @@ class UpdatesInBackward:
         """Say in the error how far the updates came."""
         error.add_note(f"This happened in backward: {self.step.situation}. {self.step.way_on}")
 
-    def _take_in(self, index: int, grad: torch.Tensor) -> None:
-        self.sums[index] = sums = tile_sums(grad, self._store.kernels)
+    def _take_in(self, index: int, grad: torch.Tensor, final: Event | None) -> None:
+        self.sums[index] = sums = self._sums_of(grad, final)
         if self._guess is not None:
             self._guess.see(sums)
         elif not bool(sums.isfinite().all()):
@@ -123,6 +124,13 @@ class UpdatesInBackward:
             if not self._missing[slot]:
                 ready.append(slot)
         self.step.take_on(index, grad, self._num_parts[index], ready)
+
+    def _sums_of(self, grad: torch.Tensor, final: Event | None) -> torch.Tensor:
+        """Sums of squares of a gradient's tiles; of one on a device after the mark behind which it is final."""
+        if final is None or self._store.mirror is None:
+            return tile_sums(grad, self._store.kernels)
+        with self._store.mirror.come_after(final):
+            return sums_from_device({0: grad})[0]
 
     def _upcoming(self) -> Iterator[SlotRecord]:
         """What will be next, ready or not."""
@@ -341,7 +349,10 @@ class FinalGradients:
         order = [
             slot
             for slot in store.slots_of(expected)
-            if all(run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs)
+            if not slot.is_on_device
+            and all(
+                run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs
+            )
         ]
         job = UpdatesInBackward(
             store, self._meter, step, inputs, expected, self._backward_order(order), self._num_early, guess
@@ -349,6 +360,8 @@ class FinalGradients:
         self._begun_with, self._found = hyperparameters_of(self._groups), {}
         step.is_open = True
         step.way_back = self.take_back if guess is not None else None
+        if store.mirror is not None:
+            store.mirror.begin_step()
         # No call in between: a signal handler sees all of it or nothing.
         self._guess = guess
         worker.pastime = None

@@ -390,7 +390,8 @@ def _copies(job: Job, machine: Machine) -> Copies:
 
 def overlap_of(config: OffloadConfig, *, on_device: bool) -> OverlapStep:
     """The schedule that `initialize` runs with this section: see `Stepper`, which decides parameter by parameter."""
-    hindered = config.has_block_tiers or rule_of(config.optimizer).whole or on_device
+    leaves = on_device and "cpu" in (config.zero_optimization.offload_param.device, config.offload_gradients.device)
+    hindered = config.has_block_tiers or rule_of(config.optimizer).whole or leaves
     return "off" if hindered or not config.hides_steps else config.overlap_step or "forward"
 
 

@@ -179,7 +179,7 @@ def _wrapped(value: Any, memory: Memory | None = None) -> Any:
 
 
 def _wait(why: str) -> None:
-    LATE.waits[why] += 1
+    LATE.note_wait(why)
     stream = current_stream()
     stream.run_to(len(stream.queue))
 
