@@ -235,6 +235,14 @@ class StateStore(StateBody):
         subgroups = self._cut(missing, blocks)
         if not subgroups and not admitted.groups:
             return self.plan
+        if self._placement.device_budget is not None and not self._params_stay_on_device:
+            raise ConfigError(
+                [
+                    f"device_budget = {format_bytes(self._placement.device_budget)}: the parameters are on the CPU, or "
+                    "offload_param takes them there, where state is in host memory anyway; leave it out, or move the "
+                    'model to a GPU first and write offload_param.device = "none"'
+                ]
+            )
         plan = self._plan(subgroups, blocks)
         self.blocks.reserve(admitted, plan.tiers[: len(blocks)])
         slots += [SlotRecord(subgroup) for subgroup in subgroups]
@@ -397,16 +405,12 @@ class StateStore(StateBody):
             staging = self._num_buffers * max(self.pool.buffer_bytes, -(-largest // page) * page)
         if self._devices:
             staging += DeviceMirror.BYTES_PER_ELEMENT * self._largest_numel(subgroups)
-        stay = bool(self._devices) and self.config.zero_optimization.offload_param.device == "none"
-        if self._placement.device_budget is not None and not stay:
-            raise ConfigError(
-                [
-                    f"device_budget = {format_bytes(self._placement.device_budget)}: the parameters are on the CPU, or "
-                    "offload_param takes them there, and so is their state; leave it out, or move the model to a GPU "
-                    'and write offload_param.device = "none"'
-                ]
-            )
-        return self._placement.plan(self.slots, subgroups, staging, page, blocks, on_device=stay)
+        on_device = self._params_stay_on_device
+        return self._placement.plan(self.slots, subgroups, staging, page, blocks, on_device=on_device)
+
+    @property
+    def _params_stay_on_device(self) -> bool:
+        return bool(self._devices) and self.config.zero_optimization.offload_param.device == "none"
 
     @property
     def _devices(self) -> set[torch.device]:

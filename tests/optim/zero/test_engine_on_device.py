@@ -54,6 +54,9 @@ MORE = {
     "under autocast": section("cpu", "cpu", 2, "nvme", torch_autocast={"enabled": True, "dtype": "bfloat16"}),
     "stage 2": section("cpu", params="cpu", **BF16)
     | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
+    "state on the device, bf16": section("none", "nvme", **BF16, device_budget="1GiB"),
+    "state on the device, gradients in host memory, fp16": section("cpu", accumulation=2, **FP16, device_budget="1GiB"),
+    "state on the device, gradients on nvme, fp32": section("nvme", "nvme", 2, device_budget="1GiB"),
     "nvme, nothing pinned": section("nvme", accumulation=2, **BF16)
     | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}}},
 }
@@ -172,6 +175,7 @@ def test_other_mixes_of_tiers(name):
     assert_same(expected, found)
     if name.startswith("nothing"):
         assert min(found["growth"]) > 4 * 48 * 48 * 2  # there they are
+    assert (found["device_state_bytes"] > 0) == ("state on the device" in name)
 
 
 @pytest.mark.slow

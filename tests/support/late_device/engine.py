@@ -62,7 +62,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
     section = json.loads(json.dumps(section).replace("DRIVE", folder))
     how = {"num_layers": LAYERS, **section.pop("model", {})}
     if device == "cpu":
-        section.pop("device_budget", None)  # there is none
+        section.pop("device_budget", None)  # it is for a device's memory
     is_born, mesh = how.pop("meta", False), None
     gc.collect()
     before_bytes = LATE.live_bytes  # of what was trained before
@@ -96,6 +96,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
             waits[-1] += LATE.num_waits
             norms.append(engine.get_global_grad_norm())
         peak_bytes = LATE.peak_bytes
+        kept = engine.optimizer.stats().device_state_bytes
         digest = hashlib.sha256()
         for parameter in engine.module.parameters():
             for values in (get_full_param(parameter), get_full_optimizer_state(parameter, "exp_avg_sq")):
@@ -108,6 +109,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         "born_bytes": born_bytes - before_bytes,
         "peak_bytes": peak_bytes - before_bytes,
         "waits": waits,
+        "device_state_bytes": kept,
     }
 
 
