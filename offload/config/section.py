@@ -139,6 +139,9 @@ class OffloadOptimizerConfig(Section):
     rewrite_every: Whole = key(1, "a whole number, 1..16", "", "steps", ge=1, le=16)
     """Every how many steps the state of a `durable` run is rewritten, 1..16; the gradients of the steps in between are
     kept. With 3 a 16-bit parameter costs 5.3 bytes written and 13.3 read in a step, and not 12 and 10."""
+    rewind_steps: Whole = key(1, "a whole number, 1..16", "", "steps", ge=1, le=16)
+    """How many steps a `durable` run can go back to with `rewind`, 1..16. Each one beyond the first takes the space of
+    the state once more; nothing more is moved."""
 
     IGNORED: ClassVar = {
         **each("pipeline pipeline_read pipeline_write", "reads always run ahead and writes behind"),
@@ -162,6 +165,9 @@ class OffloadOptimizerConfig(Section):
         if self.durable and self.device != "nvme":
             why = f'needs device = "nvme", which keeps the state on a drive, and device is "{self.device}"'
             yield Contradiction("durable", f"{why}; write that, or leave durable out", ("device",))
+        if self.rewind_steps > 1 and not self.durable:
+            why = "goes back in a durable run, and this is none; write durable = true, or leave it out"
+            yield Contradiction("rewind_steps", why, ("durable",))
 
     @property
     def run_name(self) -> str | None:

@@ -74,9 +74,10 @@ class ExtentPool:
         """Note that extents in use are somebody else's from now on."""
         self._used.subtract(sizes)
 
-    def keep(self, size: Size, extent: Extent) -> None:
-        """Have one more that nobody uses; it is taken after those that wait already."""
-        self._idle[size].append(extent)
+    def keep(self, extents: Iterable[tuple[Size, Extent]]) -> None:
+        """Have some more that nobody uses; they are taken after those that wait already."""
+        for size, extent in extents:
+            self._idle[size].append(extent)
 
     def take_out(self, stripes: Collection[tuple[Stripe, ...]]) -> None:
         """Those of the idle extents that are in these stripes are in use again."""

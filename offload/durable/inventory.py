@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.durable import owner
 from nvme_offload.offload.durable.directory import ABOUT_NAME, parse_directory, read_about
 from nvme_offload.offload.durable.manifest import NAMES as MANIFEST_NAMES
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import IDENTITY_PREFIX, SNAPSHOT_PREFIX, read_identity
 from nvme_offload.offload.errors import ResumeError, StateError
-from nvme_offload.offload.storage.run_directory import SWAP_NAME
+from nvme_offload.offload.storage.run_directory import FILE_NAMES, SWAP_NAME
 from nvme_offload.offload.sync import sync_folder
 
 _BLOCK_BYTES = 512  # the unit of st_blocks (stat(2))
@@ -97,16 +98,26 @@ def remove_run(run: RunFound) -> None:
         StateError: somebody is in it.
         OSError: a file cannot be deleted, or is none of ours; what can be resumed is gone by then.
     """
-    folders = [folder for rank in run.ranks for folder in rank.folders]
-    with ExitStack() as locks:
-        for folder in folders:
-            _lock(run.name, folder, locks)
+    with _locked(run) as folders:
         for folder in folders:
             _delete(folder, MANIFEST_NAMES, (SNAPSHOT_PREFIX,))
             sync_folder(folder)
         for folder in folders:
-            _delete(folder, (ABOUT_NAME, owner.NAME, SWAP_NAME), (IDENTITY_PREFIX,))
+            _delete(folder, (ABOUT_NAME, owner.NAME, *FILE_NAMES), (IDENTITY_PREFIX,))
             folder.rmdir()
+
+
+def remove_snapshot(run: RunFound, name: str) -> None:
+    """Give up a snapshot of a run that nobody is in. Its space is used again by the run; the files stay as large.
+
+    Raises:
+        StateError: somebody is in the run: it has a method for this.
+        OSError: a file cannot be deleted.
+    """
+    with _locked(run) as folders:
+        for folder in folders:
+            _delete(folder, (SNAPSHOT_PREFIX + name,), ())
+            sync_folder(folder)
 
 
 def _look_at(rank: int, folders: Sequence[Path]) -> RankFound:
@@ -151,21 +162,29 @@ def _manifests(folder: Path) -> dict[Path, Manifest]:
 
 def _owner_of(folder: Path) -> owner.Owner | None:
     try:
-        fd = os.open(folder / SWAP_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        swap_file = Descriptor(os.open, folder / SWAP_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    try:
+    with swap_file as fd:
         return None if owner.try_lock(fd) else owner.Owner.noted_in(folder) or owner.NOBODY_KNOWN
-    finally:
-        os.close(fd)
+
+
+@contextmanager
+def _locked(run: RunFound) -> Iterator[list[Path]]:
+    """The directories of a run, while nobody else can be in it."""
+    folders = [folder for rank in run.ranks for folder in rank.folders]
+    with ExitStack() as locks:
+        for folder in folders:
+            _lock(run.name, folder, locks)
+        yield folders
 
 
 def _lock(name: str, folder: Path, locks: ExitStack) -> None:
     try:
-        fd = os.open(folder / SWAP_NAME, os.O_RDWR | os.O_CLOEXEC)
+        swap_file = Descriptor(os.open, folder / SWAP_NAME, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return
-    locks.callback(os.close, fd)
+    fd = locks.enter_context(swap_file)
     if (alive := owner.lock(fd, folder)) is not None:
         raise StateError(f"the durable run {name!r}", "a run that nobody is in", f"{alive} is in it")
 

@@ -1,7 +1,7 @@
-"""What a committed step is: one record of where all of it lies, in one of two places that take turns.
+"""What a committed step is: one record of where all of it lies, in one of a few places that take turns.
 
-A manifest is written over the older of two, in one durable write, after everything it refers to is on the drive. Torn
-by a power loss it does not have its digest, and the one before it is whole. Which of the two is newer is said by a
+A manifest is written over the oldest of two or more, in one durable write, after everything it refers to is on the
+drive. Torn by a power loss it does not have its digest, and the one before it is whole. Which one is newer is said by a
 sequence number that only grows, never by the step: a run that goes back counts its steps again.
 """
 
@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import struct
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,12 +21,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.sync import open_synced, sync_file, sync_folder
 
-NAMES = ("manifest.0", "manifest.1")
-"""The two files, in the run's directory on its first path."""
+MAX_FILES = 17
+"""Manifests that a run may have: the newest, and those that it can go back to."""
+NAMES = tuple(f"manifest.{number}" for number in range(MAX_FILES))
+"""Their files, in the run's directory on its first path. Most runs have the first two."""
 
 _MAGIC = b"nvmerun1"
 _HEADER = struct.Struct("<8sQQqQ32s")  # magic, sequence, incarnation, step, bytes of the body, digest of all else
@@ -104,33 +106,33 @@ def _parse(body: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray], byt
 
 
 class ManifestFiles:
-    """The two manifests of a run, in a directory that belongs to it.
+    """The manifests of a run, in a directory that belongs to it.
 
     Args:
         folder: the run's directory on its first path.
         direct: whether that path does direct I/O.
+        count: how many there are, at least 2. One that once had more still shows them, until they are written over.
 
     Raises:
         OutOfSpaceError: there is no room for them.
         SwapIOError: they cannot be made or read.
     """
 
-    def __init__(self, folder: Path, *, direct: bool) -> None:
-        self._paths = [folder / name for name in NAMES]
+    def __init__(self, folder: Path, *, direct: bool, count: int = 2) -> None:
+        self._paths = [folder / name for place, name in enumerate(NAMES) if place < count or (folder / name).exists()]
         made = [_make(path) for path in self._paths if not path.exists()]
         if made:
             sync_folder(folder)
-        self._fds = [open_synced(path, direct=direct) for path in self._paths]
+        self._files = [open_synced(path, direct=direct) for path in self._paths]
         self._held = [Manifest.decode(path.read_bytes()) for path in self._paths]
         self._memory = HostRegion(_FIRST_BYTES)
-        self._finalizer = weakref.finalize(self, _close, self._fds)
 
     def newest_first(self) -> list[Manifest]:
-        """The manifests that are whole, at most two."""
+        """The manifests that are whole."""
         return sorted((held for held in self._held if held), key=lambda held: held.sequence, reverse=True)
 
     def write(self, manifest: Manifest) -> None:
-        """Put a manifest in the place of the older one. It lasts when this returns; if it raises, the newest is whole.
+        """Put a manifest in the place of the oldest one. It lasts when this returns; if it raises, the newest is whole.
 
         Raises:
             OutOfSpaceError: it is larger than its place, and the file system is full.
@@ -139,7 +141,7 @@ class ManifestFiles:
         newest = next((held for held in self.newest_first()), None)
         if newest is not None and manifest.sequence <= newest.sequence:
             raise ValueError(f"manifest {manifest.sequence} is not newer than {newest.sequence}")
-        place = next(place for place in (0, 1) if newest is None or self._held[place] is not newest)
+        place = min(range(len(self._held)), key=self._sequence_at)
         content = manifest.encode()
         size_bytes = -(-len(content) // _BLOCK_BYTES) * _BLOCK_BYTES
         self._make_room(place, size_bytes)
@@ -152,6 +154,10 @@ class ManifestFiles:
             raise
         self._held[place] = manifest
 
+    def _sequence_at(self, place: int) -> int:
+        held = self._held[place]
+        return 0 if held is None else held.sequence
+
     def destroy(self, manifest: Manifest) -> None:
         """Make a manifest none, so that nobody takes it up any more. It is gone for good when this returns."""
         for place, held in enumerate(self._held):
@@ -161,12 +167,13 @@ class ManifestFiles:
 
     def close(self) -> None:
         """Close the files. Idempotent."""
-        self._finalizer()
+        for file in self._files:
+            file.close()
 
     def _make_room(self, place: int, size_bytes: int) -> None:
         if size_bytes > self._memory.size_bytes:
             self._memory = HostRegion(int(size_bytes * _GROWTH))
-        fd, path = self._fds[place], self._paths[place]
+        fd, path = self._files[place].fileno(), self._paths[place]
         held_bytes = os.fstat(fd).st_size
         if size_bytes > held_bytes:
             _promise(fd, path, -(-int(size_bytes * _GROWTH) // _BLOCK_BYTES) * _BLOCK_BYTES)
@@ -179,24 +186,16 @@ class ManifestFiles:
         done = 0
         while done < size_bytes:
             try:
-                done += os.pwrite(self._fds[place], memory[done:], done)
+                done += os.pwrite(self._files[place].fileno(), memory[done:], done)
                 done -= done % _BLOCK_BYTES  # a short one is repeated from where direct I/O may begin
             except OSError as error:
                 raise _error(error, self._paths[place], done, size_bytes - done, "write") from error
 
 
-def _close(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())
-
-
 def _make(path: Path) -> Path:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with Descriptor(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) as fd:
         _promise(fd, path, _FIRST_BYTES)
         sync_file(fd)
-    finally:
-        os.close(fd)
     return path
 
 

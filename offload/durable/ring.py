@@ -11,12 +11,13 @@ so each step rewrites about one in `period` of them. No write goes where a commi
 So what is needed is a base for each slot and one for each that a step rewrites, and as many entries as chains have
 together at their longest, with those that a step adds: S (1 + 1/k) bases and S (k - 1) (1/2 + 1/k) entries for S equal
 slots with a period of k. A slot that is rewritten out of turn takes what is there, and more is allocated where nothing
-is; a later turn lets go of the surplus. With a period of 1 there are two bases for each slot, in turns.
+is; a later turn lets go of the surplus. With a period of 1 there are two bases for each slot, in turns. For each
+further step that can be gone back to there is besides what one step sets free.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -73,9 +74,11 @@ class ExtentRing:
         space: where the extents are.
         incarnation: of this life of the run.
         sequence: of the manifest that comes next.
+        steps_back: how many manifests before the newest stay whole between two steps; at least 1.
     """
 
-    def __init__(self, space: SwapSpace, incarnation: int, sequence: int) -> None:
+    def __init__(self, space: SwapSpace, incarnation: int, sequence: int, *, steps_back: int = 1) -> None:
+        self.steps_back = steps_back
         self.incarnation = incarnation
         self.sequence = sequence
         """Of the manifest that the next writes are for."""
@@ -87,6 +90,8 @@ class ExtentRing:
         self._space = space
         self._pool = ExtentPool(space)
         self._rows = ChainRows(space.fds)
+        self._waiting: deque[list[tuple[Size, Extent]]] = deque()
+        """What only older manifests refer to, which are still to stay whole, by the commit that set it free."""
         self._claimed: dict[Stripes, Extent] = {}
         """What found manifests refer to, until one of them is adopted."""
         self._latest: dict[Stripes, WriteId] = {}
@@ -109,7 +114,7 @@ class ExtentRing:
             OutOfSpaceError: there is no room for all of them; nothing has changed.
         """
         slots = [*self.slots, *(RingSlot(layout, 0) for layout in layouts)]
-        self._pool.want(_wanted(slots))
+        self._pool.want(_wanted(slots, self.steps_back))
         self._rows.grow(len(slots), max(slot.layout.period for slot in slots) - 1)
         _take_turns(slots)
         self.slots = slots
@@ -121,7 +126,7 @@ class ExtentRing:
             self._pool.give_back(self.slots[slot].extents(self.slots[slot].current))
         self.slots = self.slots[:first]
         self._rows.shrink(first)
-        self._pool.want(_wanted(self.slots))
+        self._pool.want(_wanted(self.slots, self.steps_back))
         self._pool.trim()
 
     def begin_turn(self) -> None:
@@ -239,10 +244,14 @@ class ExtentRing:
 
     def note_commit(self) -> None:
         """The chains of this moment are committed: what only those before had is for other slots now."""
+        free: list[tuple[Size, Extent]] = []
         for record in self.slots:
             if record.current is not record.committed:
                 before, record.committed = record.committed, record.current
-                self._release(record, before)
+                free += self._set_free(record, before)
+        self._waiting.append(free)
+        while len(self._waiting) >= self.steps_back:
+            self._pool.give_back(self._waiting.popleft())
         self.sequence += 1
 
     def take_back_commit(self, tables: Mapping[str, np.ndarray]) -> None:
@@ -258,11 +267,16 @@ class ExtentRing:
         for record, chain in zip(self.slots, chains, strict=True):
             before, record.committed = record.committed, record.current.where_equal(chain)
             self._release(record, before)
-        self._pool.take_out({extent.stripes for record in self.slots for _, extent in record.extents(record.committed)})
+        again = {extent.stripes for record in self.slots for _, extent in record.extents(record.committed)}
+        self._pool.take_out(again)
+        if self._waiting:
+            self._pool.give_back(pair for pair in self._waiting.pop() if pair[1].stripes not in again)
 
     def forget_commits(self) -> None:
         """No manifest but those of snapshots refers to anything any more."""
         self._claimed = {}
+        while self._waiting:
+            self._pool.give_back(self._waiting.popleft())
         for record in self.slots:
             before, record.committed = record.committed, Chain()
             self._release(record, before)
@@ -274,13 +288,21 @@ class ExtentRing:
                 self._claimed[stripes] = self._space.claim(stripes)
                 self._latest[stripes] = identity
 
-    def adopt(self, tables: Mapping[str, np.ndarray], layouts: Sequence[SlotLayout], *, where: str) -> None:
+    def adopt(
+        self,
+        tables: Mapping[str, np.ndarray],
+        layouts: Sequence[SlotLayout],
+        *,
+        where: str,
+        older: Sequence[Mapping[str, np.ndarray]] = (),
+    ) -> None:
         """Have the chains that a manifest refers to, in place of the slots there are.
 
         Args:
-            tables: of the manifest, which was claimed, or is that of the newest commit or of the one before.
+            tables: of the manifest, which was claimed, or is that of a commit that was kept.
             layouts: of the slots.
             where: the manifest's place, for messages.
+            older: tables of manifests that stay, the newest first.
 
         Raises:
             ResumeError: the tables are not of such slots, or they were written since in the place of what these refer
@@ -297,20 +319,32 @@ class ExtentRing:
         _take_turns(self.slots)
         self.turn = self.sequence
         self._rows.take(tables, len(layouts), max((layout.period for layout in layouts), default=1) - 1)
-        self._refill(known)
+        self._refill(known, [{stripes for _, stripes, _ in self._rows.writes_of(other)} for other in older])
 
-    def _refill(self, known: Mapping[Stripes, Extent]) -> None:
-        """Begin with another pool: what is there and nobody refers to waits there, as far as slots can use it."""
+    def _refill(self, known: Mapping[Stripes, Extent], older: Sequence[set[Stripes]]) -> None:
+        """Begin with another pool: what is there and no slot has waits there, as far as slots can use it.
+
+        Args:
+            known: all that is there.
+            older: what older manifests refer to, the newest first.
+        """
         self._claimed, self._pool = {}, ExtentPool(self._space)
         sizes = {extent.stripes: size for size, extent in self._in_chains()}
         self._pool.admit(size for stripes, size in sizes.items() if not self._times_pinned[stripes])
         for name, pins in self._pins.items():
             self._pins[name] = [(sizes.get(extent.stripes, size), extent) for size, extent in pins]
-        wanted = _wanted(self.slots)
+        wanted = _wanted(self.slots, self.steps_back)
         size_of = {num_bytes(size): size for size in wanted}
+        ages: list[list[tuple[Size, Extent]]] = [[] for _ in range(len(older) + 1)]
         for stripes, extent in known.items():
             if stripes not in sizes and not self._times_pinned[stripes] and extent.size_bytes in size_of:
-                self._pool.keep(size_of[extent.size_bytes], extent)
+                age = next((age for age, of_older in enumerate(older) if stripes in of_older), len(older))
+                ages[age].append((size_of[extent.size_bytes], extent))
+        num_waiting = min(self.steps_back - 1, len(older))
+        self._waiting = deque(reversed(ages[:num_waiting]))
+        self._pool.admit(size for waiting in self._waiting for size, _ in waiting)
+        for pairs in reversed(ages[num_waiting:]):
+            self._pool.keep(pairs)
         self._pool.want(wanted)
 
     def pin(self, name: str, tables: Mapping[str, np.ndarray]) -> None:
@@ -331,7 +365,7 @@ class ExtentRing:
         self._pool.let_go(size for size, extent in self._in_chains() if extent.stripes in new)
         self._pool.drop(new)
         try:
-            self._pool.want(_wanted(self.slots))
+            self._pool.want(_wanted(self.slots, self.steps_back))
         except BaseException:
             self.unpin(name)
             raise
@@ -346,7 +380,11 @@ class ExtentRing:
             if self._times_pinned[stripes] or size is None:
                 continue
             self._pool.admit([size])
-            if stripes not in in_chains:  # the manifest before may refer to it
+            if stripes in in_chains:
+                continue
+            if self._waiting:  # an older manifest may refer to it
+                self._waiting[-1].append((size, extent))
+            else:
                 self._pool.give_back([(size, extent)])
 
     # Who has which extent.
@@ -373,10 +411,14 @@ class ExtentRing:
         self._release(record, before)
 
     def _release(self, record: RingSlot, chain: Chain) -> None:
-        """Let others have what a chain had, but for what the slot's other chains and snapshots have."""
+        """Let others have what a chain had."""
+        self._pool.give_back(self._set_free(record, chain))
+
+    def _set_free(self, record: RingSlot, chain: Chain) -> list[tuple[Size, Extent]]:
+        """What a chain had, but for what the slot's other chains and snapshots have."""
         kept = {written.extent.stripes for other in (record.current, record.committed) for written in other}
         gone = [pair for pair in record.extents(chain) if pair[1].stripes not in kept]
-        self._pool.give_back(pair for pair in gone if not self._times_pinned[pair[1].stripes])
+        return [pair for pair in gone if not self._times_pinned[pair[1].stripes]]
 
     def _in_chains(self) -> list[tuple[Size, Extent]]:
         """Every extent that a slot has, once."""
@@ -391,7 +433,9 @@ class ExtentRing:
         pinned = [pair for pairs in self._pins.values() for pair in pairs]
         targets = [record.target for record in self.slots if record.target is not None]
         claimed = [(None, extent) for extent in self._claimed.values()]
-        pairs: list[tuple[Size | None, Extent]] = [*targets, *self._in_chains(), *self._pool.idle, *pinned, *claimed]
+        waiting = [pair for pairs in self._waiting for pair in pairs]
+        pairs: list[tuple[Size | None, Extent]] = [*targets, *self._in_chains(), *self._pool.idle]
+        pairs += [*waiting, *pinned, *claimed]
         known: dict[Stripes, tuple[Size | None, Extent]] = {}
         for size, extent in pairs:
             known.setdefault(extent.stripes, (size, extent))
@@ -406,20 +450,21 @@ def _take_turns(slots: Sequence[RingSlot]) -> None:
         slot.phase = next(turn) % slot.layout.period
 
 
-def _wanted(slots: Sequence[RingSlot]) -> Counter[Size]:
+def _wanted(slots: Sequence[RingSlot], steps_back: int) -> Counter[Size]:
     """How many extents of each size the turns need."""
     counts: Counter[Size] = Counter()
     for layout, number in Counter(slot.layout for slot in slots).items():
         bases, entries = num_needed(number, layout.period)
-        counts[layout.base.parts] += bases
+        of_turn = -(-number // layout.period) * (steps_back - 1)  # chains that a step sets free, for each further step
+        counts[layout.base.parts] += bases + of_turn
         if entries:
-            counts[layout.entry_bytes] += entries
+            counts[layout.entry_bytes] += entries + of_turn * (layout.period - 1)
     return counts
 
 
-def bytes_needed(layouts: Iterable[SlotLayout]) -> list[int]:
-    """Bytes of every extent that the turns of these slots need."""
-    counts = _wanted([RingSlot(layout, 0) for layout in layouts])
+def bytes_needed(layouts: Iterable[SlotLayout], steps_back: int) -> list[int]:
+    """Bytes of every extent that the turns of these slots need; see `ExtentRing`."""
+    counts = _wanted([RingSlot(layout, 0) for layout in layouts], steps_back)
     return [num_bytes(size) for size, count in counts.items() for _ in range(count)]
 
 

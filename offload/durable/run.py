@@ -52,6 +52,7 @@ class DurableRun:
         rank: of this process.
         direct: as `aio.direct`.
         weights: as `aio.path_weights`.
+        steps_back: how many commits before the newest stay whole between two steps; at least 1.
 
     Raises:
         ValueError: this cannot be a name.
@@ -68,15 +69,17 @@ class DurableRun:
         rank: int,
         direct: DirectPolicy,
         weights: Sequence[float] | None = None,
+        steps_back: int = 1,
     ) -> None:
         check_name(name)
         self.name = name
         self.rank = rank
+        self._steps_back = steps_back
         self._directories: list[DurableDirectory] = []
         self.space = SwapSpace(paths, weights=weights, direct=direct, directory=self._open_directory)
         """The swap files: for the tier, which closes it."""
         try:
-            self._files = ManifestFiles(self.folder, direct=self.space.direct)
+            self._files = ManifestFiles(self.folder, direct=self.space.direct, count=1 + steps_back)
             self.snapshots = self._read_snapshots()
             """Manifests that are pinned, by name."""
             self.found = self._files.newest_first()
@@ -84,7 +87,8 @@ class DurableRun:
             self.uuid = self._check_paths()
             """Of the run, the same on all ranks; None in a run that is new, until `identify`."""
             newest = max((m.sequence for m in [*self.found, *self.snapshots.values()]), default=0)
-            self.extents = ExtentRing(self.space, secrets.randbits(_INCARNATION_BITS), newest + 1)
+            incarnation = secrets.randbits(_INCARNATION_BITS)
+            self.extents = ExtentRing(self.space, incarnation, newest + 1, steps_back=steps_back)
             """Where the slots are."""
             self._claim()
         except BaseException:
@@ -99,7 +103,7 @@ class DurableRun:
 
     @property
     def committed(self) -> list[Manifest]:
-        """What could be resumed now, newest first: at most two."""
+        """What could be resumed now, newest first: at most `steps_back` and one."""
         return self._files.newest_first()
 
     # Identity.
@@ -156,9 +160,11 @@ class DurableRun:
         held = self._files.newest_first()
         is_held = any(other.sequence == manifest.sequence for other in held)
         gone = [other for other in held if not is_held or other.sequence > manifest.sequence]
-        older = [other for other in held if is_held and other.sequence < manifest.sequence]
-        gone += [other for other in older if self.extents.written_over(other.tables)]
-        self.extents.adopt(manifest.tables, layouts, where=str(self.folder))
+        before = [other for other in held if is_held and other.sequence < manifest.sequence]
+        older = [other for other in before[: self._steps_back] if not self.extents.written_over(other.tables)]
+        gone += [other for other in before if other not in older]
+        older_tables = [other.tables for other in older]
+        self.extents.adopt(manifest.tables, layouts, where=str(self.folder), older=older_tables)
         if not is_held:  # a snapshot: first it is the newest, then it is alone
             self._files.write(replace(manifest, sequence=self.extents.sequence))
             self.extents.sequence += 1

@@ -135,16 +135,16 @@ class DurableMethods(ABC):
 
     @not_compiled
     def rewind(self, steps: int = 1) -> tuple[int, dict[str, Any]]:
-        """Go back to the step before the latest one: what `resume` would have found then. Call it between two steps.
+        """Go back to an earlier step: to what `resume` would have found then. Call it between two steps.
 
         Args:
-            steps: 1.
+            steps: how many, at most `rewind_steps` of the section. Those that `step` skipped count.
 
         Returns:
             As `resume`.
 
         Raises:
-            ValueError: more than one step.
+            ValueError: no number of steps.
             StateError: there is no such step, or it is not whole any more.
             ResumeError: it is damaged.
         """

@@ -73,27 +73,33 @@ class Resumption:
             return self._take_up(candidates)
 
     def rewind(self, steps: int) -> Content:
-        """Go back to the step before the latest that is committed.
-
-        Args:
-            steps: 1.
+        """Go back so many steps from the latest one that is committed.
 
         Raises:
-            ValueError: more than one step.
-            StateError: there is none that is whole.
+            ValueError: that is no number of steps.
+            StateError: there is no such step that is whole.
             ResumeError: it is damaged, or not the same on all ranks.
         """
-        if steps != 1:
-            raise ValueError(f"rewind({steps!r}): a durable run keeps the step before the latest; write 1")
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"rewind({steps!r}): write how many steps to go back, 1 or more")
         with self._store.at_rest(), torch.no_grad():
             self._store.check_whole()
             self._commits.settle()
-            committed = self._run.committed
-            if len(committed) < 2 or self._run.extents.uncommitted:
-                raise StateError("rewind", "two committed steps", f"{len(committed)}, and nothing written since")
-            candidates = self._common({self._content(committed[1]).tick: committed[1]})
+            candidates = self._common({self._content(found).tick: found for found in self._back(steps)})
             self._store.begin_load()
-            return self._take_up(candidates)
+            return self._take_up(candidates[:1])
+
+    def _back(self, steps: int) -> list[Manifest]:
+        """What is committed of the step so many before the latest."""
+        committed = self._run.committed
+        whole = committed[: 0 if self._run.extents.uncommitted else None]
+        found = [manifest for manifest in whole if manifest.step == committed[0].step - steps]
+        if not found:
+            there = ", ".join(str(manifest.step) for manifest in whole) or "none"
+            raise StateError(
+                "rewind", f"a committed step {steps} before the latest (rewind_steps says how many there are)", there
+            )
+        return found
 
     def _content(self, manifest: Manifest) -> Content:
         return Content.decode(manifest.blob, self._run.folder)

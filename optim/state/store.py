@@ -206,7 +206,8 @@ class StateStore(StateBody):
         """Bytes of each extent that the state of subgroups needs, if they go to NVMe and are new there."""
         if self.sealing is None:
             return [subgroup.size_bytes for subgroup in subgroups]
-        return [] if self.sealing.run.found else bytes_needed(map(self.sealing.layout_of, subgroups))
+        run = self.sealing.run
+        return [] if run.found else bytes_needed(map(self.sealing.layout_of, subgroups), run.extents.steps_back)
 
     def _check_room(self, sizes: Sequence[int]) -> None:
         if self.tier is not None:
@@ -418,12 +419,19 @@ class StateStore(StateBody):
 
 
 def _open_run(config: OffloadConfig) -> DurableRun | None:
-    name = config.zero_optimization.offload_optimizer.run_name
-    if name is None:
+    section = config.zero_optimization.offload_optimizer
+    if section.run_name is None:
         return None
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     aio = config.aio
-    return DurableRun(config.nvme_paths, name=name, rank=rank, direct=aio.direct, weights=aio.path_weights)
+    return DurableRun(
+        config.nvme_paths,
+        name=section.run_name,
+        rank=rank,
+        direct=aio.direct,
+        weights=aio.path_weights,
+        steps_back=section.rewind_steps,
+    )
 
 
 def _num_kernel_threads() -> int:

@@ -99,10 +99,10 @@ class DurableEngine(ABC):
         return None if content is None else self._take_over(content)
 
     def rewind(self, steps: int = 1) -> tuple[int, dict[str, Any]]:
-        """Go back to the step before the latest; every rank must call it, between two steps.
+        """Go back to an earlier step; every rank must call it, between two steps.
 
         Args:
-            steps: 1.
+            steps: how many, at most `rewind_steps` of the section. Those that were skipped count.
 
         Returns:
             As `resume`.

@@ -16,9 +16,11 @@ from pathlib import Path
 import torch
 
 from nvme_offload import OffloadAdamW
+from nvme_offload.offload.durable.inventory import find_runs, remove_run
 
 _WARM_STEPS = 2
 _TENSORS = 8
+_NAME = "benchmark-"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,22 @@ class Moved:
 
 def measure(path: str, *, millions: int, steps: int, durable: bool) -> Moved:
     """Take steps over bf16 parameters with gradients at hand, and count what the block layer moved for them."""
+    with optimizer_of(path, millions=millions, durable=durable) as optimizer:
+        for _ in range(_WARM_STEPS):
+            optimizer.step()
+        settle(optimizer)
+        before, waited, start = block_io(), optimizer.stats().commit_wait_seconds, time.perf_counter()
+        for _ in range(steps):
+            optimizer.step()
+        settle(optimizer)
+        seconds, after, stats = time.perf_counter() - start, block_io(), optimizer.stats()
+        moved = steps * sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+    read, written = ((b - a) / moved for a, b in zip(before, after, strict=True))
+    return Moved(read, written, seconds / steps, stats.commits, stats.commit_wait_seconds - waited)
+
+
+def optimizer_of(path: str, *, millions: int, durable: bool) -> OffloadAdamW:
+    """Of bf16 parameters that have gradients, with clipping."""
     numel = millions * 1_000_000 // _TENSORS
     params = [torch.nn.Parameter(torch.randn(numel).mul_(0.05).bfloat16()) for _ in range(_TENSORS)]
     for param in params:
@@ -47,34 +65,32 @@ def measure(path: str, *, millions: int, steps: int, durable: bool) -> Moved:
                 "nvme_path": path,
                 "buffer_count": 4,
                 "staging_budget": "256MiB",
-                "durable": f"bytes-{time.time_ns()}" if durable else False,
+                "durable": f"{_NAME}{time.time_ns()}" if durable else False,
             },
         },
         "gradient_clipping": 1.0,
     }
-    with OffloadAdamW(params, lr=1e-3, offload=section) as optimizer:
-        for _ in range(_WARM_STEPS):
-            optimizer.step()
-        _settle(optimizer)
-        before, waited, start = _block_io(), optimizer.stats().commit_wait_seconds, time.perf_counter()
-        for _ in range(steps):
-            optimizer.step()
-        _settle(optimizer)
-        seconds, after, stats = time.perf_counter() - start, _block_io(), optimizer.stats()
-    read, written = ((b - a) / (_TENSORS * numel * steps) for a, b in zip(before, after, strict=True))
-    return Moved(read, written, seconds / steps, stats.commits, stats.commit_wait_seconds - waited)
+    return OffloadAdamW(params, lr=1e-3, offload=section)
 
 
-def _settle(optimizer: OffloadAdamW) -> None:
+def settle(optimizer: OffloadAdamW) -> None:
+    """Wait until the latest step is done, and lasts."""
     optimizer.synchronize()
     if optimizer.is_durable:
         optimizer.commits.settle()
 
 
-def _block_io() -> tuple[int, int]:
+def block_io() -> tuple[int, int]:
     """Bytes that this process has made the block layer read and write: see proc(5), /proc/pid/io."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def remove_runs(folder: str) -> None:
+    """Delete the runs of benchmarks that have ended."""
+    for run in find_runs([Path(folder)]):
+        if run.name.startswith(_NAME):
+            remove_run(run)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -88,10 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name: asdict(measure(given.folder, millions=given.millions, steps=given.steps, durable=durable))
         for name, durable in (("in place", False), ("durable", True))
     }
-    for run in Path(given.folder).glob("nvme-durable-bytes-*"):
-        for file in run.iterdir():
-            file.unlink()
-        run.rmdir()
+    remove_runs(given.folder)
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
 
 

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.durable.inventory import RunFound, find_runs, remove_run
+from nvme_offload.offload.durable.inventory import RunFound, find_runs, remove_run, remove_snapshot
 from nvme_offload.offload.errors import ConfigError, StateError
 from nvme_offload.offload.units import format_bytes
 
@@ -67,27 +67,51 @@ def remove(
     name: Annotated[str, typer.Argument(help="Of the run.")],
     paths: Paths = None,
     config: Config = None,
+    snapshot: Annotated[
+        str | None, typer.Option("--snapshot", metavar="NAME", help="Remove this snapshot of it alone.")
+    ] = None,
     partly: Annotated[
         bool, typer.Option("--partly", help="Also where some of its paths are not among these folders.")
     ] = False,
 ) -> None:
-    """Delete a run with all that it has committed. One that is alive is refused."""
-    run = next((run for run in _found(paths, config) if run.name == name), None)
-    if run is None:
-        raise typer.BadParameter(f"there is no durable run {name!r} below these folders", param_hint="NAME")
-    missing = [rank for rank in run.ranks if rank.num_paths > len(rank.folders)]
-    if missing and not partly:
-        raise typer.BadParameter(
-            f"{name!r} has {missing[0].num_paths} paths, and {len(missing[0].folders)} of them are among these "
-            "folders: name all, or say --partly",
-            param_hint="PATH",
-        )
+    """Delete a run with all that it has committed, or one snapshot of it. One that is alive is refused."""
+    run = _named(name, paths, config)
+    _check_paths(run, partly=partly)
     try:
-        remove_run(run)
+        if snapshot is None:
+            remove_run(run)
+        else:
+            _check_snapshot(run, snapshot)
+            remove_snapshot(run, snapshot)
     except (StateError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-    typer.echo(f"removed {name}: {format_bytes(run.size_bytes)} are free")
+    done = f"removed {name}: {format_bytes(run.size_bytes)} are free"
+    typer.echo(done if snapshot is None else f"removed snapshot {snapshot} of {name}: its next process uses the space")
+
+
+def _named(name: str, paths: Sequence[Path] | None, config: Path | None) -> RunFound:
+    run = next((run for run in _found(paths, config) if run.name == name), None)
+    if run is None:
+        raise typer.BadParameter(f"there is no durable run {name!r} below these folders", param_hint="NAME")
+    return run
+
+
+def _check_paths(run: RunFound, *, partly: bool = False) -> None:
+    missing = [rank for rank in run.ranks if rank.num_paths > len(rank.folders)]
+    if missing and not partly:
+        raise typer.BadParameter(
+            f"{run.name!r} has {missing[0].num_paths} paths, and {len(missing[0].folders)} of them are among these "
+            "folders: name all, or say --partly",
+            param_hint="PATH",
+        )
+
+
+def _check_snapshot(run: RunFound, name: str) -> None:
+    names = _snapshots(run)
+    if name not in names:
+        there = ", ".join(names) or "none"
+        raise typer.BadParameter(f"{run.name!r} has no snapshot {name!r}; there are: {there}", param_hint="--snapshot")
 
 
 def _found(paths: Sequence[Path] | None, config: Path | None) -> list[RunFound]:
@@ -132,9 +156,13 @@ def _said(run: RunFound) -> list[str]:
     if run.step is None:
         committed = any(rank.steps for rank in run.ranks)
         said.append("there is no step that all of these ranks have" if committed else "nothing was committed")
-    if names := sorted({name for rank in run.ranks for name in rank.snapshots}):
+    if names := _snapshots(run):
         said.append(f"snapshots: {', '.join(names)}")
     return said
+
+
+def _snapshots(run: RunFound) -> list[str]:
+    return sorted({name for rank in run.ranks for name in rank.snapshots})
 
 
 def _age(seconds: float) -> str:

@@ -58,6 +58,7 @@ class SmallRun:
         engine: as `aio.engine`.
         name: of the run.
         rank: of this part of it.
+        steps_back: how many commits before the newest it keeps.
         note: called with what is about to be committed, and with what was.
     """
 
@@ -69,13 +70,14 @@ class SmallRun:
         engine: str = "aiofiles",
         name: str = "small",
         rank: int = 0,
+        steps_back: int = 1,
         note: Callable[[str], None] = lambda moment: None,
     ) -> None:
         place = {"device": "nvme", "nvme_path": [str(path) for path in paths]}
         sections = {"zero_optimization": {"offload_optimizer": place}, "aio": {"engine": engine, "direct": "optional"}}
         config = OffloadConfig.from_dict(sections)
         self.layouts = list(layouts)
-        self.run = DurableRun(paths, name=name, rank=rank, direct="optional")
+        self.run = DurableRun(paths, name=name, rank=rank, direct="optional", steps_back=steps_back)
         self.tier = NvmeTier(config, space=self.run.space)
         self.pool = BufferPool(1, max(layout.base.size_bytes for layout in layouts))
         self.values = [0] * len(layouts)

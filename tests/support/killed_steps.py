@@ -28,11 +28,12 @@ _PAGE = struct.Struct("<qqq")  # resumed at, steps begun, steps that returned
 _ATTEMPTS = 400
 
 
-def durable_section(path, name, *, rewrite_every=1, **more):
+def durable_section(path, name, *, rewind_steps=1, rewrite_every=1, **more):
     made = section(path, sub_group_size=65536, clip=1.0, **more)
     made["zero_optimization"]["offload_optimizer"] |= {
         "staging_budget": "8MiB",
         "durable": name or False,
+        "rewind_steps": rewind_steps,
         "rewrite_every": rewrite_every,
     }
     return made

@@ -82,6 +82,7 @@ class Process:
         reading, writing = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
+            torch.set_num_threads(1)  # those of the parent are not here
             try:
                 function(path, lambda text: os.write(writing, text.encode()))
             finally:

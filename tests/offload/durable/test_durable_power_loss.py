@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.durable import manifest as manifests
 from nvme_offload.offload.durable import run as runs
 from nvme_offload.offload.durable.manifest import ManifestFiles
@@ -123,7 +124,7 @@ def stale_manifests_left_alive(patch):
 
 def manifests_that_do_not_last(patch):
     def opened(path, *, direct):
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return Descriptor(os.open, path, os.O_RDWR | os.O_CLOEXEC)
 
     patch.setattr(manifests, "open_synced", opened)
 

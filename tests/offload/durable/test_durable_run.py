@@ -46,24 +46,27 @@ def used_bytes(small):
 class Walk:
     """Does whatever a run may do, in any order, and knows what must be found after a kill."""
 
-    def __init__(self, folder, seed):
+    def __init__(self, folder, seed, steps_back):
+        self.steps_back = steps_back
         self.path = folder / "drive"
         self.path.mkdir()
         self.copy = folder / "copy"
         self.chance = random.Random(seed)
-        self.small = SmallRun([self.path])
+        self.small = SmallRun([self.path], steps_back=steps_back)
         self.small.begin()
         self.number = 0
+        self.unsure = 0
+        """Commits until nothing is left that an earlier process may have written over."""
         self.commit()
 
     def some_slots(self):
         return [slot for slot in range(len(LAYOUTS)) if self.chance.random() < 0.6]
 
     def commit(self):
-        self.left_unfinished = False
         self.number += 1
         slots = None if self.number == 1 else self.some_slots()
         self.small.commit(str(self.number), self.chance.randrange(100), slots)
+        self.unsure = max(0, self.unsure - 1)
 
     def write_without_commit(self):
         self.small.write({slot: self.chance.getrandbits(31) for slot in self.some_slots()})
@@ -83,18 +86,18 @@ class Walk:
 
     def rewind(self):
         newest, *before = self.small.run.committed
-        if not before or self.left_unfinished:
+        if not before or self.unsure:
             self.small.adopt(newest)
             return
         try:
-            self.small.adopt(before[0])
+            self.small.adopt(self.chance.choice(before))
         except ResumeError:  # it was written over
             assert self.small.run.extents.uncommitted
             self.small.adopt(newest)
 
     def take_back(self):
         """Another rank could not commit: what was written stays, and the next commit has it."""
-        if len(self.small.run.committed) == 2 and not (self.small.run.extents.uncommitted or self.left_unfinished):
+        if len(self.small.run.committed) > 1 and not (self.small.run.extents.uncommitted or self.unsure):
             self.small.run.take_back()
 
     def pin(self):
@@ -115,11 +118,12 @@ class Walk:
         self.commit()
 
     def open_again(self):
-        # What the writes of an earlier process left of the step before the newest, its sums tell.
-        self.left_unfinished = bool(self.small.run.extents.uncommitted)
+        # What the writes of an earlier process left of the steps before the newest, their sums tell.
+        if self.small.run.extents.uncommitted:
+            self.unsure = self.steps_back
         truth = self.small.truth
         self.small.close()
-        self.small = SmallRun([self.path])
+        self.small = SmallRun([self.path], steps_back=self.steps_back)
         self.small.truth = truth
         self.small.adopt(self.small.run.found[0])
 
@@ -127,13 +131,15 @@ class Walk:
         """Kill it now, and look at what the next process finds."""
         shutil.rmtree(self.copy, ignore_errors=True)
         shutil.copytree(self.path, self.copy)
-        expected = [name_of(manifest) for manifest in self.small.run.committed[:1]]
+        # Between two steps what was reserved is whole.
+        whole = None if not (self.small.run.extents.uncommitted or self.unsure) else 1
+        expected = [name_of(manifest) for manifest in self.small.run.committed[:whole]]
         truth, snapshots = self.small.truth, {key: name_of(m) for key, m in self.small.run.snapshots.items()}
-        run = DurableRun([self.copy], name="small", rank=0, direct="optional")
-        assert [name_of(manifest) for manifest in run.found[:1]] == expected
+        run = DurableRun([self.copy], name="small", rank=0, direct="optional", steps_back=self.steps_back)
+        assert [name_of(manifest) for manifest in run.found[:whole]] == expected
         assert {key: name_of(manifest) for key, manifest in run.snapshots.items()} == snapshots
         pinned = list(run.snapshots.values())
-        for manifest in [*run.found[:1], *pinned]:
+        for manifest in [*run.found[:whole], *pinned]:
             run.adopt(manifest, LAYOUTS)
             assert read_past_the_tier(run) == truth[name_of(manifest)]
         run.close()
@@ -154,8 +160,8 @@ OPERATIONS = [
 ]
 
 
-def walk(folder, seed, num_operations):
-    walk, done = Walk(folder, seed), []
+def walk(folder, seed, num_operations, steps_back=1):
+    walk, done = Walk(folder, seed, steps_back), []
     for _ in range(num_operations):
         operation = walk.chance.choice(OPERATIONS)
         done.append(operation.__name__)
@@ -166,7 +172,7 @@ def walk(folder, seed, num_operations):
             error.add_note(f"seed {seed}: {', '.join(done)}")
             raise
     pinned = len(walk.small.run.snapshots)
-    assert used_bytes(walk.small) <= EXTENT_BYTES * (2 + pinned)
+    assert used_bytes(walk.small) <= EXTENT_BYTES * (1 + steps_back + pinned)
     walk.small.close()
     return walk
 
@@ -176,10 +182,15 @@ def test_whatever_it_does_the_latest_commit_and_every_snapshot_are_there(in_memo
     walk(in_memory, seed, 30)
 
 
+def test_so_is_every_step_that_it_keeps_to_go_back_to(in_memory):
+    walk(in_memory, 3, 30, steps_back=3)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("steps_back", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(100, 130))
-def test_it_does_so_for_long(in_memory, seed):
-    walk(in_memory, seed, 200)
+def test_it_does_so_for_long(in_memory, seed, steps_back):
+    walk(in_memory, seed, 200, steps_back)
 
 
 def test_two_extents_are_enough(small):

@@ -126,6 +126,7 @@ def test_removing(small, paths):
     assert f"process {os.getpid()} on " in output
     assert small.read() == small.truth["1"]
     small.close()
+    (small.run.folder / "record.json").write_text("what offload top shows")
     code, output = offload("remove", "small", paths[1])
     assert code == 2
     assert "has 2 paths, and 1 of them" in " ".join(output.replace("│", " ").split())
@@ -134,6 +135,23 @@ def test_removing(small, paths):
     assert (code, output.startswith("removed small: ")) == (0, True)
     assert [list(path.iterdir()) for path in paths] == [[], []]
     assert offload(*paths) == (0, "no durable runs\n")
+
+
+def test_removing_a_snapshot(small, paths):
+    small.commit("2", 8)
+    assert offload("remove", "small", *paths, "--snapshot", "kept")[0] == 1  # it is alive
+    truth = small.truth
+    small.close()
+    code, output = offload("remove", "small", *paths, "--snapshot", "others")
+    assert (code, "there are: kept" in " ".join(output.replace("│", " ").split())) == (2, True)
+    assert offload("remove", "small", *paths, "--snapshot", "kept")[0] == 0
+    (run,) = find_runs(paths)
+    assert (run.step, run.ranks[0].snapshots) == (8, ())
+    again = SmallRun(paths)
+    assert again.run.snapshots == {}
+    again.adopt(again.run.found[0])
+    assert again.read() == truth["2"]
+    again.close()
 
 
 def test_what_others_put_there_stays_and_nothing_can_be_resumed(small, paths):
