@@ -120,7 +120,7 @@ class OptimizerStats:
     state_bytes: int
     """Bytes of optimizer state, wherever it lives."""
     host_state_bytes: int
-    """Bytes of optimizer state that live in host memory for good; the rest lives on NVMe."""
+    """Bytes of optimizer state that live in host memory for good; the rest lives on NVMe, or on a device."""
     total_norm: float
     """Global gradient norm of the latest step, before clipping; NaN before the first."""
     clip_coef: float
@@ -145,6 +145,8 @@ class OptimizerStats:
     """Seconds that steps, and whoever else wanted to write, waited for a commit."""
     committed_step: int | None = None
     """The latest step that lasts; None before the first, and where nothing does."""
+    device_state_bytes: int = 0
+    """Bytes of optimizer state that live on a device for good, and are updated there."""
     param_uses: int = 0
     """Times a block of the parameter tier was needed: gathers, updates, accesses from outside."""
     param_reads: int = 0
@@ -217,7 +219,14 @@ def _of_iteration(iteration: IterationStats | None) -> dict[str, float]:
 GAUGES = frozenset(
     {
         *("achieved_depth", "num_subgroups", "staging_bytes", "state_bytes", "host_state_bytes", "total_norm"),
-        *("committed_step", "clip_coef", "param_host_bytes", "grad_host_bytes", *_of_iteration(None)),
+        *(
+            "committed_step",
+            "clip_coef",
+            "param_host_bytes",
+            "grad_host_bytes",
+            "device_state_bytes",
+            *_of_iteration(None),
+        ),
     }
 )
 """Scalars that go up and down; the others count."""
