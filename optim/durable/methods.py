@@ -13,6 +13,7 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.resume import Resumption
 from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.stats import Meter
 
 
 class DurableMethods(ABC):
@@ -21,10 +22,10 @@ class DurableMethods(ABC):
     param_groups: list[dict[str, Any]]
     _commits: Commits | None = None
 
-    def _take_on_durable(self, store: StateStore, norm_group: dist.ProcessGroup | None) -> None:
+    def _take_on_durable(self, store: StateStore, meter: Meter, norm_group: dist.ProcessGroup | None) -> None:
         """Commit each step from now on, where the store is that of a durable run."""
         if store.sealing is not None:
-            self._commits = Commits(store, store.sealing, norm_group)
+            self._commits = Commits(store, store.sealing, meter, norm_group)
 
     def _commit_step(self) -> None:
         """Commit the step that has ended, unless a training engine does when it has done its own part of it."""
