@@ -241,12 +241,12 @@ class StateStore(StateBody):
         subgroups = self._cut(missing, blocks)
         if not subgroups and not admitted.groups:
             return self.plan
-        if self._placement.device_budget is not None and not self._stay_on_device:
+        if self._placement.device_budget is not None and not self._params_stay_on_device:
             raise ConfigError(
                 [
                     f"device_budget = {format_bytes(self._placement.device_budget)}: the parameters are on the CPU, or "
-                    "offload_param takes them there, and so is their state; leave it out, or move the model to a GPU "
-                    'and write offload_param.device = "none"'
+                    "offload_param takes them there, where state is in host memory anyway; leave it out, or move the "
+                    'model to a GPU first and write offload_param.device = "none"'
                 ]
             )
         plan = self._plan(subgroups, blocks)
@@ -420,11 +420,11 @@ class StateStore(StateBody):
             staging = self._num_buffers * max(self.pool.buffer_bytes, -(-largest // page) * page)
         if self._devices:
             staging += DeviceMirror.BYTES_PER_ELEMENT * self._largest_numel(subgroups)
-        return self._placement.plan(self.slots, subgroups, staging, page, blocks, on_device=self._stay_on_device)
+        on_device = self._params_stay_on_device
+        return self._placement.plan(self.slots, subgroups, staging, page, blocks, on_device=on_device)
 
     @property
-    def _stay_on_device(self) -> bool:
-        """Whether parameters are on a device for good, so that their state may be there, too."""
+    def _params_stay_on_device(self) -> bool:
         return bool(self._devices) and self.config.zero_optimization.offload_param.device == "none"
 
     @property

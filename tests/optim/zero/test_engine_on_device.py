@@ -2,10 +2,16 @@
 
 import itertools
 import json
+import tempfile
+from contextlib import nullcontext
 
 import pytest
+import torch.distributed as dist
 
+from tests.support.late_device.engine import train
+from tests.support.late_device.module import install, late_device
 from tests.support.late_device.mutations import OF_GRADIENTS, OF_PARAMETERS, OF_UPDATES_BEHIND
+from tests.support.ranks import run_ranks
 from tests.support.training import run_child
 
 CODE = "import runpy, sys; sys.argv[0] = ''; runpy.run_module('tests.support.late_device.engine', run_name='__main__')"
@@ -124,15 +130,41 @@ def test_schedules_of_updates():
         )
     ]
     sections += [behind("forward", "nvme", **FP16), behind("forward", "nvme", device_budget="40KiB", **BF16)]
+    durable = behind("forward", **BF16) | {"overlap_step": "speculate", "gradient_clipping": 1000.0}
+    durable["zero_optimization"]["offload_optimizer"] = {**DRIVE, "durable": True}
+    sections.append(durable)
     for number, (expected, found) in enumerate(trained(sections)):
         assert found["losses"] == expected["losses"], sections[number]
         assert_same(expected, found)
 
 
+def _trained_by_a_rank(rank, world_size, section, folder):
+    """On the CPU and on the stand-in, over groups as `initialize` makes them; each device runs its first backward."""
+    install()
+    found = []
+    for device in ("cpu", "late"):
+        dist.destroy_process_group()
+        with late_device() if device == "late" else nullcontext(), tempfile.TemporaryDirectory() as drive:
+            store = dist.FileStore(f"{folder}/{device}", world_size)
+            dist.init_process_group("cpu:gloo,late:gloo", rank=rank, world_size=world_size, store=store)
+            found.append(train(device, drive, section))
+    return found
+
+
 @pytest.mark.slow
-def test_all_mixes_of_tiers():
-    mixes = list(itertools.product(("none", "cpu", "nvme"), ("none", "cpu", "nvme"), ("cpu", "nvme"), (BF16, FP16, {})))
-    sections = [section(gradients, state, 2, params, **mode) for params, gradients, state, mode in mixes]
+@pytest.mark.parametrize("where", ["none", "cpu", "nvme"])
+def test_ranks_gather_from_blocks_as_fsdp2_does(where, tmp_path):
+    sections = section(where, "nvme", 2, where, model={"num_layers": 6}, **BF16)
+    for expected, found in run_ranks(_trained_by_a_rank, 2, sections, str(tmp_path)):
+        assert_same(expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("mode", [BF16, FP16, {}], ids=["bf16", "fp16", "fp32"])
+def test_all_mixes_of_tiers(params, mode):
+    mixes = list(itertools.product(("none", "cpu", "nvme"), ("cpu", "nvme")))
+    sections = [section(gradients, state, 2, params, **mode) for gradients, state in mixes]
     for mix, (expected, found) in zip(mixes, trained(sections), strict=True):
         assert found["losses"] == expected["losses"], mix
         assert_same(expected, found)

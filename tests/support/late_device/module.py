@@ -121,6 +121,14 @@ class _Module:
         """Random numbers are the CPU's."""
 
     @staticmethod
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        """The CPU's are set by whoever sets those of a device."""
+
+    @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
