@@ -52,7 +52,7 @@ class Manifest:
     identity: str
     """Digest of what the run was then: see `identity.digest`."""
     tables: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """2D int64, by name: where things lie. ``slots`` is that of `shadow.ShadowExtents`."""
+    """2D int64, by name: where things lie. See `chain.ChainRows`."""
     blob: bytes = b""
     """What the optimizer keeps with the step."""
 

@@ -35,10 +35,10 @@ def take_back(store: StateStore, slots: Sequence[SlotRecord]) -> None:
     sealing = store.sealing
     assert sealing is not None
     store.settle_params()  # what is on its way to a device has come there before something else is put in its place
-    extents = sealing.run.take_back_writes([slot.index for slot in slots])
-    for slot, extent in zip(slots, extents, strict=True):
-        store.pipeline.adopt(slot, extent, sealing.layout_of(slot.subgroup).size_bytes)
+    for slot in slots:
+        sealing.run.extents.take_back_write(slot.index)
+        sealing.find(slot, store.pipeline)
     for position, slot in enumerate(slots):
-        memory = store.pipeline.acquire(slots, position, for_change=False)
+        memory = store.pipeline.acquire(slots, position, for_change=False, replay=False)
         sealing.bring_back(slot, memory)
     increment_version([store.table[run.param].leaf for slot in slots for run in slot.subgroup.runs])

@@ -51,15 +51,16 @@ def read_update_write(
             if not ahead.is_on_device:
                 store.mirror.fetch(ahead.subgroup, store.table.params, inputs.grads)
     with record_function("nvme_offload: read"):
-        memory = store.pipeline.acquire(order, position)
+        memory = store.pipeline.acquire(order, position, replay=False)
     copies: MirroredRuns | None = None
     if store.mirror and not slot.is_on_device:
         with meter.waiting("device"):
             copies = store.mirror.take(slot.subgroup)
     with store.blocks.held_for_update(slot.subgroup, inputs.grads):
-        store.pipeline.will_change(slot)
         with meter.computing("compute", slot.subgroup.index), record_function("nvme_offload: update"):
             update = update_of(slot, memory, inputs, store, copies)
+            store.pipeline.will_change(slot)
+            slot.updated = frozenset(run.param for run in slot.subgroup.runs if run.param in inputs.grads)
             # No other call until `updating` is false: an exception in between leaves a step that nobody can finish.
             step.updating = True
             step.changed_tiles += update()
@@ -101,7 +102,7 @@ def update_of(
             param, grad, master, states, record.checksums_of(run, on_device=slot.is_on_device), scalars
         )
     by_rule = (
-        _on_device(subgroup.rule, work, store) if slot.is_on_device else _by_rule(subgroup.rule, work, inputs, store)
+        _on_device(subgroup.rule, work, store) if slot.is_on_device else _by_rule(slot, memory, work, inputs, store)
     )
 
     def update_and_copy_back() -> int:
@@ -127,10 +128,13 @@ def _on_device(rule: UpdateRule, work: Mapping[int, RunTensors], store: StateSto
 
 
 def _by_rule(
-    rule: UpdateRule, work: Mapping[int, RunTensors], inputs: StepInputs, store: StateStore
+    slot: SlotRecord, memory: Memory, work: Mapping[int, RunTensors], inputs: StepInputs, store: StateStore
 ) -> Callable[[], int]:
     """What updates runs, by parameter index, in whichever way the rule is written; returns tiles found changed."""
-    pool = store.kernels
+    pool, rule = store.kernels, slot.subgroup.rule
+    if store.sealing is not None and store.sealing.is_logged(slot):
+        store.sealing.begin_writing()
+        return store.sealing.logs.update_of(slot, memory, work)
     if rule.whole:
         return lambda: sum(
             update_whole(rule, run, store.table[index].param, pool, partial(inputs.whole.through, index))

@@ -32,9 +32,12 @@ def eager(monkeypatch):
     monkeypatch.setattr(guess, "_LONGEST_RUN", 1)
 
 
-def config_of(path, schedule, accumulation=1, **more):
+def config_of(path, schedule, accumulation=1, period=1, **more):
     config = section(path, state="nvme", accumulation=accumulation)
-    config["zero_optimization"]["offload_optimizer"]["durable"] = schedule == "speculate" and "run"
+    if schedule == "speculate":
+        config["zero_optimization"]["offload_optimizer"] |= {"durable": "run", "rewrite_every": period}
+    if period > 1:
+        config["zero_optimization"]["offload_optimizer"]["staging_budget"] = "3MiB"
     return {**config, "gradient_clipping": 30.0, "overlap_step": schedule, **more}
 
 
@@ -86,18 +89,18 @@ def trained(config, scales=SCALES, between=lambda engine, step: None):
 
 @pytest.mark.filterwarnings("ignore:gradient norm")
 @pytest.mark.parametrize(
-    ("precision", "accumulation", "budget"),
+    ("precision", "accumulation", "budget", "period"),
     [
-        ("bf16", 1, None),
-        ("fp32", 1, "3MiB"),
-        pytest.param("fp16", 1, None, marks=pytest.mark.slow),
-        pytest.param("mixed", 2, None, marks=pytest.mark.slow),
+        ("bf16", 1, None, 3),
+        ("fp32", 1, "3MiB", 1),
+        pytest.param("fp16", 1, None, 1, marks=pytest.mark.slow),
+        pytest.param("mixed", 2, None, 3, marks=pytest.mark.slow),
     ],
 )
-def test_the_bits_are_those_of_updates_inside_the_step(alone, eager, tmp_path, precision, accumulation, budget):
+def test_the_bits_are_those_of_updates_inside_the_step(alone, eager, tmp_path, precision, accumulation, budget, period):
     more = {**PRECISIONS[precision], "host_budget": budget}
     plain, before, _ = trained(config_of(tmp_path, "off", accumulation, **more))
-    ours, stats, num_begun = trained(config_of(tmp_path, "speculate", accumulation, **more))
+    ours, stats, num_begun = trained(config_of(tmp_path, "speculate", accumulation, period, **more))
     assert_same(ours, plain)
     assert num_begun
     assert (stats.skipped_steps, stats.failed_commits) == (before.skipped_steps, 0)
