@@ -145,6 +145,8 @@ class OptimizerStats:
     """Seconds that steps, and whoever else wanted to write, waited for a commit."""
     committed_step: int | None = None
     """The latest step that lasts; None before the first, and where nothing does."""
+    checkpoint_progress: float | None = None
+    """How much of a checkpoint that is written in the background is done, 0 to 1; None where none is."""
     param_uses: int = 0
     """Times a block of the parameter tier was needed: gathers, updates, accesses from outside."""
     param_reads: int = 0

@@ -271,6 +271,17 @@ class ShadowExtents:
 
     # Rows of the table.
 
+    def written(self, table: np.ndarray, slot: int) -> tuple[Extent, SealedAs, int] | None:
+        """Where a table says that a slot is, as what it is sealed, and the root of its trailer; None: nowhere.
+
+        For reading alone: whose extent it is does not change.
+        """
+        row = table[slot]
+        stripes = self._stripes(row)
+        extent = Extent(sum(stripe.size_bytes for stripe in stripes), stripes)
+        sealed_as = SealedAs(slot, int(row[_SEQUENCE]), int(row[_INCARNATION]))
+        return (extent, sealed_as, int(row[_ROOT])) if stripes else None
+
     @property
     def _num_columns(self) -> int:
         return _STRIPES + _PER_STRIPE * _PARTS * len(self._space.fds)
