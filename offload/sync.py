@@ -28,14 +28,14 @@ def sync_folder(folder: Path) -> None:
         sync_file(descriptor)
 
 
-def open_synced(path: Path, *, direct: bool) -> int:
-    """A descriptor of a file that exists: every write through it is on the drive when it returns, and that alone.
+def open_synced(path: Path, *, direct: bool) -> Descriptor:
+    """A file that exists: every write through its descriptor is on the drive when it returns, and that alone.
 
     Args:
         path: the file.
         direct: past the page cache; then address, offset and size must be aligned.
     """
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DSYNC | (os.O_DIRECT if direct else 0))
+    return Descriptor(os.open, path, os.O_RDWR | os.O_CLOEXEC | os.O_DSYNC | (os.O_DIRECT if direct else 0))
 
 
 def make_folder(folder: Path) -> None:

@@ -52,6 +52,10 @@ COMMANDS = {
         "nvme_offload.perf.tune.command",
         "Search block size, depth, rings and engine for the best `aio` section, on an optimizer step's 1:1 pattern.",
     ),
+    "verify": Command(
+        "nvme_offload.perf.verify.command",
+        "Verify bits and speed of training on this machine's GPU, or on its CPU where it has none.",
+    ),
 }
 
 

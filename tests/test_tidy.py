@@ -1,6 +1,7 @@
 """Style as a test: what reviewers would otherwise have to say again and again."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -54,7 +55,7 @@ FOLDERS_BOTTOM_UP = {
         {"measure"},
         {"report"},
         {"bench", "benchmarks", "demo", "doctor", "planning", "runs", "tune"},
-        {"cli", "compare", "hidden_step", "init", "top"},
+        {"cli", "compare", "hidden_step", "init", "top", "verify"},
     ),
 }
 """The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""
@@ -70,6 +71,29 @@ assert len(SOURCES) > 20, "the sources were not found"
 
 def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def of_every(paths):
+    """Makes one test of a rule for a file; it says of each file what is wrong there."""
+
+    def one_test(rule):
+        @functools.wraps(rule)
+        def test():
+            wrong = [f"{path.relative_to(ROOT)}: {said}" for path in paths if (said := said_by(rule, path))]
+            assert not wrong, "\n".join(wrong)
+
+        del test.__wrapped__  # pytest would ask for the rule's own arguments
+        return test
+
+    return one_test
+
+
+def said_by(rule, path):
+    try:
+        rule(path)
+    except AssertionError as error:
+        return str(error).splitlines()[0]
+    return None
 
 
 def imported_modules(tree):
@@ -90,14 +114,12 @@ def imported_packages(tree):
         yield rest[0] if first == FACE and rest else first
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@of_every(SOURCES)
 def test_imports_go_one_way(path):
     layer = LAYERS.index(path.relative_to(ROOT).parts[0])
     above = set(LAYERS[layer + 1 :]) | ({"torch"} if layer == 0 else set())
     wrong = above & set(imported_packages(parsed(path)))
-    assert not wrong, (
-        f"{path.name} imports {sorted(wrong)}: the arrow is {' <- '.join(LAYERS)}, and no torch in the first"
-    )
+    assert not wrong, f"imports {sorted(wrong)}: the arrow is {' <- '.join(LAYERS)}, and no torch in the first"
 
 
 def rooms_of(package):
@@ -188,47 +210,47 @@ def test_nobody_reaches_into_another():
     assert not found, f"give what is needed a public name: {found}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@of_every(SOURCES)
 def test_no_print_and_no_call_inside_assert(path):
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id != "print", f"{path.name}:{node.lineno}: print; use rich or logging"
+            assert node.func.id != "print", f"line {node.lineno}: print; use rich or logging"
         if isinstance(node, ast.Assert):
             calls = [call for call in ast.walk(node.test) if isinstance(call, ast.Call) and not is_question(call)]
-            assert not calls, f"{path.name}:{node.lineno}: acts inside an assert, which python -O leaves out"
+            assert not calls, f"line {node.lineno}: acts inside an assert, which python -O leaves out"
 
 
 def is_question(call):
     return isinstance(call.func, ast.Name) and call.func.id in ("isinstance", "len", "all", "any")
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@of_every(SOURCES)
 def test_functions_fit_on_a_screen(path):
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
-            assert lines <= MAX_FUNCTION_LINES, f"{path.name}:{node.lineno}: {node.name} has {lines} lines; split it"
+            assert lines <= MAX_FUNCTION_LINES, f"line {node.lineno}: {node.name} has {lines} lines; split it"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@of_every(SOURCES)
 def test_private_torch_names_have_one_place(path):
     if path.name == "_torch_private.py":
         return
     found = PRIVATE_TORCH.search(path.read_text(encoding="utf-8"))
-    assert not found, f"{path.name}: {found and found.group().strip()} belongs in offload/_torch_private.py"
+    assert not found, f"{found and found.group().strip()} belongs in offload/_torch_private.py"
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=lambda path: str(path.relative_to(ROOT)))
+@of_every([*SOURCES, *TESTS])
 def test_one_name_is_imported(path):
     """The folders are no packages of their own: a user's `optim.py` or `perf/` must not hide them, nor they it."""
     wrong = {module for module in imported_modules(parsed(path)) if module.split(".")[0] in LAYERS}
-    assert not wrong, f"{path.name} imports {sorted(wrong)}: write {FACE}.{min(wrong)}"
+    assert not wrong, f"imports {sorted(wrong)}: write {FACE}.{min(wrong)}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@of_every(SOURCES)
 def test_what_must_last_goes_through_one_door(path):
     found = re.findall(r"\b(?:fsync|fdatasync|O_D?SYNC)\b", path.read_text(encoding="utf-8"))
-    assert not found or path.name == "sync.py", f"{path.name}: {found[0]} belongs in offload/sync.py"
+    assert not found or path.name == "sync.py", f"{found[0]} belongs in offload/sync.py"
 
 
 def device_names(tree):
@@ -241,13 +263,13 @@ def device_names(tree):
             yield f"line {node.lineno}: {node.value!r}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@of_every(SOURCES)
 def test_kinds_of_devices_are_named_in_one_room(path):
     """The command alone, which asks for one and tells of it, may name them, too."""
     package, room = path.relative_to(ROOT).parts[:2]
     if package != "perf" and (package, room) != ("offload", "devices"):
         found = list(device_names(parsed(path)))
-        assert not found, f"{path.name}: {found}: hand a torch.device to offload/devices"
+        assert not found, f"{found}: hand a torch.device to offload/devices"
 
 
 MADE_SOMEWHERE = {
@@ -266,11 +288,11 @@ def without_device(tree):
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@of_every(SOURCES)
 def test_tensors_are_made_on_a_device_that_is_named(path):
     if path.relative_to(ROOT).parts[0] != "perf":
         found = list(without_device(parsed(path)))
-        assert not found, f"{path.name}: {found}: say device=, or it is where torch.set_default_device says"
+        assert not found, f"{found}: say device=, or it is where torch.set_default_device says"
 
 
 def test_imports_are_free():

@@ -72,15 +72,6 @@ RunName = Annotated[
 ]
 
 
-def _rewrite_every(value: Any) -> int:
-    if value == 1 and not isinstance(value, bool):
-        return 1
-    raise ValueError("is not 1: state that is rewritten less often than in every step is not there yet")
-
-
-RewriteEvery = Annotated[int, PlainValidator(_rewrite_every), WithJsonSchema({"enum": [1]})]
-
-
 EngineName = Annotated[
     Literal["auto"] | str, GetPydanticSchema(lambda _source, _handler: core_schema.literal_schema(["auto", *ENGINES]))
 ]
@@ -145,8 +136,9 @@ class OffloadOptimizerConfig(Section):
     """Keep the state on the drive so that a killed run goes on from its latest step: see `docs/durable.md`. A name
     tells runs on the same paths apart; `true` is the name "default". Needs `device: nvme`, twice the space, and 2 bytes
     more written per 16-bit parameter and step (4 in fp32)."""
-    rewrite_every: RewriteEvery = key(1, "1, or leave it out", "", "steps")
-    """Every how many steps the state of a `durable` run is rewritten. 1 is what there is so far."""
+    rewrite_every: Whole = key(1, "a whole number, 1..16", "", "steps", ge=1, le=16)
+    """Every how many steps the state of a `durable` run is rewritten, 1..16; the gradients of the steps in between are
+    kept. With 3 a 16-bit parameter costs 5.3 bytes written and 13.3 read in a step, and not 12 and 10."""
     rewind_steps: Whole = key(1, "a whole number, 1..16", "", "steps", ge=1, le=16)
     """How many steps a `durable` run can go back to with `rewind`, 1..16. Each one beyond the first takes the space of
     the state once more; nothing more is moved."""

@@ -12,11 +12,13 @@ from nvme_offload.offload.errors import ResumeError
 from nvme_offload.offload.storage.extent import Extent, Stripe
 
 Stripes = tuple[Stripe, ...]
+WriteId = tuple[int, int, int]
+"""Sequence, incarnation and root: no two writes have the same."""
 
 BASES, ENTRIES = "slots", "log"
 """Names of the two tables of a manifest."""
 
-_SEQUENCE, _INCARNATION, _ROOT, _STRIPES = range(4)  # of a row of bases, as `shadow.ShadowExtents` has them
+_SEQUENCE, _INCARNATION, _ROOT, _STRIPES = range(4)  # of a row of bases
 _PER_STRIPE = 3  # path, offset, size
 _PARTS = 2  # of a base, see `ExtentLayout.parts`
 _SLOT, _CONTENT_BYTES, _ROW = range(3)  # of a row of entries
@@ -45,6 +47,11 @@ class Written:
     root: int
     """Of its trailer, see `seal`."""
 
+    @property
+    def id(self) -> WriteId:
+        """Which write it is, of all."""
+        return self.sealed_as.sequence, self.sealed_as.incarnation, self.root
+
 
 @dataclass(frozen=True, eq=False)
 class Chain:
@@ -58,6 +65,12 @@ class Chain:
         if self.base is not None:
             yield self.base
         yield from self.log
+
+    def where_equal(self, other: Chain) -> Chain:
+        """Another chain, with the writes of this one where they are the same; this one, where all are."""
+        own = {(written.extent.stripes, written.id): written for written in self}
+        parts = [own.get((written.extent.stripes, written.id), written) for written in other]
+        return self if parts == list(self) else Chain(parts[0], tuple(parts[1:])) if parts else Chain()
 
     def reading(self, *, base_bytes: int) -> Extent:
         """All of it as one extent, to be read with one transfer: the beginning of the base, then each entry.
@@ -100,6 +113,10 @@ class ChainRows:
         bases[:slots], entries[:slots, :logs] = self._bases, self._entries
         self._bases, self._entries = bases, entries
 
+    def shrink(self, num_slots: int) -> None:
+        """Have no rows but those of the first slots."""
+        self._bases, self._entries = self._bases[:num_slots], self._entries[:num_slots]
+
     def set_base(self, slot: int, base: Written) -> None:
         """The chain of a slot is this base alone."""
         self._entries[slot] = 0
@@ -118,10 +135,14 @@ class ChainRows:
         for slot, of_slot in _by_slot(entries).items():
             self._entries[slot, : len(of_slot)] = of_slot
 
-    def stripes_of(self, tables: Mapping[str, np.ndarray]) -> list[Stripes]:
-        """Everything that a manifest refers to."""
-        rows = [*tables[BASES], *self._entries_of(tables)[:, _ROW:]]
-        return [stripes for row in rows if (stripes := self._stripes(row))]
+    def writes_of(self, tables: Mapping[str, np.ndarray]) -> list[tuple[int, Stripes, WriteId]]:
+        """Everything that a manifest refers to: whose it is, where, and which write."""
+        rows = [*enumerate(tables[BASES]), *((int(row[_SLOT]), row[_ROW:]) for row in self._entries_of(tables))]
+        return [
+            (slot, stripes, (int(row[_SEQUENCE]), int(row[_INCARNATION]), int(row[_ROOT])))
+            for slot, row in rows
+            if (stripes := self._stripes(row))
+        ]
 
     def read(
         self,

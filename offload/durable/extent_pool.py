@@ -74,6 +74,17 @@ class ExtentPool:
         """Note that extents in use are somebody else's from now on."""
         self._used.subtract(sizes)
 
+    def keep(self, extents: Iterable[tuple[Size, Extent]]) -> None:
+        """Have some more that nobody uses; they are taken after those that wait already."""
+        for size, extent in extents:
+            self._idle[size].append(extent)
+
+    def take_out(self, stripes: Collection[tuple[Stripe, ...]]) -> None:
+        """Those of the idle extents that are in these stripes are in use again."""
+        for size, extents in self._idle.items():
+            self._used[size] += sum(extent.stripes in stripes for extent in extents)
+        self.drop(stripes)
+
     def drop(self, stripes: Collection[tuple[Stripe, ...]]) -> None:
         """Idle extents in these stripes are somebody else's from now on."""
         for size, extents in self._idle.items():

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.durable import owner
 from nvme_offload.offload.durable.directory import ABOUT_NAME, parse_directory, read_about
 from nvme_offload.offload.durable.manifest import NAMES as MANIFEST_NAMES
@@ -161,13 +162,11 @@ def _manifests(folder: Path) -> dict[Path, Manifest]:
 
 def _owner_of(folder: Path) -> owner.Owner | None:
     try:
-        fd = os.open(folder / SWAP_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        swap_file = Descriptor(os.open, folder / SWAP_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    try:
+    with swap_file as fd:
         return None if owner.try_lock(fd) else owner.Owner.noted_in(folder) or owner.NOBODY_KNOWN
-    finally:
-        os.close(fd)
 
 
 @contextmanager
@@ -182,10 +181,10 @@ def _locked(run: RunFound) -> Iterator[list[Path]]:
 
 def _lock(name: str, folder: Path, locks: ExitStack) -> None:
     try:
-        fd = os.open(folder / SWAP_NAME, os.O_RDWR | os.O_CLOEXEC)
+        swap_file = Descriptor(os.open, folder / SWAP_NAME, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return
-    locks.callback(os.close, fd)
+    fd = locks.enter_context(swap_file)
     if (alive := owner.lock(fd, folder)) is not None:
         raise StateError(f"the durable run {name!r}", "a run that nobody is in", f"{alive} is in it")
 

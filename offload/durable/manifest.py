@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import struct
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.sync import open_synced, sync_file, sync_folder
@@ -52,7 +52,7 @@ class Manifest:
     identity: str
     """Digest of what the run was then: see `identity.digest`."""
     tables: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """2D int64, by name: where things lie. ``slots`` is that of `shadow.ShadowExtents`."""
+    """2D int64, by name: where things lie. See `chain.ChainRows`."""
     blob: bytes = b""
     """What the optimizer keeps with the step."""
 
@@ -123,10 +123,9 @@ class ManifestFiles:
         made = [_make(path) for path in self._paths if not path.exists()]
         if made:
             sync_folder(folder)
-        self._fds = [open_synced(path, direct=direct) for path in self._paths]
+        self._files = [open_synced(path, direct=direct) for path in self._paths]
         self._held = [Manifest.decode(path.read_bytes()) for path in self._paths]
         self._memory = HostRegion(_FIRST_BYTES)
-        self._finalizer = weakref.finalize(self, _close, self._fds)
 
     def newest_first(self) -> list[Manifest]:
         """The manifests that are whole."""
@@ -168,12 +167,13 @@ class ManifestFiles:
 
     def close(self) -> None:
         """Close the files. Idempotent."""
-        self._finalizer()
+        for file in self._files:
+            file.close()
 
     def _make_room(self, place: int, size_bytes: int) -> None:
         if size_bytes > self._memory.size_bytes:
             self._memory = HostRegion(int(size_bytes * _GROWTH))
-        fd, path = self._fds[place], self._paths[place]
+        fd, path = self._files[place].fileno(), self._paths[place]
         held_bytes = os.fstat(fd).st_size
         if size_bytes > held_bytes:
             _promise(fd, path, -(-int(size_bytes * _GROWTH) // _BLOCK_BYTES) * _BLOCK_BYTES)
@@ -186,24 +186,16 @@ class ManifestFiles:
         done = 0
         while done < size_bytes:
             try:
-                done += os.pwrite(self._fds[place], memory[done:], done)
+                done += os.pwrite(self._files[place].fileno(), memory[done:], done)
                 done -= done % _BLOCK_BYTES  # a short one is repeated from where direct I/O may begin
             except OSError as error:
                 raise _error(error, self._paths[place], done, size_bytes - done, "write") from error
 
 
-def _close(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())
-
-
 def _make(path: Path) -> Path:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with Descriptor(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) as fd:
         _promise(fd, path, _FIRST_BYTES)
         sync_file(fd)
-    finally:
-        os.close(fd)
     return path
 
 

@@ -158,8 +158,8 @@ def choices(
     Args:
         size: what is on the drive alone.
         rates: of the machine.
-        resident: what is in host memory besides. It is rewritten every `MAX_PERIOD` steps and never read, so the more
-            there is of it, the less is moved.
+        resident: what is in host memory besides. It is written like the rest and never read, so the more there is of
+            it, the less is moved.
         compute_seconds: of forward and backward. A step is hidden behind them at best: then most is written a day.
         periods: to look at.
     """
@@ -168,8 +168,8 @@ def choices(
         costs = costs_of(size, period)
         numel = size.numel * costs.updates
         if resident is not None:
-            longest = costs_of(resident, MAX_PERIOD)
-            written, space = costs.written + longest.written, costs.space + longest.space
+            beside = costs_of(resident, period)
+            written, space = costs.written + beside.written, costs.space + beside.space
             costs = replace(costs, written=written, space=space)
             numel += resident.numel
         seconds = rates.seconds_of(replace(costs, updates=1), numel)

@@ -11,22 +11,23 @@ so each step rewrites about one in `period` of them. No write goes where a commi
 So what is needed is a base for each slot and one for each that a step rewrites, and as many entries as chains have
 together at their longest, with those that a step adds: S (1 + 1/k) bases and S (k - 1) (1/2 + 1/k) entries for S equal
 slots with a period of k. A slot that is rewritten out of turn takes what is there, and more is allocated where nothing
-is; a later turn lets go of the surplus. With a period of 1 there are two bases for each slot, in turns.
+is; a later turn lets go of the surplus. With a period of 1 there are two bases for each slot, in turns. For each
+further step that can be gone back to there is besides what one step sets free.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
 
-from nvme_offload.offload.durable.chain import Chain, ChainRows, SlotLayout, Stripes, Written
+from nvme_offload.offload.durable.chain import BASES, Chain, ChainRows, SlotLayout, Stripes, WriteId, Written
 from nvme_offload.offload.durable.extent_pool import ExtentPool
 from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs, Sums, open_sealed, seal
-from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.errors import ResumeError, StateError
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.swap_space import Size, SwapSpace
 from nvme_offload.offload.storage.tier import Memory
@@ -44,9 +45,7 @@ class RingSlot:
     committed: Chain = field(default_factory=Chain)
     """What the newest committed manifest refers to; an empty one where it knows nothing of this slot."""
     target: tuple[Size, Extent] | None = None
-    """Where its write of this turn goes, with the size, until that is noted."""
-    appended: int = -1
-    """The turn of the last entry."""
+    """Where its next write goes, with the size, until that is noted."""
 
     def extents(self, chain: Chain) -> Iterator[tuple[Size, Extent]]:
         """What a chain of this slot lies in, with the sizes."""
@@ -75,9 +74,11 @@ class ExtentRing:
         space: where the extents are.
         incarnation: of this life of the run.
         sequence: of the manifest that comes next.
+        steps_back: how many manifests before the newest stay whole between two steps; at least 1.
     """
 
-    def __init__(self, space: SwapSpace, incarnation: int, sequence: int) -> None:
+    def __init__(self, space: SwapSpace, incarnation: int, sequence: int, *, steps_back: int = 1) -> None:
+        self.steps_back = steps_back
         self.incarnation = incarnation
         self.sequence = sequence
         """Of the manifest that the next writes are for."""
@@ -89,8 +90,12 @@ class ExtentRing:
         self._space = space
         self._pool = ExtentPool(space)
         self._rows = ChainRows(space.fds)
+        self._waiting: deque[list[tuple[Size, Extent]]] = deque()
+        """What only older manifests refer to, which are still to stay whole, by the commit that set it free."""
         self._claimed: dict[Stripes, Extent] = {}
         """What found manifests refer to, until one of them is adopted."""
+        self._latest: dict[Stripes, WriteId] = {}
+        """Which write is there, or about to be."""
         self._pins: dict[str, list[tuple[Size | None, Extent]]] = {}
         """By name, with the size of those that slots had when they were pinned."""
         self._times_pinned: Counter[Stripes] = Counter()
@@ -99,6 +104,20 @@ class ExtentRing:
     def tables(self) -> dict[str, np.ndarray]:
         """Where the newest writes of all slots are, for a manifest: copies."""
         return self._rows.tables()
+
+    def as_of(self, tables: Mapping[str, np.ndarray], *, where: str) -> ExtentRing:
+        """The slots as a pinned manifest has them, for reading alone. What they refer to must stay pinned meanwhile.
+
+        Args:
+            tables: of the manifest, which is of these slots.
+            where: its place, for messages.
+        """
+        there = ExtentRing(self._space, self.incarnation, self.sequence)
+        known = {stripes: extent for stripes, (_, extent) in self._known().items()}
+        layouts = [record.layout for record in self.slots]
+        chains = self._rows.read(tables, layouts, known, where=where)
+        there.slots = [RingSlot(layout, 0, chain, chain) for layout, chain in zip(layouts, chains, strict=True)]
+        return there
 
     # The writes of a step.
 
@@ -109,10 +128,20 @@ class ExtentRing:
             OutOfSpaceError: there is no room for all of them; nothing has changed.
         """
         slots = [*self.slots, *(RingSlot(layout, 0) for layout in layouts)]
-        self._pool.want(_wanted(slots))
+        self._pool.want(_wanted(slots, self.steps_back))
         self._rows.grow(len(slots), max(slot.layout.period for slot in slots) - 1)
         _take_turns(slots)
         self.slots = slots
+
+    def drop(self, first: int) -> None:
+        """Forget the slots from `first` on, as far as `add` took them on; nothing may have been committed of them."""
+        for slot in range(first, len(self.slots)):
+            self.drop_target(slot)
+            self._pool.give_back(self.slots[slot].extents(self.slots[slot].current))
+        self.slots = self.slots[:first]
+        self._rows.shrink(first)
+        self._pool.want(_wanted(self.slots, self.steps_back))
+        self._pool.trim()
 
     def begin_turn(self) -> None:
         """A step begins that will write: other slots are due."""
@@ -124,7 +153,7 @@ class ExtentRing:
     def is_due(self, slot: int) -> bool:
         """Whether what this slot writes in this turn is a base: its turn has come, or there is nothing to add to."""
         record = self.slots[slot]
-        is_full = record.current.base is None or len(self._log_before(record)) >= record.layout.period - 1
+        is_full = record.current.base is None or len(record.current.log) >= record.layout.period - 1
         return is_full or slot in self.suspects or (self.turn + record.phase) % record.layout.period == 0
 
     def to_rewrite(self, slot: int) -> Extent:
@@ -135,26 +164,25 @@ class ExtentRing:
         """
         record = self.slots[slot]
         base = record.current.base
-        if base is not None and base is not record.committed.base:
+        if base is not None and not self._is_kept(record, base.extent):
+            self.drop_target(slot)
             return base.extent  # nobody refers to it yet
         return self._target(slot, record.layout.base.parts)
 
     def to_append(self, slot: int) -> Extent:
-        """Where the entry of this turn goes: the same until the next turn.
+        """Where the next entry goes: the same until it is sealed, or the next turn begins.
 
         Raises:
             StateError: there is nothing to add to.
             OutOfSpaceError: chains are longer than turns make them, and there is no room for more.
         """
         record = self.slots[slot]
-        if record.current.base is None or len(self._log_before(record)) >= record.layout.period - 1:
+        if record.current.base is None or len(record.current.log) >= record.layout.period - 1:
             raise StateError(f"slot {slot}", "a base, and room in its log", f"{len(record.current.log)} entries")
-        if record.appended == self.turn:
-            return record.current.log[-1].extent
         return self._target(slot, record.layout.entry_bytes)
 
     def drop_target(self, slot: int) -> None:
-        """Nothing is written where `to_rewrite` or `to_append` of this turn said, unless it was noted."""
+        """Nothing is written where `to_rewrite` or `to_append` said, unless it was sealed."""
         record = self.slots[slot]
         if record.target is not None:
             target, record.target = record.target, None
@@ -168,11 +196,9 @@ class ExtentRing:
             memory: with state and tail.
             sums: of both, as they are there now.
         """
-        record = self.slots[slot]
-        base = self._sealed(slot, self.to_rewrite(slot), memory, record.layout.base, sums)
+        base = self._sealed(slot, self.to_rewrite(slot), memory, self.slots[slot].layout.base, sums)
         self._become(slot, Chain(base))
         self._rows.set_base(slot, base)
-        record.appended = -1
         self.suspects.discard(slot)
 
     def seal_entry(self, slot: int, memory: Memory, size_bytes: int, sums: Sums) -> int:
@@ -189,10 +215,9 @@ class ExtentRing:
         """
         record = self.slots[slot]
         content = ExtentLayout(size_bytes, 0, record.layout.base.alignment)
-        entry, log = self._sealed(slot, self.to_append(slot), memory, content, sums), self._log_before(record)
+        entry, log = self._sealed(slot, self.to_append(slot), memory, content, sums), record.current.log
         self._become(slot, Chain(record.current.base, (*log, entry)))
         self._rows.set_entry(slot, len(log), entry)
-        record.appended = self.turn
         return content.size_bytes
 
     def open_sealed(self, slot: int, written: Written, memory: Memory) -> Sums:
@@ -201,13 +226,20 @@ class ExtentRing:
         Raises:
             CorruptionError: this is not what the manifest refers to.
         """
-        path = str(self._space.path_of(written.extent.stripes[0].fd))
         what = f"the {'base' if written is self.slots[slot].current.base else 'log'} of slot {slot}"
-        return open_sealed(memory, written.content, written.sealed_as, written.root, path=path, what=what)
+        return open_sealed(
+            memory, written.content, written.sealed_as, written.root, path=self.path_of(written), what=what
+        )
+
+    def path_of(self, written: Written) -> str:
+        """The file in which a write begins."""
+        return str(self._space.path_of(written.extent.stripes[0].fd))
 
     def _sealed(self, slot: int, extent: Extent, memory: Memory, content: ExtentLayout, sums: Sums) -> Written:
         sealed_as = SealedAs(slot, self.sequence, self.incarnation)
-        return Written(extent, content, sealed_as, seal(memory, content, sealed_as, sums))
+        written = Written(extent, content, sealed_as, seal(memory, content, sealed_as, sums))
+        self._latest[extent.stripes] = written.id
+        return written
 
     # Commits.
 
@@ -216,51 +248,118 @@ class ExtentRing:
         """Slots whose newest write no committed manifest refers to."""
         return [index for index, record in enumerate(self.slots) if record.current is not record.committed]
 
+    def written_over(self, tables: Mapping[str, np.ndarray]) -> list[int]:
+        """Slots for which this life of the run has not kept what an older manifest refers to."""
+        known, over = self._known(), set()
+        for slot, stripes, identity in self._rows.writes_of(tables):
+            if stripes not in known or self._latest.get(stripes) != identity:
+                over.add(slot)
+        return sorted(over)
+
     def note_commit(self) -> None:
         """The chains of this moment are committed: what only those before had is for other slots now."""
+        free: list[tuple[Size, Extent]] = []
         for record in self.slots:
             if record.current is not record.committed:
                 before, record.committed = record.committed, record.current
-                self._release(record, before)
+                free += self._set_free(record, before)
+        self._waiting.append(free)
+        while len(self._waiting) >= self.steps_back:
+            self._pool.give_back(self._waiting.popleft())
         self.sequence += 1
+
+    def take_back_commit(self, tables: Mapping[str, np.ndarray]) -> None:
+        """Go back to the manifest before: what it refers to is spared, and what was written since is not committed.
+
+        Args:
+            tables: of the manifest before. Nothing was written since the newest.
+        """
+        known = {stripes: extent for stripes, (_, extent) in self._known().items()}
+        layouts = [record.layout for record in self.slots[: len(tables[BASES])]]
+        chains = self._rows.read(tables, layouts, known, where="the manifest before")
+        chains += [Chain()] * (len(self.slots) - len(chains))
+        for record, chain in zip(self.slots, chains, strict=True):
+            before, record.committed = record.committed, record.current.where_equal(chain)
+            self._release(record, before)
+        again = {extent.stripes for record in self.slots for _, extent in record.extents(record.committed)}
+        self._pool.take_out(again)
+        if self._waiting:
+            self._pool.give_back(pair for pair in self._waiting.pop() if pair[1].stripes not in again)
 
     def forget_commits(self) -> None:
         """No manifest but those of snapshots refers to anything any more."""
         self._claimed = {}
+        while self._waiting:
+            self._pool.give_back(self._waiting.popleft())
         for record in self.slots:
             before, record.committed = record.committed, Chain()
             self._release(record, before)
 
     def claim(self, tables: Mapping[str, np.ndarray]) -> None:
         """Keep what a found manifest refers to, until `adopt` or `forget_commits`."""
-        for stripes in self._rows.stripes_of(tables):
+        for _, stripes, identity in self._rows.writes_of(tables):
             if stripes not in self._claimed:
                 self._claimed[stripes] = self._space.claim(stripes)
+                self._latest[stripes] = identity
 
-    def adopt(self, tables: Mapping[str, np.ndarray], layouts: Sequence[SlotLayout], *, where: str) -> None:
+    def adopt(
+        self,
+        tables: Mapping[str, np.ndarray],
+        layouts: Sequence[SlotLayout],
+        *,
+        where: str,
+        older: Sequence[Mapping[str, np.ndarray]] = (),
+    ) -> None:
         """Have the chains that a manifest refers to, in place of the slots there are.
 
         Args:
-            tables: of the manifest, which was claimed, or is that of the newest commit or of the one before.
+            tables: of the manifest, which was claimed, or is that of a commit that was kept.
             layouts: of the slots.
             where: the manifest's place, for messages.
+            older: tables of manifests that stay, the newest first.
 
         Raises:
-            ResumeError: the tables are not of such slots; nothing has changed.
+            ResumeError: the tables are not of such slots, or they were written since in the place of what these refer
+                to; nothing has changed.
             OutOfSpaceError: there is no room for what turns need besides. The ring cannot be used then.
         """
         known = {stripes: extent for stripes, (_, extent) in self._known().items()}
+        if over := self.written_over(tables):
+            raise ResumeError(
+                where, f"has a step of which {len(over)} slots were written over since, slot {over[0]} first"
+            )
         chains = self._rows.read(tables, layouts, known, where=where)
         self.slots = [RingSlot(layout, 0, chain, chain) for layout, chain in zip(layouts, chains, strict=True)]
         _take_turns(self.slots)
         self.turn = self.sequence
         self._rows.take(tables, len(layouts), max((layout.period for layout in layouts), default=1) - 1)
-        self._claimed, self._pool = {}, ExtentPool(self._space)  # what nobody refers to is free
+        self._refill(known, [{stripes for _, stripes, _ in self._rows.writes_of(other)} for other in older])
+
+    def _refill(self, known: Mapping[Stripes, Extent], older: Sequence[set[Stripes]]) -> None:
+        """Begin with another pool: what is there and no slot has waits there, as far as slots can use it.
+
+        Args:
+            known: all that is there.
+            older: what older manifests refer to, the newest first.
+        """
+        self._claimed, self._pool = {}, ExtentPool(self._space)
         sizes = {extent.stripes: size for size, extent in self._in_chains()}
         self._pool.admit(size for stripes, size in sizes.items() if not self._times_pinned[stripes])
         for name, pins in self._pins.items():
             self._pins[name] = [(sizes.get(extent.stripes, size), extent) for size, extent in pins]
-        self._pool.want(_wanted(self.slots))
+        wanted = _wanted(self.slots, self.steps_back)
+        size_of = {num_bytes(size): size for size in wanted}
+        ages: list[list[tuple[Size, Extent]]] = [[] for _ in range(len(older) + 1)]
+        for stripes, extent in known.items():
+            if stripes not in sizes and not self._times_pinned[stripes] and extent.size_bytes in size_of:
+                age = next((age for age, of_older in enumerate(older) if stripes in of_older), len(older))
+                ages[age].append((size_of[extent.size_bytes], extent))
+        num_waiting = min(self.steps_back - 1, len(older))
+        self._waiting = deque(reversed(ages[:num_waiting]))
+        self._pool.admit(size for waiting in self._waiting for size, _ in waiting)
+        for pairs in reversed(ages[num_waiting:]):
+            self._pool.keep(pairs)
+        self._pool.want(wanted)
 
     def pin(self, name: str, tables: Mapping[str, np.ndarray]) -> None:
         """Keep what a committed manifest refers to, also when later ones do not, until `unpin`.
@@ -270,15 +369,17 @@ class ExtentRing:
         Raises:
             OutOfSpaceError: there is no room for that; nothing is kept.
         """
-        known = self._known()
-        stripes_of = self._rows.stripes_of(tables)
+        known, stripes_of = self._known(), []
+        for _, stripes, identity in self._rows.writes_of(tables):
+            stripes_of.append(stripes)
+            self._latest.setdefault(stripes, identity)
         self._pins[name] = [known[s] if s in known else (None, self._space.claim(s)) for s in stripes_of]
         new = {stripes for stripes in stripes_of if not self._times_pinned[stripes]}
         self._times_pinned.update(stripes_of)
         self._pool.let_go(size for size, extent in self._in_chains() if extent.stripes in new)
         self._pool.drop(new)
         try:
-            self._pool.want(_wanted(self.slots))
+            self._pool.want(_wanted(self.slots, self.steps_back))
         except BaseException:
             self.unpin(name)
             raise
@@ -293,7 +394,11 @@ class ExtentRing:
             if self._times_pinned[stripes] or size is None:
                 continue
             self._pool.admit([size])
-            if stripes not in in_chains:  # the manifest before may refer to it
+            if stripes in in_chains:
+                continue
+            if self._waiting:  # an older manifest may refer to it
+                self._waiting[-1].append((size, extent))
+            else:
                 self._pool.give_back([(size, extent)])
 
     # Who has which extent.
@@ -306,9 +411,10 @@ class ExtentRing:
             record.target = size, self._pool.take(size)
         return record.target[1]
 
-    def _log_before(self, record: RingSlot) -> tuple[Written, ...]:
-        """The log without the entry of this turn."""
-        return record.current.log[:-1] if record.appended == self.turn else record.current.log
+    def _is_kept(self, record: RingSlot, extent: Extent) -> bool:
+        """Whether a manifest refers to an extent that a slot has."""
+        stripes = extent.stripes
+        return bool(self._times_pinned[stripes]) or any(w.extent.stripes == stripes for w in record.committed)
 
     def _become(self, slot: int, chain: Chain) -> None:
         record = self.slots[slot]
@@ -319,10 +425,14 @@ class ExtentRing:
         self._release(record, before)
 
     def _release(self, record: RingSlot, chain: Chain) -> None:
-        """Let others have what a chain had, but for what the slot's other chains and snapshots have."""
+        """Let others have what a chain had."""
+        self._pool.give_back(self._set_free(record, chain))
+
+    def _set_free(self, record: RingSlot, chain: Chain) -> list[tuple[Size, Extent]]:
+        """What a chain had, but for what the slot's other chains and snapshots have."""
         kept = {written.extent.stripes for other in (record.current, record.committed) for written in other}
         gone = [pair for pair in record.extents(chain) if pair[1].stripes not in kept]
-        self._pool.give_back(pair for pair in gone if not self._times_pinned[pair[1].stripes])
+        return [pair for pair in gone if not self._times_pinned[pair[1].stripes]]
 
     def _in_chains(self) -> list[tuple[Size, Extent]]:
         """Every extent that a slot has, once."""
@@ -335,9 +445,15 @@ class ExtentRing:
     def _known(self) -> dict[Stripes, tuple[Size | None, Extent]]:
         """Every extent that is there, with its size where slots use extents of that size."""
         pinned = [pair for pairs in self._pins.values() for pair in pairs]
+        targets = [record.target for record in self.slots if record.target is not None]
         claimed = [(None, extent) for extent in self._claimed.values()]
-        pairs: list[tuple[Size | None, Extent]] = [*claimed, *pinned, *self._pool.idle, *self._in_chains()]
-        return {extent.stripes: (size, extent) for size, extent in pairs}
+        waiting = [pair for pairs in self._waiting for pair in pairs]
+        pairs: list[tuple[Size | None, Extent]] = [*targets, *self._in_chains(), *self._pool.idle]
+        pairs += [*waiting, *pinned, *claimed]
+        known: dict[Stripes, tuple[Size | None, Extent]] = {}
+        for size, extent in pairs:
+            known.setdefault(extent.stripes, (size, extent))
+        return known
 
 
 def _take_turns(slots: Sequence[RingSlot]) -> None:
@@ -348,15 +464,27 @@ def _take_turns(slots: Sequence[RingSlot]) -> None:
         slot.phase = next(turn) % slot.layout.period
 
 
-def _wanted(slots: Sequence[RingSlot]) -> Counter[Size]:
+def _wanted(slots: Sequence[RingSlot], steps_back: int) -> Counter[Size]:
     """How many extents of each size the turns need."""
     counts: Counter[Size] = Counter()
     for layout, number in Counter(slot.layout for slot in slots).items():
         bases, entries = num_needed(number, layout.period)
-        counts[layout.base.parts] += bases
+        of_turn = -(-number // layout.period) * (steps_back - 1)  # chains that a step sets free, for each further step
+        counts[layout.base.parts] += bases + of_turn
         if entries:
-            counts[layout.entry_bytes] += entries
+            counts[layout.entry_bytes] += entries + of_turn * (layout.period - 1)
     return counts
+
+
+def bytes_needed(layouts: Iterable[SlotLayout], steps_back: int) -> list[int]:
+    """Bytes of every extent that the turns of these slots need; see `ExtentRing`."""
+    counts = _wanted([RingSlot(layout, 0) for layout in layouts], steps_back)
+    return [num_bytes(size) for size, count in counts.items() for _ in range(count)]
+
+
+def num_bytes(size: Size) -> int:
+    """Bytes of an extent of this size."""
+    return sum(size) if isinstance(size, tuple) else size
 
 
 def num_needed(num_slots: int, period: int) -> tuple[int, int]:

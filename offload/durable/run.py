@@ -7,18 +7,18 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from nvme_offload.offload.durable import identity as identities
+from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.directory import DurableDirectory, check_name
 from nvme_offload.offload.durable.identity import Identity
 from nvme_offload.offload.durable.manifest import Manifest, ManifestFiles
-from nvme_offload.offload.durable.seal import ExtentLayout
-from nvme_offload.offload.durable.shadow import TABLE, ShadowExtents
+from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.errors import ResumeError, StateError, SwapIOError
 from nvme_offload.offload.storage.swap_file import DirectPolicy
 from nvme_offload.offload.storage.swap_space import SwapSpace
@@ -43,8 +43,8 @@ class DurableRun:
         else:
             run.identify(identity, uuid)
             run.extents.add(layouts)
-        ...                                         # write slots: `run.extents.to_write`, `run.extents.seal`
-        run.commit(step, blob, run.extents.table)   # when all writes are done; `Committer` does it in a thread
+        ...                                         # write slots: see `ExtentRing`
+        run.commit(step, blob, run.extents.tables)  # when all writes are done; `Committer` does it in a thread
         tier.close(); run.close()                   # everything stays
 
     Args:
@@ -89,7 +89,7 @@ class DurableRun:
             """Of the run, the same on all ranks; None in a run that is new, until `identify`."""
             newest = max((m.sequence for m in [*self.found, *self.snapshots.values()]), default=0)
             incarnation = secrets.randbits(_INCARNATION_BITS)
-            self.extents = ShadowExtents(self.space, incarnation, newest + 1, steps_back=steps_back)
+            self.extents = ExtentRing(self.space, incarnation, newest + 1, steps_back=steps_back)
             """Where the slots are."""
             self._claim()
         except BaseException:
@@ -144,7 +144,7 @@ class DurableRun:
 
     # Manifests.
 
-    def adopt(self, manifest: Manifest, layouts: Sequence[ExtentLayout]) -> None:
+    def adopt(self, manifest: Manifest, layouts: Sequence[SlotLayout]) -> None:
         """Go on from a committed step: what was committed after it, or is not whole, is destroyed when this returns.
 
         Nothing of the state is read. What is written from here on spares what this manifest refers to.
@@ -162,10 +162,10 @@ class DurableRun:
         is_held = any(other.sequence == manifest.sequence for other in held)
         gone = [other for other in held if not is_held or other.sequence > manifest.sequence]
         before = [other for other in held if is_held and other.sequence < manifest.sequence]
-        older = [other for other in before[: self._steps_back] if not self.extents.written_over(other.tables[TABLE])]
+        older = [other for other in before[: self._steps_back] if not self.extents.written_over(other.tables)]
         gone += [other for other in before if other not in older]
-        older_tables = [other.tables[TABLE] for other in older]
-        self.extents.adopt(manifest.tables[TABLE], layouts, where=str(self.folder), older=older_tables)
+        older_tables = [other.tables for other in older]
+        self.extents.adopt(manifest.tables, layouts, where=str(self.folder), older=older_tables)
         if not is_held:  # a snapshot: first it is the newest, then it is alone
             self._files.write(replace(manifest, sequence=self.extents.sequence))
             self.extents.sequence += 1
@@ -188,12 +188,12 @@ class DurableRun:
         newest, *before = self._files.newest_first()
         self._files.destroy(newest)
         if before:
-            self.extents.take_back_commit(before[0].tables[TABLE])
+            self.extents.take_back_commit(before[0].tables)
         else:
             self.extents.forget_commits()
 
-    def commit(self, step: int, blob: bytes, table: np.ndarray) -> Manifest:
-        """Make what was written last, and say so in a manifest. All writes of the slots in `table` must be done.
+    def commit(self, step: int, blob: bytes, tables: Mapping[str, np.ndarray]) -> Manifest:
+        """Make what was written last, and say so in a manifest. All writes of the slots in `tables` must be done.
 
         Nothing may be written meanwhile. If it raises, the step committed before is still whole, and writes go on
         sparing it; the next call commits what is there then.
@@ -201,7 +201,7 @@ class DurableRun:
         Args:
             step: as the optimizer counts.
             blob: what the optimizer keeps with it.
-            table: `extents.table` after the last of these writes was begun.
+            tables: `extents.tables` after the last of these writes was begun.
 
         Raises:
             StateError: a sync failed before, and `extents.suspects` were not written again since.
@@ -219,7 +219,7 @@ class DurableRun:
                 raise SwapIOError(
                     code, path=path, offset=0, size_bytes=0, direction="write", extent="a sync of it failed"
                 ) from error
-        manifest = Manifest(step, self.extents.sequence, self.extents.incarnation, self._identity, {TABLE: table}, blob)
+        manifest = Manifest(step, self.extents.sequence, self.extents.incarnation, self._identity, tables, blob)
         self._files.write(manifest)
         self.extents.note_commit()
         return manifest
@@ -239,7 +239,7 @@ class DurableRun:
         newest = self.committed
         if not newest:
             raise StateError(f"the durable run {self.name!r}", "a committed step", "none")
-        self.extents.pin(name, newest[0].tables[TABLE])
+        self.extents.pin(name, newest[0].tables)
         try:
             replace_file(self.folder / f"{SNAPSHOT_PREFIX}{name}", newest[0].encode())
         except BaseException:
@@ -262,7 +262,7 @@ class DurableRun:
             OutOfSpaceError: there is no room for what later steps write in place of it; nothing has changed.
         """
         newest = self.committed[0]
-        self.extents.pin(_HELD, newest.tables[TABLE])
+        self.extents.pin(_HELD, newest.tables)
         return newest
 
     def let_go(self) -> None:
@@ -272,7 +272,7 @@ class DurableRun:
     def _unpin(self, name: str) -> None:
         self.extents.unpin(name)
         for manifest in self._files.newest_first()[1:]:
-            if self.extents.written_over(manifest.tables[TABLE]):
+            if self.extents.written_over(manifest.tables):
                 self._files.destroy(manifest)
 
     def close(self) -> None:
@@ -314,10 +314,10 @@ class DurableRun:
         return found
 
     def _claim(self) -> None:
-        for manifest in reversed(self.found):  # so that slots have the oldest first, too
-            self.extents.claim(manifest.tables[TABLE])
+        for manifest in self.found:
+            self.extents.claim(manifest.tables)
         for name, manifest in self.snapshots.items():
-            self.extents.pin(name, manifest.tables[TABLE])
+            self.extents.pin(name, manifest.tables)
         self.space.promise()
 
 

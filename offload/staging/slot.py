@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -131,11 +131,31 @@ S = TypeVar("S", bound=Slot)
 S_in = TypeVar("S_in", bound=Slot, contravariant=True)
 
 
+class WriteTarget(NamedTuple):
+    """Where a part of a buffer goes."""
+
+    extent: Extent
+    start: int = 0
+    """Byte of the buffer that comes first."""
+    size_bytes: int | None = None
+    """How many; None: as many as the extent has."""
+
+
 class Sealer(Protocol[S_in]):
     """Sees to it that what is written can be found and trusted by another process."""
 
-    def seal(self, slot: S_in) -> None:
-        """Choose the extent that the buffer of a slot is written to next, and complete the buffer for it."""
+    def seal(self, slot: S_in) -> WriteTarget:
+        """Complete what is in the buffer of a slot, and choose what of it goes where.
+
+        What could not be written is asked for again.
+        """
+
+    def verify(self, slot: S_in) -> None:
+        """Look whether what was read into the buffer of a slot is what was written.
+
+        Raises:
+            CorruptionError: it is not.
+        """
 
 
 class Staging(Generic[S]):
@@ -217,12 +237,16 @@ class Staging(Generic[S]):
         """Start writing a changed slot to its extent. Raises as `start_read` does."""
         assert self.tier is not None
         assert slot.buffer is not None
-        slot.checksums = self._checksums_of(slot)
-        if self.sealer is not None:
-            self.sealer.seal(slot)
-        assert slot.extent is not None
+        target = self._target_of(slot) if self.sealer is None else self.sealer.seal(slot)
         slot.become(Residency.WRITING)
-        slot.transfer = self.tier.write(slot.extent, slot.buffer, what=slot.name, kind=self.kind)
+        slot.transfer = self.tier.write(
+            target.extent,
+            slot.buffer,
+            what=slot.name,
+            kind=self.kind,
+            start=target.start,
+            size_bytes=target.size_bytes,
+        )
         self._ring_for(slot.transfer)
 
     def _ring_for(self, transfer: Transfer[StagingBuffer]) -> None:
@@ -315,7 +339,16 @@ class Staging(Generic[S]):
             return None
         return self._checksum(slot.buffer.view(torch.int32, 0, slot.size_bytes // 4))
 
+    def _target_of(self, slot: S) -> WriteTarget:
+        assert slot.extent is not None
+        slot.checksums = self._checksums_of(slot)
+        return WriteTarget(slot.extent)
+
     def _verify(self, slot: S) -> None:
+        if self.sealer is not None:
+            if self._checksum is not None:
+                self.sealer.verify(slot)
+            return
         actual = self._checksums_of(slot)
         if actual is None or slot.checksums is None or torch.equal(actual, slot.checksums):
             return

@@ -80,10 +80,17 @@ class HostTier:
         return self._done(Op.READ, buffer, kind, source.numel())
 
     def write(
-        self, extent: Extent, buffer: StagingBuffer, *, what: str, kind: str, size_bytes: int | None = None
+        self,
+        extent: Extent,
+        buffer: StagingBuffer,
+        *,
+        what: str,
+        kind: str,
+        start: int = 0,
+        size_bytes: int | None = None,
     ) -> Transfer[StagingBuffer]:
-        """Copy a buffer to the first `size_bytes` (all by default) of an extent; see `Tier.write`."""
-        target, source = self._both(extent, buffer, size_bytes)
+        """Copy a buffer, from byte `start` on, to the first `size_bytes` of an extent; see `Tier.write`."""
+        target, source = self._both(extent, buffer, size_bytes, start)
         target.copy_(source)
         return self._done(Op.WRITE, buffer, kind, source.numel())
 
@@ -102,9 +109,11 @@ class HostTier:
         """Let all memory go, with its last users. Idempotent."""
         self._regions.clear()
 
-    def _both(self, extent: Extent, buffer: StagingBuffer, size_bytes: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _both(
+        self, extent: Extent, buffer: StagingBuffer, size_bytes: int | None, start: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         numel = extent.size_bytes if size_bytes is None else size_bytes
-        return self.memory(extent).view(torch.uint8, 0, numel), buffer.view(torch.uint8, 0, numel)
+        return self.memory(extent).view(torch.uint8, 0, numel), buffer.view(torch.uint8, start, numel)
 
     def _done(self, op: Op, buffer: StagingBuffer, kind: str, size_bytes: int) -> Transfer[StagingBuffer]:
         self._bytes_by_kind[op, kind] += size_bytes

@@ -190,10 +190,20 @@ class NvmeTier:
         return self._start(Op.READ, extent, buffer, what, kind, size_bytes)
 
     def write(
-        self, extent: Extent, buffer: StagingBuffer, *, what: str, kind: str, size_bytes: int | None = None
+        self,
+        extent: Extent,
+        buffer: StagingBuffer,
+        *,
+        what: str,
+        kind: str,
+        start: int = 0,
+        size_bytes: int | None = None,
     ) -> Transfer[StagingBuffer]:
-        """Start writing a buffer to the first `size_bytes` (all by default) of an extent. Arguments as in `read`."""
-        return self._start(Op.WRITE, extent, buffer, what, kind, size_bytes)
+        """Start writing a buffer to the first `size_bytes` (all by default) of an extent.
+
+        Arguments as in `read`; `start` is the byte of the buffer that comes first, a multiple of the alignment.
+        """
+        return self._start(Op.WRITE, extent, buffer, what, kind, size_bytes, start)
 
     def bytes_of_kind(self, op: Op, kind: str) -> int:
         """Bytes handed to the engine under this kind, since construction."""
@@ -218,7 +228,14 @@ class NvmeTier:
             self._finalizer.detach()
 
     def _start(
-        self, op: Op, extent: Extent, buffer: StagingBuffer, what: str, kind: str, size_bytes: int | None
+        self,
+        op: Op,
+        extent: Extent,
+        buffer: StagingBuffer,
+        what: str,
+        kind: str,
+        size_bytes: int | None,
+        start: int = 0,
     ) -> Transfer[StagingBuffer]:
         self._check_usable()
         try:
@@ -226,9 +243,10 @@ class NvmeTier:
         except SwapIOError as error:
             error.extent = f"{what}; {error.extent}"
             raise
-        if (size_bytes or extent.size_bytes) > buffer.size_bytes:
-            raise ValueError(f"{what}: {size_bytes or extent.size_bytes} bytes into a buffer of {buffer.size_bytes}")
-        segments = extent.segments(buffer.address, 0, size_bytes)
+        if start + (size_bytes or extent.size_bytes) > buffer.size_bytes:
+            moved = f"{size_bytes or extent.size_bytes} bytes from byte {start} on"
+            raise ValueError(f"{what}: {moved}, and the buffer has {buffer.size_bytes}")
+        segments = extent.segments(buffer.address + start, 0, size_bytes)
         flight = _Flight(op, extent, segments, buffer, self.engine)
         with self._lock:
             # Held here, the buffer's memory cannot go away under the kernel when the caller drops the transfer.

@@ -77,9 +77,19 @@ class Tier(Protocol):
         """
 
     def write(
-        self, extent: Extent, buffer: StagingBuffer, *, what: str, kind: str, size_bytes: int | None = None
+        self,
+        extent: Extent,
+        buffer: StagingBuffer,
+        *,
+        what: str,
+        kind: str,
+        start: int = 0,
+        size_bytes: int | None = None,
     ) -> Transfer[StagingBuffer]:
-        """Start writing a buffer to the first `size_bytes` (all by default) of an extent. Arguments as in `read`."""
+        """Start writing a buffer to the first `size_bytes` (all by default) of an extent.
+
+        Arguments as in `read`; `start` is the byte of the buffer that comes first, a multiple of the alignment.
+        """
 
     def quiesce(self, buffer: StagingBuffer) -> None:
         """Wait until no transfer can touch a buffer, also one whose handle an exception kept from the caller."""

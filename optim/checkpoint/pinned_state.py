@@ -8,7 +8,6 @@ import torch
 
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.pinned import PinnedReader
-from nvme_offload.offload.durable.seal import check_sums
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.checkpoint.places import Place
 from nvme_offload.optim.kernels import KernelPool
@@ -32,11 +31,10 @@ class PinnedState:
     """
 
     def __init__(self, body: StateBody, sealing: Sealing, manifest: Manifest) -> None:
-        self._layouts = [sealing.layout_of(slot.subgroup) for slot in body.slots]
-        self._reader = PinnedReader(sealing.run, manifest, self._layouts)
-        self._path = str(sealing.run.folder)
+        self._reader = PinnedReader(sealing.run, manifest)
         self.kernels = KernelPool(1)
         """Of this reader alone: with those of a step it would take turns."""
+        self._sealing = Sealing(sealing.run, body.table, self.kernels, sealing.logs.period, self._reader.extents)
         self._held: tuple[SlotRecord, Memory] | None = None
         self._own: defaultdict[int, list[tuple[SlotRecord, Run]]] = defaultdict(list)
         for slot in body.slots:
@@ -61,21 +59,15 @@ class PinnedState:
         """
         if self._held is None or self._held[0] is not slot:
             self._held = None
-            memory, expected = self._reader.read(slot.index)
-            layout, sums = self._layouts[slot.index], self.kernels.tile_checksums
-            state = sums(memory.view(torch.int32, 0, layout.state_bytes // 4))
-            tail = sums(memory.view(torch.int32, layout.tail_at, layout.tail_bytes // 4))
-            check_sums(expected.state, state, path=self._path, what=f"the state of subgroup {slot.index}")
-            check_sums(expected.tail, tail, path=self._path, what=f"the parameters of subgroup {slot.index}")
+            memory, there = self._reader.read(slot.index), SlotRecord(slot.subgroup)
+            there.is_behind = bool(self._reader.extents.slots[slot.index].current.log)
+            self._sealing.open(there, memory)
             self._held = slot, memory
         return self._held[1]
 
     def tail(self, slot: SlotRecord, run: Run) -> torch.Tensor:
         """What parameters of a run have besides the state: bf16 upper halves or fp32, 1D [run.numel]."""
-        dtype = slot.subgroup.tail_dtype
-        assert dtype is not None
-        at = self._layouts[slot.index].tail_at + run.at * dtype.itemsize
-        return self.read(slot).view(dtype, at, run.numel)
+        return self._sealing.tail(slot.subgroup, self.read(slot), run)
 
 
 class _ReadOnly:

@@ -118,8 +118,10 @@ class Commits:
                 self._prepare()
                 self._take(groups, engine or {})
         except OSError as error:
+            self.sealing.begins_turn = True
             self._say_failed(error)
         except BaseException as error:
+            self.sealing.begins_turn = True
             error.add_note(f"Step {step} is complete, and is not committed: a later commit has what it changed.")
             raise
         if self.store.unfinished is None:
@@ -261,7 +263,7 @@ class Commits:
         ticks = [Content.decode(manifest.blob, self.run.folder).tick for manifest in self.run.committed]
         known = self.ranks().gather((self.run.uuid is None, own, max([self.tick, *ticks])))
         self.tick = max(tick for _, _, tick in known.values())
-        self.run.identify(identity_of(self.store), min(known.values())[1])
+        self.run.identify(identity_of(self.store, self.sealing.logs.period), min(known.values())[1])
         self._num_identified = self._num_placed
 
     def note_adopted(self, content: Content) -> None:
@@ -313,6 +315,7 @@ class Commits:
         if pending is None or self.store.unfinished is not None:
             return
         self._pending = None
+        self.sealing.begins_turn = True
         if self._committer.is_busy:  # after a step that had no gradient, and so nothing to wait for
             self._settle_own()
         try:
@@ -328,7 +331,7 @@ class Commits:
             try:
                 for wait in waits:
                     wait()
-                self.run.commit(step, blob, self.run.extents.table)
+                self.run.commit(step, blob, self.run.extents.tables)
                 self.committed_step = step
             finally:
                 self.sealing.is_held = False

@@ -15,13 +15,15 @@ from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.state.body import StateBody
 
 
-def identity_of(body: StateBody) -> dict[str, Any]:
-    """JSON that is equal for the same parameters, groups, rule, ranks and subgroups."""
+def identity_of(body: StateBody, rewrite_every: int) -> dict[str, Any]:
+    """JSON that is equal for the same parameters, groups, rule, ranks, subgroups and kind of log."""
+    logged = {"rewrite_every": rewrite_every} if rewrite_every > 1 else {}
     table = body.table
     numels = Counter(str(record.leaf.dtype).removeprefix("torch.") for record in table)
     total = sum(record.leaf.numel() for record in table)
     kinds = ", ".join(f"{count} in {dtype}" for dtype, count in sorted(numels.items()))
     return {
+        **logged,
         "model": f"{len(table)} parameters ({kinds}), {total:,} elements",
         "optimizer": body.owner,
         "rank": dist.get_rank() if dist.is_initialized() else 0,

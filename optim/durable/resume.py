@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.durable.shadow import TABLE
 from nvme_offload.offload.errors import CorruptionError, ResumeError, StateError, SwapIOError
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.content import Content
@@ -121,7 +120,7 @@ class Resumption:
                 f"`offload runs remove {self._run.name}`",
             )
         candidates = [own[tick] for tick in sorted(common, reverse=True)]
-        identity = identity_of(self._store)
+        identity = identity_of(self._store, self._sealing.logs.period)
         self._refuse_where_any("is of another run than this", self._run.differences(candidates[0], identity))
         return [manifest for manifest in candidates if not self._run.differences(manifest, identity)]
 
@@ -160,20 +159,16 @@ class Resumption:
         store, extents = self._store, self._run.extents
         layouts = [self._sealing.layout_of(slot.subgroup) for slot in store.slots]
         try:
-            extents.adopt(manifest.tables[TABLE], layouts, where=str(self._run.folder))
-            for slot, layout in zip(store.slots, layouts, strict=True):
-                extent = extents.to_read(slot.index)
-                if extent is None:
+            extents.adopt(manifest.tables, layouts, where=str(self._run.folder))
+            for slot in store.slots:
+                chain = extents.slots[slot.index].current
+                if chain.base is None:
                     return f"it has nothing of subgroup {slot.index}"
-                store.pipeline.adopt(slot, extent, layout.size_bytes)
+                reading = chain.reading(base_bytes=chain.base.content.size_bytes)
+                store.pipeline.adopt(slot, reading, len(chain.log))
             for position, slot in enumerate(store.slots):
-                memory = store.pipeline.acquire(store.slots, position, for_change=False)
-                sums = self._sealing.open(slot, memory)
-                self._sealing.restore(slot, memory)
-                self._sealing.note_restored(slot, sums)
-                slot.read_bytes = self._sealing.read_bytes_of(slot.subgroup)
-                if store.config.aio.checksums:
-                    slot.checksums = sums.state
+                memory = store.pipeline.acquire(store.slots, position, for_change=False, replay=False)
+                self._sealing.bring_back(slot, memory)
         except (CorruptionError, SwapIOError, ResumeError) as error:
             store.pipeline.forget(store.slots)
             return str(error)
@@ -183,7 +178,7 @@ class Resumption:
         store, commits = self._store, self._commits
         self._run.adopt(manifest, [self._sealing.layout_of(slot.subgroup) for slot in store.slots])
         for slot in store.slots:
-            slot.extent = self._run.extents.to_read(slot.index)
+            self._sealing.point(slot)
         commits.identify()
         for record, steps in zip(store.table, content.steps.tolist(), strict=True):
             record.steps = steps

@@ -41,7 +41,7 @@ class EntryFormat:
     numels: tuple[int, ...]
     """Elements of each run."""
     grad_itemsize: int
-    """Bytes of a gradient's element."""
+    """Bytes of a gradient's element, at most."""
 
     @classmethod
     def of(cls, subgroup: Subgroup, grad_dtype: torch.dtype) -> EntryFormat:
@@ -77,11 +77,11 @@ class EntryFormat:
         """Note with what a run is updated; returns the offsets of its tiles, for `make_segment` to have them filled in.
 
         Raises:
-            ValueError: a rule has more scalars than an entry has room for, or the gradient another size.
+            ValueError: a rule has more scalars than an entry has room for, or the gradient is wider.
         """
-        if len(scalars) > MAX_SCALARS or grad_dtype.itemsize != self.grad_itemsize:
+        if len(scalars) > MAX_SCALARS or grad_dtype.itemsize > self.grad_itemsize:
             raise ValueError(
-                f"a gradient of {grad_dtype} with {len(scalars)} scalars: entries here are of gradients of "
+                f"a gradient of {grad_dtype} with {len(scalars)} scalars: entries here are of gradients of at most "
                 f"{self.grad_itemsize} bytes, with at most {MAX_SCALARS} scalars"
             )
         _, records = self._head(memory)

@@ -104,6 +104,8 @@ class ParamToPlace:
     dtype: torch.dtype
     rule: UpdateRule
     block: int = -1
+    log_itemsize: int = 0
+    """Bytes per element of the log that is read beside the state."""
 
 
 def plan_subgroups(
@@ -111,10 +113,10 @@ def plan_subgroups(
 ) -> list[Subgroup]:
     """Cut parameters, in their order, into subgroups.
 
-    A subgroup holds parameters of one group, one master form and one block of the tiers, at most `max_numel` elements
-    (rounded up to `TILE_NUMEL`) and at most `max_bytes` of state. Parameters are cut at multiples of `TILE_NUMEL`
-    only, those of a rule that needs them whole not at all: each has a subgroup of its own, so that ranks whose shards
-    differ in size agree on the order. Empty ones are left out.
+    A subgroup holds parameters of one group, one master form, one block of the tiers and one kind of log, at most
+    `max_numel` elements (rounded up to `TILE_NUMEL`) and at most `max_bytes` of state. Parameters are cut at multiples
+    of `TILE_NUMEL` only, those of a rule that needs them whole not at all: each has a subgroup of its own, so that
+    ranks whose shards differ in size agree on the order. Empty ones are left out.
 
     Args:
         params: what to place.
@@ -125,20 +127,20 @@ def plan_subgroups(
     """
     subgroups: list[Subgroup] = []
     pending: list[Run] = []
-    current: tuple[int, MasterForm, UpdateRule, int] | None = None
+    current: tuple[int, MasterForm, UpdateRule, int, int] | None = None
 
     def close() -> None:
         if pending and current:
-            group, form, rule, block = current
+            group, form, rule, block, _ = current
             subgroups.append(Subgroup(first + len(subgroups), group, form, rule, tuple(pending), block))
         pending.clear()
 
     for param in params:
-        kind = (param.group, FORM_OF_DTYPE[param.dtype], param.rule, param.block)
+        kind = (param.group, FORM_OF_DTYPE[param.dtype], param.rule, param.block, param.log_itemsize)
         if kind != current or param.rule.whole:
             close()
             current = kind
-        itemsize = (sealed_itemsize if sealed else state_itemsize)(kind[1], param.rule.states)
+        itemsize = (sealed_itemsize if sealed else state_itemsize)(kind[1], param.rule.states) + param.log_itemsize
         capacity = min(max_bytes // max(itemsize, 1), _round_up(max_numel, TILE_NUMEL))
         start = 0
         while start < param.numel:

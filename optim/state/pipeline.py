@@ -40,8 +40,12 @@ _SPAN_OF: dict[Residency, SpanKind] = {Residency.READING: "read", Residency.WRIT
 class Seal(Sealer[SlotRecord], Protocol):
     """What makes of a subgroup's state in a buffer all that another process needs of it."""
 
-    def complete(self, slot: SlotRecord, memory: Memory) -> None:
-        """Put beside the state what of its parameters lives in memory alone."""
+    def replay(self, slot: SlotRecord) -> None:
+        """Do the updates that are in the log which was read with the state.
+
+        Raises:
+            CorruptionError: it is not what was written.
+        """
 
 
 class StepPipeline:
@@ -92,7 +96,13 @@ class StepPipeline:
         return self._staging.residents
 
     def acquire(
-        self, order: Sequence[SlotRecord], position: int, *, for_change: bool = True, load: bool = True
+        self,
+        order: Sequence[SlotRecord],
+        position: int,
+        *,
+        for_change: bool = True,
+        load: bool = True,
+        replay: bool = True,
     ) -> Memory:
         """The memory of ``order[position]`` with its valid state in it; reads of what follows on NVMe are under way.
 
@@ -102,6 +112,7 @@ class StepPipeline:
             for_change: first write again what could not be written. Readers do not insist: a drive that takes no more
                 writes must not keep them from state that is still in memory.
             load: False when all of the state is about to be overwritten; then a copy on the tier is not read.
+            replay: False for who does himself what the log has that is read with the state: see `SlotRecord.is_behind`.
 
         Raises:
             SwapIOError: the read failed, or a write that ran behind did. What could not be written is still in its
@@ -125,6 +136,8 @@ class StepPipeline:
                 self._read_ahead(window, load)
         if slot.residency is Residency.UNBORN:
             self._give_birth(slot, slot.buffer)
+        if replay and slot.is_behind and self._seal is not None:
+            self._seal.replay(slot)
         return slot.buffer
 
     def advance(self, ahead: Sequence[SlotRecord]) -> None:
@@ -182,15 +195,14 @@ class StepPipeline:
     def will_change(self, slot: SlotRecord) -> None:
         """Say that the acquired memory is about to differ from the tier."""
         if slot.memory is None:
+            slot.open_version()
             slot.become(Residency.DIRTY)
 
     def release(self, slot: SlotRecord) -> None:
         """Done with the acquired memory: a change is written behind, anything else stays as a clean copy."""
         if self.discards:
-            self._staging.forget(slot)
+            self._forget(slot)
         if slot.residency is Residency.DIRTY and slot.buffer is not None:
-            if self._seal is not None:
-                self._seal.complete(slot, slot.buffer)
             self._staging.start_write(slot)
 
     def writes_under_way(self) -> list[Transfer[StagingBuffer]]:
@@ -203,22 +215,26 @@ class StepPipeline:
         self._write_again()
         return [slot.transfer for slot in self.residents if slot.residency is Residency.WRITING and slot.transfer]
 
-    def adopt(self, slot: SlotRecord, extent: Extent, read_bytes: int | None) -> None:
+    def adopt(self, slot: SlotRecord, extent: Extent, num_logged: int) -> None:
         """Take what a run that ended has left in an extent for the state of a subgroup, of which nothing else is kept.
 
         Args:
             slot: the subgroup.
-            extent: where it was left.
-            read_bytes: how much of it is read from now on; None: all.
+            extent: where it was left; all of it is read.
+            num_logged: entries of a log that it ends with.
         """
-        self._staging.forget(slot)
-        slot.read_bytes = read_bytes
+        self._forget(slot)
+        slot.read_bytes, slot.num_logged = None, num_logged
         self._staging.adopt(slot, extent)
 
     def forget(self, slots: Iterable[SlotRecord]) -> None:
         """Give up subgroups that nobody will ask for: waits for their transfers, keeps nothing of their state."""
         for slot in slots:
-            self._staging.forget(slot)
+            self._forget(slot)
+
+    def _forget(self, slot: SlotRecord) -> None:
+        self._staging.forget(slot)
+        slot.begin_anew()
 
     def synchronize(self) -> None:
         """Wait for everything under way.
@@ -289,8 +305,10 @@ class StepPipeline:
         return self._staging.lease(slot) or (self._evict_outside(window) and self._staging.lease(slot))
 
     def _begin(self, slot: SlotRecord, load: bool) -> None:
-        if load and slot.needs_read:
-            self._staging.start_read(slot)
+        if slot.needs_read:
+            slot.is_behind = load and slot.num_logged > 0
+            if load:
+                self._staging.start_read(slot)
 
     def _take_spare_buffer(self, slot: SlotRecord, load: bool) -> None:
         """For a reader when the drive takes no writes: a buffer outside the pool, so that state can be rescued."""

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.durable.seal import ExtentLayout
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import auto_host_budget
 from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit, plan_tiers
@@ -19,6 +18,8 @@ from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.pipeline import KIND
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.tiers.units import STAGING
+
+_GRAD_ITEMSIZE = 4  # the widest
 
 
 class StatePlacement:
@@ -34,11 +35,13 @@ class StatePlacement:
 
     def __init__(self, config: OffloadConfig, rule: UpdateRule) -> None:
         self._section = config.zero_optimization.offload_optimizer
-        self._is_sealed = self._section.run_name is not None
-        self.layout_of: Callable[[Subgroup], ExtentLayout] | None = None
-        """How the extents of a durable run's subgroups are laid out; None: they hold the state and nothing else."""
+        self._num_logged = self._section.rewrite_every - 1 if self._section.run_name is not None else None
+        """Entries of a log that are read beside a subgroup of a durable run, at most; None where there is none."""
+        self.size_of: Callable[[Subgroup], int] | None = None
+        """Bytes that a durable run's subgroups take in a buffer; None: they hold the state and nothing else."""
         # A master that is not beside its parameter has it in a tail: sealed or not, the widest form is the same.
-        self._largest_block_bytes = TILE_NUMEL * state_itemsize(MasterForm.FULL, rule.widest_states)
+        widest = state_itemsize(MasterForm.FULL, rule.widest_states) + (self._num_logged or 0) * _GRAD_ITEMSIZE
+        self._largest_block_bytes = TILE_NUMEL * widest
         # The mirrors of a device take as much memory as this many more staging buffers, at most.
         narrowest = max(state_itemsize(MasterForm.ITSELF, rule.states), 1)
         self._mirrors_in_buffers = -(-DeviceMirror.BYTES_PER_ELEMENT // narrowest)
@@ -66,13 +69,12 @@ class StatePlacement:
         if self.host_budget is not None:
             num_shares = num_buffers + (self._mirrors_in_buffers if with_mirrors else 0)
             share = min(share, (self.host_budget - host_state_bytes) // num_shares)
-        if self._is_sealed:
-            share -= _sealed_beside(share)
+        share -= self._sealed_beside(share)
         return max(share // mmap.PAGESIZE * mmap.PAGESIZE, self._largest_block_bytes)
 
     def size_bytes(self, subgroup: Subgroup) -> int:
         """Bytes that a subgroup takes in memory: its state, in a durable run also what is written beside it."""
-        return subgroup.size_bytes if self.layout_of is None else self.layout_of(subgroup).size_bytes
+        return subgroup.size_bytes if self.size_of is None else self.size_of(subgroup)
 
     def check_whole(self, rule: UpdateRule, needed_bytes: int, name: str) -> None:
         """Look whether a staging buffer holds the state of a parameter that its rule needs whole.
@@ -82,8 +84,7 @@ class StatePlacement:
         """
         section = self._section
         share = section.staging_budget // section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE
-        if self._is_sealed:
-            needed_bytes += _sealed_beside(needed_bytes)
+        needed_bytes += self._sealed_beside(needed_bytes)
         if not rule.whole or not self._on_nvme or needed_bytes <= share:
             return
         least = format_bytes(-(-needed_bytes // MiB) * MiB * section.buffer_count)
@@ -142,8 +143,7 @@ class StatePlacement:
         section = self._section
         share = section.staging_budget // section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE
         least = self._largest_block_bytes
-        if self._is_sealed:
-            least += _sealed_beside(least)
+        least += self._sealed_beside(least)
         if share < least:
             needed = format_bytes(section.buffer_count * least)
             raise ConfigError(
@@ -153,6 +153,16 @@ class StatePlacement:
                     f"hold the state of {TILE_NUMEL} parameters; write at least {needed}, or a smaller buffer_count"
                 ]
             )
+
+    def _sealed_beside(self, size_bytes: int) -> int:
+        """Bytes that a buffer with so many of state, parameters and gradients has besides, at most.
+
+        A trailer has 8 bytes for each 256 KiB, an entry of a log 16 for each tile; and each of these parts is rounded.
+        """
+        if self._num_logged is None:
+            return 0
+        beside = 4 * mmap.PAGESIZE + size_bytes // 32768
+        return beside + self._num_logged * 4 * mmap.PAGESIZE + (size_bytes // 4096 if self._num_logged else 0)
 
     def _too_small(self, plan: TierPlan) -> str:
         needed = format_bytes(-(-plan.bytes_on("host") // MiB) * MiB)
@@ -173,11 +183,3 @@ class StatePlacement:
             f"{self._shown}: the {self._section.buffer_count} staging buffers take {own}{more}{beside}; write at least "
             f"{needed}, or a smaller buffer_count"
         )
-
-
-def _sealed_beside(size_bytes: int) -> int:
-    """Bytes that an extent with so many of state and parameters has besides, at most: its trailer, and what is rounded.
-
-    A trailer has 8 bytes for each 256 KiB.
-    """
-    return 4 * mmap.PAGESIZE + size_bytes // 32768

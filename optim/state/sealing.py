@@ -7,15 +7,22 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from nvme_offload.offload.durable.chain import SlotLayout, Written
+from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import ExtentLayout, Sums, check_sums
+from nvme_offload.offload.staging.slot import WriteTarget
 from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.optim.gradient_log.entry import PartOfMemory
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.layout.master import MasterForm
+from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
 from nvme_offload.optim.state.masters import section_view
-from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.state.slot_logs import SlotLogs
+from nvme_offload.optim.state.slots import Draft, SlotRecord
 from nvme_offload.optim.state.table import ParamTable
+
+_NO_SUMS = torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 class Sealing:
@@ -25,14 +32,22 @@ class Sealing:
         run: says where each subgroup is written to.
         table: the parameters.
         kernels: for checksums, and to round masters.
+        period: every how many steps a subgroup is rewritten, where its updates can be logged.
+        extents: of another step of the run, which is read alone; None: those that the run writes.
     """
 
-    def __init__(self, run: DurableRun, table: ParamTable, kernels: KernelPool) -> None:
+    def __init__(
+        self, run: DurableRun, table: ParamTable, kernels: KernelPool, period: int, extents: ExtentRing | None = None
+    ) -> None:
         self.run = run
+        self.extents = run.extents if extents is None else extents
+        self.logs = SlotLogs(self.extents, table, kernels, period)
         self.before_write: Callable[[], None] = lambda: None
         """Called before an extent is chosen: waits until the commit under way is done."""
         self.is_held = False
         """Whether a commit is under way, so that a write would wait."""
+        self.begins_turn = True
+        """Whether what is written next is of another step than what was written before."""
         self.settle_params: Callable[[], None] = lambda: None
         """Called before parameters are read: those on a device may be on their way there."""
         self._alignment = run.space.alignment
@@ -40,35 +55,124 @@ class Sealing:
         self._kernels = kernels
         self._tail_sums: dict[int, torch.Tensor] = {}
 
-    def layout_of(self, subgroup: Subgroup) -> ExtentLayout:
-        """Where state, tail and trailer of a subgroup are in its extents."""
+    def layout_of(self, subgroup: Subgroup) -> SlotLayout:
+        """What a subgroup takes on the drive: a base with state, tail and trailer, and entries of a log."""
         dtype = subgroup.tail_dtype
         tail_bytes = subgroup.padded_numel * dtype.itemsize if dtype else 0
-        return ExtentLayout(subgroup.size_bytes, tail_bytes, self._alignment)
+        return self.logs.layout_of(subgroup, ExtentLayout(subgroup.size_bytes, tail_bytes, self._alignment))
+
+    def buffer_bytes(self, subgroup: Subgroup) -> int:
+        """Bytes of a buffer that holds a subgroup with the longest log it is read with, or the entry that it gets."""
+        layout = self.layout_of(subgroup)
+        return layout.base.size_bytes + (layout.period - 1) * layout.entry_bytes
+
+    def is_logged(self, slot: SlotRecord) -> bool:
+        """Whether updates of a subgroup are logged, and it is not rewritten in every step."""
+        return self.extents.slots[slot.index].layout.period > 1
 
     def read_bytes_of(self, subgroup: Subgroup) -> int:
-        """How much of an extent a step reads. At least a page, also where the rule has no state."""
-        return self.layout_of(subgroup).state_span or self._alignment
+        """How much of a base a step reads. At least a page, also where the rule has no state."""
+        return self.layout_of(subgroup).base.state_span or self._alignment
 
-    def complete(self, slot: SlotRecord, memory: Memory) -> None:
-        """Put what the parameters have besides the state into the tail."""
+    def begin_writing(self) -> None:
+        """Wait until extents may be chosen; call it before the log of a subgroup is asked where its entry goes."""
+        self.before_write()
+        if self.begins_turn:
+            self.begins_turn = False
+            self.extents.begin_turn()
+
+    def seal(self, slot: SlotRecord) -> WriteTarget:
+        """Choose what of a slot's buffer is written where, and complete it for that: an entry of its log, or all."""
+        if slot.target is not None:  # the drive did not take it
+            return slot.target
+        self.begin_writing()
+        assert slot.buffer is not None
+        if slot.draft is not None:
+            target = self._seal_entry(slot, slot.buffer, slot.draft)
+        else:
+            target = self._seal_base(slot, slot.buffer)
+        # No call in between: a signal handler sees what is sealed, or what is to be.
+        slot.draft = None
+        slot.target = target
+        self.point(slot)
+        return target
+
+    def point(self, slot: SlotRecord) -> None:
+        """Say where the newest of a slot is read from."""
+        chain = self.extents.slots[slot.index].current
+        assert chain.base is not None
+        slot.num_logged = len(chain.log)
+        if chain.log:
+            slot.extent, slot.read_bytes = chain.reading(base_bytes=chain.base.content.size_bytes), None
+        else:
+            slot.extent, slot.read_bytes = chain.base.extent, self.read_bytes_of(slot.subgroup)
+
+    def _seal_entry(self, slot: SlotRecord, memory: Memory, draft: Draft) -> WriteTarget:
+        part, extents = PartOfMemory(memory, draft.start), self.extents
+        sums = Sums(self._kernels.tile_checksums(part.view(torch.int32, 0, draft.size_bytes // 4)), _NO_SUMS)
+        extent = extents.to_append(slot.index)
+        size_bytes = extents.seal_entry(slot.index, part, draft.size_bytes, sums)
+        return WriteTarget(extent, draft.start, size_bytes)
+
+    def _seal_base(self, slot: SlotRecord, memory: Memory) -> WriteTarget:
+        if slot.is_behind:
+            self.replay(slot)
+        self._complete(slot, memory)
+        sums = self._sums(slot.subgroup, memory)
+        extent = self.extents.to_rewrite(slot.index)
+        self.extents.seal_base(slot.index, memory, sums)
+        slot.checksums = sums.state
+        self._note_tail(slot, sums)
+        return WriteTarget(extent)
+
+    def _complete(self, slot: SlotRecord, memory: Memory) -> None:
+        """Put what the parameters have besides the state into the tail.
+
+        One that somebody changed and that had no gradient is its own master from here on, as its next update would
+        have it: what it was split from is nowhere any more.
+        """
+        self._fill_tail(slot, memory)
+        for run, tail in self._tails(slot.subgroup, memory):
+            known = None if run.param in slot.updated else self._table[run.param].checksums_of(run)
+            if known is None:
+                continue
+            found = self._kernels.tile_checksums(tail[: run.numel])
+            lower = section_view(slot.subgroup, memory, "master", run)
+            assert lower is not None
+            for tile in (found != known).nonzero().flatten().tolist():
+                lower[tile * TILE_NUMEL : (tile + 1) * TILE_NUMEL] = 0
+            known.copy_(found)
+
+    def _fill_tail(self, slot: SlotRecord, memory: Memory) -> None:
         self.settle_params()
         for run, tail in self._tails(slot.subgroup, memory):
-            record = self._table[run.param]
-            with record.reaching(run, change=False) as param:
+            with self._table[run.param].reaching(run, change=False) as param:
                 _copy(tail[: run.numel], param)
             tail[run.numel :].zero_()
 
-    def seal(self, slot: SlotRecord) -> None:
-        """Choose the extent that the buffer of a slot is written to, and write the trailer."""
-        self.before_write()
+    def replay(self, slot: SlotRecord) -> None:
+        """Do the updates that are in the log which was read with the state.
+
+        Raises:
+            CorruptionError: it is not what was written.
+        """
         assert slot.buffer is not None
-        sums = self._sums(slot.subgroup, slot.buffer, slot.checksums)
-        extent = self.run.extents.to_write(slot.index)
-        self.run.extents.seal(slot.index, slot.buffer, sums)
-        slot.extent = extent
-        if slot.subgroup.form is MasterForm.ITSELF:
-            self._tail_sums[slot.index] = sums.tail
+        self.logs.replay(slot, slot.buffer)
+
+    def verify(self, slot: SlotRecord) -> None:
+        """Look whether what a step reads of a slot is what was written.
+
+        Raises:
+            CorruptionError: it is not.
+        """
+        if slot.checksums is None or slot.buffer is None:  # who takes it up looks at all of it
+            return
+        if slot.is_behind:
+            self._check(slot, slot.buffer)
+            return
+        path = self.extents.path_of(self._base_of(slot))
+        actual = self._sums_of(slot.buffer, 0, slot.size_bytes)
+        check_sums(slot.checksums, actual, path=path, what=f"the state of subgroup {slot.index}")
 
     def is_changed(self, slot: SlotRecord) -> bool:
         """Whether somebody changed parameters of a subgroup since it was last written.
@@ -84,32 +188,52 @@ class Sealing:
                 for record, run in runs
                 if (known := record.checksums_of(run)) is not None
             )
-        layout = self.layout_of(subgroup)
+        layout = self.layout_of(subgroup).base
         scratch = _Scratch(layout.tail_at, layout.tail_bytes)
-        self.complete(slot, scratch)
+        self._fill_tail(slot, scratch)
         known = self._tail_sums.get(slot.index)
         return known is None or not torch.equal(self._kernels.tile_checksums(scratch.words), known)
 
-    def open(self, slot: SlotRecord, memory: Memory) -> Sums:
-        """Verify the whole of an extent that was read.
+    def bring_back(self, slot: SlotRecord, memory: Memory) -> None:
+        """Verify all that was read of a slot, do what its log has, and give its parameters the values that it says.
 
         Raises:
             CorruptionError: it is not what the table of the adopted manifest refers to.
+            SwapIOError: a parameter is on a tier that fails.
         """
-        expected = self.run.extents.open_sealed(slot.index, memory)
-        actual = self._sums(slot.subgroup, memory, None)
-        assert slot.extent is not None
-        path = str(self.run.space.path_of(slot.extent.stripes[0].fd))
-        check_sums(expected.state, actual.state, path=path, what=f"the state of subgroup {slot.index}")
-        check_sums(expected.tail, actual.tail, path=path, what=f"the parameters of subgroup {slot.index}")
-        return expected
+        sums = self.open(slot, memory)
+        self._restore(slot, memory)
+        slot.checksums = sums.state
+        self._note_tail(slot, sums)
+        self.point(slot)
 
-    def restore(self, slot: SlotRecord, memory: Memory) -> None:
-        """Give the parameters of a subgroup the values that were committed with its state.
+    def open(self, slot: SlotRecord, memory: Memory) -> Sums:
+        """Verify all that was read of a slot, and do what its log has; returns the sums of its base.
 
         Raises:
-            SwapIOError: one is on a tier that fails.
+            CorruptionError: it is not what the table of the manifest refers to.
         """
+        sums = self._check(slot, memory)
+        if slot.is_behind:
+            self.logs.replay(slot, memory)
+        return sums
+
+    def _check(self, slot: SlotRecord, memory: Memory) -> Sums:
+        """Verify every byte of a base and its log; returns the sums of the base."""
+        base, layout = self._base_of(slot), self.layout_of(slot.subgroup).base
+        expected, path = self.extents.open_sealed(slot.index, base, memory), self.extents.path_of(base)
+        actual = self._sums_of(memory, 0, layout.state_bytes), self._sums_of(memory, layout.tail_at, layout.tail_bytes)
+        check_sums(expected.state, actual[0], path=path, what=f"the state of subgroup {slot.index}")
+        check_sums(expected.tail, actual[1], path=path, what=f"the parameters of subgroup {slot.index}")
+        self.logs.check(slot, memory)
+        return expected
+
+    def _base_of(self, slot: SlotRecord) -> Written:
+        base = self.extents.slots[slot.index].current.base
+        assert base is not None
+        return base
+
+    def _restore(self, slot: SlotRecord, memory: Memory) -> None:
         subgroup = slot.subgroup
         tails = dict(self._tails(subgroup, memory))
         for run in subgroup.runs:
@@ -126,27 +250,35 @@ class Sealing:
             if checksums is not None:
                 self._kernels.tile_checksums(values, out=checksums)
 
-    def note_restored(self, slot: SlotRecord, sums: Sums) -> None:
-        """Note that the parameters are as these sums say."""
+    def _note_tail(self, slot: SlotRecord, sums: Sums) -> None:
+        """Note that the parameters are as these sums say, where nobody else does: those in fp32 have no log."""
         if slot.subgroup.form is MasterForm.ITSELF:
             self._tail_sums[slot.index] = sums.tail
+
+    def tail(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor:
+        """What parameters of a run have besides the state, 1D [run.numel], in memory that holds all of a subgroup."""
+        dtype = subgroup.tail_dtype
+        assert dtype is not None
+        at = self.layout_of(subgroup).base.tail_at
+        return memory.view(dtype, at + run.at * dtype.itemsize, run.numel)
 
     def _tails(self, subgroup: Subgroup, memory: Memory) -> Iterator[tuple[Run, torch.Tensor]]:
         """The part of the tail of every run, up to the next one's; none where the state has all."""
         dtype = subgroup.tail_dtype
         if dtype is None:
             return
-        at = self.layout_of(subgroup).tail_at
+        at = self.layout_of(subgroup).base.tail_at
         ends = [*(run.at for run in subgroup.runs[1:]), subgroup.padded_numel]
         for run, end in zip(subgroup.runs, ends, strict=True):
             yield run, memory.view(dtype, at + run.at * dtype.itemsize, end - run.at)
 
-    def _sums(self, subgroup: Subgroup, memory: Memory, of_state: torch.Tensor | None) -> Sums:
-        layout = self.layout_of(subgroup)
-        state = memory.view(torch.int32, 0, layout.state_bytes // 4)
-        tail = memory.view(torch.int32, layout.tail_at, layout.tail_bytes // 4)
-        checksums = self._kernels.tile_checksums
-        return Sums(checksums(state) if of_state is None else of_state, checksums(tail))
+    def _sums(self, subgroup: Subgroup, memory: Memory) -> Sums:
+        layout = self.layout_of(subgroup).base
+        state = self._sums_of(memory, 0, layout.state_bytes)
+        return Sums(state, self._sums_of(memory, layout.tail_at, layout.tail_bytes))
+
+    def _sums_of(self, memory: Memory, at: int, size_bytes: int) -> torch.Tensor:
+        return self._kernels.tile_checksums(memory.view(torch.int32, at, size_bytes // 4))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

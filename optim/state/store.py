@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
+from nvme_offload.offload.durable.ring import bytes_needed
 from nvme_offload.offload.durable.run import DurableRun
-from nvme_offload.offload.durable.shadow import TABLE
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.progress import tracked
@@ -81,8 +81,9 @@ class StateStore(StateBody):
             # Not a method of this object, which would live until the garbage collector runs.
             checksum = kernels.tile_checksums if config.aio.checksums else None
             if self.run is not None:
-                self.sealing = Sealing(self.run, table, kernels)
-                self._placement.layout_of = self.sealing.layout_of
+                period = config.zero_optimization.offload_optimizer.rewrite_every
+                self.sealing = Sealing(self.run, table, kernels, period)
+                self._placement.size_of = self.sealing.buffer_bytes
             pipeline = StepPipeline(
                 lambda slot, memory: give_birth(slot, memory, table, kernels),
                 meter,
@@ -111,7 +112,7 @@ class StateStore(StateBody):
         if self.sealing is not None and self.sealing.run.found:
             run = self.sealing.run
             layouts = [self.sealing.layout_of(slot.subgroup) for slot in self.slots]
-            run.extents.adopt(run.found[0].tables[TABLE], layouts, where=str(run.folder))
+            run.extents.adopt(run.found[0].tables, layouts, where=str(run.folder))
             run.found = []
             self.pipeline.discards = False
         super().begin_load()
@@ -192,20 +193,21 @@ class StateStore(StateBody):
             return
         subgroups = self._cut([record for record in self._trainable if not record.is_placed], [])
         if may_be_sharded:
-            share = sum(map(self._space_of, subgroups)) // dist.get_world_size()
+            share = sum(self._space_of(subgroups)) // dist.get_world_size()
             self._check_room([max(share - (self._placement.host_budget or 0), 0)])
             self.table.drop(0)
             return
         self.plan = self._plan(subgroups, [])
         tiers = self.plan.tiers[len(self.plan.tiers) - len(subgroups) :]
         moving = [group for group, tier in zip(subgroups, tiers, strict=True) if tier == "nvme" or self.run is not None]
-        self._check_room([*map(self._space_of, moving)])
+        self._check_room(self._space_of(moving))
 
-    def _space_of(self, subgroup: Subgroup) -> int:
-        """Bytes on NVMe that the state of a subgroup needs, if it goes there and is new there."""
-        if self.run is None:
-            return subgroup.size_bytes
-        return 0 if self.run.found else 2 * self._placement.size_bytes(subgroup)
+    def _space_of(self, subgroups: Sequence[Subgroup]) -> list[int]:
+        """Bytes of each extent that the state of subgroups needs, if they go to NVMe and are new there."""
+        if self.sealing is None:
+            return [subgroup.size_bytes for subgroup in subgroups]
+        run = self.sealing.run
+        return [] if run.found else bytes_needed(map(self.sealing.layout_of, subgroups), run.extents.steps_back)
 
     def _check_room(self, sizes: Sequence[int]) -> None:
         if self.tier is not None:
@@ -348,6 +350,7 @@ class StateStore(StateBody):
             split.use_parts(StateParts(self, record.index, split.parts))
 
     def _cut(self, records: Sequence[ParamRecord], blocks: Sequence[Unit]) -> list[Subgroup]:
+        logs = self.sealing.logs if self.sealing is not None else None
         places = [
             ParamToPlace(
                 record.index,
@@ -356,6 +359,7 @@ class StateStore(StateBody):
                 record.param.dtype,
                 record.rule,
                 self.blocks.number_of(record.leaf),
+                logs.itemsize_of(record) if logs is not None else 0,
             )
             for record in records
         ]

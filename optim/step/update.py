@@ -50,15 +50,16 @@ def read_update_write(
         for ahead in (slot, *order[position + 1 : position + 2]):
             store.mirror.fetch(ahead.subgroup, store.table.params, inputs.grads)
     with record_function("nvme_offload: read"):
-        memory = store.pipeline.acquire(order, position)
+        memory = store.pipeline.acquire(order, position, replay=False)
     copies: MirroredRuns | None = None
     if store.mirror:
         with meter.waiting("device"):
             copies = store.mirror.take(slot.subgroup)
     with store.blocks.held_for_update(slot.subgroup, inputs.grads):
-        store.pipeline.will_change(slot)
         with meter.computing("compute", slot.subgroup.index), record_function("nvme_offload: update"):
             update = update_of(slot, memory, inputs, store, copies)
+            store.pipeline.will_change(slot)
+            slot.updated = frozenset(run.param for run in slot.subgroup.runs if run.param in inputs.grads)
             # No other call until `updating` is false: an exception in between leaves a step that nobody can finish.
             step.updating = True
             step.changed_tiles += update()
@@ -97,7 +98,7 @@ def update_of(
         master, states = section_view(subgroup, memory, "master", run), state_views(subgroup, memory, run)
         scalars = inputs.scalars[run.param]
         work[run.param] = RunTensors(param, grad, master, states, record.checksums_of(run), scalars)
-    by_rule = _by_rule(subgroup.rule, work, inputs.whole, store)
+    by_rule = _by_rule(slot, memory, work, inputs.whole, store)
 
     def update_and_copy_back() -> int:
         changed_tiles = by_rule()
@@ -111,10 +112,13 @@ def update_of(
 
 
 def _by_rule(
-    rule: UpdateRule, work: Mapping[int, RunTensors], whole: WholeParams, store: StateStore
+    slot: SlotRecord, memory: Memory, work: Mapping[int, RunTensors], whole: WholeParams, store: StateStore
 ) -> Callable[[], int]:
     """What updates runs, by parameter index, in whichever way the rule is written; returns tiles found changed."""
-    pool = store.kernels
+    pool, rule = store.kernels, slot.subgroup.rule
+    if store.sealing is not None and store.sealing.is_logged(slot):
+        store.sealing.begin_writing()
+        return store.sealing.logs.update_of(slot, memory, work)
     if rule.whole:
         return lambda: sum(
             update_whole(rule, run, store.table[index].param, pool, partial(whole.through, index))

@@ -50,11 +50,13 @@ def init(
     except NothingFitsError as error:
         typer.echo(f"offload: {error}; offload plan says what would", err=True)
         raise typer.Exit(1) from None
+    for line in _words(shape, machine, found):
+        typer.echo(line, err=True)
     with failures_in_words():
         section = found.section | _measured(found, path, seconds)
         output.write_text(json.dumps(section, indent=2) + "\n", encoding="utf-8")
-    for line in _words(shape, machine, found, output):
-        typer.echo(line, err=True)
+    steps = f"offload doctor --config {output}, offload plan --model {model} --config {output}"
+    typer.echo(f"saved {output}; next: {steps}", err=True)
 
 
 def this_machine(paths: list[Path], ranks: int | None, host_memory: int | None) -> Machine:
@@ -78,16 +80,16 @@ def _measured(found: Recommendation, paths: list[Path], seconds: float) -> dict[
     """The section ``aio``, where anything goes to NVMe and there is time to measure."""
     if not uses_nvme(found.section) or seconds <= 0:
         return {}
+    typer.echo(f"now {seconds:g} s to find the aio section for these drives; --seconds says how many", err=True)
     search = Search(paths=tuple(paths), size=GiB, seconds=seconds, direct="required", output=Path("aio.json"))
     document = run_tune(search, Progress(Console(stderr=True)))
     return {"aio": document["section"]["aio"]}
 
 
-def _words(shape: ModelShape, machine: Machine, found: Recommendation, output: Path) -> list[str]:
+def _words(shape: ModelShape, machine: Machine, found: Recommendation) -> list[str]:
     tiers = found.prediction.tiers
     held = ", ".join(f"{tier} {format_bytes(tiers.bytes_on(tier))}" for tier in ("device", "host", "nvme"))
     return [
         f"{shape.name}, {shape.numel:,} parameters, on {machine.ranks} rank(s): {found.why}",
         f"one rank holds: {held}",
-        f"saved {output}; next: offload doctor --config {output}, offload plan --model ... --config {output}",
     ]

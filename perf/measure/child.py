@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,25 +76,58 @@ class Child:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
-    def expect(self, wanted: str, on_other: Callable[[str, Any], None] = lambda kind, content: None) -> Any:
+    def expect(
+        self,
+        wanted: str,
+        on_other: Callable[[str, Any], None] = lambda kind, content: None,
+        within: float | None = None,
+    ) -> Any:
         """The content of the next message of this kind; those before it go to `on_other`.
 
+        Args:
+            wanted: The kind.
+            on_other: Called with kind and content of others.
+            within: Seconds after which the child, with all that it started, is killed; None: it may take any time.
+
         Raises:
-            ChildFailedError: The child failed, or ended without it.
+            ChildFailedError: The child failed, ended without it, or took too long.
         """
-        for kind, content in self._messages():
-            if kind == "failure":
-                raise ChildFailedError(str(content))
-            if kind == wanted:
-                return content
-            on_other(kind, content)
-        self._process.wait()
+        with self._killed_after(within) as has_been_killed:
+            for kind, content in self._messages():
+                if kind == "failure":
+                    raise ChildFailedError(str(content))
+                if kind == wanted:
+                    return content
+                on_other(kind, content)
+            self._process.wait()
+        if has_been_killed.is_set():
+            raise ChildFailedError(f"it took longer than {within:g} s and was ended")
         how = _end_of(self._process.returncode)
         raise ChildFailedError(f"the child process {how} and gave no {wanted}; its output is in {self._log}")
 
     def wait(self) -> None:
         """Wait for the child's end."""
         self._process.wait()
+
+    @contextlib.contextmanager
+    def _killed_after(self, seconds: float | None) -> Iterator[threading.Event]:
+        """Kill the child's process group when the time is over; the event says whether that has happened."""
+        killed = threading.Event()
+
+        def kill() -> None:
+            killed.set()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+        if seconds is None:
+            yield killed
+            return
+        timer = threading.Timer(seconds, kill)
+        timer.start()
+        try:
+            yield killed
+        finally:
+            timer.cancel()
 
     def _messages(self) -> Iterator[tuple[str, Any]]:
         assert self._process.stdout is not None

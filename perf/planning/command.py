@@ -18,12 +18,13 @@ from torch import nn
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import available_bytes
-from nvme_offload.optim.zero.section_checks import check_supported, completed_for
+from nvme_offload.optim.zero.section_checks import completed_for
+from nvme_offload.perf.measure.accelerator import copy_rates, device_here, facts_of
 from nvme_offload.perf.measure.command_line import byte_option, to_bytes
 from nvme_offload.perf.planning.catalogue import drives_of
 from nvme_offload.perf.planning.durable import show_durable, to_dict
 from nvme_offload.perf.planning.machine import Drives, Machine, MachineError
-from nvme_offload.perf.planning.prediction import MAX_LAYERS, Job, Prediction, largest_model, predict
+from nvme_offload.perf.planning.prediction import MAX_LAYERS, Job, Prediction, excess_of, largest_model, predict
 from nvme_offload.perf.planning.report import show
 from nvme_offload.perf.planning.shape import ModelShape, ShapeError
 
@@ -35,13 +36,13 @@ STATE_ON_NVME: dict[str, Any] = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 3, "offload_optimizer": _DRIVE},
 }
-"""What is planned for GPUs without ``--config``: parameters and gradients stay on the device."""
+"""What is planned for GPUs without ``--config``, where they hold parameters and gradients."""
 ALL_ON_NVME: dict[str, Any] = {
     **STATE_ON_NVME,
     "zero_optimization": {**STATE_ON_NVME["zero_optimization"], "offload_param": _DRIVE},
     "offload_gradients": _DRIVE,
 }
-"""What is planned for the CPU without ``--config``."""
+"""What is planned for the CPU without ``--config``, and for GPUs that do not hold parameters and gradients."""
 
 
 _BASELINE = """
@@ -83,13 +84,17 @@ def plan(
     hidden: Annotated[int | None, _count("--hidden", text="Hidden size, beside --params.")] = None,
     vocab: Annotated[int | None, _count("--vocab", text="Entries of the embedding, beside --params.")] = None,
     config: Annotated[
-        Path | None, typer.Option(help="The section; by default bf16 with all on NVMe that can go there.")
+        Path | None, typer.Option(help="The section; by default bf16 with all on NVMe that a GPU does not hold.")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks that share the model.")] = 1,
     ranks_per_node: Annotated[int | None, typer.Option(help="Of these on one node; by default all, 8 at most.")] = None,
     host_memory: Annotated[int | None, _size("--host-memory", text="Of a node; by default what is free here.")] = None,
     device_memory: Annotated[
-        int | None, _size("--device-memory", text="Of one rank's GPU; left out, ranks compute on the CPU.")
+        int | None,
+        _size("--gpu-memory", "--device-memory", text="Of one rank's GPU; by default this one's, none is the CPU."),
+    ] = None,
+    pcie: Annotated[
+        int | None, _size("--pcie", text="Between a GPU and its host, each way: 55GB/s; by default as measured here.")
     ] = None,
     drive: Annotated[
         str | None, typer.Option(help="A node's drives by their class: gen4-consumer, gen5-enterprisex4.")
@@ -110,28 +115,23 @@ def plan(
     """Predict memory, traffic, time and wear of a training step, and the largest model that fits."""
     try:
         drives, of_class = _drives(drive, bench, (read_bw, write_bw, mixed_bw), tbw)
+        on_device, copies = _device(device_memory, pcie)
         machine = Machine(
             ranks=ranks,
             ranks_per_node=min(ranks, 8) if ranks_per_node is None else ranks_per_node,
             host_memory=available_bytes() if host_memory is None else host_memory,
-            device_memory=device_memory,
+            device_memory=on_device,
             drives=drives,
             capacity=of_class if capacity is None else capacity,
             flops=flops,
             update_rate=update_rate,
+            pcie=copies,
         )
         if tokens < 1:
             raise MachineError(f"--tokens {tokens}: at least 1")
-        default = ALL_ON_NVME if device_memory is None else STATE_ON_NVME
-        job = Job(
-            shape=_shape(model, params, layers, hidden, vocab),
-            config=plannable(OffloadConfig.of(config or default), machine),
-            tokens=tokens,
-            checkpointing=checkpointing,
-            baseline_bytes=baseline_bytes(),
-        )
-        prediction = predict(job, machine)
-        largest = largest_model(job, machine)
+        shape = _shape(model, params, layers, hidden, vocab)
+        prediction = _predicted(config, machine, shape, tokens, checkpointing=checkpointing)
+        largest = largest_model(prediction.job, machine)
     except (ShapeError, MachineError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
@@ -144,6 +144,43 @@ def plan(
             console.print(part, highlight=False, soft_wrap=True)
     if prediction.excess:
         raise typer.Exit(1)
+
+
+def _device(memory: int | None, pcie: int | None) -> tuple[int | None, float | None]:
+    """Memory of a GPU and bytes per second to and from it: as given, else those of this machine's; None: the CPU's.
+
+    Raises:
+        MachineError: rates of a GPU that there is not.
+    """
+    here = device_here()
+    if memory is None and here is not None:
+        memory = facts_of(here)["memory_bytes"]
+    if not memory:
+        if pcie is not None:
+            raise MachineError("--pcie is between a GPU and its host: give --gpu-memory, too")
+        return None, None
+    if pcie is None and here is not None:
+        return memory, copy_rates(here)["both"] / 2
+    return memory, pcie
+
+
+def _predicted(
+    file: Path | None, machine: Machine, shape: ModelShape, tokens: int, *, checkpointing: bool
+) -> Prediction:
+    """What a section comes to; without one, on GPUs the first of our own whose parameters and gradients fit."""
+    own = [ALL_ON_NVME] if machine.device_memory is None else [STATE_ON_NVME, ALL_ON_NVME]
+    for section in own if file is None else [file]:
+        config = plannable(OffloadConfig.of(section), machine)
+        job = Job(
+            shape=shape,
+            config=config,
+            tokens=tokens,
+            checkpointing=checkpointing,
+            baseline_bytes=baseline_bytes(),
+        )
+        if "device" not in excess_of(job, machine):
+            break
+    return predict(job, machine)
 
 
 def _document(prediction: Prediction, largest: ModelShape | None, *, durable: bool) -> dict[str, Any]:
@@ -162,7 +199,6 @@ def plannable(config: OffloadConfig, machine: Machine) -> OffloadConfig:
     Raises:
         ConfigError: `initialize` would refuse it there.
     """
-    check_supported(config, machine.device_type)
     config = completed_for(config, machine.ranks)
     if config.host_budget != "auto":
         return config

@@ -90,6 +90,9 @@ class Machine:
     """Floating-point operations per second that forward and backward reach on one rank; None is not known."""
     update_rate: float
     """Parameters per second that one rank's update kernel reaches when nothing has to be waited for."""
+    pcie: float | None = None
+    """Bytes per second between a rank's accelerator and its host, each way while both are in use; None: copies take no
+    time, or nobody knows."""
 
     def __post_init__(self) -> None:
         """Check the numbers against each other."""
@@ -98,10 +101,11 @@ class Machine:
         _check_above_zero(
             {
                 "--host-memory": self.host_memory,
-                "--device-memory": self.device_memory,
+                "--gpu-memory": self.device_memory,
                 "--capacity": self.capacity,
                 "--flops": self.flops,
                 "--update-rate": self.update_rate,
+                "--pcie": self.pcie,
             }
         )
         if self.ranks % self.ranks_per_node:

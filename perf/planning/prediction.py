@@ -32,7 +32,7 @@ from nvme_offload.perf.planning.residents import Residents
 from nvme_offload.perf.planning.schedule import OVERLAPS, IterationTime, OverlapStep, iteration_time
 from nvme_offload.perf.planning.shape import ModelShape
 from nvme_offload.perf.planning.traffic import Phase, StepTraffic, Traffic, of_gradients, of_parameters, of_state
-from nvme_offload.perf.planning.work import on_one_processor, work_of
+from nvme_offload.perf.planning.work import Copies, on_one_processor, work_of
 
 SECONDS_PER_DAY = 86_400
 
@@ -187,6 +187,16 @@ def predict(job: Job, machine: Machine) -> Prediction:
     )
 
 
+def excess_of(job: Job, machine: Machine) -> dict[Tier, int]:
+    """`Prediction.excess` alone, which takes no time.
+
+    Raises:
+        ConfigError: see `predict`.
+    """
+    tiers = _tier_plan(job, machine, _state_plan(job, machine))
+    return {tier: missing for tier in TIERS if (missing := tiers.excess(tier))}
+
+
 def largest_model(job: Job, machine: Machine) -> ModelShape | None:
     """The deepest model of this kind of layer that fits; None where not even one layer does, or nothing limits it.
 
@@ -196,10 +206,9 @@ def largest_model(job: Job, machine: Machine) -> ModelShape | None:
     def fits(num_layers: int) -> bool:
         deeper = replace(job, shape=job.shape.with_layers(num_layers))
         try:
-            tiers = _tier_plan(deeper, machine, _state_plan(deeper, machine))
+            return not excess_of(deeper, machine)
         except ConfigError:  # more than the section's budget holds
             return False
-        return not any(tiers.excess(tier) for tier in TIERS)
 
     budgets = _budgets(machine)
     if "nvme" in _tiers_used(job.config) and "nvme" not in budgets:
@@ -251,7 +260,7 @@ def _state_plan(job: Job, machine: Machine) -> _StatePlan:
     config, section = job.config, job.config.zero_optimization.offload_optimizer
     rule = rule_of(config.optimizer)
     placement = StatePlacement(config, rule)
-    on_device = machine.device_memory is not None
+    has_mirrors = _copies(job, machine).update > 0
     blocks = _block_units(job, machine)
     precision = precision_of(config)
     num_shards = job.num_shards(machine)
@@ -266,7 +275,7 @@ def _state_plan(job: Job, machine: Machine) -> _StatePlan:
         needed = shard.numel * state_itemsize(precision.master, rule.states)
         placement.check_whole(rule, needed, f"a parameter of {shard.numel * num_shards} elements")
     fixed = sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
-    max_bytes = placement.max_subgroup_bytes(fixed, on_device)
+    max_bytes = placement.max_subgroup_bytes(fixed, has_mirrors)
     itemsize = max(state_itemsize(precision.master, rule.states), 1)  # none at all: as many elements as one may have
     max_numel = config.zero_optimization.sub_group_size
     subgroups = _cut(shards, max_bytes, max_numel, itemsize)
@@ -275,7 +284,7 @@ def _state_plan(job: Job, machine: Machine) -> _StatePlan:
     largest = min(max(subgroup.size_bytes for subgroup in subgroups), most_numel * itemsize)
     buffer_bytes = _whole_pages(largest) if section.device == "nvme" else 0
     staging = section.buffer_count * buffer_bytes
-    if on_device:
+    if has_mirrors:
         staging += DeviceMirror.BYTES_PER_ELEMENT * (largest // itemsize)
     return _StatePlan(subgroups, placement.plan([], subgroups, staging, mmap.PAGESIZE, blocks), buffer_bytes)
 
@@ -354,11 +363,27 @@ def _times(
         num_buffers=zero.offload_optimizer.buffer_count,
         micro_batches=job.micro_batches,
         tier_ahead=zero.offload_param.buffer_count - 1,
+        copies=_copies(job, machine),
     )
     if work is None:
         return {}
     alone = {name: work if machine.device_memory else on_one_processor(work, name) for name in OVERLAPS}
     return {name: iteration_time(its_work, name) for name, its_work in alone.items()}
+
+
+def _copies(job: Job, machine: Machine) -> Copies:
+    """What one rank copies between its host and its device for each of its parameters."""
+    if machine.device_memory is None:
+        return Copies()
+    zero, precision = job.config.zero_optimization, precision_of(job.config)
+    stored, accumulated = precision.storage.itemsize, precision.accumulate.itemsize
+    params_leave = zero.offload_param.device != "none"
+    grads_leave = job.config.offload_gradients.device != "none"
+    return Copies(
+        forward=stored * params_leave,
+        backward=max(stored * (params_leave and zero.stage == 3), accumulated * grads_leave),
+        update=stored * (not params_leave) + accumulated * (not grads_leave),
+    )
 
 
 def overlap_of(config: OffloadConfig, *, on_device: bool) -> OverlapStep:

@@ -65,9 +65,13 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
         yield f"Time of an iteration: {time.seconds:.3g} s, limited by: {time.limit}; {parts}"
         work = time.work
         ideal = f"computing {work.compute:.3g} s, NVMe {work.nvme:.3g} s, updating {work.update:.3g} s"
+        if machine.pcie is not None:
+            ideal += f", PCIe {work.pcie:.3g} s"
         yield f"That is {time.share_of_ideal:.0%} of the ideal, the longest of: {ideal}"
         others = ", ".join(f"{name} {other.seconds:.3g} s" for name, other in prediction.times.items())
         yield f"By overlap_step, which is {prediction.overlap_step} here: {others}"
+    if machine.device_memory is not None and machine.pcie is None:
+        yield "Copies between GPU and host are not counted: they need --pcie, or a GPU here to measure"
     if prediction.written_per_day:
         wear = f"Wear: {prediction.written_per_day / TB:.3g} TB written per node and day"
         days = prediction.days_of_life

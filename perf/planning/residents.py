@@ -46,7 +46,8 @@ class Residents:
         # What may be on NVMe is placed with the state: see `prediction`.
         numel = sum(-(-sum(group) // self.ranks) for group in self.shape.groups)
         if params.device != "nvme":
-            yield Unit("parameters", "parameters", numel * stored, tiers=(device,))
+            stays: Tier = "host" if params.device == "cpu" else device
+            yield Unit("parameters", "parameters", numel * stored, tiers=(stays,))
         if grads.device != "nvme":
             kept: Tier = "host" if grads.device == "cpu" else device
             yield Unit("gradients", "gradients", numel * accumulated, tiers=(kept,))
@@ -64,9 +65,9 @@ class Residents:
         is_freed = self.config.zero_optimization.stage == 3
         if self.ranks == 1:  # computes on its shards; where they are cast or lent, on one layer's copies at a time
             layers = layer if is_freed else sum(self.shape.unit_numels)
-            is_lent = self.config.zero_optimization.offload_param.device == "nvme"
-            copied = (root + layers) * computed if is_lent or precision.gather != precision.storage else 0
             leave = ("nvme", "cpu") if self.on_device else ("nvme",)
+            is_lent = self.config.zero_optimization.offload_param.device in leave
+            copied = (root + layers) * computed if is_lent or precision.gather != precision.storage else 0
             moves = self.config.offload_gradients.device in leave or precision.accumulate != precision.gather
             return copied + ((root + layer) * computed if moves else 0)
         layers = 2 * layer if is_freed else sum(self.shape.unit_numels)

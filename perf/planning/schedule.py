@@ -45,6 +45,16 @@ class GroupTime:
     forward_nvme: float = 0.0
     """Seconds that the drive moves parameters and gradients of the group for its forward, which waits for that."""
     backward_nvme: float = 0.0
+    forward_pcie: float = 0.0
+    """Seconds of the copies between host and device beside its forward: those of the next group go on while this one
+    computes."""
+    backward_pcie: float = 0.0
+
+    def seconds(self, part: Part) -> float:
+        """Seconds of a pass when the drive is not waited for."""
+        if part == "forward":
+            return max(self.forward, self.forward_pcie)
+        return max(self.backward, self.backward_pcie)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +67,13 @@ class SubgroupTime:
     read: float
     update: float
     write: float
+    pcie: float = 0.0
+    """Seconds that its parameters and gradients take to the host, or back: one comes, one is updated, one leaves."""
+
+    @property
+    def busy(self) -> float:
+        """Seconds from one update to the next when the drive is not waited for."""
+        return max(self.update, self.pcie)
 
     @property
     def is_resident(self) -> bool:
@@ -95,9 +112,15 @@ class Work:
         return sum(subgroup.update for subgroup in self.subgroups)
 
     @property
+    def pcie(self) -> float:
+        """Seconds of all copies between host and device, of the busier direction each time."""
+        passes = self.micro_batches * sum(group.forward_pcie + group.backward_pcie for group in self.groups)
+        return passes + sum(subgroup.pcie for subgroup in self.subgroups)
+
+    @property
     def ideal(self) -> float:
         """Seconds of an iteration in which everything overlaps."""
-        return max(self.compute, self.nvme, self.update)
+        return max(self.compute, self.nvme, self.update, self.pcie)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +139,11 @@ class IterationTime:
         return self.work.ideal / self.seconds
 
     @property
-    def limit(self) -> Limit:
+    def limit(self) -> Limit | Literal["PCIe"]:
         """What would have to be more or faster for a shorter iteration."""
         work = self.work
+        if work.pcie > max(work.compute, work.nvme, work.update):
+            return "PCIe"
         if work.update >= max(work.compute, work.nvme):
             return "kernel"
         if self.share_of_ideal >= CLOSE:
@@ -130,8 +155,8 @@ class IterationTime:
         """Seconds of forward, backward and ``step()``, waiting included."""
         batches, groups = self.work.micro_batches, self.work.groups
         computing: dict[Part, float] = {
-            "forward": batches * sum(group.forward for group in groups),
-            "backward": batches * sum(group.backward for group in groups),
+            "forward": batches * sum(group.seconds("forward") for group in groups),
+            "backward": batches * sum(group.seconds("backward") for group in groups),
             "step": 0.0,
         }
         return {part: computing[part] + self.waiting[part] for part in PARTS}
@@ -146,6 +171,7 @@ class IterationTime:
             "compute": self.work.compute,
             "nvme": self.work.nvme,
             "update": self.work.update,
+            "pcie": self.work.pcie,
             "parts": self.parts,
             "waiting": self.waiting,
         }
@@ -300,8 +326,7 @@ class _Model:
         self._num_asked = max(self._num_asked, last + 1)
         if self._of_tiers:
             yield from self._wait(part, lambda: self._num_arrived > number)
-        times = self._work.groups[group]
-        yield times.forward if part == "forward" else times.backward
+        yield self._work.groups[group].seconds(part)
 
     def _count_arrival(self) -> None:
         self._num_arrived += 1
@@ -310,10 +335,10 @@ class _Model:
         """With ``backward``: choose what will be updated in it, as much as the drive can do meanwhile."""
         if self._overlap != "backward":
             return
-        left = sum(group.backward for group in self._work.groups)
+        left = sum(group.seconds("backward") for group in self._work.groups)
         for i in reversed(self._order):
             subgroup = self._work.subgroups[i]
-            left -= max(subgroup.read + subgroup.write, subgroup.update)
+            left -= max(subgroup.read + subgroup.write, subgroup.busy)
             if left < -_SAME_MOMENT:
                 break
             self._in_backward.add(i)
@@ -389,7 +414,7 @@ class _Model:
             if not self._work.subgroups[i].is_resident:
                 self._move(_WRITE, i, self._work.subgroups[i].write)
 
-        self._after(self._work.subgroups[i].update, done)
+        self._after(self._work.subgroups[i].busy, done)
 
     def _next_update(self) -> int | None:
         """What is there and may be updated. In ``step()`` only the next in order; otherwise the first within reach."""

@@ -212,7 +212,14 @@ class _PaperTier:
         return self._move(Op.READ, extent, buffer, kind)
 
     def write(
-        self, extent: Extent, buffer: StagingBuffer, *, what: str, kind: str, size_bytes: int | None = None
+        self,
+        extent: Extent,
+        buffer: StagingBuffer,
+        *,
+        what: str,
+        kind: str,
+        start: int = 0,
+        size_bytes: int | None = None,
     ) -> Transfer[StagingBuffer]:
         return self._move(Op.WRITE, extent, buffer, kind)
 

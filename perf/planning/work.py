@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import inf
 
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.perf.planning.machine import Drives, Machine
 from nvme_offload.perf.planning.schedule import GroupTime, OverlapStep, SubgroupTime, Work
 from nvme_offload.perf.planning.traffic import Phase, StepTraffic, Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Bytes that cross between host and device for each parameter of one rank; all zero where the host computes."""
+
+    forward: int = 0
+    """To the device in each forward, of parameters that are not kept there."""
+    backward: int = 0
+    """In each backward, in the busier direction: of parameters there, of gradients back."""
+    update: int = 0
+    """In the update, in the busier direction: of parameters and gradients that are kept on the device."""
 
 
 def work_of(
@@ -22,6 +35,7 @@ def work_of(
     num_buffers: int,
     micro_batches: int,
     tier_ahead: int,
+    copies: Copies,
 ) -> Work | None:
     """The work of one rank; None where a rate that it depends on is not known.
 
@@ -35,6 +49,7 @@ def work_of(
         num_buffers: staging buffers of the state.
         micro_batches: forwards and backwards of a step.
         tier_ahead: groups whose parameters are read before they are needed.
+        copies: between host and device.
     """
     if machine.flops is None or (machine.drives is None and (any(on_nvme) or tiers)):
         return None
@@ -42,6 +57,8 @@ def work_of(
     total = sum(group_numels) * micro_batches
     shares = [numel / total for numel in group_numels]
     of_blocks = moved["update"] / max(1, len(subgroups)) / 2
+    pcie = machine.pcie or inf
+    share_of_rank = sum(subgroup.numel for subgroup in subgroups) / sum(group_numels)
     return Work(
         groups=tuple(
             GroupTime(
@@ -49,11 +66,16 @@ def work_of(
                 backward=share * operations["backward"] / machine.flops,
                 forward_nvme=share * moved["forward"],
                 backward_nvme=share * moved["backward"],
+                forward_pcie=numel * share_of_rank * copies.forward / pcie,
+                backward_pcie=numel * share_of_rank * copies.backward / pcie,
             )
-            for share in shares
+            for share, numel in zip(shares, group_numels, strict=True)
         ),
         subgroups=tuple(
-            _subgroup_time(subgroup, machine, is_moved, of_blocks)
+            replace(
+                _subgroup_time(subgroup, machine, is_moved, of_blocks),
+                pcie=subgroup.numel * copies.update / pcie,
+            )
             for subgroup, is_moved in zip(subgroups, on_nvme, strict=True)
         ),
         num_buffers=num_buffers,

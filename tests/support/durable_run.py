@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from nvme_offload import OffloadConfig
+from nvme_offload.offload.durable.chain import SlotLayout, Written
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import SUMMED_BYTES, ExtentLayout, Sums, check_sums
@@ -18,7 +19,11 @@ from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Memory
 
-LAYOUTS = [ExtentLayout(8192, 4096, 4096), ExtentLayout(12288, 64, 4096), ExtentLayout(64, 0, 4096)]
+LAYOUTS = [
+    SlotLayout(ExtentLayout(8192, 4096, 4096)),
+    SlotLayout(ExtentLayout(12288, 64, 4096)),
+    SlotLayout(ExtentLayout(64, 0, 4096)),
+]
 IDENTITY = {"model": "three slots"}
 UUID = "the-run"
 
@@ -61,7 +66,7 @@ class SmallRun:
         self,
         paths: Sequence[Path],
         *,
-        layouts: Sequence[ExtentLayout] = LAYOUTS,
+        layouts: Sequence[SlotLayout] = LAYOUTS,
         engine: str = "aiofiles",
         name: str = "small",
         rank: int = 0,
@@ -74,7 +79,7 @@ class SmallRun:
         self.layouts = list(layouts)
         self.run = DurableRun(paths, name=name, rank=rank, direct="optional", steps_back=steps_back)
         self.tier = NvmeTier(config, space=self.run.space)
-        self.pool = BufferPool(1, max(layout.size_bytes for layout in layouts))
+        self.pool = BufferPool(1, max(layout.base.size_bytes for layout in layouts))
         self.values = [0] * len(layouts)
         self.truth: dict[str, Values] = {}
         """What the slots hold, by the names of commits."""
@@ -87,13 +92,14 @@ class SmallRun:
 
     def write(self, values: dict[int, int]) -> None:
         """Write slots, and wait for it."""
+        self.run.extents.begin_turn()
         for slot, value in values.items():
             with self.pool.acquire() as buffer:
-                layout = self.layouts[slot]
+                layout = self.layouts[slot].base
                 buffer.view(torch.uint8, 0, layout.state_bytes).copy_(content_of(value, layout.state_bytes))
                 buffer.view(torch.uint8, layout.tail_at, layout.tail_bytes).copy_(content_of(~value, layout.tail_bytes))
-                extent = self.run.extents.to_write(slot)
-                self.run.extents.seal(slot, buffer, sums_of(buffer, layout))
+                extent = self.run.extents.to_rewrite(slot)
+                self.run.extents.seal_base(slot, buffer, sums_of(buffer, layout))
                 self.tier.write(extent, buffer, what=f"slot {slot}", kind="state", size_bytes=layout.size_bytes).wait()
                 self.values[slot] = value
 
@@ -105,7 +111,7 @@ class SmallRun:
         self.truth[name] = tuple(after)
         self._note(f"begin {name}")
         self.write(changed)
-        self.run.commit(step, json.dumps([name] * _BLOB_PIECES).encode(), self.run.extents.table)
+        self.run.commit(step, json.dumps([name] * _BLOB_PIECES).encode(), self.run.extents.tables)
         self._note(f"done {name}")
 
     def adopt(self, manifest: Manifest) -> None:
@@ -119,11 +125,10 @@ class SmallRun:
 
     def read(self) -> Values:
         """What every slot holds, after all sums were verified."""
-        return tuple(self._read(slot, layout) for slot, layout in enumerate(self.layouts))
+        return tuple(self._read(slot, layout.base) for slot, layout in enumerate(self.layouts))
 
     def _read(self, slot: int, layout: ExtentLayout) -> int:
-        extent = self.run.extents.to_read(slot)
-        assert extent is not None
+        extent = base_of(self.run, slot).extent
         with self.pool.acquire() as buffer:
             self.tier.read(extent, buffer, what=f"slot {slot}", kind="state", size_bytes=layout.size_bytes).wait()
             return checked_value(self.run, slot, buffer, layout)
@@ -131,6 +136,13 @@ class SmallRun:
     def close(self) -> None:
         self.tier.close()
         self.run.close()
+
+
+def base_of(run: DurableRun, slot: int) -> Written:
+    """What was last written of a slot."""
+    base = run.extents.slots[slot].current.base
+    assert base is not None
+    return base
 
 
 def name_of(manifest: Manifest) -> str:
@@ -141,7 +153,7 @@ def name_of(manifest: Manifest) -> str:
 
 def checked_value(run: DurableRun, slot: int, memory: Memory, layout: ExtentLayout) -> int:
     """What a buffer with the extent of a slot holds; CorruptionError where it is not what the manifest refers to."""
-    expected, actual = run.extents.open_sealed(slot, memory), sums_of(memory, layout)
+    expected, actual = run.extents.open_sealed(slot, base_of(run, slot), memory), sums_of(memory, layout)
     check_sums(expected.state, actual.state, path="swap", what=f"state of slot {slot}")
     check_sums(expected.tail, actual.tail, path="swap", what=f"tail of slot {slot}")
     return int(memory.view(torch.int64, 0, 1))
@@ -152,12 +164,12 @@ def read_past_the_tier(run: DurableRun) -> Values:
     contents = {fd: run.space.path_of(fd).read_bytes() for fd in run.space.fds}
     values = []
     for slot, record in enumerate(run.extents.slots):
-        assert record.current is not None
-        memory = HostRegion(record.layout.size_bytes)
-        parts = [contents[fd][offset : offset + size] for fd, offset, size in record.current.stripes]
-        content = bytearray(b"".join(parts)[: record.layout.size_bytes])
+        layout = record.layout.base
+        memory = HostRegion(layout.size_bytes)
+        parts = [contents[fd][offset : offset + size] for fd, offset, size in base_of(run, slot).extent.stripes]
+        content = bytearray(b"".join(parts)[: layout.size_bytes])
         memory.view(torch.uint8, 0, len(content)).copy_(torch.frombuffer(content, dtype=torch.uint8))
-        values.append(checked_value(run, slot, memory, record.layout))
+        values.append(checked_value(run, slot, memory, layout))
     return tuple(values)
 
 

@@ -17,11 +17,11 @@ class Failing:
         weakref.finalize(self, os.close, self._bad_fd)
         start = tier._start
 
-        def submit(op, extent, buffer, what, kind, size_bytes):
+        def submit(op, extent, *more):
             if op is self.op and not self.healthy:
                 self.left -= 1
                 if self.left <= 0:
                     extent = Extent(extent.size_bytes, tuple(s._replace(fd=self._bad_fd) for s in extent.stripes))
-            return start(op, extent, buffer, what, kind, size_bytes)
+            return start(op, extent, *more)
 
         monkeypatch.setattr(tier, "_start", submit)

@@ -28,10 +28,14 @@ _PAGE = struct.Struct("<qqq")  # resumed at, steps begun, steps that returned
 _ATTEMPTS = 400
 
 
-def durable_section(path, name, rewind_steps=1, **more):
+def durable_section(path, name, *, rewind_steps=1, rewrite_every=1, **more):
     made = section(path, sub_group_size=65536, clip=1.0, **more)
-    keys = {"staging_budget": "4MiB", "durable": name or False, "rewind_steps": rewind_steps}
-    made["zero_optimization"]["offload_optimizer"] |= keys
+    made["zero_optimization"]["offload_optimizer"] |= {
+        "staging_budget": "8MiB",
+        "durable": name or False,
+        "rewind_steps": rewind_steps,
+        "rewrite_every": rewrite_every,
+    }
     return made
 
 
@@ -139,8 +143,16 @@ def _has_ended(pid):
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def main(root, num_kills, seed):
-    """Kill each kind of run so often, and print how often, and which digests differ from that of no kill."""
+KINDS = {
+    "on-nvme": {},
+    "in-memory-too": {"host_budget": "7MiB"},
+    "logged": {"rewrite_every": 3, "buffers": 2},
+    "logged-in-memory-too": {"rewrite_every": 3, "buffers": 2, "host_budget": "7MiB"},
+}
+
+
+def main(root, num_kills, seed, *names):
+    """Kill each of these kinds of run so often, and print how often, and which digests differ from that of no kill."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.compiler.disable(lambda: None)()  # imports what every life would import once more
@@ -149,7 +161,8 @@ def main(root, num_kills, seed):
     expected = Lives(root, None, seed).digest()
     seconds = time.monotonic() - begun
     outcomes = {}
-    for name, more in (("on-nvme", {}), ("in-memory-too", {"host_budget": "7MiB"})):
+    for name in names:
+        more = KINDS[name]
         done = rounds = 0
         history = []
         while done < num_kills:
@@ -167,4 +180,4 @@ def main(root, num_kills, seed):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -54,8 +54,13 @@ def test_waiting_that_is_interrupted_can_be_repeated(committer, monkeypatch):
     assert committer.num_committed == 1
 
 
+_wait = threading.Condition.wait
+
+
 def interrupt(condition, timeout=None):
-    raise KeyboardInterrupt
+    if threading.current_thread() is threading.main_thread():
+        raise KeyboardInterrupt
+    return _wait(condition, timeout)
 
 
 def test_closing_waits_and_ends_the_thread(committer):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nvme_offload.offload.durable import directory, owner
+from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.directory import DurableDirectory, directory_of
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import ExtentLayout
@@ -18,7 +19,7 @@ from nvme_offload.offload.storage.run_directory import PREFIX as OTHER_PREFIX
 from nvme_offload.offload.storage.run_directory import remove_leftovers
 from tests.support.durable_run import UUID, SmallRun
 
-BUSY = [ExtentLayout(32 << 20, 0, 4096)]
+BUSY = [SlotLayout(ExtentLayout(32 << 20, 0, 4096))]
 
 
 def hold(path, say):
@@ -36,11 +37,11 @@ def write_without_end(path, say):
     small = SmallRun([path], engine="auto", layouts=BUSY)
     small.begin()
     small.commit("0", 0)
-    extent, buffer = small.run.extents.to_write(0), small.pool.acquire()
+    extent, buffer = small.run.extents.to_rewrite(0), small.pool.acquire()
     buffer.view(torch.uint8, 0, buffer.size_bytes).fill_(0xDD)
 
     def start():
-        return small.tier.write(extent, buffer, what="", kind="", size_bytes=BUSY[0].size_bytes)
+        return small.tier.write(extent, buffer, what="", kind="", size_bytes=BUSY[0].base.size_bytes)
 
     writes = [start() for _ in range(8)]
     say("here")
@@ -137,7 +138,7 @@ def test_the_transfers_of_a_killed_process_have_ended_when_its_run_is_taken(tmp_
         process, place = Process(write_without_end, tmp_path), DurableDirectory(tmp_path, "small", 0)
         process.kill()
         swap = place.open_swap("optional")
-        places = range(0, 2 * BUSY[0].size_bytes, 1 << 19)  # in both extents
+        places = range(0, 2 * BUSY[0].base.size_bytes, 1 << 19)  # in both extents
         for offset in places:
             os.pwrite(swap.fd, mine, offset)
         process.end()

@@ -10,6 +10,7 @@ import pytest
 
 from nvme_offload.offload.durable import identity
 from nvme_offload.offload.durable import run as runs
+from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import ExtentLayout
 from nvme_offload.offload.errors import (
@@ -19,9 +20,9 @@ from nvme_offload.offload.errors import (
     StateError,
     SwapIOError,
 )
-from tests.support.durable_run import IDENTITY, LAYOUTS, UUID, SmallRun, name_of, read_past_the_tier
+from tests.support.durable_run import IDENTITY, LAYOUTS, UUID, SmallRun, base_of, name_of, read_past_the_tier
 
-EXTENT_BYTES = sum(layout.size_bytes for layout in LAYOUTS)
+EXTENT_BYTES = sum(layout.base.size_bytes for layout in LAYOUTS)
 
 
 @pytest.fixture
@@ -38,8 +39,8 @@ def full_disk(monkeypatch):
 
 def used_bytes(small):
     """Of the swap file, what is not free."""
-    extents = [e for record in small.run.extents.slots for e in (record.current, record.committed, *record.spares)]
-    return sum({extent.stripes: extent.size_bytes for extent in extents if extent is not None}.values())
+    small.run.extents.begin_turn()
+    return sum(extent.size_bytes for _, extent in small.run.extents._known().values())
 
 
 class Walk:
@@ -219,7 +220,7 @@ def test_a_run_that_is_opened_again_needs_no_more(in_memory):
 def test_a_flipped_bit_is_found_and_the_step_before_is_whole(small, part):
     small.commit("0", 0)
     small.commit("1", 1, [1])
-    layout, extent = LAYOUTS[1], small.run.extents.to_read(1)
+    layout, extent = LAYOUTS[1].base, base_of(small.run, 1).extent
     place = {"state": layout.state_bytes - 1, "tail": layout.tail_at, "trailer": layout.trailer_at + 40}[part]
     path = small.run.folder / "swap"
     with path.open("r+b") as file:
@@ -241,10 +242,10 @@ def test_the_trailer_of_another_write_is_not_taken(small):
     small.commit("1", 1)
     swap = (small.run.folder / "swap").read_bytes()
     small.commit("2", 2, [0])
-    offset = small.run.extents.to_read(0).stripes[0].offset
+    offset = base_of(small.run, 0).extent.stripes[0].offset
     with (small.run.folder / "swap").open("r+b") as file:  # a write that was lost: the drive has what was there before
         file.seek(offset)
-        file.write(swap[offset : offset + LAYOUTS[0].size_bytes])
+        file.write(swap[offset : offset + LAYOUTS[0].base.size_bytes])
     with pytest.raises(CorruptionError, match="slot 0, its trailer"):
         small.read()
 
@@ -301,7 +302,7 @@ def test_a_second_snapshot_of_a_step_reserves_only_what_changed(small):
     assert os.stat(small.run.folder / "swap").st_size == size_bytes
     small.commit("1", 1, [0])
     small.run.snapshot("third")
-    assert os.stat(small.run.folder / "swap").st_size == size_bytes + LAYOUTS[0].size_bytes
+    assert os.stat(small.run.folder / "swap").st_size == size_bytes + LAYOUTS[0].base.size_bytes
 
 
 def test_the_space_of_a_removed_snapshot_is_used_again(small):
@@ -351,7 +352,7 @@ def test_going_back_past_writes_in_its_place_is_refused(small):
 
 def test_slots_may_come_later(small):
     small.commit("0", 0)
-    small.layouts.append(ExtentLayout(4096, 0, 4096))
+    small.layouts.append(SlotLayout(ExtentLayout(4096, 0, 4096)))
     small.run.extents.add(small.layouts[3:])
     small.values.append(0)
     small.commit("1", 1)

@@ -93,13 +93,13 @@ def test_a_limit_that_no_period_keeps_is_refused_in_words():
         choose(choices(BILLION, DurableRates(read=2 * GB, write=2 * GB)), 2**30)
 
 
-def test_what_is_in_memory_is_never_read_and_written_seldom():
+def test_what_is_in_memory_is_written_and_never_read():
     rates = DurableRates(read=2 * GB, write=1 * GB)
     half = DurableBytes(state=5 * GB, tail=1 * GB, grad=1 * GB, numel=5e8)
     [whole] = choices(BILLION, rates, periods=[3])
     [shared] = choices(half, rates, resident=half, periods=[3])
     assert shared.costs.read == pytest.approx(whole.costs.read / 2)
-    assert shared.costs.written == pytest.approx((costs_of(BILLION, 3).written + costs_of(BILLION, 16).written) / 2)
+    assert shared.costs.written == pytest.approx(whole.costs.written)
     assert shared.step_seconds < 0.75 * whole.step_seconds
     slow_kernel = DurableRates(read=60 * GB, write=60 * GB, update=1e9)
     [shared] = choices(half, slow_kernel, resident=half, periods=[3])

@@ -11,7 +11,6 @@ import torch
 from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
 from nvme_offload.offload.durable.ring import ExtentRing, num_needed
 from nvme_offload.offload.durable.seal import ExtentLayout, Sums
-from nvme_offload.offload.durable.shadow import ShadowExtents
 from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.extent import Stripe
@@ -95,7 +94,7 @@ class Drive:
         own = {written.extent.stripes for written in self.ring.slots[slot].current}
         kept = [self.manifests[-1]] if self.manifests else []
         for tables, _ in [*kept, *self.pins.values()]:
-            for stripes in self.ring._rows.stripes_of(tables):
+            for _, stripes, _ in self.ring._rows.writes_of(tables):
                 assert not overlap(stripes, extent.stripes), "a committed manifest refers to this"
         for stripes in list(self.content):
             if overlap(stripes, extent.stripes):
@@ -132,7 +131,7 @@ class Drive:
 
     def check(self, manifest: tuple[dict, list[list[str]]], ring: ExtentRing) -> None:
         tables, wanted = manifest
-        found = {stripes: self.content.get(stripes) for stripes in ring._rows.stripes_of(tables)}
+        found = {stripes: self.content.get(stripes) for _, stripes, _ in ring._rows.writes_of(tables)}
         assert sorted(filter(None, found.values())) == sorted(tag for parts in wanted for tag in parts)
 
     def go_to(self, manifest: tuple[dict, list[list[str]]]) -> None:
@@ -240,7 +239,7 @@ def test_slots_of_many_layouts_take_turns_too(space):
             assert [len(record.current.log) for record in drive.ring.slots].count(0) == 2
 
 
-def test_what_is_written_twice_in_a_turn_goes_to_the_same_place(space):
+def test_where_a_write_goes_is_the_same_until_it_is_sealed_or_committed(space):
     ring = ExtentRing(space, incarnation=1, sequence=1)
     ring.add(layouts(2, 4))
     first = ring.to_rewrite(0)
@@ -252,9 +251,7 @@ def test_what_is_written_twice_in_a_turn_goes_to_the_same_place(space):
     ring.begin_turn()
     place = ring.to_append(0)
     append(ring, 0)
-    assert ring.to_append(0) is place
-    append(ring, 0)
-    assert len(list(ring.slots[0].current)) == 2
+    assert ring.to_append(0) is not place, "another entry"
 
 
 def test_a_target_that_is_not_used_is_for_others(space):
@@ -319,25 +316,52 @@ def test_a_chain_is_read_as_one_extent(space):
         )
 
 
-def test_a_manifest_of_extents_that_take_turns_is_one_of_a_period_of_1(space):
-    shadow = ShadowExtents(space, incarnation=5, sequence=3)
-    shadow.add([BASE, BASE])
-    written = []
-    for slot in range(2):
-        written.append(shadow.to_write(slot))
-        shadow.seal(slot, MEMORY, Sums(torch.full((1,), slot), torch.zeros(1, dtype=torch.int64)))
-    tables, stripes = {"slots": shadow.table}, [extent.stripes for extent in written]
-    last = MEMORY.view(torch.uint8, 0, BASE.size_bytes).clone()
-    del shadow, written
+def test_a_manifest_of_bases_alone_may_have_no_table_of_entries(space):
+    ring = ExtentRing(space, incarnation=5, sequence=3)
+    ring.add(layouts(2, 1))
+    rewrite(ring, 0)
+    rewrite(ring, 1)
+    tables, stripes = {"slots": ring.tables["slots"]}, [record.current.base.extent.stripes for record in ring.slots]
+    last, number = MEMORY.view(torch.uint8, 0, BASE.size_bytes).clone(), next(NUMBERS)
+    del ring
     ring = ExtentRing(space, incarnation=6, sequence=4)
     ring.claim(tables)
     ring.adopt(tables, layouts(2, 1), where="there")
     assert [record.current.base.extent.stripes for record in ring.slots] == stripes
     assert (ring.tables["slots"] == tables["slots"]).all()
     MEMORY.view(torch.uint8, 0, BASE.size_bytes).copy_(last)
-    assert ring.open_sealed(1, ring.slots[1].current.base, MEMORY).state.tolist() == [1]
+    assert ring.open_sealed(1, ring.slots[1].current.base, MEMORY).state.tolist() == [number - 1]
     with pytest.raises(CorruptionError, match="the base of slot 0, its trailer"):
         ring.open_sealed(0, ring.slots[0].current.base, MEMORY)
+
+
+def test_an_older_manifest_is_known_to_be_whole_until_something_is_written_there(space):
+    drive = Drive(space, layouts(3, 2))
+    for _ in range(3):
+        drive.step([0, 1, 2])
+    before = drive.manifests[-2]
+    assert drive.ring.written_over(before[0]) == []
+    drive.step([0], rewritten=(0,), commits=False)
+    over = drive.ring.written_over(before[0])
+    assert over
+    with pytest.raises(ResumeError, match=f"has a step of which {len(over)} slots were written over since"):
+        drive.ring.adopt(before[0], drive.layouts, where="there")
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_a_commit_that_another_rank_could_not_take_is_taken_back(space, period):
+    drive = Drive(space, layouts(4, period))
+    for number in range(2 * period + 1):
+        drive.step([0, 1, 2, 3] if number < 2 else [0, 2])
+        if number:
+            before = drive.manifests[-2]
+            drive.ring.take_back_commit(before[0])
+            drive.manifests = [before]
+            assert len(drive.ring.uncommitted) == (4 if number < 2 else 2)
+            drive.step([1], commits=False)
+            drive.check(before, drive.ring)
+            drive.commit()
+            drive.check(drive.manifests[-1], drive.ring)
 
 
 def test_tables_of_other_slots_are_refused(space):

@@ -23,6 +23,7 @@ TIERS = {
     },
     "in memory too": {"host_budget": "6MiB"},
     "off": {"overlap_step": "off"},
+    "log": {"rewrite_every": 3},
     "backward": {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False},
 }
 
@@ -33,6 +34,9 @@ def durable(mode, path, name, tiers="state"):
     made = section(mode, path)
     zero = made["zero_optimization"] | more.pop("zero_optimization", {})
     zero["offload_optimizer"]["durable"] = name or False
+    rewrite_every = more.pop("rewrite_every", 1)
+    if name:
+        zero["offload_optimizer"] |= {"rewrite_every": rewrite_every, "staging_budget": "8MiB"}
     for part in (zero.get("offload_param"), more.get("offload_gradients")):
         if part:
             part["nvme_path"] = str(path)
@@ -65,7 +69,11 @@ def assert_goes_on_to(engine, mode, path, done, num_steps, tiers="state", rank=0
 
 
 QUICK = [("bf16", "state"), ("fp16", "state"), ("bf16", "everything")]
-SLOW = [*(("bf16", tiers) for tiers in ("in memory too", "off", "backward")), ("fp32", "state"), ("fp32", "everything")]
+SLOW = [
+    *(("bf16", tiers) for tiers in ("in memory too", "off", "backward", "log")),
+    ("fp32", "state"),
+    ("fp32", "everything"),
+]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 

@@ -226,9 +226,9 @@ def test_going_back_one_step_gives_the_bits_of_the_run_stopped_there(drive):
         assert optimizer.resume() == (5, {})
 
 
-@pytest.mark.parametrize("steps", [2, 3])
-def test_going_back_several_steps_that_were_reserved_gives_the_bits_of_the_run_stopped_there(drive, steps):
-    params, optimizer = fresh(drive, rewind_steps=3)
+@pytest.mark.parametrize(("steps", "period"), [(2, 1), (3, 1), (2, 3), (3, 3)])
+def test_going_back_several_steps_that_were_reserved_gives_the_bits_of_the_run_stopped_there(drive, steps, period):
+    params, optimizer = fresh(drive, rewind_steps=3, rewrite_every=period)
     with optimizer:
         train(optimizer, params, range(3))
         train(optimizer, params, [3], without=[0, 3])
@@ -250,15 +250,16 @@ def test_going_back_several_steps_that_were_reserved_gives_the_bits_of_the_run_s
         assert_same_bits(snapshot(optimizer), taken)
         train(optimizer, params, [10, 11])
         assert_same_bits(snapshot(optimizer), went_on)
-    params, optimizer = fresh(drive, rewind_steps=2)
+    params, optimizer = fresh(drive, rewind_steps=2, rewrite_every=period)
     with optimizer:
         assert optimizer.resume() == (8 - steps, {})
         assert optimizer.rewind(2) == (6 - steps, {})
         assert_same_bits(snapshot(optimizer), taken)
 
 
-def test_a_snapshot_is_gone_back_to_from_later_steps_and_from_another_process(drive):
-    params, optimizer = fresh(drive)
+@pytest.mark.parametrize("period", [1, 3])
+def test_a_snapshot_is_gone_back_to_from_later_steps_and_from_another_process(drive, period):
+    params, optimizer = fresh(drive, rewrite_every=period)
     with optimizer:
         train(optimizer, params, range(2))
         optimizer.synchronize()
@@ -272,29 +273,30 @@ def test_a_snapshot_is_gone_back_to_from_later_steps_and_from_another_process(dr
         assert_same_bits(snapshot(optimizer), expected(drive, 2))
         train(optimizer, params, range(2, 4))
         assert_same_bits(snapshot(optimizer), expected(drive, 4))
-    params, optimizer = fresh(drive)
+    params, optimizer = fresh(drive, rewrite_every=period)
     with optimizer:
         with pytest.raises(KeyError, match="no snapshot 'bad'; there are: good"):
             optimizer.resume("bad")
         assert optimizer.resume() == (4, {})
         assert_same_bits(snapshot(optimizer), expected(drive, 4))
-    params, optimizer = fresh(drive)
+    params, optimizer = fresh(drive, rewrite_every=period)
     with optimizer:
         assert optimizer.resume("good") == (2, {})
         assert_same_bits(snapshot(optimizer), expected(drive, 2))
         optimizer.remove_snapshot("good")
         train(optimizer, params, range(2, 6))
         assert_same_bits(snapshot(optimizer), expected(drive, 6))
-    with fresh(drive)[1] as optimizer:
+    with fresh(drive, rewrite_every=period)[1] as optimizer:
         assert optimizer.resume() == (6, {})
 
 
+@pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("where", ["manifest", "sync"])
-def test_a_commit_that_fails_is_told_and_counted_and_the_run_goes_on(drive, monkeypatch, where):
+def test_a_commit_that_fails_is_told_and_counted_and_the_run_goes_on(drive, monkeypatch, where, period):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space is left")
 
-    params, optimizer = fresh(drive)
+    params, optimizer = fresh(drive, rewrite_every=period)
     with optimizer:
         train(optimizer, params, range(2))
         optimizer.commits.settle()
@@ -312,7 +314,7 @@ def test_a_commit_that_fails_is_told_and_counted_and_the_run_goes_on(drive, monk
         optimizer.commits.settle()
         assert optimizer.stats().committed_step == 4
         after = snapshot(optimizer)
-    params, optimizer = fresh(drive)
+    params, optimizer = fresh(drive, rewrite_every=period)
     with optimizer:
         assert optimizer.resume() == (4, {})
         assert_same_bits(snapshot(optimizer), after)

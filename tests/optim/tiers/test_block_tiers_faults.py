@@ -89,10 +89,10 @@ def test_what_a_drive_does_in_a_bad_hour_changes_nothing(alone, tmp_path, monkey
 def refuse_second_write(tier, monkeypatch):
     start, writes, path = tier._start, itertools.count(1), tier.space.paths[0]
 
-    def submit(op, extent, buffer, what, kind, size_bytes):
+    def submit(op, extent, buffer, what, *more, **named):
         if op is Op.WRITE and next(writes) == 2:
             raise SwapIOError(errno.EIO, path=path, offset=0, size_bytes=1, direction="write", extent=what)
-        return start(op, extent, buffer, what, kind, size_bytes)
+        return start(op, extent, buffer, what, *more, **named)
 
     monkeypatch.setattr(tier, "_start", submit)
 

@@ -61,7 +61,8 @@ def test_the_less_memory_the_more_goes_to_nvme(model, tmp_path, memory, expected
     assert done.exit_code == 0, done.output
     assert devices(section) == expected, done.output
     assert section.get("host_budget") == budget
-    assert "offload doctor --config" in done.output
+    output = tmp_path / "offload.json"
+    assert f"offload doctor --config {output}, offload plan --model {model} --config {output}" in done.output
 
 
 def test_what_does_not_fit_is_said_and_nothing_is_written(model, tmp_path):
@@ -90,6 +91,8 @@ def test_the_drive_is_measured_where_something_goes_there(model, tmp_path, monke
     assert done.exit_code == 0, done.output
     assert section["aio"] == {"queue_depth": 64}
     assert (searched[0].paths, searched[0].seconds) == ((tmp_path,), 40.0)
+    words = [done.output.index(text) for text in ("one rank holds", "now 40 s to find", "saved ")]
+    assert words == sorted(words), "why comes before what takes a minute"
     (tmp_path / "offload.json").unlink()
     done, section = init(model, tmp_path, "--host-memory", "64GiB", "--seconds", "40")
     assert "aio" not in section

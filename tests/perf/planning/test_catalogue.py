@@ -1,15 +1,17 @@
 """Classes of drives for `offload plan --drive`."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.planning import command
-from nvme_offload.perf.planning.catalogue import CATALOGUE, drives_of
+from nvme_offload.perf.planning.catalogue import CATALOGUE, SOURCES, drives_of, page_rows
 from nvme_offload.perf.planning.machine import Drives, MachineError
 
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "plan.md"
 PLAN = ["plan", "--params", "1e9", "--layers", "10", "--flops", "1e12"]
 
 
@@ -21,6 +23,13 @@ def test_every_class_can_be_planned_with(name):
     assert (four.endurance, four_times) == (4 * one.endurance, 4 * capacity)
     assert 0 < one.write <= one.read <= 15e9
     assert 100 < one.endurance / capacity < 6000, "writes of the whole drive in its life"
+
+
+def test_the_page_has_the_figures_and_each_has_its_source():
+    table = PAGE.read_text(encoding="utf-8").partition("\n## Classes of drives\n")[2]
+    assert [line for line in table.splitlines() if line.startswith("| `")][: len(CATALOGUE)] == page_rows()
+    assert list(SOURCES) == list(CATALOGUE)
+    assert all(whose and pages for whose, *pages in SOURCES.values())
 
 
 def test_an_endurance_that_is_known_better_counts():

@@ -16,7 +16,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.cli import app, load
-from nvme_offload.perf.planning import check
+from nvme_offload.perf.planning import check, command
 from nvme_offload.perf.planning.command import baseline_bytes
 from nvme_offload.perf.planning.machine import Drives, Machine
 from nvme_offload.perf.planning.prediction import Job, predict
@@ -195,8 +195,10 @@ def test_a_host_budget_limits_the_largest_model(tmp_path):
 GPU = "--params 8e9 --layers 32 --vocab 128000 --host-memory 64GB --device-memory"
 
 
-def test_parameters_and_gradients_of_a_gpu_stay_on_it():
-    result = plan(f"{GPU} 24GB --capacity 1TB --json")
+def test_parameters_and_gradients_of_a_gpu_stay_on_it(tmp_path):
+    file = tmp_path / "offload.json"
+    file.write_text(json.dumps(section(tmp_path)))
+    result = plan(f"{GPU} 24GB --capacity 1TB --json --config {file}")
     document = json.loads(result.stdout)
     held = document["bytes_per_rank"]
     assert result.exit_code == 1
@@ -205,14 +207,72 @@ def test_parameters_and_gradients_of_a_gpu_stay_on_it():
     missing = sum(sizes.get("device", 0) for sizes in held.values()) - 24 * 10**9
     assert document["missing_per_rank"] == {"device": missing}
     assert missing > 2 * 2 * 8 * 10**9 - 24 * 10**9
-    assert plan(f"{GPU} 80GB --capacity 1TB").exit_code == 0
+    assert plan(f"{GPU} 80GB --capacity 1TB --config {file}").exit_code == 0
 
 
-def test_a_section_that_a_run_on_a_gpu_refuses_is_refused(tmp_path):
-    result = planned("--device-memory 80GB", section(tmp_path, params=2), tmp_path)
-    assert result.exit_code == 2
-    assert "the model is on cuda, where parameters stay" in result.output
-    assert planned("", section(tmp_path, params=2), tmp_path).exit_code == 0
+H100 = "--gpu-memory 80GiB --pcie 55GB/s --flops 4e14 --update-rate 8e9 --host-memory 256GiB --drive gen5-enterprisex4"
+LLAMA_8B = "--params 8e9 --layers 32 --hidden 4096 --vocab 128256"
+LLAMA_70B = "--params 70e9 --layers 80 --hidden 8192 --vocab 128256"
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "kept"),
+    [
+        (LLAMA_8B, 1, "device"),
+        pytest.param(LLAMA_8B, 8, "device", marks=pytest.mark.slow),
+        (LLAMA_70B, 1, "nvme"),
+        pytest.param(LLAMA_70B, 8, "nvme", marks=pytest.mark.slow),
+    ],
+)
+def test_models_on_gpus(model, ranks, kept):
+    """Without a section what a GPU does not hold is on NVMe: 70 B fit one GPU of 80 GiB with all of it off the GPU."""
+    result = plan(f"{model} {H100} --ranks {ranks} --tokens 16384 --json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    numel, held = document["model"]["parameters"], document["bytes_per_rank"]
+    assert held["parameters"].keys() == held["gradients"].keys() == {kept}
+    assert held["optimizer state"].keys() == {"nvme"}
+    assert held["optimizer state"]["nvme"] == pytest.approx(10 * numel / ranks, rel=0.01)
+    assert sum(sizes.get("device", 0) for sizes in held.values()) < 80 * GiB
+    iteration = document["iteration"]
+    assert iteration["compute"] == pytest.approx(8 * numel * 16384 / 4e14)
+    assert iteration["update"] == pytest.approx(numel / ranks / 8e9, rel=0.001)
+    # Kept on the GPU, parameters and gradients go down and parameters up; otherwise they are gathered twice, and
+    # gradients come back beside the second.
+    assert iteration["pcie"] == pytest.approx(4 * numel / ranks / 55e9, rel=0.001)
+    moved = sum(sum(kind.values()) for kind in document["traffic_per_rank_and_step"].values()) * ranks
+    assert iteration["nvme"] == pytest.approx(moved / 38e9, rel=0.15)
+    longest = max(iteration[part] for part in ("compute", "nvme", "update", "pcie"))
+    assert iteration["seconds"] >= longest * 0.99
+
+
+def test_a_slow_pcie_is_what_limits():
+    said = " ".join(plan(f"{LLAMA_8B} {H100}".replace("55GB/s", "2GB/s")).stdout.split())
+    assert "limited by: PCIe" in said
+    assert "PCIe 16 s" in said
+
+
+def test_copies_of_a_gpu_that_is_not_known_are_not_counted():
+    without = plan(f"{LLAMA_8B} {H100}".replace("--pcie 55GB/s", ""))
+    assert "Copies between GPU and host are not counted" in without.stdout
+    alone = plan(f"{LLAMA_8B} --pcie 55GB/s")
+    assert alone.exit_code == 2
+    assert "give --gpu-memory, too" in alone.output
+
+
+def test_a_gpu_that_is_here_is_planned_for(monkeypatch):
+    """Its memory and its rates are those of the machine, unless somebody says otherwise."""
+    monkeypatch.setattr(command, "device_here", lambda: "a GPU")
+    monkeypatch.setattr(command, "facts_of", lambda device: {"memory_bytes": 80 * GiB})
+    monkeypatch.setattr(command, "copy_rates", lambda device: {"to_device": 50e9, "to_host": 40e9, "both": 40e9})
+    rates = "--host-memory 64GiB --drive gen5-enterprisex4 --flops 4e14 --json"
+    here = json.loads(plan(f"{LLAMA_8B} {rates}").stdout)
+    assert here["available_per_rank"]["device"] == 80 * GiB
+    assert here["iteration"]["pcie"] == pytest.approx(4 * 8e9 / 20e9, rel=0.001)
+    other = json.loads(plan(f"{LLAMA_8B} {rates} --gpu-memory 40GiB --pcie 10GB/s").stdout)
+    assert other["available_per_rank"]["device"] == 40 * GiB
+    assert other["iteration"]["pcie"] == pytest.approx(4 * 8e9 / 10e9, rel=0.001)
+    assert "device" not in json.loads(plan(f"{LLAMA_8B} {rates} --gpu-memory 0").stdout)["available_per_rank"]
 
 
 @pytest.mark.parametrize(("where", "tier"), [("none", "device"), ("cpu", "host"), ("nvme", "nvme")])

@@ -52,6 +52,19 @@ def test_without_a_drive_an_iteration_is_computing():
         assert found.parts == pytest.approx({"forward": 1.0, "backward": 2.0, "step": 0.0})
 
 
+def test_copies_beside_computing_show_where_they_are_longer():
+    """Two groups, of which one gathers for longer than it computes; updates wait for copies as for the kernel."""
+    quick = GroupTime(forward=1.0, backward=2.0, forward_pcie=0.5, backward_pcie=0.5)
+    slow = GroupTime(forward=1.0, backward=2.0, forward_pcie=3.0, backward_pcie=2.5)
+    updates = tuple(SubgroupTime(first=i, last=i, read=0.0, update=0.25, write=0.0, pcie=1.0) for i in range(2))
+    work = Work(groups=(quick, slow), subgroups=updates, num_buffers=2)
+    assert (work.compute, work.pcie, work.update, work.ideal) == (6.0, 8.5, 0.5, 8.5)
+    found = iteration_time(work, "off")
+    assert found.parts == pytest.approx({"forward": 4.0, "backward": 4.5, "step": 2.0})
+    assert found.seconds == pytest.approx(10.5)
+    assert found.limit == "PCIe"
+
+
 def test_in_step_nothing_overlaps_but_the_last_writes():
     """Two subgroups and one buffer by hand: read, read again for the second, both written; the second stays."""
     found = iteration_time(layers(4.0, num_buffers=1, compute=3.0, count=2), "off")

@@ -145,6 +145,9 @@ def install() -> None:
     library.impl("empty_strided", empty_strided, "PrivateUse1")
     library.impl("_copy_from", copy_from, "PrivateUse1")
     _kept.append(library)
+    autocast = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    autocast.fallback(torch.library.fallthrough_kernel)  # to it nothing is cast
+    _kept.append(autocast)
     dist.Backend.default_device_backend_map[NAME] = "gloo"
     _hide_from(torch._C, "_get_accelerator", torch.device("cpu"))
     _hide_from(torch._C, "_accelerator_getAccelerator", None)

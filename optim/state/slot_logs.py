@@ -1,0 +1,237 @@
+"""The logs of subgroups: what a step did to one is kept beside its base, and done again when that is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from nvme_offload.offload.durable.chain import SlotLayout
+from nvme_offload.offload.durable.ring import ExtentRing
+from nvme_offload.offload.durable.seal import ExtentLayout, check_sums
+from nvme_offload.offload.errors import OutOfSpaceError
+from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.optim.gradient_log.entry import MAX_SCALARS, EntryFormat, PartOfMemory
+from nvme_offload.optim.kernels import KernelPool, LoggedStep, Segment, make_segment
+from nvme_offload.optim.layout.master import DTYPE_OF_FORM, MasterForm
+from nvme_offload.optim.layout.subgroup import Run, Subgroup
+from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.state.masters import section_view, state_views
+from nvme_offload.optim.state.slots import Draft, SlotRecord
+from nvme_offload.optim.state.table import ParamRecord, ParamTable
+from nvme_offload.optim.tiers.parts import parts_of
+from nvme_offload.optim.tiles import RunTensors, StepScalars
+
+
+class SlotLogs:
+    """Reads, replays and drafts the entries of a durable optimizer's logs.
+
+    Args:
+        extents: where bases and entries are.
+        table: the parameters.
+        kernels: that update.
+        period: every how many steps a subgroup is rewritten.
+    """
+
+    def __init__(self, extents: ExtentRing, table: ParamTable, kernels: KernelPool, period: int) -> None:
+        self.period = period
+        self._extents = extents
+        self._table = table
+        self._kernels = kernels
+        self._formats: dict[int, tuple[Subgroup, EntryFormat]] = {}
+
+    def is_logged(self, record: ParamRecord) -> bool:
+        """Whether updates of a parameter are logged, and not its subgroup rewritten in every step.
+
+        One in fp32 could be changed by somebody unnoticed: it has no checksums. And a rule has to be one of the kernel.
+        """
+        return self.period > 1 and _is_replayable(record.form, record.rule)
+
+    def itemsize_of(self, record: ParamRecord) -> int:
+        """Bytes of log that are read beside an element's state, at most."""
+        return (self.period - 1) * _grad_dtype(record).itemsize if self.is_logged(record) else 0
+
+    def layout_of(self, subgroup: Subgroup, base: ExtentLayout) -> SlotLayout:
+        """What a subgroup takes on the drive, of which `base` is the base."""
+        if self.period == 1 or not _is_replayable(subgroup.form, subgroup.rule):
+            return SlotLayout(base)
+        entry = ExtentLayout(self._format_of(subgroup).most_bytes, 0, base.alignment)
+        return SlotLayout(base, entry.size_bytes, self.period)
+
+    def replay(self, slot: SlotRecord, memory: Memory) -> None:
+        """Do the updates of the log that was read behind a base: the state, and the tail, are then the newest.
+
+        Raises:
+            CorruptionError: the log is not what was written.
+        """
+        steps = self._steps(slot, memory)
+        runs = list(enumerate(slot.subgroup.runs))
+        self._kernels.update([self._segment(slot, memory, run, None, steps[number], None) for number, run in runs])
+        slot.is_behind = False
+
+    def update_of(self, slot: SlotRecord, memory: Memory, work: Mapping[int, RunTensors]) -> Callable[[], int]:
+        """What updates a subgroup, after what the log has; where it is not due to be rewritten, an entry is drafted.
+
+        Nothing is changed before it is called. What the update cannot be put into the log of is rewritten.
+
+        Args:
+            slot: of the subgroup.
+            memory: its buffer.
+            work: what has a gradient, by parameter index.
+
+        Returns:
+            To be called once. Returns how many tiles of 65536 elements somebody else had changed since the last update.
+
+        Raises:
+            CorruptionError: the log is not what was written.
+            OutOfSpaceError: the subgroup is rewritten out of its turn, and there is no room.
+        """
+        steps = self._steps(slot, memory)
+        entry = self._begin_entry(slot, memory, work)
+        segments = []
+        for number, run in enumerate(slot.subgroup.runs):
+            tensors, offsets = work.get(run.param), None
+            if tensors is not None and entry is not None:
+                offsets = self._note(slot, entry, number, tensors)
+            if tensors is not None or steps[number]:
+                segments.append(self._segment(slot, memory, run, tensors, steps[number], offsets))
+        return lambda: self._update(slot, segments, entry)
+
+    def _update(self, slot: SlotRecord, segments: list[Segment], entry: PartOfMemory | None) -> int:
+        if entry is None:
+            changed, draft = self._kernels.update(segments), None
+        else:
+            format_ = self._format_of(slot.subgroup)
+            data = format_.data(entry, format_.most_bytes)
+            changed, data_bytes = self._kernels.update_and_log(segments, data)
+            fits = data_bytes <= data.numel()
+            draft = Draft(entry.start, format_.finish(entry, data_bytes)) if fits else None
+        # No call in between: a signal handler sees state with what it is written as.
+        slot.is_behind = False
+        slot.draft = draft
+        return sum(changed)
+
+    def _begin_entry(self, slot: SlotRecord, memory: Memory, work: Mapping[int, RunTensors]) -> PartOfMemory | None:
+        """Where an entry of this update goes; None where the subgroup is rewritten. Either way there is room for it."""
+        format_ = self._format_of(slot.subgroup)
+        is_wide = any(run.grad.dtype.itemsize > format_.grad_itemsize for run in work.values())
+        has_many = any(len(run.scalars.of_rule) > MAX_SCALARS for run in work.values())
+        if not (is_wide or has_many or self._extents.is_due(slot.index)):
+            try:
+                self._extents.to_append(slot.index)
+            except OutOfSpaceError:
+                pass
+            else:
+                entry = PartOfMemory(memory, self._end_of_log(slot))
+                format_.begin(entry)
+                return entry
+        self._extents.to_rewrite(slot.index)
+        return None
+
+    def _note(self, slot: SlotRecord, entry: PartOfMemory, number: int, run: RunTensors) -> torch.Tensor:
+        return self._format_of(slot.subgroup).note_run(
+            entry,
+            number,
+            grad_dtype=run.grad.dtype,
+            grad_scale=run.scalars.grad_scale,
+            scalars=run.scalars.of_rule,
+        )
+
+    def _segment(
+        self,
+        slot: SlotRecord,
+        memory: Memory,
+        run: Run,
+        tensors: RunTensors | None,
+        log: list[LoggedStep],
+        offsets: torch.Tensor | None,
+    ) -> Segment:
+        subgroup, base = slot.subgroup, self._base_view(slot, memory, run)
+        scalars = tensors.scalars if tensors is not None else StepScalars((), 1.0)
+        return make_segment(
+            param=tensors.param if tensors is not None else self._any_param(slot, memory, run),
+            grad=tensors.grad if tensors is not None else None,
+            master=section_view(subgroup, memory, "master", run),
+            states=state_views(subgroup, memory, run),
+            checksums=tensors.checksums if tensors is not None else None,
+            rule=subgroup.rule,
+            scalars=scalars.of_rule,
+            grad_scale=scalars.grad_scale,
+            log=log,
+            base=base,
+            offsets=offsets,
+        )
+
+    def _base_view(self, slot: SlotRecord, memory: Memory, run: Run) -> torch.Tensor | None:
+        """The parameter as the base has it, where the state does not say it."""
+        dtype = slot.subgroup.tail_dtype
+        if dtype is None:
+            return None
+        at = self._layout(slot).base.tail_at
+        return memory.view(dtype, at + run.at * dtype.itemsize, run.numel)
+
+    def _any_param(self, slot: SlotRecord, memory: Memory, run: Run) -> torch.Tensor:
+        """Memory of the parameter's kind, which a replay alone does not look at."""
+        base = self._base_view(slot, memory, run)
+        return memory.view(DTYPE_OF_FORM[slot.subgroup.form], 0, run.numel) if base is None else base
+
+    # Entries in a buffer.
+
+    def check(self, slot: SlotRecord, memory: Memory) -> None:
+        """Verify every byte of the log behind a base.
+
+        Raises:
+            CorruptionError: one is not what was written.
+        """
+        for number, (start, content_bytes) in enumerate(self._entries(slot)):
+            part = PartOfMemory(memory, start)
+            log = self._extents.slots[slot.index].current.log[number]
+            expected = self._extents.open_sealed(slot.index, log, part)
+            actual = self._kernels.tile_checksums(part.view(torch.int32, 0, content_bytes // 4))
+            path = self._extents.path_of(log)
+            check_sums(expected.state, actual, path=path, what=f"the log of subgroup {slot.index}")
+
+    def _steps(self, slot: SlotRecord, memory: Memory) -> list[list[LoggedStep]]:
+        """What is to be done again, by run, the oldest first."""
+        found: list[list[LoggedStep]] = [[] for _ in slot.subgroup.runs]
+        if not slot.is_behind:
+            return found
+        log = self._extents.slots[slot.index].current.log
+        for written, (start, _) in zip(log, self._entries(slot), strict=True):
+            part = PartOfMemory(memory, start)
+            self._extents.open_sealed(slot.index, written, part)
+            for of_run, step in zip(found, self._format_of(slot.subgroup).steps(part), strict=True):
+                of_run += [step] if step is not None else []
+        return found
+
+    def _entries(self, slot: SlotRecord) -> Iterator[tuple[int, int]]:
+        """Where each entry that was read begins in the buffer, and its bytes without the trailer."""
+        start = self._layout(slot).base.size_bytes
+        for written in self._extents.slots[slot.index].current.log:
+            yield start, written.content.state_bytes
+            start += written.content.size_bytes
+
+    def _end_of_log(self, slot: SlotRecord) -> int:
+        """Where the next entry begins in the buffer: behind those that an update still needs."""
+        log = self._extents.slots[slot.index].current.log if slot.is_behind else ()
+        return self._layout(slot).base.size_bytes + sum(written.content.size_bytes for written in log)
+
+    def _layout(self, slot: SlotRecord) -> SlotLayout:
+        return self._extents.slots[slot.index].layout
+
+    def _format_of(self, subgroup: Subgroup) -> EntryFormat:
+        known = self._formats.get(subgroup.index)
+        if known is None or known[0] is not subgroup:
+            dtype = _grad_dtype(self._table[subgroup.runs[0].param])
+            known = self._formats[subgroup.index] = subgroup, EntryFormat.of(subgroup, dtype)
+        return known[1]
+
+
+def _is_replayable(form: MasterForm, rule: UpdateRule) -> bool:
+    return form is not MasterForm.ITSELF and bool(rule.kernel) and not rule.whole
+
+
+def _grad_dtype(record: ParamRecord) -> torch.dtype:
+    """What a parameter's gradients are expected to be: those of others are not logged."""
+    parts = parts_of(record.leaf)
+    return parts.accumulate if parts is not None else record.param.dtype

@@ -1,0 +1,134 @@
+"""How fast it is here: copies to the device and back, the drive, and what of a step an iteration shows."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from nvme_offload.offload.config.section import AioConfig
+from nvme_offload.offload.units import format_bytes
+from nvme_offload.optim.zero.engine import OffloadEngine
+from nvme_offload.optim.zero.initialize import initialize
+from nvme_offload.perf.bench.run import Plan, run_bench
+from nvme_offload.perf.measure.accelerator import copy_rates, device_here
+from nvme_offload.perf.measure.progress import Progress
+from nvme_offload.perf.measure.settings import Settings
+from nvme_offload.perf.verify.outcome import Found, LeftOutError, Site
+from nvme_offload.perf.verify.training import BF16, Layered
+from nvme_offload.perf.verify.updates import section
+
+WIDTH = {True: 2048, False: 128}
+TOKENS = {True: 16384, False: 64}
+STAGING = {True: "2GiB", False: "8MiB"}
+WARM_UP, COUNTED = 3, 4
+
+
+def copies(site: Site) -> Found:
+    """Rates of page-locked copies, in each direction and in both at once."""
+    device = device_here() if site.has_device else None
+    if device is None:
+        raise LeftOutError("no GPU")
+    rates = copy_rates(device)
+    words = {"to_device": "there", "to_host": "back", "both": "both at once"}
+    return Found(", ".join(f"{words[name]} {rate / 1e9:.1f} GB/s" for name, rate in rates.items()), rates)
+
+
+def drive(site: Site) -> Found:
+    """Rates of the drive, as `offload bench` measures them: written before it is read, verified before it is timed."""
+    aio = AioConfig()
+    settings = Settings(
+        paths=(site.folder,),
+        size=site.size,
+        bs=aio.block_size,
+        iodepth=aio.queue_depth,
+        numjobs=aio.rings,
+        ioengine=aio.engine,
+        direct="optional",
+    )
+    plan = Plan(settings=settings, target="raw", directions=("read", "write", "mixed"), runtime=site.runtime)
+    document = run_bench(plan, Progress(Console(stderr=True)))
+    rates: dict[str, float] = {rw: document["results"][rw]["summary"]["bw_bytes"]["median"] for rw in plan.directions}
+    engine = document["engine"]
+    cached = "" if engine["direct"] else ", through the page cache"
+    text = ", ".join(f"{rw} {rate / 1e9:.2f} GB/s" for rw, rate in rates.items())
+    return Found(f"{text} ({engine['name']}{cached})", {**rates, "engine": engine["name"], "direct": engine["direct"]})
+
+
+def iteration(site: Site) -> Found:
+    """Forward and backward alone beside whole iterations with the state on NVMe: what of the step is exposed."""
+    width = WIDTH[site.large]
+    layers = max(2, round(site.params / (8 * width * width)))
+    torch.manual_seed(0)
+    with torch.device(site.device):
+        model = Layered(width, layers)
+        batch = torch.randn(TOKENS[site.large], width)
+    numel = sum(param.numel() for param in model.parameters())
+    plain = section(None, clip=1.0, **BF16)
+    with site.drive() as folder:
+        plain["zero_optimization"] = {
+            "stage": 3,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": str(folder),
+                "staging_budget": STAGING[site.large],
+            },
+        }
+        with initialize(model, plain) as engine:
+            values = {"parameters": numel, "layers": layers, **_timed(site, engine, batch)}
+    shares = f"exposed {values['exposed_share']:.0%}, {values['share_of_ideal']:.0%} of the ideal"
+    text = f"{numel / 1e9:.3g} B parameters: {values['seconds']:.3g} s, compute {values['compute_seconds']:.3g} s"
+    peak = values.get("peak_device_bytes")
+    return Found(f"{text}, {shares}{f', {format_bytes(peak)} on the device' if peak else ''}", values)
+
+
+def _timed(site: Site, engine: OffloadEngine, batch: torch.Tensor) -> dict[str, Any]:
+    def compute() -> None:
+        engine.backward(engine(batch).float().square().mean())
+
+    def settle() -> None:
+        engine.optimizer.synchronize()
+        if site.has_device:
+            torch.get_device_module(site.device).synchronize()
+
+    for _ in range(WARM_UP):
+        compute()
+        engine.step()
+    alone = []
+    for _ in range(COUNTED):
+        settle()
+        start = time.perf_counter()
+        compute()
+        if site.has_device:
+            torch.get_device_module(site.device).synchronize()
+        alone.append(time.perf_counter() - start)
+        engine.step()
+    settle()
+    before, start = engine.optimizer.stats(), time.perf_counter()
+    for _ in range(COUNTED):
+        compute()
+        engine.step()
+    settle()
+    seconds = (time.perf_counter() - start) / COUNTED
+    after = engine.optimizer.stats()
+    assert after.iteration is not None  # there were several
+    moved = (after.bytes_read - before.bytes_read + after.bytes_written - before.bytes_written) / COUNTED
+    least = max(min(alone), after.iteration.drive_seconds)
+    return {
+        "seconds": seconds,
+        "compute_seconds": min(alone),
+        "drive_seconds": after.iteration.drive_seconds,
+        "exposed_seconds": seconds - min(alone),
+        "exposed_share": max(0.0, seconds - min(alone)) / seconds,
+        "share_of_ideal": min(1.0, least / seconds),
+        "limit": after.iteration.limit,
+        "bytes_moved": moved,
+        **_peak_of(site),
+    }
+
+
+def _peak_of(site: Site) -> dict[str, int]:
+    peak = getattr(torch.get_device_module(site.device), "max_memory_allocated", None) if site.has_device else None
+    return {} if peak is None else {"peak_device_bytes": peak()}

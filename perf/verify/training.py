@@ -1,0 +1,177 @@
+"""Models in an engine. One has gradients that are exact on every device, so that whole runs can be compared by bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nvme_offload.optim.full_values import get_full_optimizer_state, get_full_param
+from nvme_offload.optim.zero.engine import OffloadEngine
+from nvme_offload.optim.zero.initialize import initialize
+from nvme_offload.perf.verify.bits import must_be_near, must_equal
+from nvme_offload.perf.verify.outcome import Found, Site
+from nvme_offload.perf.verify.updates import section, values_of
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+AUTOCAST: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+PRECISIONS: Mapping[str, dict[str, Any]] = {"bf16": BF16, "fp16": FP16, "autocast": AUTOCAST, "fp32": {}}
+LAYERS, ROWS, COLUMNS = 4, 331, 257
+STEPS = 3
+
+Values = dict[str, list[torch.Tensor]]
+
+
+class _Slope(nn.Module):
+    """A weight whose gradient is what comes with the input: no rounding depends on the device."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values_of((ROWS, COLUMNS), seed, 0.05))
+
+    def forward(self, total: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+        return total + (self.weight * slope).sum(dtype=torch.float32)
+
+
+class Slopes(nn.Module):
+    """Layers whose gradients are the slopes [layers, rows, columns] that the batch gives them, bit for bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Slope(seed) for seed in range(LAYERS))
+
+    def forward(self, slopes: torch.Tensor) -> torch.Tensor:
+        """The sum of all weights times their slopes; a scalar, fp32."""
+        total = torch.zeros((), device=slopes.device)
+        for layer, slope in zip(self.layers, slopes, strict=True):
+            total = layer(total, slope)
+        return total
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        grown: torch.Tensor = self.down(nn.functional.gelu(self.up(hidden)))
+        return hidden + grown
+
+
+class Layered(nn.Module):
+    """Layers of 8 x width^2 parameters each, of the products that a transformer spends its time on."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block(width) for _ in range(layers))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` [tokens, width]; the same shape."""
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def full(engine: OffloadEngine) -> Values:
+    """Whole parameters and the states of AdamW, on the CPU."""
+    return {
+        name: [
+            part.cpu()
+            for part in (
+                get_full_param(param),
+                *(get_full_optimizer_state(param, state) for state in ("exp_avg", "exp_avg_sq")),
+            )
+        ]
+        for name, param in engine.module.named_parameters()
+    }
+
+
+def take_slope_steps(engine: OffloadEngine, device: str, first: int = 0, steps: int = STEPS) -> None:
+    """Steps with gradients from the number of the step."""
+    for step in range(first, first + steps):
+        for micro in range(engine.gradient_accumulation_steps):
+            slopes = values_of((LAYERS, ROWS, COLUMNS), 100 * step + micro, 0.1).bfloat16().float()
+            engine.backward(engine(slopes.to(device)))
+            engine.step()
+
+
+def slope_run(device: str, config: dict[str, Any]) -> tuple[Values, float]:
+    """Parameters and states after a few steps, and the last norm."""
+    with initialize(Slopes().to(device), config) as engine:
+        take_slope_steps(engine, device)
+        return full(engine), engine.get_global_grad_norm()
+
+
+def gradients(site: Site) -> Found:
+    """Whole runs, clipped, with gradients in host memory and on NVMe: the bits and the norm of the CPU."""
+    for name, mode in PRECISIONS.items():
+        for where in ("cpu", "nvme"):
+            with site.drive() as drive:
+                found = slope_run(site.device, _moved(drive, where, mode))
+                expected = slope_run("cpu", _moved(None, "none", mode))
+            must_equal(found, expected, f"{name}, gradients on {where}")
+    with site.drive() as drive:
+        values, norm = slope_run(site.device, section(drive, gradient_accumulation_steps=2, **BF16))
+    expected = slope_run("cpu", section(None, gradient_accumulation_steps=2, **BF16))
+    must_equal(values, expected[0], "bf16, gradients where they are computed")
+    must_be_near(norm, expected[1], "bf16, the norm of gradients where they are computed")
+    return Found(f"{', '.join(PRECISIONS)}: the same bits as on the CPU, norms too", {"total_norm": norm})
+
+
+def _moved(drive: Path | None, where: str, mode: Mapping[str, Any]) -> dict[str, Any]:
+    """Gradients are clipped to a fifth or so, and added up: with few buffers, blocks of them come and go meanwhile."""
+    kept: dict[str, Any] = {"device": where}
+    if where == "nvme":
+        kept |= {"nvme_path": str(drive), "buffer_count": 3}
+    return section(drive, clip=5.0, offload_gradients=kept, gradient_accumulation_steps=4, **mode)
+
+
+def precisions(site: Site) -> Found:
+    """Layers as models have them: losses, norms and bits are the same with state on NVMe and in host memory."""
+    losses = {}
+    for name, mode in PRECISIONS.items():
+        with site.drive() as drive:
+            on_nvme = _layered_run(site, section(drive, clip=0.1, **mode))
+        in_memory = _layered_run(site, section(None, clip=0.1, **mode))
+        must_equal(on_nvme, in_memory, f"{name}, on NVMe and in memory")
+        losses[name] = on_nvme[0]
+    return Found(f"{', '.join(PRECISIONS)}: the same bits", {"losses": losses})
+
+
+def _layered_run(site: Site, config: dict[str, Any]) -> tuple[list[float], list[float], Values]:
+    torch.manual_seed(0)
+    width, losses, norms = 512 if site.large else 96, [], []
+    with initialize(Layered(width, LAYERS).to(site.device), config) as engine:
+        for step in range(STEPS):
+            batch = values_of((64, width), step, 1.0).to(site.device)
+            loss = engine(batch).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            norms.append(engine.get_global_grad_norm())
+        return losses, norms, full(engine)
+
+
+def checkpoint(site: Site) -> Found:
+    """What is saved on the device goes on with the same bits there, and on the CPU."""
+    with site.drive() as drive, site.drive() as folder:
+        with initialize(Slopes().to(site.device), section(drive, **BF16)) as engine:
+            take_slope_steps(engine, site.device)
+            engine.save_checkpoint(folder)
+            saved = full(engine)
+            take_slope_steps(engine, site.device, STEPS, 1)
+            later = full(engine)
+            engine.load_checkpoint(folder)
+            must_equal(full(engine), saved, "what was loaded")
+            take_slope_steps(engine, site.device, STEPS, 1)
+            must_equal(full(engine), later, "the step after loading")
+        with initialize(Slopes(), section(None, **BF16)) as engine:
+            engine.load_checkpoint(folder)
+            must_equal(full(engine), saved, "what was loaded on the CPU")
+            take_slope_steps(engine, "cpu", STEPS, 1)
+            must_equal(full(engine), later, "the step after loading on the CPU")
+    return Found("goes on with the same bits", {})

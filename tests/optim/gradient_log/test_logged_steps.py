@@ -1,0 +1,283 @@
+"""A durable run that is rewritten every few steps has the bits of one in place, whatever comes between."""
+
+import contextlib
+import random
+import warnings
+
+import pytest
+import torch
+
+from nvme_offload import OffloadAdamW
+from nvme_offload.aio_native import Op
+from nvme_offload.offload.errors import CorruptionError, ResumeError
+from nvme_offload.optim.layout.master import TILE_NUMEL
+from tests.support.failing_drive import Failing
+from tests.support.killed_steps import durable_section
+from tests.support.rules import CASES
+from tests.support.training import assert_same_bits, params_of, section, set_grads, snapshot
+
+SHAPES = [(2 * TILE_NUMEL + 77,), (5,), (TILE_NUMEL,), (1001,), (TILE_NUMEL + 33,), (999,)]
+DTYPES = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16, torch.float32, torch.float16)
+[ADAMW] = (case for case in CASES if case.name == "AdamW")
+
+
+class Pair:
+    """The same training twice: in host memory, and as a run with a log."""
+
+    def __init__(self, drive, case, period, seed, shapes=SHAPES, **more):
+        self.rng, self.case, self.shapes = random.Random(seed), case, shapes
+        self.section = durable_section(drive, "run", rewrite_every=period, buffers=2, **more)
+        self.plain, self.own = self._made(section(sub_group_size=65536, clip=1.0))
+        self.params, self.logged = self._made(self.section)
+        self.before = None
+        self.number = 0
+
+    def _made(self, where):
+        params = params_of(self.shapes, *DTYPES)
+        return params, self.case.make([{"params": params[::2]}, {"params": params[1::2]}], where)
+
+    def step(self, *, without=None, missing=0.2, zeros=0.2, hands=0.2):
+        self.before = snapshot(self.own)
+        everybody, self.number = range(len(self.shapes)), self.number + 1
+        if without is None:
+            without = {index for index in everybody if self.number > 1 and self.rng.random() < missing}
+        for params in (self.plain, self.params):
+            set_grads(params, self.number, without=without)
+        for index in sorted(set(everybody) - set(without)):
+            if self.rng.random() < zeros:
+                for params in (self.plain, self.params):
+                    params[index].grad[:TILE_NUMEL] = 0
+            if self.rng.random() < hands:
+                self.set_by_hand(index, self.rng.choice([0.5, -0.25, 0.0]))
+        self.rate_of_step()
+        self.own.step()
+        self.logged.step()
+
+    def plain_step(self, **more):
+        self.step(missing=0, zeros=0, hands=0, **more)
+
+    def rate_of_step(self):
+        for optimizer in (self.own, self.logged):
+            optimizer.param_groups[1]["lr"] = 1e-2 / self.number
+
+    def set_by_hand(self, index, value, size=1):
+        with torch.no_grad():
+            for params in (self.plain, self.params):
+                params[index][:size] = value
+
+    def reopen(self):
+        """Another process goes on from the newest step; parameters are what it makes of that."""
+        self.logged.close()
+        self.params, self.logged = self._made(self.section)
+        with torch.no_grad():
+            for param in self.params:
+                param.fill_(7)
+        assert self.logged.resume() == (self.number, {})
+
+    def go_back(self):
+        """Both are as they were before the latest step."""
+        self.number -= 1
+        assert self.logged.rewind() == (self.number, {})
+        assert_same_bits(snapshot(self.logged), self.before)
+        own = [param for group in self.own.param_groups for param in group["params"]]
+        with torch.no_grad():
+            for param, value in zip(own, self.before["params"], strict=True):
+                param.copy_(value)
+        self.own.load_state_dict({key: self.before[key] for key in ("state", "param_groups")})
+
+    def check(self):
+        assert_same_bits(snapshot(self.logged), snapshot(self.own))
+
+    @property
+    def chains(self):
+        """Of those that have a log."""
+        chains = [record.current for record in self.logged.store.run.extents.slots]
+        return [chain for chain in chains if chain.log]
+
+    def close(self):
+        self.own.close()
+        self.logged.close()
+
+
+@pytest.fixture
+def pairs(drive):
+    made = []
+
+    def make(*arguments, **more):
+        made.append(Pair(drive, *arguments, **more))
+        return made[-1]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*tiles of 65536 elements were changed")
+        yield make
+        for pair in made:
+            pair.close()
+
+
+@pytest.mark.parametrize(
+    ("case", "period"), [(ADAMW, 2), (ADAMW, 4), *((case, 3) for case in CASES if case.rule.kernel)], ids=str
+)
+def test_the_bits_are_those_of_a_training_in_place(pairs, case, period):
+    pair = pairs(case, period, seed=period)
+    for number in range(8):
+        pair.step()
+        if number in (3, 5):
+            pair.reopen()
+        if number % 3 == 0 or number == 7:
+            pair.check()
+    assert pair.logged.stats().failed_commits == 0
+
+
+@pytest.mark.parametrize("more", [{"host_budget": "9MiB"}, {"checksums": True}], ids=str)
+def test_state_in_memory_and_checksums_change_nothing(pairs, more):
+    pair = pairs(ADAMW, 3, seed=5, **more)
+    for number in range(7):
+        pair.step()
+        if number == 4:
+            pair.reopen()
+    pair.check()
+
+
+def test_what_is_written_is_that_of_the_period(drive):
+    written = {}
+    for period in (1, 2, 4):
+        params = params_of([(4 * TILE_NUMEL,)] * 2, torch.bfloat16)
+        with OffloadAdamW(params, offload=durable_section(drive, f"p{period}", rewrite_every=period)) as optimizer:
+            before = 0
+            for step in range(2 * period + 1):
+                set_grads(params, step)
+                optimizer.step()
+                optimizer.synchronize()
+                before = before or optimizer.stats().bytes_written
+            moved = optimizer.stats().bytes_written - before
+            written[period] = moved / (2 * period) / (8 * TILE_NUMEL)
+    assert written == pytest.approx({1: 12, 2: 7, 4: 4.5}, rel=0.06)
+
+
+def test_an_entry_without_room_for_what_was_changed_by_hand_becomes_a_base(pairs):
+    pair = pairs(ADAMW, 4, seed=9)
+    for step in range(4):
+        pair.set_by_hand(0, 0.125 * step, size=2 * TILE_NUMEL)
+        pair.plain_step()
+    pair.check()
+    assert pair.chains, "others are logged"
+    assert all(not record.current.log for record in pair.logged.store.run.extents.slots[:2])
+    pair.reopen()
+    pair.check()
+
+
+def test_a_parameter_without_a_gradient_that_was_changed_is_whole_where_its_subgroup_is_rewritten(pairs):
+    pair = pairs(ADAMW, 1, seed=3, shapes=[(300,), (5,), (400,)])
+    pair.plain_step()
+    pair.set_by_hand(2, 0.3, size=100)
+    pair.plain_step(without=[2])
+    pair.reopen()
+    pair.plain_step()
+    pair.check()
+
+
+def test_wider_gradients_than_expected_are_not_logged(drive):
+    def made(where):
+        param = torch.nn.Parameter(torch.linspace(-1, 1, 70_000).bfloat16())
+        param.grad_dtype = None
+        return param, OffloadAdamW([param], offload=where)
+
+    one, other = made(section(sub_group_size=65536, clip=1.0)), made(durable_section(drive, "run", rewrite_every=3))
+    with one[1], other[1]:
+        for step in range(4):
+            for param, optimizer in (one, other):
+                param.grad = torch.randn(70_000, generator=torch.Generator().manual_seed(step)) * 0.1
+                optimizer.step()
+        assert_same_bits(snapshot(one[1]), snapshot(other[1]))
+        assert [len(record.current.log) for record in other[1].store.run.extents.slots] == [0, 0]
+
+
+def test_going_back_one_step_gives_the_bits_of_the_step_before_and_of_what_follows(pairs):
+    pair = pairs(ADAMW, 3, seed=4)
+    for number in range(7):
+        pair.step()
+        if number > 2:
+            pair.go_back()
+            pair.step()
+            pair.check()
+
+
+def flip(optimizer, extent, at):
+    path = optimizer.store.run.space.path_of(extent.stripes[0].fd)
+    with path.open("r+b") as file:
+        file.seek(extent.stripes[0].offset + at)
+        [byte] = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("at", [0, 2000])
+def test_where_the_newest_entry_is_damaged_the_step_before_is_taken(pairs, at):
+    pair = pairs(ADAMW, 3, seed=2)
+    for _ in range(3):
+        pair.plain_step()
+    pair.logged.commits.settle()
+    newest = pair.logged.store.run.extents.sequence - 1
+    entry = next(chain.log[-1] for chain in pair.chains if chain.log[-1].sealed_as.sequence == newest)
+    flip(pair.logged, entry.extent, at)
+    pair.number -= 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a committed step is damaged")
+        pair.reopen()
+    assert_same_bits(snapshot(pair.logged), pair.before)
+
+
+def test_where_an_older_entry_is_damaged_it_is_refused_by_name(pairs):
+    pair = pairs(ADAMW, 4, seed=2)
+    for _ in range(4):
+        pair.plain_step()
+    pair.logged.commits.settle()
+    chain = next(chain for chain in pair.chains if len(chain.log) > 1)
+    flip(pair.logged, chain.log[0].extent, 2000)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a committed step is damaged")
+        with pytest.raises(ResumeError, match=r"step 4: .*the log of subgroup \d"):
+            pair.reopen()
+
+
+def test_a_step_does_not_replay_an_entry_of_another_write(drive):
+    params = params_of([(TILE_NUMEL,)] * 4, torch.bfloat16)
+    with OffloadAdamW(params, offload=durable_section(drive, "run", rewrite_every=4, buffers=2)) as optimizer:
+        for step in range(2):
+            set_grads(params, step)
+            optimizer.step()
+        optimizer.commits.settle()
+        slot = next(slot for slot in optimizer.store.slots if slot.num_logged and slot.buffer is None)
+        entry = optimizer.store.run.extents.slots[slot.index].current.log[0]
+        flip(optimizer, entry.extent, entry.content.trailer_at + 20)
+        set_grads(params, 2)
+        with pytest.raises(CorruptionError, match=f"the log of slot {slot.index}"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("first", [1, 2, 5])
+def test_an_entry_that_the_drive_did_not_take_is_written_once(pairs, monkeypatch, first):
+    pair = pairs(ADAMW, 4, seed=1)
+    pair.plain_step()
+    pair.logged.synchronize()
+    pair.number += 1
+    for params in (pair.plain, pair.params):
+        set_grads(params, 1)
+    pair.rate_of_step()
+    pair.own.step()
+    failing = Failing(pair.logged.store.tier, monkeypatch, Op.WRITE, first=first)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with contextlib.suppress(OSError):  # or the next call finds it
+            pair.logged.step()
+        with contextlib.suppress(OSError):
+            pair.logged.synchronize()
+        assert failing.left <= 0
+        failing.healthy = True
+        if pair.logged.has_unfinished_step:
+            pair.logged.finish_step()
+        pair.logged.commits.settle()
+    pair.plain_step()
+    pair.check()
+    pair.reopen()
+    pair.check()

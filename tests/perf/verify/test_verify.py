@@ -1,0 +1,164 @@
+"""`offload verify`: what is right is found right, what is broken is found, and a check that ends badly ends alone."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nvme_offload.perf.cli import app
+from nvme_offload.perf.verify import command, run
+from nvme_offload.perf.verify.bits import differing
+from nvme_offload.perf.verify.checks import CHECKS
+from nvme_offload.perf.verify.child import outcome_of
+from nvme_offload.perf.verify.outcome import Outcome, Site, exit_status
+from nvme_offload.perf.verify.report import markdown, summary
+from tests.support.late_device.mutations import OF_MIRROR
+
+MEASURED = [name for name, check in CHECKS.items() if check.measures]
+COMPARED = [name for name, check in CHECKS.items() if not check.measures]
+
+
+def site(folder, device="cpu"):
+    return Site(device=device, folder=folder, params=100_000, size=64 << 20, runtime=0.0, large=False)
+
+
+def verified(folder, *options):
+    return CliRunner().invoke(app, ["verify", "--path", str(folder), *options])
+
+
+@pytest.mark.parametrize("name", ["update", "clipping", "scaler", "swapper", "races", "checkpoint"])
+def test_what_is_right_is_found_right(name, tmp_path):
+    outcome = outcome_of(CHECKS[name], site(tmp_path))
+    assert outcome.status == "ok", outcome.found
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_build_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "COMMAND", (sys.executable, "-m", "tests.support.broken_build"))
+    done = verified(tmp_path, "--json", "--only", "update", "--only", "checkpoint", "--only", "copies")
+    assert done.exit_code == 1, done.output
+    document = json.loads(done.stdout)
+    assert [check["status"] for check in document["checks"]] == ["wrong", "wrong", "left out"]
+    assert "elements have other bits" in document["checks"][0]["found"]
+    assert document["summary"].endswith("left out: copies; NOT: update, checkpoint")
+    assert document["accelerator"] is None
+    assert "No GPU: the CPU path is verified" in done.stderr
+
+
+@pytest.mark.slow
+def test_all_of_it_on_the_cpu(tmp_path):
+    done = verified(tmp_path, "--params", "1e5", "--size", "64MiB", "--save", str(tmp_path / "saved"))
+    assert done.exit_code == 0, done.output
+    [document] = (json.loads(path.read_text()) for path in (tmp_path / "saved").glob("*.json"))
+    status = {check["name"]: check["status"] for check in document["checks"]}
+    assert status == dict.fromkeys(CHECKS, "ok") | {"copies": "left out"}
+    assert "which says nothing of a GPU" in next((tmp_path / "saved").glob("*.md")).read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def on_stand_in(folder, monkeypatch, names, mutation=""):
+    child = (sys.executable, "-m", "tests.support.late_device.verify_child", *([mutation] if mutation else []))
+    monkeypatch.setattr(run, "COMMAND", child)
+    return list(run.verify(site(folder, "late"), names, lambda name: None))
+
+
+@pytest.mark.slow
+def test_all_of_it_on_the_stand_in(tmp_path, monkeypatch):
+    names = [name for name in CHECKS if name != "ranks"]  # which are processes that do not know it
+    outcomes = on_stand_in(tmp_path, monkeypatch, names)
+    assert [(each.name, each.status, each.found) for each in outcomes if each.status != "ok"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mutation", "found_by"),
+    [
+        ("forward does not wait for the parameters", "races"),
+        ("a mirror is filled before it has left", "update"),
+        ("a buffer is written before its copy is done", "swapper"),
+        ("a gradient is summed before it has landed", "gradients"),
+        ("a block is written before its gradients have landed", "gradients"),
+    ],
+)
+def test_a_mistake_with_a_device_is_found(mutation, found_by, tmp_path, monkeypatch):
+    outcomes = on_stand_in(tmp_path, monkeypatch, [found_by], mutation)
+    assert exit_status(outcomes) == 1
+    assert outcomes[0].status in ("wrong", "failed")
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.filterwarnings("ignore:.*were changed between steps")
+def test_on_the_stand_in_a_missing_wait_is_found(tmp_path):
+    assert outcome_of(CHECKS["scaler"], site(tmp_path, "late")).status == "ok"
+    with OF_MIRROR["the kernel does not wait for its copies"]():
+        assert outcome_of(CHECKS["update"], site(tmp_path, "late")).status == "wrong"
+
+
+CHILD = """
+import json, os, sys, time
+site, *rest = [sys.stdin.readline()]
+for line in iter(sys.stdin.readline, ""):
+    name = json.loads(line)
+    if name == "clipping":
+        print("what it said", file=sys.stderr)
+        os._exit(3)
+    if name == "scaler":
+        time.sleep(60)
+    print(json.dumps({"kind": "outcome", "content": {
+        "name": name, "text": "", "status": "ok", "found": str(os.getpid()), "seconds": 0.0}}), flush=True)
+"""
+
+
+def test_a_check_that_ends_badly_ends_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "COMMAND", (sys.executable, "-c", CHILD))
+    monkeypatch.setitem(CHECKS, "scaler", dataclasses.replace(CHECKS["scaler"], limit=0.3))
+    names = ["update", "machine", "clipping", "swapper", "scaler", "races"]
+    outcomes = list(run.verify(site(tmp_path), names, lambda name: None))
+    assert [each.status for each in outcomes] == ["ok", "ok", "failed", "ok", "failed", "ok"]
+    assert "ended with code 3" in outcomes[2].found
+    assert outcomes[2].values["log"] == ["what it said"]
+    assert "took longer than 0.3 s" in outcomes[4].found
+    processes = [outcomes[place].found for place in (0, 1, 3, 5)]
+    assert processes[0] == processes[1]
+    assert len(set(processes)) == 3
+    assert exit_status(outcomes) == 1
+    assert summary(outcomes) == "4 of 6 checks are as they should be; NOT: clipping, scaler"
+
+
+def test_bad_values_are_refused(tmp_path):
+    assert "choose of machine, update" in " ".join(verified(tmp_path, "--only", "updates").output.split())
+    for options in (["--only", "updates"], ["--params", "0"], ["--size", "64XB"]):
+        assert verified(tmp_path, *options).exit_code == 2
+    assert verified(tmp_path / "missing").exit_code == 2
+
+
+def test_without_measuring(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(command, "run_checks", lambda site, names, say: asked.extend(names) or iter(()))
+    assert verified(tmp_path, "--no-measure").exit_code == 0
+    assert asked == COMPARED
+    assert set(MEASURED) == {"copies", "drive", "iteration"}
+
+
+def test_a_page_names_the_hardware(tmp_path):
+    outcome = Outcome(name="update", text="same", status="ok", found="bits", seconds=1.0)
+    facts = {"cpu": "C", "num_cpus": 1, "memory_bytes": 2**30, "kernel": "6", "python": "3", "torch": "2"}
+    facts |= {"storage": [], "commit": None, "time": "now"}
+    gpu = {"name": "A GPU", "count": 2, "memory_bytes": 80 * 2**30}
+    checks = [dataclasses.asdict(outcome)]
+    text = markdown({"checks": checks, "environment": facts, "accelerator": gpu})
+    assert "| update | same | ok | bits | 1.0 s |" in text
+    assert "2 x A GPU, 80 GiB" in text
+
+
+def test_bits_are_compared():
+    nan, zero = torch.tensor([float("nan"), 1.0]), torch.tensor([0.0, 1.0])
+    assert differing({"a": [nan, 3]}, {"a": [nan.clone(), 3]}) == 0
+    assert differing(zero, -zero + torch.tensor([0.0, 2.0])) == 0
+    assert differing(zero, torch.tensor([-0.0, 1.0])) == 1
+    assert differing(zero, zero.bfloat16()) == 2
+    assert differing({"a": 1, "b": 2}, {"a": 1}) == 1
+    assert differing([1, 2], [1]) == 1
