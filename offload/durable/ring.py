@@ -105,20 +105,6 @@ class ExtentRing:
         """Where the newest writes of all slots are, for a manifest: copies."""
         return self._rows.tables()
 
-    def as_of(self, tables: Mapping[str, np.ndarray], *, where: str) -> ExtentRing:
-        """The slots as a pinned manifest has them, for reading alone. What they refer to must stay pinned meanwhile.
-
-        Args:
-            tables: of the manifest, which is of these slots.
-            where: its place, for messages.
-        """
-        there = ExtentRing(self._space, self.incarnation, self.sequence)
-        known = {stripes: extent for stripes, (_, extent) in self._known().items()}
-        layouts = [record.layout for record in self.slots]
-        chains = self._rows.read(tables, layouts, known, where=where)
-        there.slots = [RingSlot(layout, 0, chain, chain) for layout, chain in zip(layouts, chains, strict=True)]
-        return there
-
     # The writes of a step.
 
     def add(self, layouts: Sequence[SlotLayout]) -> None:

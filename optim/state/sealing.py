@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from nvme_offload.offload.durable.chain import SlotLayout, Written
-from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import ExtentLayout, Sums, check_sums
 from nvme_offload.offload.staging.slot import WriteTarget
@@ -33,15 +32,11 @@ class Sealing:
         table: the parameters.
         kernels: for checksums, and to round masters.
         period: every how many steps a subgroup is rewritten, where its updates can be logged.
-        extents: of another step of the run, which is read alone; None: those that the run writes.
     """
 
-    def __init__(
-        self, run: DurableRun, table: ParamTable, kernels: KernelPool, period: int, extents: ExtentRing | None = None
-    ) -> None:
+    def __init__(self, run: DurableRun, table: ParamTable, kernels: KernelPool, period: int) -> None:
         self.run = run
-        self.extents = run.extents if extents is None else extents
-        self.logs = SlotLogs(self.extents, table, kernels, period)
+        self.logs = SlotLogs(run.extents, table, kernels, period)
         self.before_write: Callable[[], None] = lambda: None
         """Called before an extent is chosen: waits until the commit under way is done."""
         self.is_held = False
@@ -68,7 +63,7 @@ class Sealing:
 
     def is_logged(self, slot: SlotRecord) -> bool:
         """Whether updates of a subgroup are logged, and it is not rewritten in every step."""
-        return self.extents.slots[slot.index].layout.period > 1
+        return self.run.extents.slots[slot.index].layout.period > 1
 
     def read_bytes_of(self, subgroup: Subgroup) -> int:
         """How much of a base a step reads. At least a page, also where the rule has no state."""
@@ -79,7 +74,7 @@ class Sealing:
         self.before_write()
         if self.begins_turn:
             self.begins_turn = False
-            self.extents.begin_turn()
+            self.run.extents.begin_turn()
 
     def seal(self, slot: SlotRecord) -> WriteTarget:
         """Choose what of a slot's buffer is written where, and complete it for that: an entry of its log, or all."""
@@ -99,7 +94,7 @@ class Sealing:
 
     def point(self, slot: SlotRecord) -> None:
         """Say where the newest of a slot is read from."""
-        chain = self.extents.slots[slot.index].current
+        chain = self.run.extents.slots[slot.index].current
         assert chain.base is not None
         slot.num_logged = len(chain.log)
         if chain.log:
@@ -108,7 +103,7 @@ class Sealing:
             slot.extent, slot.read_bytes = chain.base.extent, self.read_bytes_of(slot.subgroup)
 
     def _seal_entry(self, slot: SlotRecord, memory: Memory, draft: Draft) -> WriteTarget:
-        part, extents = PartOfMemory(memory, draft.start), self.extents
+        part, extents = PartOfMemory(memory, draft.start), self.run.extents
         sums = Sums(self._kernels.tile_checksums(part.view(torch.int32, 0, draft.size_bytes // 4)), _NO_SUMS)
         extent = extents.to_append(slot.index)
         size_bytes = extents.seal_entry(slot.index, part, draft.size_bytes, sums)
@@ -119,8 +114,8 @@ class Sealing:
             self.replay(slot)
         self._complete(slot, memory)
         sums = self._sums(slot.subgroup, memory)
-        extent = self.extents.to_rewrite(slot.index)
-        self.extents.seal_base(slot.index, memory, sums)
+        extent = self.run.extents.to_rewrite(slot.index)
+        self.run.extents.seal_base(slot.index, memory, sums)
         slot.checksums = sums.state
         self._note_tail(slot, sums)
         return WriteTarget(extent)
@@ -170,7 +165,7 @@ class Sealing:
         if slot.is_behind:
             self._check(slot, slot.buffer)
             return
-        path = self.extents.path_of(self._base_of(slot))
+        path = self.run.extents.path_of(self._base_of(slot))
         actual = self._sums_of(slot.buffer, 0, slot.size_bytes)
         check_sums(slot.checksums, actual, path=path, what=f"the state of subgroup {slot.index}")
 
@@ -201,27 +196,18 @@ class Sealing:
             CorruptionError: it is not what the table of the adopted manifest refers to.
             SwapIOError: a parameter is on a tier that fails.
         """
-        sums = self.open(slot, memory)
+        sums = self._check(slot, memory)
+        if slot.is_behind:
+            self.replay(slot)
         self._restore(slot, memory)
         slot.checksums = sums.state
         self._note_tail(slot, sums)
         self.point(slot)
 
-    def open(self, slot: SlotRecord, memory: Memory) -> Sums:
-        """Verify all that was read of a slot, and do what its log has; returns the sums of its base.
-
-        Raises:
-            CorruptionError: it is not what the table of the manifest refers to.
-        """
-        sums = self._check(slot, memory)
-        if slot.is_behind:
-            self.logs.replay(slot, memory)
-        return sums
-
     def _check(self, slot: SlotRecord, memory: Memory) -> Sums:
         """Verify every byte of a base and its log; returns the sums of the base."""
         base, layout = self._base_of(slot), self.layout_of(slot.subgroup).base
-        expected, path = self.extents.open_sealed(slot.index, base, memory), self.extents.path_of(base)
+        expected, path = self.run.extents.open_sealed(slot.index, base, memory), self.run.extents.path_of(base)
         actual = self._sums_of(memory, 0, layout.state_bytes), self._sums_of(memory, layout.tail_at, layout.tail_bytes)
         check_sums(expected.state, actual[0], path=path, what=f"the state of subgroup {slot.index}")
         check_sums(expected.tail, actual[1], path=path, what=f"the parameters of subgroup {slot.index}")
@@ -229,7 +215,7 @@ class Sealing:
         return expected
 
     def _base_of(self, slot: SlotRecord) -> Written:
-        base = self.extents.slots[slot.index].current.base
+        base = self.run.extents.slots[slot.index].current.base
         assert base is not None
         return base
 
@@ -254,13 +240,6 @@ class Sealing:
         """Note that the parameters are as these sums say, where nobody else does: those in fp32 have no log."""
         if slot.subgroup.form is MasterForm.ITSELF:
             self._tail_sums[slot.index] = sums.tail
-
-    def tail(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor:
-        """What parameters of a run have besides the state, 1D [run.numel], in memory that holds all of a subgroup."""
-        dtype = subgroup.tail_dtype
-        assert dtype is not None
-        at = self.layout_of(subgroup).base.tail_at
-        return memory.view(dtype, at + run.at * dtype.itemsize, run.numel)
 
     def _tails(self, subgroup: Subgroup, memory: Memory) -> Iterator[tuple[Run, torch.Tensor]]:
         """The part of the tail of every run, up to the next one's; none where the state has all."""
