@@ -7,38 +7,34 @@ import os
 
 import torch
 
-from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.durable.run import DurableRun
+from nvme_offload.offload.durable.chain import Chain
 from nvme_offload.offload.errors import StateError, SwapIOError
 from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.storage.swap_space import SwapSpace
 
 
 class PinnedReader:
-    """Reads the slots of a step, one at a time, into memory of its own.
+    """Reads chains of slots, one at a time, into memory of its own.
 
     For one thread, which may be another one than that which trains: it shares nothing with that but open files.
 
     Args:
-        run: keeps the step until all is read.
-        manifest: of the step.
+        space: where the chains are. Somebody keeps them until all is read.
     """
 
-    def __init__(self, run: DurableRun, manifest: Manifest) -> None:
-        self.extents = run.extents.as_of(manifest.tables, where=str(run.folder))
-        """Where the slots are in the step."""
-        self._space = run.space
+    def __init__(self, space: SwapSpace) -> None:
+        self._space = space
         self._memory = HostRegion(1)
 
-    def read(self, slot: int) -> HostRegion:
-        """The base of a slot and the log behind it, as they were written; valid until the next is read.
+    def read(self, chain: Chain) -> HostRegion:
+        """All of a base and the log behind it, as they were written; valid until the next is read.
 
         Raises:
-            StateError: the step has nothing of this slot.
+            StateError: there is no base.
             SwapIOError: it cannot be read.
         """
-        chain = self.extents.slots[slot].current
         if chain.base is None:
-            raise StateError(f"slot {slot}", "a base in the pinned step", "none")
+            raise StateError("a pinned step", "a base of each slot", "none of one")
         extent = chain.reading(base_bytes=chain.base.content.size_bytes)
         if extent.size_bytes > self._memory.size_bytes:
             self._memory = HostRegion(extent.size_bytes)

@@ -79,6 +79,7 @@ class ExtentRing:
 
     def __init__(self, space: SwapSpace, incarnation: int, sequence: int, *, steps_back: int = 1) -> None:
         self.steps_back = steps_back
+        self.alignment = space.alignment
         self.incarnation = incarnation
         self.sequence = sequence
         """Of the manifest that the next writes are for."""
@@ -212,7 +213,7 @@ class ExtentRing:
         Raises:
             CorruptionError: this is not what the manifest refers to.
         """
-        what = f"the {'base' if written is self.slots[slot].current.base else 'log'} of slot {slot}"
+        what = f"the {'base' if written.content == self.slots[slot].layout.base else 'log'} of slot {slot}"
         return open_sealed(
             memory, written.content, written.sealed_as, written.root, path=self.path_of(written), what=what
         )
@@ -233,6 +234,16 @@ class ExtentRing:
     def uncommitted(self) -> list[int]:
         """Slots whose newest write no committed manifest refers to."""
         return [index for index, record in enumerate(self.slots) if record.current is not record.committed]
+
+    def chains_of(self, tables: Mapping[str, np.ndarray], layouts: Sequence[SlotLayout]) -> list[Chain]:
+        """What a manifest refers to, for reading alone: whose it is does not change.
+
+        Raises:
+            ResumeError: it is not of such slots.
+        """
+        stripes_of = [stripes for _, stripes, _ in self._rows.writes_of(tables)]
+        extents = {stripes: Extent(sum(stripe.size_bytes for stripe in stripes), stripes) for stripes in stripes_of}
+        return self._rows.read(tables, layouts, extents, where="a manifest")
 
     def written_over(self, tables: Mapping[str, np.ndarray]) -> list[int]:
         """Slots for which this life of the run has not kept what an older manifest refers to."""

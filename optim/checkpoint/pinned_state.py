@@ -6,16 +6,19 @@ from collections import defaultdict
 
 import torch
 
+from nvme_offload.offload.durable.chain import Chain
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.pinned import PinnedReader
+from nvme_offload.offload.durable.seal import check_sums
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.checkpoint.places import Place
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import MasterForm
-from nvme_offload.optim.layout.subgroup import Run
+from nvme_offload.optim.layout.subgroup import Run, Subgroup
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.masters import section_view
 from nvme_offload.optim.state.sealing import Sealing
+from nvme_offload.optim.state.slot_logs import SlotLogs
 from nvme_offload.optim.state.slots import SlotRecord
 
 
@@ -31,10 +34,13 @@ class PinnedState:
     """
 
     def __init__(self, body: StateBody, sealing: Sealing, manifest: Manifest) -> None:
-        self._reader = PinnedReader(sealing.run, manifest)
+        self._extents = sealing.run.extents
+        layouts = [sealing.layout_of(slot.subgroup) for slot in body.slots]
+        self._chains = self._extents.chains_of(manifest.tables, layouts)
+        self._reader = PinnedReader(sealing.run.space)
         self.kernels = KernelPool(1)
         """Of this reader alone: with those of a step it would take turns."""
-        self._sealing = Sealing(sealing.run, body.table, self.kernels, sealing.logs.period, self._reader.extents)
+        self._logs = SlotLogs(self._extents, body.table, self.kernels, sealing.logs.period)
         self._held: tuple[SlotRecord, Memory] | None = None
         self._own: defaultdict[int, list[tuple[SlotRecord, Run]]] = defaultdict(list)
         for slot in body.slots:
@@ -59,15 +65,32 @@ class PinnedState:
         """
         if self._held is None or self._held[0] is not slot:
             self._held = None
-            memory, there = self._reader.read(slot.index), SlotRecord(slot.subgroup)
-            there.is_behind = bool(self._reader.extents.slots[slot.index].current.log)
-            self._sealing.open(there, memory)
+            chain = self._chains[slot.index]
+            memory = self._reader.read(chain)
+            self._check(slot.subgroup, chain, memory)
+            self._logs.replay_chain(slot.subgroup, chain, memory)
             self._held = slot, memory
         return self._held[1]
 
+    def _check(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> None:
+        assert chain.base is not None
+        expected, path = (
+            self._extents.open_sealed(subgroup.index, chain.base, memory),
+            self._extents.path_of(chain.base),
+        )
+        layout, sums = chain.base.content, self.kernels.tile_checksums
+        state = sums(memory.view(torch.int32, 0, layout.state_bytes // 4))
+        tail = sums(memory.view(torch.int32, layout.tail_at, layout.tail_bytes // 4))
+        check_sums(expected.state, state, path=path, what=f"the state of subgroup {subgroup.index}")
+        check_sums(expected.tail, tail, path=path, what=f"the parameters of subgroup {subgroup.index}")
+        self._logs.check(subgroup, chain, memory)
+
     def tail(self, slot: SlotRecord, run: Run) -> torch.Tensor:
         """What parameters of a run have besides the state: bf16 upper halves or fp32, 1D [run.numel]."""
-        return self._sealing.tail(slot.subgroup, self.read(slot), run)
+        dtype = slot.subgroup.tail_dtype
+        assert dtype is not None
+        at = self._logs.base_of(slot.subgroup).tail_at + run.at * dtype.itemsize
+        return self.read(slot).view(dtype, at, run.numel)
 
 
 class _ReadOnly:

@@ -9,7 +9,7 @@ import torch
 
 from nvme_offload.offload.durable.chain import SlotLayout, Written
 from nvme_offload.offload.durable.run import DurableRun
-from nvme_offload.offload.durable.seal import ExtentLayout, Sums, check_sums
+from nvme_offload.offload.durable.seal import Sums, check_sums
 from nvme_offload.offload.staging.slot import WriteTarget
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.gradient_log.entry import PartOfMemory
@@ -52,9 +52,7 @@ class Sealing:
 
     def layout_of(self, subgroup: Subgroup) -> SlotLayout:
         """What a subgroup takes on the drive: a base with state, tail and trailer, and entries of a log."""
-        dtype = subgroup.tail_dtype
-        tail_bytes = subgroup.padded_numel * dtype.itemsize if dtype else 0
-        return self.logs.layout_of(subgroup, ExtentLayout(subgroup.size_bytes, tail_bytes, self._alignment))
+        return self.logs.layout_of(subgroup)
 
     def buffer_bytes(self, subgroup: Subgroup) -> int:
         """Bytes of a buffer that holds a subgroup with the longest log it is read with, or the entry that it gets."""
@@ -67,7 +65,7 @@ class Sealing:
 
     def read_bytes_of(self, subgroup: Subgroup) -> int:
         """How much of a base a step reads. At least a page, also where the rule has no state."""
-        return self.layout_of(subgroup).base.state_span or self._alignment
+        return self.logs.base_of(subgroup).state_span or self._alignment
 
     def begin_writing(self) -> None:
         """Wait until extents may be chosen; call it before the log of a subgroup is asked where its entry goes."""
@@ -183,7 +181,7 @@ class Sealing:
                 for record, run in runs
                 if (known := record.checksums_of(run)) is not None
             )
-        layout = self.layout_of(subgroup).base
+        layout = self.logs.base_of(subgroup)
         scratch = _Scratch(layout.tail_at, layout.tail_bytes)
         self._fill_tail(slot, scratch)
         known = self._tail_sums.get(slot.index)
@@ -206,12 +204,12 @@ class Sealing:
 
     def _check(self, slot: SlotRecord, memory: Memory) -> Sums:
         """Verify every byte of a base and its log; returns the sums of the base."""
-        base, layout = self._base_of(slot), self.layout_of(slot.subgroup).base
+        base, layout = self._base_of(slot), self.logs.base_of(slot.subgroup)
         expected, path = self.run.extents.open_sealed(slot.index, base, memory), self.run.extents.path_of(base)
         actual = self._sums_of(memory, 0, layout.state_bytes), self._sums_of(memory, layout.tail_at, layout.tail_bytes)
         check_sums(expected.state, actual[0], path=path, what=f"the state of subgroup {slot.index}")
         check_sums(expected.tail, actual[1], path=path, what=f"the parameters of subgroup {slot.index}")
-        self.logs.check(slot, memory)
+        self.logs.check(slot.subgroup, self.run.extents.slots[slot.index].current, memory)
         return expected
 
     def _base_of(self, slot: SlotRecord) -> Written:
@@ -246,13 +244,13 @@ class Sealing:
         dtype = subgroup.tail_dtype
         if dtype is None:
             return
-        at = self.layout_of(subgroup).base.tail_at
+        at = self.logs.base_of(subgroup).tail_at
         ends = [*(run.at for run in subgroup.runs[1:]), subgroup.padded_numel]
         for run, end in zip(subgroup.runs, ends, strict=True):
             yield run, memory.view(dtype, at + run.at * dtype.itemsize, end - run.at)
 
     def _sums(self, subgroup: Subgroup, memory: Memory) -> Sums:
-        layout = self.layout_of(subgroup).base
+        layout = self.logs.base_of(subgroup)
         state = self._sums_of(memory, 0, layout.state_bytes)
         return Sums(state, self._sums_of(memory, layout.tail_at, layout.tail_bytes))
 

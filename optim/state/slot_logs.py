@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from nvme_offload.offload.durable.chain import SlotLayout
+from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
 from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.seal import ExtentLayout, check_sums
 from nvme_offload.offload.errors import OutOfSpaceError
@@ -36,6 +36,7 @@ class SlotLogs:
     def __init__(self, extents: ExtentRing, table: ParamTable, kernels: KernelPool, period: int) -> None:
         self.period = period
         self._extents = extents
+        self._alignment = extents.alignment
         self._table = table
         self._kernels = kernels
         self._formats: dict[int, tuple[Subgroup, EntryFormat]] = {}
@@ -51,8 +52,15 @@ class SlotLogs:
         """Bytes of log that are read beside an element's state, at most."""
         return (self.period - 1) * _grad_dtype(record).itemsize if self.is_logged(record) else 0
 
-    def layout_of(self, subgroup: Subgroup, base: ExtentLayout) -> SlotLayout:
-        """What a subgroup takes on the drive, of which `base` is the base."""
+    def base_of(self, subgroup: Subgroup) -> ExtentLayout:
+        """Where state, tail and trailer are in the base of a subgroup."""
+        dtype = subgroup.tail_dtype
+        tail_bytes = subgroup.padded_numel * dtype.itemsize if dtype else 0
+        return ExtentLayout(subgroup.size_bytes, tail_bytes, self._alignment)
+
+    def layout_of(self, subgroup: Subgroup) -> SlotLayout:
+        """What a subgroup takes on the drive: its base, and entries of its log."""
+        base = self.base_of(subgroup)
         if self.period == 1 or not _is_replayable(subgroup.form, subgroup.rule):
             return SlotLayout(base)
         entry = ExtentLayout(self._format_of(subgroup).most_bytes, 0, base.alignment)
@@ -64,10 +72,15 @@ class SlotLogs:
         Raises:
             CorruptionError: the log is not what was written.
         """
-        steps = self._steps(slot, memory)
-        runs = list(enumerate(slot.subgroup.runs))
-        self._kernels.update([self._segment(slot, memory, run, None, steps[number], None) for number, run in runs])
+        if slot.is_behind:
+            self.replay_chain(slot.subgroup, self._extents.slots[slot.index].current, memory)
         slot.is_behind = False
+
+    def replay_chain(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> None:
+        """`replay` of a chain that was read into any memory: all of its base, then each entry."""
+        steps = self._steps(subgroup, chain, memory)
+        runs = list(enumerate(subgroup.runs))
+        self._kernels.update([self._segment(subgroup, memory, run, None, steps[number], None) for number, run in runs])
 
     def update_of(self, slot: SlotRecord, memory: Memory, work: Mapping[int, RunTensors]) -> Callable[[], int]:
         """What updates a subgroup, after what the log has; where it is not due to be rewritten, an entry is drafted.
@@ -86,7 +99,8 @@ class SlotLogs:
             CorruptionError: the log is not what was written.
             OutOfSpaceError: the subgroup is rewritten out of its turn, and there is no room.
         """
-        steps = self._steps(slot, memory)
+        chain = self._extents.slots[slot.index].current if slot.is_behind else Chain()
+        steps = self._steps(slot.subgroup, chain, memory)
         entry = self._begin_entry(slot, memory, work)
         segments = []
         for number, run in enumerate(slot.subgroup.runs):
@@ -94,7 +108,7 @@ class SlotLogs:
             if tensors is not None and entry is not None:
                 offsets = self._note(slot, entry, number, tensors)
             if tensors is not None or steps[number]:
-                segments.append(self._segment(slot, memory, run, tensors, steps[number], offsets))
+                segments.append(self._segment(slot.subgroup, memory, run, tensors, steps[number], offsets))
         return lambda: self._update(slot, segments, entry)
 
     def _update(self, slot: SlotRecord, segments: list[Segment], entry: PartOfMemory | None) -> int:
@@ -139,17 +153,17 @@ class SlotLogs:
 
     def _segment(
         self,
-        slot: SlotRecord,
+        subgroup: Subgroup,
         memory: Memory,
         run: Run,
         tensors: RunTensors | None,
         log: list[LoggedStep],
         offsets: torch.Tensor | None,
     ) -> Segment:
-        subgroup, base = slot.subgroup, self._base_view(slot, memory, run)
+        base = self._base_view(subgroup, memory, run)
         scalars = tensors.scalars if tensors is not None else StepScalars((), 1.0)
         return make_segment(
-            param=tensors.param if tensors is not None else self._any_param(slot, memory, run),
+            param=tensors.param if tensors is not None else self._any_param(subgroup, memory, run),
             grad=tensors.grad if tensors is not None else None,
             master=section_view(subgroup, memory, "master", run),
             states=state_views(subgroup, memory, run),
@@ -162,62 +176,46 @@ class SlotLogs:
             offsets=offsets,
         )
 
-    def _base_view(self, slot: SlotRecord, memory: Memory, run: Run) -> torch.Tensor | None:
+    def _base_view(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor | None:
         """The parameter as the base has it, where the state does not say it."""
-        dtype = slot.subgroup.tail_dtype
+        dtype = subgroup.tail_dtype
         if dtype is None:
             return None
-        at = self._layout(slot).base.tail_at
+        at = self.base_of(subgroup).tail_at
         return memory.view(dtype, at + run.at * dtype.itemsize, run.numel)
 
-    def _any_param(self, slot: SlotRecord, memory: Memory, run: Run) -> torch.Tensor:
+    def _any_param(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor:
         """Memory of the parameter's kind, which a replay alone does not look at."""
-        base = self._base_view(slot, memory, run)
-        return memory.view(DTYPE_OF_FORM[slot.subgroup.form], 0, run.numel) if base is None else base
+        base = self._base_view(subgroup, memory, run)
+        return memory.view(DTYPE_OF_FORM[subgroup.form], 0, run.numel) if base is None else base
 
     # Entries in a buffer.
 
-    def check(self, slot: SlotRecord, memory: Memory) -> None:
-        """Verify every byte of the log behind a base.
+    def check(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> None:
+        """Verify every byte of the log of a chain that was read into memory: all of its base, then each entry.
 
         Raises:
             CorruptionError: one is not what was written.
         """
-        for number, (start, content_bytes) in enumerate(self._entries(slot)):
-            part = PartOfMemory(memory, start)
-            log = self._extents.slots[slot.index].current.log[number]
-            expected = self._extents.open_sealed(slot.index, log, part)
-            actual = self._kernels.tile_checksums(part.view(torch.int32, 0, content_bytes // 4))
-            path = self._extents.path_of(log)
-            check_sums(expected.state, actual, path=path, what=f"the log of subgroup {slot.index}")
+        for written, part in _entries(chain, memory):
+            expected = self._extents.open_sealed(subgroup.index, written, part)
+            actual = self._kernels.tile_checksums(part.view(torch.int32, 0, written.content.state_bytes // 4))
+            path = self._extents.path_of(written)
+            check_sums(expected.state, actual, path=path, what=f"the log of subgroup {subgroup.index}")
 
-    def _steps(self, slot: SlotRecord, memory: Memory) -> list[list[LoggedStep]]:
+    def _steps(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> list[list[LoggedStep]]:
         """What is to be done again, by run, the oldest first."""
-        found: list[list[LoggedStep]] = [[] for _ in slot.subgroup.runs]
-        if not slot.is_behind:
-            return found
-        log = self._extents.slots[slot.index].current.log
-        for written, (start, _) in zip(log, self._entries(slot), strict=True):
-            part = PartOfMemory(memory, start)
-            self._extents.open_sealed(slot.index, written, part)
-            for of_run, step in zip(found, self._format_of(slot.subgroup).steps(part), strict=True):
+        found: list[list[LoggedStep]] = [[] for _ in subgroup.runs]
+        for written, part in _entries(chain, memory):
+            self._extents.open_sealed(subgroup.index, written, part)
+            for of_run, step in zip(found, self._format_of(subgroup).steps(part), strict=True):
                 of_run += [step] if step is not None else []
         return found
-
-    def _entries(self, slot: SlotRecord) -> Iterator[tuple[int, int]]:
-        """Where each entry that was read begins in the buffer, and its bytes without the trailer."""
-        start = self._layout(slot).base.size_bytes
-        for written in self._extents.slots[slot.index].current.log:
-            yield start, written.content.state_bytes
-            start += written.content.size_bytes
 
     def _end_of_log(self, slot: SlotRecord) -> int:
         """Where the next entry begins in the buffer: behind those that an update still needs."""
         log = self._extents.slots[slot.index].current.log if slot.is_behind else ()
-        return self._layout(slot).base.size_bytes + sum(written.content.size_bytes for written in log)
-
-    def _layout(self, slot: SlotRecord) -> SlotLayout:
-        return self._extents.slots[slot.index].layout
+        return self.base_of(slot.subgroup).size_bytes + sum(written.content.size_bytes for written in log)
 
     def _format_of(self, subgroup: Subgroup) -> EntryFormat:
         known = self._formats.get(subgroup.index)
@@ -225,6 +223,14 @@ class SlotLogs:
             dtype = _grad_dtype(self._table[subgroup.runs[0].param])
             known = self._formats[subgroup.index] = subgroup, EntryFormat.of(subgroup, dtype)
         return known[1]
+
+
+def _entries(chain: Chain, memory: Memory) -> Iterator[tuple[Written, PartOfMemory]]:
+    """The entries of a chain, each with the memory that it was read into."""
+    start = chain.base.content.size_bytes if chain.base is not None else 0
+    for written in chain.log:
+        yield written, PartOfMemory(memory, start)
+        start += written.content.size_bytes
 
 
 def _is_replayable(form: MasterForm, rule: UpdateRule) -> bool:

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
 from nvme_offload import OffloadAdamW
+from nvme_offload.offload import sync
 from nvme_offload.offload.durable import run
 from nvme_offload.perf.benchmarks.durable_bytes import optimizer_of, remove_runs, settle
 
@@ -74,17 +75,17 @@ def _seconds(optimizer: OffloadAdamW, compute: float) -> float:
 @contextmanager
 def _slow_flushes(seconds: float) -> Iterator[None]:
     """Each flush of a file takes so long at least."""
-    flush = run.sync_data
+    flush = sync.sync_data
 
     def slow(descriptor: int) -> None:
         flush(descriptor)
         time.sleep(seconds)
 
-    run.sync_data = slow
+    vars(run)["sync_data"] = slow
     try:
         yield
     finally:
-        run.sync_data = flush
+        vars(run)["sync_data"] = flush
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,7 +20,7 @@ def folder(tmp_path):
     return tmp_path / "saved"  # beside the drive
 
 
-QUICK = [("bf16", "state"), ("fp16", "log"), ("fp32", "state")]
+QUICK = [("bf16", "state"), ("fp16", "state, logged"), ("fp32", "state")]
 SLOW = [("fp16", "state"), *((mode, tiers) for mode in ("bf16", "fp32") for tiers in TIERS if tiers != "state")]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 

@@ -21,11 +21,11 @@ TIERS = {
         "zero_optimization": {"offload_param": {"device": "nvme"}},
         "offload_gradients": {"device": "nvme"},
     },
-    "in memory too": {"host_budget": "6MiB"},
+    "in memory too": {"host_budget": "8MiB"},
     "off": {"overlap_step": "off"},
-    "log": {"rewrite_every": 3},
     "backward": {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False},
 }
+TIERS |= {f"{name}, logged": {**more, "rewrite_every": 3} for name, more in TIERS.items()}
 
 
 def durable(mode, path, name, tiers="state"):
@@ -33,10 +33,9 @@ def durable(mode, path, name, tiers="state"):
     more = {key: dict(value) if isinstance(value, dict) else value for key, value in TIERS[tiers].items()}
     made = section(mode, path)
     zero = made["zero_optimization"] | more.pop("zero_optimization", {})
-    zero["offload_optimizer"]["durable"] = name or False
-    rewrite_every = more.pop("rewrite_every", 1)
-    if name:
-        zero["offload_optimizer"] |= {"rewrite_every": rewrite_every, "staging_budget": "8MiB"}
+    zero["offload_optimizer"] |= {"durable": name or False, "rewrite_every": more.pop("rewrite_every", 1)}
+    if zero["offload_optimizer"]["rewrite_every"] > 1:
+        zero["offload_optimizer"] |= {"staging_budget": "6MiB"}
     for part in (zero.get("offload_param"), more.get("offload_gradients")):
         if part:
             part["nvme_path"] = str(path)
@@ -68,12 +67,9 @@ def assert_goes_on_to(engine, mode, path, done, num_steps, tiers="state", rank=0
     assert_same(found, state)
 
 
-QUICK = [("bf16", "state"), ("fp16", "state"), ("bf16", "everything")]
-SLOW = [
-    *(("bf16", tiers) for tiers in ("in memory too", "off", "backward", "log")),
-    ("fp32", "state"),
-    ("fp32", "everything"),
-]
+QUICK = [("bf16", "state"), ("fp16", "state, logged"), ("bf16", "everything, logged")]
+SLOW = [("fp16", "state"), ("fp32", "state"), ("fp32", "everything"), ("fp32", "everything, logged")]
+SLOW += [("bf16", tiers) for tiers in TIERS if ("bf16", tiers) not in QUICK]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
@@ -98,6 +94,8 @@ def test_an_engine_goes_on_where_another_ended(drive, mode, tiers):
         assert after[1] == before[1]
         assert_goes_on_to(engine, mode, drive, 3, 5, tiers)
         assert engine.optimizer.stats().failed_commits == 0
+        slots = engine.optimizer.commits.run.extents.slots
+        assert any(slot.current.log for slot in slots) == ("logged" in tiers and mode != "fp32")
 
 
 @pytest.mark.usefixtures("alone")
@@ -129,11 +127,11 @@ def failing(engine):
         yield
 
 
-def go_on_with_one_rank_behind(rank, world_size, path):
-    with durable("bf16", path, "run") as engine:
+def go_on_with_one_rank_behind(rank, world_size, path, tiers):
+    with durable("bf16", path, "run", tiers) as engine:
         assert engine.resume() is None
         steps_of(engine, rank, range(3))
-    with durable("bf16", path, "run") as engine:
+    with durable("bf16", path, "run", tiers) as engine:
         run = engine.optimizer.commits.run
         assert [manifest.step for manifest in run.found] == [3, 2]
         if rank == 1:  # killed before this one lasted
@@ -150,14 +148,14 @@ def go_on_with_one_rank_behind(rank, world_size, path):
         settle(engine)
         assert engine.optimizer.stats().committed_step == 6
         after = whole(engine)
-    with durable("bf16", path, "run") as engine:
+    with durable("bf16", path, "run", tiers) as engine:
         assert engine.resume() == (6, {})
         assert_same(whole(engine)[0], after[0])
 
 
-@pytest.mark.parametrize("world_size", [2])
-def test_ranks_go_on_from_the_latest_step_that_all_of_them_have(drive, world_size):
-    run_ranks(go_on_with_one_rank_behind, world_size, drive)
+@pytest.mark.parametrize("tiers", [pytest.param("state", marks=pytest.mark.slow), "state, logged"])
+def test_ranks_go_on_from_the_latest_step_that_all_of_them_have(drive, tiers):
+    run_ranks(go_on_with_one_rank_behind, 2, drive, tiers)
 
 
 def refuse_backward(rank, world_size, path):
@@ -177,11 +175,11 @@ def test_several_ranks_begin_no_update_in_backward_and_say_so(drive):
 NUM_STEPS = 12
 
 
-def live_until_killed(rank, world_size, path, seconds):
+def live_until_killed(rank, world_size, path, tiers, seconds):
     """Train to the end; where there are `seconds`, this process is killed after so many."""
     if seconds is not None:
         threading.Timer(seconds[rank], os.kill, (os.getpid(), signal.SIGKILL)).start()
-    with durable("bf16", path, "run") as engine:
+    with durable("bf16", path, "run", tiers) as engine:
         step, _ = engine.resume() or (0, {})
         for number in range(step, NUM_STEPS):
             steps_of(engine, rank, [number])
@@ -198,17 +196,18 @@ def finished(path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tiers", ["state", "state, logged"])
 @pytest.mark.parametrize("seed", range(3))
-def test_two_ranks_that_are_killed_at_any_moment_go_on_together_and_end_with_the_same_bits(drive, seed):
+def test_two_ranks_that_are_killed_at_any_moment_go_on_together_and_end_with_the_same_bits(drive, seed, tiers):
     chance, resumed = random.Random(seed), []
     unharmed = run_ranks(live_unharmed, 2, drive)
     for _ in range(8):
         done, begun = finished(drive), chance.uniform(0.5, 6)
         with suppress(AssertionError):  # which says how each rank ended
-            run_ranks(live_until_killed, 2, drive, [begun, begun + chance.choice([0, 0.01, 0.5])])
+            run_ranks(live_until_killed, 2, drive, tiers, [begun, begun + chance.choice([0, 0.01, 0.5])])
         resumed.append(done)
     done = finished(drive)
-    first, second = run_ranks(live_until_killed, 2, drive, None)
+    first, second = run_ranks(live_until_killed, 2, drive, tiers, None)
     assert first[0] == second[0] >= done - 1
     for (state, scalars), (_, found, found_scalars) in zip(unharmed, (first, second), strict=True):
         assert found_scalars == scalars
