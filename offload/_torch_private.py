@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -238,23 +238,64 @@ def compute_on_shards(module: torch.nn.Module) -> None:
             group.post_backward = alone.post_backward
 
 
+class _Lent(NamedTuple):
+    """What a group of one rank computes with next, in the place of an ``AllGatherResult``, which FSDP2 waits for."""
+
+    shards: list[tuple[torch.Tensor, bool]]
+    """The memory of each shard, or of its copy on a device, and whether it stays where it is."""
+    all_gather_event: Any
+    """Behind what brings it to a device."""
+    all_gather_work: None = None
+
+
 class _GroupOfOne:
-    """What takes the place of three methods of an ``FSDPParamGroup`` of one rank."""
+    """What takes the place of three methods of an ``FSDPParamGroup`` of one rank.
+
+    On a device, what is not there sets out on FSDP2's copy-in stream as soon as it is known to be needed
+    (``FSDPCommContext.get_all_gather_streams``, ``FSDPParamGroup._all_gather_result``): before the device has come to
+    where it is needed, and in backward one group ahead. Its memory belongs to that stream, which takes it back when the
+    computing stream has copied it out of there.
+    """
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self._end_backward = group.post_backward
 
     def unshard(self, async_op: bool = False) -> None:
-        """Nothing to send."""
+        group = self._group
+        if group.is_unsharded or group._all_gather_result is not None or group.device.type == "cpu":
+            return  # on the CPU there is nothing to send
+        stream = self._copy_in_stream(async_op)
+        with group.device_handle.stream(stream):
+            # All are asked before the first is answered: what is lent is held until then.
+            shards = [_lent(record) for record in group.fsdp_params]
+        group._all_gather_result = _Lent(shards, stream.record_event())
+
+    def _copy_in_stream(self, async_op: bool) -> Any:
+        group = self._group
+        if not hasattr(group.comm_ctx, "all_gather_copy_in_stream"):  # before the first forward
+            return group.device_handle.current_stream()
+        return group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
 
     def wait_for_unshard(self) -> None:
-        if not self._group.is_unsharded:
-            records = self._group.fsdp_params
-            # All are asked before the first is answered: what is lent is held until then.
-            for record, shard in zip(records, [_shard_or_copy(record) for record in records], strict=True):
-                _unshard_alone(record, shard)
-            self._group._to_unsharded()
+        group = self._group
+        if group.is_unsharded:
+            return
+        if group.device.type == "cpu":
+            self._unshard_from([_lent(record) for record in group.fsdp_params])
+            return
+        self.unshard()
+        group.device_handle.current_stream().wait_event(group._all_gather_result.all_gather_event)
+        self._unshard_from(group._all_gather_result.shards)
+        group._wait_all_gather_streams_on_event(group.device_handle.current_stream().record_event())
+        group._all_gather_result = None
+
+    def _unshard_from(self, lent: Sequence[tuple[torch.Tensor, bool]]) -> None:
+        records = self._group.fsdp_params
+        shards = [_shard_or_copy(record, *shard) for record, shard in zip(records, lent, strict=True)]
+        for record, shard in zip(records, shards, strict=True):
+            _unshard_alone(record, shard)
+        self._group._to_unsharded()
 
     def post_backward(self, *unused: Any) -> None:
         group = self._group
@@ -267,25 +308,30 @@ class _GroupOfOne:
 
 
 @torch.no_grad()
-def _shard_or_copy(fsdp_param: Any) -> torch.Tensor | None:
-    """The memory of a shard that its rank can compute with; None where it got a copy of it.
+def _lent(fsdp_param: Any) -> tuple[torch.Tensor, bool]:
+    """What a rank alone gathers of a shard, and whether it stays where it is, and so can be computed with.
 
-    ``ExtensionsData.all_gather_metadata`` of our extension says whether what it gave stays where it is. What stands in
-    ``FSDPParam.all_gather_outputs`` FSDP2 frees when it reshards: never the memory of a shard.
+    ``ExtensionsData.all_gather_metadata`` of our extension says so.
     """
     if hasattr(local_tensor(fsdp_param.sharded_param), "fsdp_pre_all_gather"):
         [shard] = fsdp_param.all_gather_inputs
-        stays = bool(fsdp_param._extensions_data.all_gather_metadata)
-    else:
-        shard = fsdp_param._sharded_param_data
-        stays = fsdp_param.param_dtype is None
+        return shard, bool(fsdp_param._extensions_data.all_gather_metadata)
+    return fsdp_param._sharded_param_data, fsdp_param.param_dtype is None
+
+
+@torch.no_grad()
+def _shard_or_copy(fsdp_param: Any, shard: torch.Tensor, stays: bool) -> torch.Tensor | None:
+    """The memory of a shard that its rank can compute with; None where it got a copy of it.
+
+    What stands in ``FSDPParam.all_gather_outputs`` FSDP2 frees when it reshards: never the memory of a shard.
+    """
     gathered = getattr(fsdp_param, "_unsharded_param", None)
     was_shard = not fsdp_param.all_gather_outputs
     if gathered is not None and (was_shard != stays or (stays and gathered.data_ptr() != shard.data_ptr())):
         del fsdp_param._unsharded_param  # of memory that is no longer the shard's
         fsdp_param.all_gather_outputs = []
     if stays:
-        return cast(torch.Tensor, shard)
+        return shard
     if not fsdp_param.all_gather_outputs:
         dtype = fsdp_param.param_dtype or shard.dtype
         fsdp_param.all_gather_outputs = [torch.empty(shard.numel(), dtype=dtype, device=shard.device)]

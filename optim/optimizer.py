@@ -422,6 +422,7 @@ class OffloadOptimizer(DurableMethods, Optimizer):
             staging_bytes=store.staging_bytes,
             state_bytes=sum(slot.subgroup.size_bytes for slot in store.slots),
             host_state_bytes=store.host_state_bytes,
+            device_state_bytes=store.device_state_bytes,
             total_norm=self._stepper.total_norm,
             clip_coef=self._stepper.clip_coef,
             resplit_blocks=meter.resplit_blocks + meter.changed_behind,

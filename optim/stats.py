@@ -120,7 +120,7 @@ class OptimizerStats:
     state_bytes: int
     """Bytes of optimizer state, wherever it lives."""
     host_state_bytes: int
-    """Bytes of optimizer state that live in host memory for good; the rest lives on NVMe."""
+    """Bytes of optimizer state that live in host memory for good; the rest lives on NVMe, or on a device."""
     total_norm: float
     """Global gradient norm of the latest step, before clipping; NaN before the first."""
     clip_coef: float
@@ -147,6 +147,8 @@ class OptimizerStats:
     """The latest step that lasts; None before the first, and where nothing does."""
     checkpoint_progress: float | None = None
     """How much of a checkpoint that is written in the background is done, 0 to 1; None where none is."""
+    device_state_bytes: int = 0
+    """Bytes of optimizer state that live on a device for good, and are updated there."""
     param_uses: int = 0
     """Times a block of the parameter tier was needed: gathers, updates, accesses from outside."""
     param_reads: int = 0
@@ -219,7 +221,15 @@ def _of_iteration(iteration: IterationStats | None) -> dict[str, float]:
 GAUGES = frozenset(
     {
         *("achieved_depth", "num_subgroups", "staging_bytes", "state_bytes", "host_state_bytes", "total_norm"),
-        *("committed_step", "clip_coef", "param_host_bytes", "grad_host_bytes", *_of_iteration(None)),
+        *(
+            "committed_step",
+            "checkpoint_progress",
+            "clip_coef",
+            "param_host_bytes",
+            "grad_host_bytes",
+            "device_state_bytes",
+            *_of_iteration(None),
+        ),
     }
 )
 """Scalars that go up and down; the others count."""

@@ -3,11 +3,17 @@
 import ast
 import contextlib
 import io
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from nvme_offload.perf import cli
 
 ROOT = Path(__file__).parent.parent
 INDEX = ROOT / "docs" / "README.md"
@@ -144,25 +150,76 @@ def test_every_page_is_in_the_index():
 
 def runnable(page):
     """Blocks that begin with three backticks and ``python runnable``, in order."""
-    blocks = FENCE.finditer(page.read_text(encoding="utf-8"))
-    return [block for block in blocks if block["info"].split() == ["python", "runnable"]]
+    return [block for block in blocks(page) if block["info"] == "python runnable"]
+
+
+def blocks(page):
+    return list(FENCE.finditer(page.read_text(encoding="utf-8")))
+
+
+def on_these(drives, code):
+    """A block with drives of the test in place of those that are shown."""
+    for shown, drive in zip(DRIVES, drives, strict=True):
+        code = code.replace(shown, str(drive))
+    return code
+
+
+@pytest.fixture
+def drives(tmp_path, monkeypatch):
+    """Folders for swap files beside the one where the reader is; nothing is left in them."""
+    (tmp_path / "reader").mkdir()
+    monkeypatch.chdir(tmp_path / "reader")
+    drives = [tmp_path / f"nvme{number}" for number in range(len(DRIVES))]
+    for drive in drives:
+        drive.mkdir()
+    yield drives
+    assert [list(drive.iterdir()) for drive in drives] == [[], []]
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
-def test_code_blocks_run(page, tmp_path, monkeypatch):
+def test_code_blocks_run(page, drives):
     """The blocks of a page follow each other, as a reader would type them; nothing is left on the drives."""
-    monkeypatch.chdir(tmp_path)
-    drives = [tmp_path / f"nvme{number}" for number in range(len(DRIVES))]
-    for drive in drives:
-        drive.mkdir()
     torch.manual_seed(0)
     namespace = {"__name__": page.stem}
     for block in runnable(page):
-        code = block["body"]
-        for shown, drive in zip(DRIVES, drives, strict=True):
-            code = code.replace(shown, str(drive))
         first_line = page.read_text(encoding="utf-8")[: block.start("body")].count("\n")
+        code = "\n" * first_line + on_these(drives, block["body"])
         with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile("\n" * first_line + code, str(page), "exec"), namespace)  # errors name the page's own line
-    assert [list(drive.iterdir()) for drive in drives] == [[], []]
+            exec(compile(code, str(page), "exec"), namespace)  # errors name the page's own line
+
+
+TUTORIALS = [INDEX.parent / "quick_start.md", *sorted((INDEX.parent / "tutorials").glob("*.md"))]
+FILE = re.compile(r'(?:python|json) title="(?P<name>[\w.]+)"')
+COMMANDS = "sh runnable"
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_every_block_of_a_tutorial_is_run(page):
+    """None is only shown: a file is written and started by a command, and commands name what there is."""
+    found = blocks(page)
+    files = {match["name"]: block["body"] for block in found if (match := FILE.fullmatch(block["info"]))}
+    commands = "".join(block["body"] for block in found if block["info"] == COMMANDS)
+    assert commands
+    assert len(files) == sum(block["info"] not in (COMMANDS, "python runnable") for block in found)
+    for name, code in files.items():
+        assert name in commands or any(name in other for other in files.values()), name
+        compile(code, name, "exec") if name.endswith(".py") else json.loads(code)
+    for command in re.findall(r"^offload (\w+)", commands, re.MULTILINE):
+        assert command in cli.COMMANDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_runs_as_it_is_typed(page, drives):
+    """Files are written and commands typed in the order of the page; `offload doctor` may find something: status 1."""
+    paths = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {**os.environ, "PATH": paths, "OMP_NUM_THREADS": "1"}
+    for block in blocks(page):
+        code = on_these(drives, block["body"])
+        if match := FILE.fullmatch(block["info"]):
+            Path(match["name"]).write_text(code, encoding="utf-8")
+        for line in code.splitlines() if block["info"] == COMMANDS else ():
+            done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=environment)
+            fine = (0, 1) if line.startswith("offload doctor") else (0,)
+            assert done.returncode in fine, f"{line}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"

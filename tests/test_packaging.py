@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("aio_native", "offload", "optim", "perf")
-PAGE_WRITERS = {"offload/config/reference.py", "optim/precision/table.py"}
+PAGE_WRITERS = {"offload/config/reference.py", "optim/precision/table.py", "perf/compare/readme.py"}
 """They write pages of the documentation, which is not installed."""
 USERS = ("aio_native", "offload", "optim", "perf")
 """Names that a user's own modules and packages may have."""
@@ -94,6 +95,23 @@ def assert_contents(wheel):
     assert "](docs/" not in metadata, "on a package index the README's links lead to the source"
     always = set(re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE))
     assert always == {"aiofiles", "numpy", "pydantic", "rich", "torch", "typer"}
+
+
+def test_links_and_pictures_of_the_readme_are_whole_on_a_package_index():
+    """There it stands alone: what leads into a checkout leads to the source, and pictures are fetched from there."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page)
+    for rule in settings["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        page = re.sub(rule["pattern"], rule["replacement"], page)
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+    assert len(links) > 30
+    assert all(link.startswith("https://") for link in links)
+    raw = "https://raw.githubusercontent.com/nvme-offload/nvme-offload/main/"
+    assert [link.removeprefix(raw) for link in links if link.startswith(raw)] == pictures
+    blob = "https://github.com/nvme-offload/nvme-offload/blob/main/"
+    for path in [*pictures, *(link.removeprefix(blob) for link in links if link.startswith(blob))]:
+        assert (ROOT / path).exists(), path
 
 
 @pytest.mark.slow

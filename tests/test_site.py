@@ -90,7 +90,9 @@ def address(site):
 
 
 @pytest.mark.skipif(BROWSER is None, reason=MISSING)
-@pytest.mark.parametrize("page", ["", "reference/optimizers/", "configuration/"])
+@pytest.mark.parametrize(
+    "page", ["", "tutorials/fine_tune_7b/", "reference/optimizers/", "configuration/", "comparison/"]
+)
 def test_a_browser_shows_it_without_script_errors(address, page, tmp_path):
     document, errors = opened(f"{address}/{page}", tmp_path)
     assert "<title>" in document

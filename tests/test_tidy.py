@@ -44,6 +44,7 @@ FOLDERS_BOTTOM_UP = {
         {"layout"},
         {"kernels", "precision", "whole_params"},
         {"gradient_log", "tiers", "tiles"},
+        {"device_tiles"},
         {"grad_norm", "state"},
         {"birth", "durable", "full_values", "groups"},
         {"state_dict", "step"},

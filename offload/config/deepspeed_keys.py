@@ -69,8 +69,6 @@ TOP_ONLY = {
 TOP_REFUSED = {
     "sparse_attention": "it changes what is computed; change the model itself and leave it out",
     **each("data_types.param_dtype data_types.buffer_dtype", "bf16 and fp16 decide this; leave it out"),
-    "device_budget": "a CUDA model keeps its parameters and gradients on the device, all else is in host memory "
-    "or on NVMe; write host_budget, or leave it out",
     "deepspeed": "it holds the whole section only where it stands alone; move the keys beside it into it",
 }
 

@@ -8,6 +8,7 @@ BY_OPTIMIZER = frozenset(
         "zero_optimization",
         "offload_gradients",
         "host_budget",
+        "device_budget",
         "aio",
         "gradient_clipping",
         "overlap_step",

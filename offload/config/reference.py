@@ -79,10 +79,10 @@ page, and one `ConfigWarning` lists the keys of which this is so.
 A file may hold the section inside one table or object named `deepspeed`, with nothing beside it, so that
 `[deepspeed.zero_optimization]` in TOML means `[zero_optimization]`.
 
-An optimizer by itself reads `zero_optimization`, `offload_gradients`, `host_budget`, `aio`, `gradient_clipping`,
-`overlap_step` and `skip_non_finite`; `stage` and `gradient_accumulation_steps` only to know what a step moves. All the
-rest is for `nvme_offload.initialize`: where a section that is given to an optimizer or a `TensorSwapper` asks for more,
-one `ConfigWarning` names the keys.
+An optimizer by itself reads `zero_optimization`, `offload_gradients`, `host_budget`, `device_budget`, `aio`,
+`gradient_clipping`, `overlap_step` and `skip_non_finite`; `stage` and `gradient_accumulation_steps` only to know what a
+step moves. All the rest is for `nvme_offload.initialize`: where a section that is given to an optimizer or a
+`TensorSwapper` asks for more, one `ConfigWarning` names the keys.
 `OffloadConfig.batch_sizes(world_size)` completes and checks the three batch keys, `compute_dtype` and `autocast_dtype`
 say what the precision keys amount to, `optimizer.hyperparameters` are the optimizer's arguments.
 

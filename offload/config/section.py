@@ -165,6 +165,9 @@ class OffloadOptimizerConfig(Section):
         if self.durable and self.device != "nvme":
             why = f'needs device = "nvme", which keeps the state on a drive, and device is "{self.device}"'
             yield Contradiction("durable", f"{why}; write that, or leave durable out", ("device",))
+        if self.rewrite_every > 1 and not self.durable:
+            why = "is of the state of a durable run, and this is none; write durable = true, or leave it out"
+            yield Contradiction("rewrite_every", why, ("durable",))
         if self.rewind_steps > 1 and not self.durable:
             why = "goes back in a durable run, and this is none; write durable = true, or leave it out"
             yield Contradiction("rewind_steps", why, ("durable",))
@@ -218,6 +221,10 @@ class OffloadConfig(Section):
     """Host memory that one rank may use for staging buffers and for what stays in it of a kind whose tier is NVMe
     (optimizer state, blocks of parameters, blocks of gradients), 4 KiB or more; the rest goes to NVMe. `auto` is this
     rank's share of what is available, less a reserve. Left out, everything is where its `device` says."""
+    device_budget: ByteCount | None = key(None, 'bytes, 4 KiB or more, as "20GiB"', "", "bytes", ge=4 * KiB)
+    """Memory of its GPU that one rank may use for optimizer state, 4 KiB or more: as many subgroups as fit stay there
+    and are updated there, with the same bits; the rest is where `device` and `host_budget` say. Parameters must be on
+    the GPU. Whole matrices (Muon) stay with the rest."""
     train_batch_size: Count | None = key(None, "a whole number, 1 or more", "same", "samples")
     """Samples of one optimizer step over all ranks, 1 or more: the product of the next two keys and the number of
     data-parallel ranks. Of the three keys, one that is left out is derived."""
@@ -305,6 +312,7 @@ class OffloadConfig(Section):
         yield from self._weights_and_paths()
         yield from self._precision()
         yield from self._overlap()
+        yield from self._device_budget()
 
     def _weights_and_paths(self) -> Iterator[Contradiction]:
         weights = self.aio.path_weights
@@ -341,6 +349,20 @@ class OffloadConfig(Section):
             if not free and dtype not in (None, "fp32", half):
                 choice = '"fp32"' if half == "fp32" else f'"{half}" or "fp32"'
                 yield Contradiction(name, f"{mode}; write {choice} or leave it out", (*keys, "torch_autocast.dtype"))
+
+    def _device_budget(self) -> Iterator[Contradiction]:
+        """State on a device is beside its parameters, and in no file."""
+        if self.device_budget is None:
+            return
+        zero, other = self.zero_optimization, "leave one of the two out"
+        if zero.offload_param.device != "none":
+            why = (
+                f'is for a model on a GPU, and offload_param.device = "{zero.offload_param.device}" takes it from there'
+            )
+            yield Contradiction("device_budget", f"{why}; {other}", ("zero_optimization.offload_param.device",))
+        if zero.offload_optimizer.durable:
+            why = "keeps state on the GPU alone, and a durable run writes all of it"
+            yield Contradiction("device_budget", f"{why}; {other}", ("zero_optimization.offload_optimizer.durable",))
 
     def _overlap(self) -> Iterator[Contradiction]:
         if not self.skip_non_finite and self.fp16.enabled:

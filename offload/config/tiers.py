@@ -50,8 +50,8 @@ class OffloadParamConfig(Section):
     """Where the parameters of each rank live between uses: what is gathered of them, and in fp32 that is all."""
 
     device: Literal["none", "cpu", "nvme"] = key("none", "one of these", "same")
-    """The tier of the parameters, in any precision, with the same bits. `none` and `cpu` are the same place: host
-    memory."""
+    """The tier of the parameters, in any precision, with the same bits. Of a model on the CPU `none` and `cpu` are the
+    same place: host memory. Off a GPU, where `none` leaves them, each group is copied when it is gathered."""
     nvme_path: PathTuple = key((), "a path or a list of different paths", "same, one path")
     """Folder for the swap files, or a list of folders, as in `offload_optimizer`; it may be the same one. Needed for
     `device: nvme`, and only used there."""
@@ -66,7 +66,7 @@ class OffloadParamConfig(Section):
 
     IGNORED: ClassVar = {
         "max_in_cpu": "buffer_count blocks stay in host memory",
-        "pin_memory": "the parameters are gathered on the CPU",
+        "pin_memory": "offload_optimizer.pin_memory is for all that is copied to and from a GPU",
     }
 
     IDLE: ClassVar = NEEDS_NVME

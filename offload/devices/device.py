@@ -61,6 +61,22 @@ def queued(device: torch.device) -> Event:
     return event
 
 
+def sent(source: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Event]:
+    """Copy host memory to new memory of a device, on the stream that this thread queues on.
+
+    Returns:
+        The copy, whose memory belongs to that stream, and a mark behind it: until then `source` must not change.
+    """
+    target = torch.empty_like(source, device=device)
+    target.copy_(source, non_blocking=True)
+    return target, queued(device)
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Wait until everything that was queued on a device is done."""
+    torch.get_device_module(device).synchronize(device)
+
+
 class CopyQueue:
     """Copies between a device and the host in one direction: a stream beside the one that computes.
 

@@ -5,6 +5,10 @@ FSDP2 asks for every parameter of a group, one after the other, and copies them 
 Between the first question and the last answer the block is held in its staging buffer. On the CPU the copying is over
 when the next group is asked for; so where an answer never comes, because a group was gathered ahead and then not used,
 the hold is given up when its buffer is wanted.
+
+Where a device computes, the first question copies the block there, all of it at once and behind the host's back, and
+what FSDP2 gets are views of that copy. The block is then held until the copy is over, whatever FSDP2 says. Blocks may
+be kept in host memory for that, too.
 """
 
 from __future__ import annotations
@@ -17,10 +21,13 @@ from typing import NamedTuple, Protocol
 import torch
 
 from nvme_offload.offload.config.tiers import OffloadParamConfig
+from nvme_offload.offload.devices.device import HOST, is_host
 from nvme_offload.offload.errors import ClosedError, ConfigError, StateError
+from nvme_offload.offload.shards.departures import Departure, Departures
+from nvme_offload.offload.shards.host_block import HostBlock, host_blocks
 from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
-from nvme_offload.offload.storage.tier import Tier
+from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.offload.units import format_bytes
 
 KIND = "parameters"
@@ -47,6 +54,7 @@ class StoredShard(Protocol):
     """What of a shard is kept between steps and gathered: the upper half, a copy in fp16, or all of it in fp32."""
 
     device: torch.device
+    """Where it is computed with."""
     form: Padded
 
     def gather(self) -> torch.Tensor:
@@ -63,7 +71,7 @@ class StoredShard(Protocol):
 
 
 class ResidentShard:
-    """Stored in host memory.
+    """Stored where it is computed with.
 
     Args:
         values: padded, contiguous.
@@ -75,7 +83,7 @@ class ResidentShard:
         self.form = Padded(values.shape, values.dtype)
 
     def gather(self) -> torch.Tensor:
-        """Hand FSDP2 the tensor itself, which is in memory."""
+        """Hand FSDP2 the tensor itself, which is there."""
         return self.values
 
     def end_gather(self) -> None:
@@ -95,11 +103,12 @@ class UnbornShard:
 
     Args:
         form: what FSDP2 will gather.
+        device: where it will be computed with.
     """
 
-    def __init__(self, form: Padded) -> None:
+    def __init__(self, form: Padded, device: torch.device = HOST) -> None:
         self.form = form
-        self.device = torch.device("cpu")
+        self.device = device
 
     def gather(self) -> torch.Tensor:
         """There is nothing to gather.
@@ -119,7 +128,8 @@ class UnbornShard:
     def declared(self, shape: torch.Size) -> torch.Tensor:
         """Give a stand-in without data, of this shape."""
         like = torch.empty(shape, device="meta")
-        return StandIn(like, self.form.dtype, name="a parameter without a value", remedy="give it one first")
+        name, remedy = "a parameter without a value", "give it one first"
+        return StandIn(like, self.form.dtype, name=name, remedy=remedy, device=self.device)
 
 
 class TieredShard:
@@ -130,18 +140,23 @@ class TieredShard:
         block: which.
         byte_offset: of the first element in the block.
         form: what FSDP2 gathers.
+        device: where it is computed with.
     """
 
-    def __init__(self, tier: ParamTier, block: Block, byte_offset: int, form: Padded) -> None:
+    def __init__(
+        self, tier: ParamTier, block: Block | HostBlock, byte_offset: int, form: Padded, device: torch.device
+    ) -> None:
         self.block = block
-        self.device = torch.device("cpu")
+        self.device = device
         self.form = form
         self._tier = tier
         self._byte_offset = byte_offset
         self._declared: torch.Tensor | None = None
 
     def gather(self) -> torch.Tensor:
-        """A view of the staging buffer; see the module's first lines for how long it is valid."""
+        """A view of the staging buffer, or of its copy on a device; see the module's first lines."""
+        if not is_host(self.device):
+            return self._in(self._tier.sent(self)).view(self.form.shape)
         self._tier.begin_gather(self)
         return self.view().view(self.form.shape)
 
@@ -160,6 +175,11 @@ class TieredShard:
         assert self.block.buffer is not None
         return self.block.buffer.view(self.form.dtype, self._byte_offset, self.form.numel)
 
+    def _in(self, block: torch.Tensor) -> torch.Tensor:
+        """1D with the padding, of all bytes of the block."""
+        size_bytes = self.form.numel * self.form.dtype.itemsize
+        return block[self._byte_offset : self._byte_offset + size_bytes].view(self.form.dtype)
+
     def declared(self, shape: torch.Size) -> torch.Tensor:
         """Give a stand-in without data, of this shape."""
         if self._declared is None:
@@ -168,6 +188,7 @@ class TieredShard:
                 self.form.dtype,
                 name=self.block.name,
                 remedy="read the parameter itself, which is an fp32 tensor that fetches its data",
+                device=self.device,
             )
         return self._declared
 
@@ -187,12 +208,13 @@ class _Gather:
 
 
 class ParamTier:
-    """Blocks of parameters on NVMe. For one thread at a time.
+    """Blocks of parameters on NVMe, or in host memory beside a device. For one thread at a time.
 
     Args:
         config: `zero_optimization.offload_param`.
         tier: of its own; closed with it.
         checksum: see `BlockCache`.
+        pinned: page-lock what a device copies from.
     """
 
     def __init__(
@@ -200,19 +222,28 @@ class ParamTier:
         config: OffloadParamConfig,
         tier: Tier,
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        pinned: bool = True,
     ) -> None:
         self._config = config
+        self._pinned = pinned
         self.cache = BlockCache(tier, KIND, config.buffer_count, read_ahead=config.read_ahead, checksum=checksum)
         self.cache.on_pressure = self._give_up_stale
         self._gathers: list[_Gather] = []  # not complete, the latest last
         self._latest: _Gather | None = None
+        self._departures: Departures | None = None
+        """Blocks on their way to a device; None without one."""
+        self._shards: dict[Block | HostBlock, list[TieredShard]] = {}
         self._closed = False
 
-    def reserve(self, groups: Sequence[tuple[str, Sequence[Padded]]]) -> list[list[TieredShard]]:
+    def reserve(
+        self, groups: Sequence[tuple[str, Sequence[Padded]]], device: torch.device = HOST
+    ) -> list[list[TieredShard]]:
         """Blocks for groups of parameters, with all of their space promised.
 
         Args:
             groups: the name of each, and how its parameters are stored.
+            device: where they are computed with.
 
         Returns:
             A place for each parameter; `put` its values there before anything else.
@@ -223,13 +254,50 @@ class ParamTier:
             Nothing was reserved then.
         """
         check_block_sizes([(name, forms) for name, forms in groups], self._config.buffer_size, BUFFER_SIZE_KEY)
+        self._prepare_for(device)
         layouts = [block_layout((form.numel, form.dtype) for form in forms) for _, forms in groups]
         sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
-        blocks = self.cache.add(sizes)
-        return [
-            [TieredShard(self, block, at, form) for at, form in zip(offsets, forms, strict=True)]
+        return self._divide(self.cache.add(sizes), layouts, groups, device)
+
+    def reserve_in_memory(
+        self, groups: Sequence[tuple[str, Sequence[Padded]]], device: torch.device
+    ) -> list[list[TieredShard]]:
+        """Blocks as of `reserve` that stay in host memory.
+
+        Raises:
+            MemoryError, RuntimeError: it cannot be had, or not be pinned. Nothing was reserved then.
+        """
+        self._prepare_for(device)
+        layouts = [block_layout((form.numel, form.dtype) for form in forms) for _, forms in groups]
+        sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
+        return self._divide(host_blocks(sizes, device if self._pinned else None), layouts, groups, device)
+
+    def _prepare_for(self, device: torch.device) -> None:
+        if self._departures is None and not is_host(device):
+            self._departures = Departures(device, self._hold_for, self._release_for)
+            self.cache.pinned_for = device if self._pinned else None
+
+    def _divide(
+        self,
+        blocks: Sequence[Block | HostBlock],
+        layouts: Sequence[tuple[list[int], int]],
+        groups: Sequence[tuple[str, Sequence[Padded]]],
+        device: torch.device,
+    ) -> list[list[TieredShard]]:
+        made = [
+            [TieredShard(self, block, at, form, device) for at, form in zip(offsets, forms, strict=True)]
             for block, (offsets, _), (_, forms) in zip(blocks, layouts, groups, strict=True)
         ]
+        self._shards.update(zip(blocks, made, strict=True))
+        return made
+
+    def drop(self, blocks: Sequence[Block | HostBlock]) -> None:
+        """Forget the latest blocks, which nothing was gathered from, and free their space."""
+        for block in blocks:
+            del self._shards[block]
+            if isinstance(block, HostBlock):
+                block.close()
+        self.cache.drop([block for block in blocks if isinstance(block, Block)])
 
     def put(self, places: Sequence[TieredShard], values: Sequence[StoredShard]) -> None:
         """Fill a block for the first time, with all of its parameters. The write runs behind.
@@ -238,7 +306,7 @@ class ParamTier:
         """
         if all(isinstance(stored, UnbornShard) for stored in values):
             return
-        with self.cache.holding(places[0].block, change=True):
+        with self.holding(places[0].block, change=True, in_order=True):
             for place, stored in zip(places, values, strict=True):
                 if not isinstance(stored, UnbornShard):
                     place.view().copy_(stored.gather().reshape(-1))
@@ -251,20 +319,33 @@ class ParamTier:
             ClosedError: after ``close``.
         """
         self._check_open()
-        gather = next((gather for gather in self._gathers if gather.block is shard.block), None)
-        if gather is None and self._latest is not None and self._latest.block is shard.block:
+        block = shard.block
+        assert isinstance(block, Block)
+        gather = next((gather for gather in self._gathers if gather.block is block), None)
+        if gather is None and self._latest is not None and self._latest.block is block:
             gather = self._latest  # its parameters are asked for and copied one by one
         is_new = gather is None or shard in gather.asked
         if gather is None or is_new:
             if gather in self._gathers:
                 self._end(gather)
-            gather = _Gather(shard.block)
-            self.cache.order.note(shard.block.index)
+            gather = _Gather(block)
+            self.cache.order.note(block.index)
         if gather not in self._gathers:
-            self.cache.hold(shard.block, by=gather, is_new=is_new)
+            self.cache.hold(block, by=gather, is_new=is_new)
             self._gathers.append(gather)
         gather.asked.add(shard)
         self._latest = gather
+
+    def sent(self, shard: TieredShard) -> torch.Tensor:
+        """The bytes of a parameter's block on the device that computes with it: one copy for all of its parameters.
+
+        Raises:
+            SwapIOError: it cannot be read; names the block.
+            ClosedError: after ``close``.
+        """
+        self._check_open()
+        assert self._departures is not None
+        return self._departures.take(shard.block, shard, self._shards[shard.block])
 
     def end_gather(self, shard: TieredShard) -> None:
         """FSDP2 has copied a parameter; with the last one of its block the hold ends."""
@@ -276,9 +357,17 @@ class ParamTier:
                 return
 
     @contextmanager
-    def holding(self, block: Block, *, change: bool, in_order: bool) -> Iterator[None]:
-        """Keep a block in its staging buffer, outside forward and backward; see `BlockCache.hold`."""
+    def holding(self, block: Block | HostBlock, *, change: bool, in_order: bool) -> Iterator[None]:
+        """Keep a block in host memory, outside forward and backward; see `BlockCache.hold`.
+
+        One that is to change has been copied by whoever was about to copy it.
+        """
         self._check_open()
+        if change and self._departures is not None:
+            self._departures.end_all(block)
+        if isinstance(block, HostBlock):
+            yield
+            return
         with self.cache.holding(block, change=change, in_order=in_order):
             yield
 
@@ -286,7 +375,24 @@ class ParamTier:
         """Free the memory and delete the swap files, with the parameters in them. Idempotent."""
         self._closed = True
         self._gathers.clear()
+        if self._departures is not None:
+            self._departures.close()
+        for block in self._shards:
+            if isinstance(block, HostBlock):
+                block.close()
+        self._shards.clear()
         self.cache.close()
+
+    def _hold_for(self, block: Block | HostBlock, by: object) -> Memory:
+        if isinstance(block, HostBlock):
+            assert block.buffer is not None
+            return block.buffer
+        self.cache.order.note(block.index)
+        return self.cache.hold(block, by=by)
+
+    def _release_for(self, block: Block | HostBlock, by: object) -> None:
+        if isinstance(block, Block):
+            block.holders.discard(by)  # what is read ahead is up to the next hold
 
     def _end(self, gather: _Gather | None) -> None:
         if gather is not None:
@@ -294,16 +400,24 @@ class ParamTier:
             self.cache.release(gather.block, by=gather)
 
     def _give_up_stale(self) -> None:
-        """End all but the latest gather: FSDP2 copied those before it asked for anything else.
+        """End all but the latest gather: FSDP2 copied those before it asked for anything else; or wait for a device.
 
         And holds for gathers that an exception took from the list.
         """
+        departures = self._departures
         for block in self.cache.residents:
-            lost = {by for by in block.holders if isinstance(by, _Gather) and by not in self._gathers}
+            lost = {by for by in block.holders if isinstance(by, _Gather | Departure) and not self._knows(by)}
             block.holders.difference_update(lost)
+        if departures is not None:
+            departures.free_one()
         for gather in list(self._gathers):
             if gather is not self._latest:
                 self._end(gather)
+
+    def _knows(self, by: _Gather | Departure) -> bool:
+        if isinstance(by, _Gather):
+            return by in self._gathers
+        return self._departures is not None and self._departures.knows(by)
 
     def _check_open(self) -> None:
         if self._closed:

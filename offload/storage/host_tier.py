@@ -1,141 +1,15 @@
-"""Host memory as a tier: its extents are memory already, and need no staging buffer."""
+"""Host memory as a tier."""
 
 from __future__ import annotations
 
-import mmap
-import weakref
-from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
-
-import torch
-
-from nvme_offload.aio_native import EngineStats, Op
-from nvme_offload.aio_native.operation import PythonOperation
-from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.storage.extent import Extent, Stripe
-from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.offload.units import format_bytes
-
-NO_FILE = -1
-"""Descriptor of stripes that are in no file."""
+from nvme_offload.offload.storage.memory_tier import MemoryTier
 
 
-class HostTier:
-    """A `Tier` of anonymous memory, which is resident from the first byte that is written.
-
-    Whoever works on an extent where it is asks for its `memory`; `read` and `write` copy, and are done at once.
-    """
+class HostTier(MemoryTier):
+    """Anonymous memory of the host, in pages, which are zero and take no memory until they are written."""
 
     name = "host memory"
-    alignment = mmap.PAGESIZE
 
-    def __init__(self) -> None:
-        self._regions: weakref.WeakKeyDictionary[Extent, HostRegion] = weakref.WeakKeyDictionary()
-        self._num_extents = 0
-        self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
-
-    def reserve(self, sizes: Sequence[int]) -> list[Extent]:
-        """One extent per size, in bytes, each in pages of its own.
-
-        Raises:
-            MemoryError: the address space or the commit limit does not allow it; nothing is kept.
-        """
-        regions = [HostRegion(size) for size in sizes]
-        numbers = range(self._num_extents, self._num_extents + len(regions))
-        extents = [
-            Extent(region.size_bytes, (Stripe(NO_FILE, number, region.size_bytes),))
-            for number, region in zip(numbers, regions, strict=True)
-        ]
-        self._num_extents += len(regions)
-        self._regions |= dict(zip(extents, regions, strict=True))
-        return extents
-
-    def free(self, extent: Extent) -> None:
-        """Let the memory of an extent go, with its last user."""
-        self._regions.pop(extent, None)
-
-    def memory(self, extent: Extent) -> HostRegion:
-        """The bytes of an extent themselves, zero until first written."""
-        return self._regions[extent]
-
-    def path_of(self, extent: Extent) -> Path:
-        """No file: the tier's name."""
-        return Path(self.name)
-
-    def describe(self, extent: Extent) -> str:
-        """The place of an extent, in words."""
-        return f"{format_bytes(extent.size_bytes)} of {self.name}"
-
-    def register(self, pools: Sequence[BufferPool]) -> None:
-        """Nothing to do: nobody has to know the memory of staging buffers beforehand."""
-
-    def read(
-        self, extent: Extent, buffer: StagingBuffer, *, what: str, kind: str, size_bytes: int | None = None
-    ) -> Transfer[StagingBuffer]:
-        """Copy the first `size_bytes` (all by default) of an extent into a buffer; see `Tier.read`."""
-        source, target = self._both(extent, buffer, size_bytes)
-        target.copy_(source)
-        return self._done(Op.READ, buffer, kind, source.numel())
-
-    def write(
-        self,
-        extent: Extent,
-        buffer: StagingBuffer,
-        *,
-        what: str,
-        kind: str,
-        start: int = 0,
-        size_bytes: int | None = None,
-    ) -> Transfer[StagingBuffer]:
-        """Copy a buffer, from byte `start` on, to the first `size_bytes` of an extent; see `Tier.write`."""
-        target, source = self._both(extent, buffer, size_bytes, start)
-        target.copy_(source)
-        return self._done(Op.WRITE, buffer, kind, source.numel())
-
-    def quiesce(self, buffer: StagingBuffer) -> None:
-        """Nothing to do: no transfer outlives the call that started it."""
-
-    def bytes_of_kind(self, op: Op, kind: str) -> int:
-        """Bytes copied in this direction under this kind, since construction."""
-        return self._bytes_by_kind[op, kind]
-
-    def stats(self) -> EngineStats:
-        """Bytes copied since construction."""
-        return stats_of(self._bytes_by_kind)
-
-    def close(self) -> None:
-        """Let all memory go, with its last users. Idempotent."""
-        self._regions.clear()
-
-    def _both(
-        self, extent: Extent, buffer: StagingBuffer, size_bytes: int | None, start: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        numel = extent.size_bytes if size_bytes is None else size_bytes
-        return self.memory(extent).view(torch.uint8, 0, numel), buffer.view(torch.uint8, start, numel)
-
-    def _done(self, op: Op, buffer: StagingBuffer, kind: str, size_bytes: int) -> Transfer[StagingBuffer]:
-        self._bytes_by_kind[op, kind] += size_bytes
-        return done_at_once(op, buffer)
-
-
-def done_at_once(op: Op, buffer: StagingBuffer) -> Transfer[StagingBuffer]:
-    """A transfer with nothing left to wait for."""
-    operation = PythonOperation(op, ())
-    operation.complete(None)
-    return Transfer(operation, lambda failure: OSError(failure.errno, "a transfer without I/O"), buffer)
-
-
-def stats_of(bytes_by_kind: Counter[tuple[Op, str]]) -> EngineStats:
-    """Counters of a tier without an engine."""
-    moved = {op: sum(count for (its_op, _), count in bytes_by_kind.items() if its_op is op) for op in Op}
-    return EngineStats(
-        requests=0,
-        retries=0,
-        bytes_read=moved[Op.READ],
-        bytes_written=moved[Op.WRITE],
-        depth_ns=0,
-        busy_ns=0,
-        cpu_ns=0,
-    )
+    def _region(self, size_bytes: int) -> HostRegion:
+        return HostRegion(size_bytes)

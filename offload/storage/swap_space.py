@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
@@ -127,17 +127,12 @@ class SwapSpace:
         """
         with self._lock:
             self._free_lost()
-            before, extents = [file.ranges.copy() for file in self._files], []
             try:
-                for size in sizes:
-                    extents.append(self._take(size))
-                for file in self._files:
-                    file.reserve(file.end)
+                with self._all_or_nothing():
+                    extents = [self._take(size) for size in sizes]
+                    for file in self._files:
+                        file.reserve(file.end)
             except BaseException:
-                for file, ranges in zip(self._files, before, strict=True):
-                    file.ranges = ranges
-                for extent in extents:
-                    self._owned.pop(extent.stripes, None)
                 self._give_up_reserves()
                 raise
         return extents
@@ -164,15 +159,10 @@ class SwapSpace:
         """
         with self._lock:
             self._free_lost()
-            before = [file.ranges.copy() for file in self._files]
-            try:
+            with self._all_or_nothing():
                 for stripe in stripes:
                     self._file_of(stripe).claim(stripe)
                 return self._own(tuple(stripes))
-            except BaseException:
-                for file, ranges in zip(self._files, before, strict=True):
-                    file.ranges = ranges
-                raise
 
     def promise(self) -> None:
         """See that there is space for all that was claimed: none is missing unless somebody else changed the files.
@@ -195,6 +185,22 @@ class SwapSpace:
                 _append(stripes, Stripe(file.fd, at[file], share))
                 at[file] += share
         return self._own(tuple(stripes))
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """After an error in the block, ranges and their records are as they were.
+
+        The records of what nobody had yet, too: left alone they would say that ranges which are free again were lost.
+        """
+        before, last = [file.ranges.copy() for file in self._files], next(self._serials)
+        try:
+            yield
+        except BaseException:
+            for stripes in [stripes for stripes, serial in self._owned.items() if serial > last]:
+                del self._owned[stripes]
+            for file, ranges in zip(self._files, before, strict=True):
+                file.ranges = ranges
+            raise
 
     def _own(self, stripes: tuple[Stripe, ...]) -> Extent:
         """The record of what was taken. It may be lost to an exception anywhere on the way to its owner."""

@@ -26,7 +26,7 @@ class Memory(Protocol):
 
 
 class Tier(Protocol):
-    """A place with capacity and bandwidth: `nvme_tier`, `host_tier`, and the paper one of ``offload plan``."""
+    """A place with capacity and bandwidth: NVMe, host memory, a device's, and the paper one of ``offload plan``."""
 
     @property
     def name(self) -> str:

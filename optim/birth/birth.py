@@ -104,7 +104,7 @@ class Birth:
     def _unborn(self, form: Padded, device: torch.device) -> StoredShard:
         """Where what is stored of a parameter will be. Memory full of zeros takes none before it is written to."""
         if self._params_on_tier:
-            return UnbornShard(form)
+            return UnbornShard(form, device)
         return ResidentShard(torch.zeros(form.shape, dtype=form.dtype, device=device))
 
     def fill(self, body: StateBody, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:

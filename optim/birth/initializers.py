@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload._torch_private import own_initializer, refuse_writes, version_of
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor, has_new_value
+from nvme_offload.optim.collective import device_of
 
 Init = Callable[[nn.Module], object]
 
@@ -136,14 +137,17 @@ def shared_random_numbers(mesh: DeviceMesh) -> Iterator[None]:
     construction; one that had a state of its own gets it back.
     """
     own = torch.get_rng_state()
-    common = own.to(mesh.device_type, copy=True)
+    common = own.clone()
     for dimension in range(mesh.ndim):
-        dist.broadcast(common, group=mesh.get_group(dimension), group_src=0)
-    torch.set_rng_state(common.cpu())
+        group = mesh.get_group(dimension)
+        sent = common.to(device_of(group))
+        dist.broadcast(sent, group=group, group_src=0)
+        common = sent.cpu()
+    torch.set_rng_state(common)
     try:
         yield
     finally:
-        if not torch.equal(own, common.cpu()):
+        if not torch.equal(own, common):
             torch.set_rng_state(own)
 
 

@@ -55,7 +55,7 @@ class MasterWriter:
                     stop = min(start + _PIECE_NUMEL, run.stop)
                     piece = run._replace(start=start, stop=stop, at=run.at + start - run.start)
                     masters = values(start, stop).float().contiguous()
-                    write_master(piece, masters, slot.subgroup, memory, body.table, body.kernels)
+                    write_master(piece, masters, slot, memory, body.table, body.kernels)
 
     def __enter__(self) -> MasterWriter:
         return self

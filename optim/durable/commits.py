@@ -346,8 +346,8 @@ class Commits:
             if slot.subgroup.form is MasterForm.ITSELF:
                 return
             for run in slot.subgroup.runs:
-                master = read_master(run, slot.subgroup, memory, store.table, store.kernels)
-                write_master(run, master, slot.subgroup, memory, store.table, store.kernels)
+                master = read_master(run, slot, memory, store.table, store.kernels)
+                write_master(run, master, slot, memory, store.table, store.kernels)
 
     def _write_again(self, slot: SlotRecord) -> None:
         with holding(self.store.pipeline, slot, change=True):

@@ -75,7 +75,8 @@ class PrecisionPlan:
             elsewhere: where `model` is one stage of a pipeline, the dtypes of the other stages' parameters; a name in
                 the section may then match nothing here.
             rule: of the optimizer; left out, the section's.
-            on_device: it is trained on a device beside the CPU, whose gradients may have a place in host memory.
+            on_device: it is trained on a device beside the CPU, so that what the section keeps in host memory has to
+                leave it.
 
         Raises:
             ConfigError: keys that do not go together for this model; a name in the section that matches nothing.
@@ -85,14 +86,15 @@ class PrecisionPlan:
         kept = arrived_fp32 | named_fp32
         safe = _safe_params(config, model)
         beside = {param for module in model.modules() for param in _beside_kept(module, kept)}
-        parameters, gradients_leave = {}, on_device and config.offload_gradients.device == "cpu"
+        off_device = (config.zero_optimization.offload_param.device, config.offload_gradients.device)
+        parameters, leaves_device = {}, on_device and "cpu" in off_device
         for name, param in model.named_parameters(remove_duplicate=False):
             parameters[name] = precision = precision_of(
                 config,
                 kept=param in kept,
                 safe=param in safe,
                 beside_fp32=param in beside,
-                gradients_leave=gradients_leave,
+                leaves_device=leaves_device,
             )
             if precision.accumulate in SIXTEEN_BITS and param in kept:
                 raise ConfigError([_fp32_accumulated_in_16_bits(config, name)])
@@ -154,7 +156,7 @@ def precision_of(
     kept: bool = False,
     safe: bool = False,
     beside_fp32: bool = False,
-    gradients_leave: bool = False,
+    leaves_device: bool = False,
 ) -> ParameterPrecision:
     """The rule: a key that is set holds for every parameter; one that is unset follows the parameter's own dtype.
 
@@ -163,7 +165,7 @@ def precision_of(
         kept: the parameter stays fp32 in a 16-bit model.
         safe: its class is one of ``lower_precision_safe_modules``.
         beside_fp32: its module also has parameters that stay fp32; FSDP2 reduces a module's own parameters together.
-        gradients_leave: its gradient is brought from a device to host memory.
+        leaves_device: it is computed with on a device, and it or its gradient is kept in host memory.
     """
     reduce, accumulate = config.communication_data_type, config.gradient_accumulation_dtype
     if config.autocast_dtype:
@@ -178,7 +180,7 @@ def precision_of(
         reduce=DTYPES[reduce] if reduce else torch.float32 if beside_fp32 else gather,
         accumulate=DTYPES[accumulate] if accumulate else compute or torch.float32,
         master=master,
-        in_parts=master is not MasterForm.ITSELF or config.has_block_tiers or config.hides_steps or gradients_leave,
+        in_parts=master is not MasterForm.ITSELF or config.has_block_tiers or config.hides_steps or leaves_device,
     )
 
 
@@ -209,7 +211,7 @@ def _bytes(
     """Bytes per parameter of one shard, by tier: what is kept between steps, with the gradient at its largest."""
     zero = config.zero_optimization
     memory = param.device.type if is_device(param.device) else "memory"  # one on meta is born in memory
-    storage = "nvme" if zero.offload_param.device == "nvme" else memory
+    storage = {"none": memory, "cpu": "memory", "nvme": "nvme"}[zero.offload_param.device]
     if not param.requires_grad:
         rest_dtype = MASTER_DTYPE[precision.master]
         rest = 0 if rest_dtype is None or param.dtype is precision.storage else rest_dtype.itemsize

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
+from nvme_offload.optim.rules.operators import decayed, rooted
 from nvme_offload.optim.rules.rule import State, UpdateRule, check_numbers, rounded
 
 
@@ -45,3 +48,10 @@ class Adagrad(UpdateRule):
         """Scalars that the kernel takes of a step, each exactly an fp32 number."""
         step_size = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
         return AdagradScalars(*rounded(step_size, group["weight_decay"], group["eps"]))
+
+    def update(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Any) -> None:
+        """Update a run of elements in place, with the bits of the kernel; see `UpdateRule.update`."""
+        [total] = states
+        grad = decayed(grad, master, scalars.weight_decay)
+        total.add_(grad * grad)
+        master.sub_((grad * scalars.step_size) / rooted(total).add_(scalars.eps))

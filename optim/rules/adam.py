@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from nvme_offload.optim.rules.adamw import moment_scalars
+from nvme_offload.optim.rules.operators import change_by_moments, decayed
 from nvme_offload.optim.rules.rule import State, UpdateRule, check_betas, check_numbers, rounded
 
 
@@ -47,3 +50,8 @@ class Adam(UpdateRule):
     def scalars(self, group: Mapping[str, Any], step: int) -> AdamScalars:
         """Scalars that the kernel takes of a step, each exactly an fp32 number."""
         return AdamScalars(*rounded(group["weight_decay"], *moment_scalars(group, step)))
+
+    def update(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Any) -> None:
+        """Update a run of elements in place, with the bits of the kernel; see `UpdateRule.update`."""
+        exp_avg, exp_avg_sq = states
+        master.sub_(change_by_moments(decayed(grad, master, scalars.weight_decay), exp_avg, exp_avg_sq, scalars))

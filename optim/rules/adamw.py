@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
+from nvme_offload.optim.rules.operators import change_by_moments
 from nvme_offload.optim.rules.rule import State, UpdateRule, check_betas, check_numbers, rounded
 
 
@@ -60,6 +63,12 @@ class AdamW(UpdateRule):
             raise ValueError(f"step is {step}; the first update is step 1")
         decay = 1 - float(group["lr"]) * group["weight_decay"]
         return AdamWScalars(*rounded(decay, *moment_scalars(group, step)))
+
+    def update(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Any) -> None:
+        """Update a run of elements in place, with the bits of the kernel; see `UpdateRule.update`."""
+        exp_avg, exp_avg_sq = states
+        change = change_by_moments(grad, exp_avg, exp_avg_sq, scalars)
+        master.mul_(scalars.decay).sub_(change)
 
 
 def moment_scalars(group: Mapping[str, Any], step: int) -> list[float]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import torch
 
 from nvme_offload.optim.rules.rule import State, UpdateRule, check_betas, check_numbers, rounded
 
@@ -44,3 +47,12 @@ class Lion(UpdateRule):
         """Scalars that the kernel takes of a step, each exactly an fp32 number."""
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         return LionScalars(*rounded(1 - lr * group["weight_decay"], lr, beta1, 1 - beta1, beta2, 1 - beta2))
+
+    def update(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Any) -> None:
+        """Update a run of elements in place, with the bits of the kernel; see `UpdateRule.update`."""
+        [exp_avg] = states
+        mixed = exp_avg * scalars.beta1 + grad * scalars.beta1_complement
+        exp_avg.mul_(scalars.beta2).add_(grad * scalars.beta2_complement)
+        sign = (mixed > 0).float() - (mixed < 0).float()
+        direction = sign.masked_fill_(mixed.isnan(), math.nan)
+        master.mul_(scalars.decay).sub_(direction * scalars.lr)

@@ -30,7 +30,7 @@ class UpdateRule:
     """What an optimizer does with a gradient, and what it keeps for that; everything else asks it.
 
     An instance is the rule of one kind of parameter group and does not change. A rule with a native `kernel` describes
-    its step in `scalars` alone; one without is its `update`, in torch operators.
+    its step in `scalars`; one without is its `update`, in torch operators, and on a device every rule is.
     """
 
     name: str
@@ -84,7 +84,9 @@ class UpdateRule:
     def update(
         self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[float]
     ) -> None:
-        """Update a run of elements in place; for a rule without a native kernel.
+        """Update a run of elements in place, in torch operators: without a native kernel, and on a device.
+
+        A rule with a kernel has the same bits here; `optim.rules.operators` says how.
 
         Args:
             master: fp32 [numel], master weights.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
+from nvme_offload.optim.rules.operators import decayed
 from nvme_offload.optim.rules.rule import State, UpdateRule, check_numbers, rounded
 
 
@@ -66,6 +69,15 @@ class SGD(UpdateRule):
             return SGDScalars(*rounded(lr, weight_decay))
         kept, gain = (0.0, 1.0) if step == 1 else (momentum, 1 - group["dampening"])
         return SGDMomentumScalars(*rounded(lr, weight_decay, momentum, kept, gain, bool(group["nesterov"])))
+
+    def update(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Any) -> None:
+        """Update a run of elements in place, with the bits of the kernel; see `UpdateRule.update`."""
+        grad = decayed(grad, master, scalars.weight_decay)
+        if states:
+            [buffer] = states
+            buffer.mul_(scalars.kept).add_(grad * scalars.gain)
+            grad = grad + buffer * scalars.momentum if scalars.nesterov else buffer
+        master.sub_(grad * scalars.lr)
 
     def adopted(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """State entries of one parameter as torch's SGD saved them: it counts no steps, a buffer says that there were.

@@ -8,9 +8,9 @@ import torch
 
 from nvme_offload.offload.devices.device import CopyQueue, Event
 from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.optim.layout.flat import flat_view
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
-from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
 
 _MAX_ITEMSIZE = 4  # of a parameter and of a gradient
 _NUM_MIRRORS = 3  # one arrives, one is worked on, one leaves
@@ -96,7 +96,7 @@ class DeviceMirror:
         self._up.let_current_come_after()
 
     def fetch(self, subgroup: Subgroup, params: Sequence[torch.Tensor], grads: Mapping[int, torch.Tensor]) -> None:
-        """Start copying the parameters and gradients of a subgroup to the host; gradients that are there already, not.
+        """Start copying the parameters and gradients of a subgroup to the host; what is there already, not.
 
         At most one further subgroup may be fetched before one is taken.
         """
@@ -127,6 +127,7 @@ class DeviceMirror:
         mirror.left = self._up.copy_all(
             (_device_run(params, run), mirror.param(run, params[run.param].dtype))
             for run in _runs_with_grad(subgroup, grads)
+            if not isinstance(params[run.param], StandIn)
         )
 
     def close(self) -> None:
@@ -141,9 +142,10 @@ def _down_pairs(
     mirror: MirroredRuns, subgroup: Subgroup, params: Sequence[torch.Tensor], grads: Mapping[int, torch.Tensor]
 ) -> Pairs:
     for run in _runs_with_grad(subgroup, grads):
-        param, grad = _device_run(params, run), grads[run.param]
-        yield mirror.param(run, param.dtype), param
-        if not isinstance(grad, PartitionStandIn):
+        param, grad = params[run.param], grads[run.param]
+        if not isinstance(param, StandIn):
+            yield mirror.param(run, param.dtype), _device_run(params, run)
+        if not isinstance(grad, StandIn):
             yield mirror.grad(run, grad.dtype), grad[run.start : run.stop]
 
 

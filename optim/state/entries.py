@@ -151,7 +151,7 @@ def _sets_everything(slot: SlotRecord, entries: Mapping[int, Mapping[str, torch.
 def read_run(body: StateBody, slot: SlotRecord, memory: Memory, run: Run, name: str) -> torch.Tensor:
     """Masters of a run, joined, or a state, where it lies if that is in fp32; fp32 [run.numel]."""
     if name == "master":
-        return read_master(run, slot.subgroup, memory, body.table, body.kernels)
+        return read_master(run, slot, memory, body.table, body.kernels)
     section = section_view(slot.subgroup, memory, name, run)
     if section is None:
         raise StateError(name, "a section of this subgroup", "none")
@@ -161,7 +161,7 @@ def read_run(body: StateBody, slot: SlotRecord, memory: Memory, run: Run, name: 
 def write_run(body: StateBody, slot: SlotRecord, memory: Memory, run: Run, name: str, values: torch.Tensor) -> None:
     """Set the masters of a run, also in the parameter, or a state; fp32 [run.numel]."""
     if name == "master":
-        write_master(run, values, slot.subgroup, memory, body.table, body.kernels)
+        write_master(run, values, slot, memory, body.table, body.kernels)
         return
     section = section_view(slot.subgroup, memory, name, run)
     if section is not None:

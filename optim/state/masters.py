@@ -36,10 +36,9 @@ def give_birth(slot: SlotRecord, memory: Memory, table: ParamTable, pool: Kernel
             dtype, offset = subgroup.sections[state.name]
             memory.view(dtype, offset, subgroup.padded_numel).fill_(state.birth)
     for run in subgroup.runs:
-        checksums = table[run.param].checksums_of(run)
-        if checksums is not None:
+        if table[run.param].checksums is not None:
             host = table[run.param].copy_of(run)
-            pool.tile_checksums(host, out=checksums)
+            table[run.param].note_written(run, host, pool, on_device=slot.is_on_device)
             rest, master = table[run.param].first_rest, section_view(subgroup, memory, "master", run)
             assert master is not None
             if rest is not None:
@@ -49,40 +48,40 @@ def give_birth(slot: SlotRecord, memory: Memory, table: ParamTable, pool: Kernel
 
 
 def write_master(
-    run: Run, values: torch.Tensor, subgroup: Subgroup, memory: Memory, table: ParamTable, pool: KernelPool
+    run: Run, values: torch.Tensor, slot: SlotRecord, memory: Memory, table: ParamTable, pool: KernelPool
 ) -> None:
     """Set master weights: the parameter gets their rounded value, the state the rest.
 
     Args:
         run: which elements.
         values: fp32 [run.numel] on the CPU.
-        subgroup: where the run belongs.
+        slot: of the subgroup where the run belongs.
         memory: the subgroup's state.
         table: the parameter itself and its checksums.
         pool: kernels.
     """
-    master = section_view(subgroup, memory, "master", run)
+    master = section_view(slot.subgroup, memory, "master", run)
     rounded = torch.empty(run.numel, dtype=table[run.param].param.dtype, device="cpu")
-    pool.divide(values, rounded, master)
+    if master is None or not slot.is_on_device:
+        pool.divide(values, rounded, master)
+    else:
+        there = torch.empty(run.numel, dtype=master.dtype, device="cpu")
+        pool.divide(values, rounded, there)
+        master.copy_(there)
     with table[run.param].reaching(run, change=True) as param:
         param.copy_(rounded)
-    checksums = table[run.param].checksums_of(run)
-    if checksums is not None:
-        pool.tile_checksums(rounded, out=checksums)
+    table[run.param].note_written(run, rounded, pool, on_device=slot.is_on_device)
 
 
-def read_master(run: Run, subgroup: Subgroup, memory: Memory, table: ParamTable, pool: KernelPool) -> torch.Tensor:
+def read_master(run: Run, slot: SlotRecord, memory: Memory, table: ParamTable, pool: KernelPool) -> torch.Tensor:
     """Master weights of a run, fp32 [run.numel] on the CPU.
 
     Where somebody changed the parameter since the last update, the parameter is the truth: see `step.update_of`.
     """
     param = table[run.param].copy_of(run)
-    joined = pool.joined(param, section_view(subgroup, memory, "master", run))
-    known = table[run.param].checksums_of(run)
-    if known is None:
-        return joined
-    changed = (pool.tile_checksums(param) != known).nonzero().flatten().tolist()
-    for block in changed:
+    master = section_view(slot.subgroup, memory, "master", run)
+    joined = pool.joined(param, master if master is None else master.cpu())
+    for block in table[run.param].changed_tiles(run, param, pool, on_device=slot.is_on_device):
         part = slice(block * TILE_NUMEL, (block + 1) * TILE_NUMEL)
         joined[part] = param[part].float()
     return joined

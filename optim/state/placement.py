@@ -49,6 +49,8 @@ class StatePlacement:
         written = config.host_budget
         self.host_budget = auto_host_budget() if written == "auto" else written
         """In bytes; None is no limit, and no wish to have state in host memory that may be on NVMe."""
+        self.device_budget = config.device_budget
+        """In bytes of state; None: no state stays on a device."""
         self._shown = f"host_budget = {format_bytes(self.host_budget or 0)}" + (
             ' (what "auto" found)' if written == "auto" else ""
         )
@@ -105,6 +107,8 @@ class StatePlacement:
         staging_bytes: int,
         page: int,
         blocks: Sequence[Unit] = (),
+        *,
+        on_device: bool = False,
     ) -> TierPlan:
         """What lives where: staging buffers first, then what has its place already, then as much as fits of the new.
 
@@ -114,6 +118,7 @@ class StatePlacement:
             staging_bytes: host memory of the staging buffers (and mirrors) that all of them need.
             page: what extents are rounded up to, in bytes.
             blocks: of parameters and gradients, with their staging buffers: see `BlockTiers.units`.
+            on_device: the parameters of new subgroups are on a device.
 
         Returns:
             A plan of `blocks`, the staging buffers of the state, `placed` and `new`, in this order.
@@ -126,13 +131,22 @@ class StatePlacement:
             choice = ("host", "nvme")
         units = list(blocks)
         units += [Unit(f"{STAGING} of {KIND}", STAGING, staging_bytes, tiers=("host",))] if staging_bytes else []
-        units += [self._unit(slot.subgroup, page, ("host",) if slot.is_resident else ("nvme",)) for slot in placed]
-        # Without a byte of state, as that of plain SGD over fp32 parameters, there is nothing to put on a drive.
-        units += [self._unit(subgroup, page, choice if self.size_bytes(subgroup) else ("host",)) for subgroup in new]
-        plan = plan_tiers(units, {} if self.host_budget is None else {"host": self.host_budget})
+        units += [self._unit(slot.subgroup, page, (_tier_of(slot),)) for slot in placed]
+        units += [self._unit(subgroup, page, self._choice(subgroup, choice, on_device)) for subgroup in new]
+        budgets: dict[Tier, int] = {} if self.host_budget is None else {"host": self.host_budget}
+        if self.device_budget is not None:
+            budgets["device"] = self.device_budget
+        plan = plan_tiers(units, budgets)
         if plan.excess("host"):
             raise ConfigError([self._too_small(plan)])
         return plan
+
+    def _choice(self, subgroup: Subgroup, choice: tuple[Tier, ...], on_device: bool) -> tuple[Tier, ...]:
+        """Where a new subgroup may be. Whole matrices are updated by the host."""
+        # Without a byte of state, as that of plain SGD over fp32 parameters, there is nothing to put on a drive.
+        usual: tuple[Tier, ...] = choice if self.size_bytes(subgroup) else ("host",)
+        may_stay = on_device and self.device_budget is not None and not subgroup.rule.whole
+        return ("device", *usual) if may_stay else usual
 
     def _unit(self, subgroup: Subgroup, page: int, tiers: tuple[Tier, ...]) -> Unit:
         size_bytes = -(-self.size_bytes(subgroup) // page) * page
@@ -183,3 +197,9 @@ class StatePlacement:
             f"{self._shown}: the {self._section.buffer_count} staging buffers take {own}{more}{beside}; write at least "
             f"{needed}, or a smaller buffer_count"
         )
+
+
+def _tier_of(slot: SlotRecord) -> Tier:
+    if slot.is_on_device:
+        return "device"
+    return "host" if slot.is_resident else "nvme"

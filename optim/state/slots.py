@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from nvme_offload.offload.staging.slot import Residency, Slot, WriteTarget
+from nvme_offload.offload.storage.device_tier import DeviceTier
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.optim.layout.subgroup import Subgroup
@@ -67,5 +68,10 @@ class SlotRecord(Slot):
 
     @property
     def is_resident(self) -> bool:
-        """Whether it is in host memory for good, and visits none of the staging buffers that all share."""
+        """Whether it is in memory for good, and visits none of the staging buffers that all share."""
         return self.own_pool is not None or self.memory is not None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether that memory is a device's, where the subgroup is updated then."""
+        return isinstance(self.tier, DeviceTier)

@@ -15,14 +15,17 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.durable.ring import bytes_needed
 from nvme_offload.offload.durable.run import DurableRun
+from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.shards.param_tier import TieredShard
+from nvme_offload.offload.storage.device_tier import DeviceTier
 from nvme_offload.offload.storage.host_tier import HostTier
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Tier
-from nvme_offload.offload.storage.tier_plan import TierPlan, Unit, plan_tiers
+from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan, Unit, plan_tiers
+from nvme_offload.offload.units import format_bytes
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
@@ -60,6 +63,8 @@ class StateStore(StateBody):
         self.config = config
         self._placement = StatePlacement(config, rule)
         self.host = HostTier()
+        self.device: DeviceTier | None = None
+        """Where state is that stays on a device; None before the first."""
         self.tier: NvmeTier | None = None
         self.pool: BufferPool | None = None
         self.mirror: DeviceMirror | None = None
@@ -67,6 +72,8 @@ class StateStore(StateBody):
         """The run that outlives this process; None where the state ends with it."""
         self.sealing: Sealing | None = None
         """What completes the subgroups of a durable run."""
+        self.changed_on_device: list[torch.Tensor] = []
+        """Numbers of tiles that updates on a device found changed, which nobody has asked for yet."""
         self.plan = plan_tiers([], {})
         """What lives where."""
         self._arrived: list[ParamRecord] = []
@@ -226,7 +233,7 @@ class StateStore(StateBody):
 
     def _place(self, missing: Sequence[ParamRecord], admitted: Admission, slots: list[SlotRecord]) -> TierPlan:
         """Promise places and fill in `slots`, one for each new subgroup; returns the plan with them in it."""
-        blocks = self.blocks.units(admitted)
+        blocks, devices = self.blocks.units(admitted), self._devices
         subgroups = self._cut(missing, blocks)
         if not subgroups and not admitted.groups:
             return self.plan
@@ -234,18 +241,20 @@ class StateStore(StateBody):
         self.blocks.reserve(admitted, plan.tiers[: len(blocks)])
         slots += [SlotRecord(subgroup) for subgroup in subgroups]
         tiers = plan.tiers[len(plan.tiers) - len(subgroups) :]
-        moving = [slot for slot, tier in zip(slots, tiers, strict=True) if tier == "nvme"]
+        on = {tier: [slot for slot, its in zip(slots, tiers, strict=True) if its == tier] for tier in TIERS}
+        moving = on["nvme"]
         if moving:
             self.pipeline.synchronize()  # a write that failed says so before anything is promised
             self._fit_pool(max(self._placement.size_bytes(slot.subgroup) for slot in moving))
-        if subgroups:
-            self._fit_mirror(subgroups)
+        if len(on["device"]) < len(subgroups):
+            self._fit_mirror(devices, [slot.subgroup for slot in (*on["host"], *moving)])
         # Last, because it is what would have to be given back.
         if self.sealing is not None:
             self._place_sealed(self.sealing, slots, moving)
         else:
             self._reserve(self.tier, moving)
-            self._reserve(self.host, [slot for slot in slots if slot not in moving])
+            self._reserve(self.host, on["host"])
+            self._reserve(self._device_tier() if on["device"] else None, on["device"])
         return plan
 
     def _place_sealed(self, sealing: Sealing, slots: Sequence[SlotRecord], moving: Sequence[SlotRecord]) -> None:
@@ -264,6 +273,11 @@ class StateStore(StateBody):
         if tier is not None:
             for slot, extent in zip(slots, tier.reserve([slot.size_bytes for slot in slots]), strict=True):
                 slot.place(tier, extent)
+
+    def _device_tier(self) -> DeviceTier:
+        if self.device is None:
+            self.device = DeviceTier(_only(self._devices))
+        return self.device
 
     def _give_up(self, slots: Sequence[SlotRecord]) -> None:
         """Undo `_place` and `_write_rests`, as far as they came."""
@@ -289,7 +303,13 @@ class StateStore(StateBody):
     @property
     def host_state_bytes(self) -> int:
         """State that lives in host memory for good."""
-        return sum(self._placement.size_bytes(slot.subgroup) for slot in self.slots if slot.is_resident)
+        kept = (slot.subgroup for slot in self.slots if slot.is_resident and not slot.is_on_device)
+        return sum(map(self._placement.size_bytes, kept))
+
+    @property
+    def device_state_bytes(self) -> int:
+        """State that lives on a device for good."""
+        return sum(slot.size_bytes for slot in self.slots if slot.is_on_device)
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files. Idempotent; no-op in a forked child.
@@ -313,6 +333,8 @@ class StateStore(StateBody):
         if self.run is not None:
             self.run.close()
         self.host.close()
+        if self.device is not None:
+            self.device.close()
         if self.pool is not None:
             self.pool.close()
         self.pipeline.close()
@@ -381,12 +403,23 @@ class StateStore(StateBody):
             staging = self._num_buffers * max(self.pool.buffer_bytes, -(-largest // page) * page)
         if self._devices:
             staging += DeviceMirror.BYTES_PER_ELEMENT * self._largest_numel(subgroups)
-        return self._placement.plan(self.slots, subgroups, staging, page, blocks)
+        if self._placement.device_budget is not None and not self._devices:
+            raise ConfigError(
+                [
+                    f"device_budget = {format_bytes(self._placement.device_budget)}: the parameters are on the CPU, "
+                    "where state is in host memory anyway; leave it out, or move the model to a GPU first"
+                ]
+            )
+        return self._placement.plan(self.slots, subgroups, staging, page, blocks, on_device=bool(self._devices))
 
     @property
     def _devices(self) -> set[torch.device]:
-        """Where parameters are that are not in host memory."""
-        return {param.device for param in self.table.params if is_device(param.device)}
+        """Where parameters or gradients are that a step brings to host memory and back."""
+        return {
+            record.param.device
+            for record in self.table
+            if is_device(record.param.device) and not self.blocks.leaves_device(record.leaf)
+        }
 
     def _largest_numel(self, subgroups: Sequence[Subgroup]) -> int:
         return max(subgroup.padded_numel for subgroup in [*subgroups, *(slot.subgroup for slot in self.slots)])
@@ -403,19 +436,23 @@ class StateStore(StateBody):
             self.pool.close()
         self.pool = self.pipeline.pool = larger
 
-    def _fit_mirror(self, subgroups: Sequence[Subgroup]) -> None:
-        devices = self._devices
+    def _fit_mirror(self, devices: set[torch.device], subgroups: Sequence[Subgroup]) -> None:
         if not devices:
             return
-        if len(devices) > 1:
-            raise ValueError(f"parameters are on several devices ({', '.join(map(str, devices))}): use one per process")
         pinned = self.config.zero_optimization.offload_optimizer.pin_memory is not False
-        larger = DeviceMirror(devices.pop(), self._largest_numel(subgroups), pinned=pinned)
+        larger = DeviceMirror(_only(devices), self._largest_numel(subgroups), pinned=pinned)
         if self.mirror is not None:
             self.mirror.close()
         self.mirror = larger
         if self.sealing is not None:
             self.sealing.settle_params = larger.end_step
+
+
+def _only(devices: set[torch.device]) -> torch.device:
+    if len(devices) > 1:
+        raise ValueError(f"parameters are on several devices ({', '.join(map(str, devices))}): use one per process")
+    (device,) = devices
+    return device
 
 
 def _open_run(config: OffloadConfig) -> DurableRun | None:

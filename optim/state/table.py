@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from nvme_offload.offload.shards.param_tier import TieredShard
+from nvme_offload.optim.device_tiles import tile_sums
+from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.flat import Layout, flat_view, storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, TILE_NUMEL, MasterForm, num_tiles
 from nvme_offload.optim.layout.subgroup import Run
@@ -42,6 +44,9 @@ class ParamRecord:
     """Whether its state has a place (it has had state, or was trainable when it came)."""
     is_awaited: bool = False
     """Whether the forwards of a plain module wait until it is updated, so that it may be behind a step."""
+    sums_on_device: torch.Tensor | None = field(default=None, init=False)
+    """`tile_sums` of what was last written where the state is on a device, in the place of `checksums` for these tiles;
+    int64 per tile there. None: no state of it is on a device."""
     tiered: TieredShard | None = None
     """Where on the parameter tier it is; None where it is not there."""
 
@@ -100,11 +105,38 @@ class ParamRecord:
         whole = self.tiered.view() if self.tiered is not None else flat_view(self.param)
         return whole[run.start : run.stop]
 
-    def checksums_of(self, run: Run) -> torch.Tensor | None:
-        """The checksums that belong to a run."""
+    def checksums_of(self, run: Run, *, on_device: bool = False) -> torch.Tensor | None:
+        """The checksums that belong to a run, which are others where its state is on a device; None in fp32."""
+        sums = self.sums_on_device if on_device else self.checksums
+        return None if sums is None else sums[run.start // TILE_NUMEL : -(-run.stop // TILE_NUMEL)]
+
+    def note_written(self, run: Run, values: torch.Tensor, pool: KernelPool, *, on_device: bool) -> None:
+        """Remember what a 16-bit parameter is now, so that changes by others show.
+
+        Args:
+            run: which elements.
+            values: of them, in host memory.
+            pool: kernels.
+            on_device: the state of the run is there.
+        """
         if self.checksums is None:
-            return None
-        return self.checksums[run.start // TILE_NUMEL : -(-run.stop // TILE_NUMEL)]
+            return
+        if on_device and self.sums_on_device is None:
+            self.sums_on_device = torch.zeros_like(self.checksums, device=self.param.device)
+        sums = self.checksums_of(run, on_device=on_device)
+        assert sums is not None
+        if on_device:
+            sums.copy_(tile_sums(self.view(run)))
+        else:
+            pool.tile_checksums(values, out=sums)
+
+    def changed_tiles(self, run: Run, values: torch.Tensor, pool: KernelPool, *, on_device: bool) -> list[int]:
+        """Numbers of the tiles of a run, of which these are the values in host memory, that somebody has changed."""
+        known = self.checksums_of(run, on_device=on_device)
+        if known is None:
+            return []
+        found = tile_sums(self.view(run)) if on_device else pool.tile_checksums(values)
+        return [int(number) for number in (found != known).nonzero().flatten().tolist()]
 
 
 class ParamTable:

@@ -121,6 +121,7 @@ class Stepper:
             number = self._meter.steps + 1
             try:
                 with DeferredInterrupt() as interrupt:
+                    self._note_changed_on_device()
                     self._report_changed()
                     self._step(number, groups, loss_scale, found_inf, interrupt)
             except BaseException as error:
@@ -277,7 +278,9 @@ class Stepper:
         if not may_wait and self._config.overlap_step not in (None, "off"):
             self._say_once_that_nothing_overlaps(store.table[next(iter(grads))])
         behind = [
-            slot for slot in slots if all(run.param in may_wait for run in slot.subgroup.runs if run.param in grads)
+            slot
+            for slot in slots
+            if not slot.is_on_device and all(run.param in may_wait for run in slot.subgroup.runs if run.param in grads)
         ]
         kept = set(behind)
         inside = self._ordered([slot for slot in slots if slot not in kept])
@@ -377,6 +380,13 @@ class Stepper:
     def _following(self, step: UnfinishedStep) -> list[SlotRecord]:
         """Subgroups as the next step will probably go through them."""
         return forward_order(step.order, self._store.uses.ranks) if self.final is not None else list(step.order)
+
+    def _note_changed_on_device(self) -> None:
+        """Ask the device what the step before found there: this step waits for it anyway, for the norm."""
+        store = self._store
+        if store.changed_on_device:
+            found, store.changed_on_device = store.changed_on_device, []
+            self._meter.changed_behind += int(torch.stack(found).sum())
 
     def _report_changed(self) -> None:
         changed_tiles, self._meter.changed_behind = self._meter.changed_behind, 0

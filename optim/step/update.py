@@ -11,6 +11,7 @@ from torch.profiler import record_function
 
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.optim.device_tiles import update_on_device
 from nvme_offload.optim.kernels import Segment, make_segment
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.device_mirror import MirroredRuns
@@ -21,7 +22,6 @@ from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
 from nvme_offload.optim.tiles import RunTensors, update_in_torch, update_whole
-from nvme_offload.optim.whole_params import WholeParams
 
 
 def read_update_write(
@@ -48,11 +48,12 @@ def read_update_write(
     slot = order[position]
     if store.mirror:
         for ahead in (slot, *order[position + 1 : position + 2]):
-            store.mirror.fetch(ahead.subgroup, store.table.params, inputs.grads)
+            if not ahead.is_on_device:
+                store.mirror.fetch(ahead.subgroup, store.table.params, inputs.grads)
     with record_function("nvme_offload: read"):
         memory = store.pipeline.acquire(order, position, replay=False)
     copies: MirroredRuns | None = None
-    if store.mirror:
+    if store.mirror and not slot.is_on_device:
         with meter.waiting("device"):
             copies = store.mirror.take(slot.subgroup)
     with store.blocks.held_for_update(slot.subgroup, inputs.grads):
@@ -93,12 +94,16 @@ def update_of(
         param = record.view(run)
         grad = _flat(inputs.grads[run.param])[run.start : run.stop]
         if copies is not None:
-            param = copies.param(run, param.dtype)
+            param = param if is_host(param.device) else copies.param(run, param.dtype)
             grad = grad if is_host(grad.device) else copies.grad(run, grad.dtype)
         master, states = section_view(subgroup, memory, "master", run), state_views(subgroup, memory, run)
         scalars = inputs.scalars[run.param]
-        work[run.param] = RunTensors(param, grad, master, states, record.checksums_of(run), scalars)
-    by_rule = _by_rule(slot, memory, work, inputs.whole, store)
+        work[run.param] = RunTensors(
+            param, grad, master, states, record.checksums_of(run, on_device=slot.is_on_device), scalars
+        )
+    by_rule = (
+        _on_device(subgroup.rule, work, store) if slot.is_on_device else _by_rule(slot, memory, work, inputs, store)
+    )
 
     def update_and_copy_back() -> int:
         changed_tiles = by_rule()
@@ -111,8 +116,19 @@ def update_of(
     return by_rule if copies is None else update_and_copy_back
 
 
+def _on_device(rule: UpdateRule, work: Mapping[int, RunTensors], store: StateStore) -> Callable[[], int]:
+    """What updates runs where they are. How many tiles were found changed, the host learns in the next step."""
+
+    def update() -> int:
+        for run in work.values():
+            store.changed_on_device.append(update_on_device(rule, run))
+        return 0
+
+    return update
+
+
 def _by_rule(
-    slot: SlotRecord, memory: Memory, work: Mapping[int, RunTensors], whole: WholeParams, store: StateStore
+    slot: SlotRecord, memory: Memory, work: Mapping[int, RunTensors], inputs: StepInputs, store: StateStore
 ) -> Callable[[], int]:
     """What updates runs, by parameter index, in whichever way the rule is written; returns tiles found changed."""
     pool, rule = store.kernels, slot.subgroup.rule
@@ -121,7 +137,7 @@ def _by_rule(
         return store.sealing.logs.update_of(slot, memory, work)
     if rule.whole:
         return lambda: sum(
-            update_whole(rule, run, store.table[index].param, pool, partial(whole.through, index))
+            update_whole(rule, run, store.table[index].param, pool, partial(inputs.whole.through, index))
             for index, run in work.items()
         )
     if rule.kernel:

@@ -99,17 +99,19 @@ class Arrivals:
         arrival.mark = self._queue.mark()
 
     def _land_until(self, last: _Arrival) -> None:
+        if last in self._on_way:
+            self._wait_for(last)  # and so for those before it: copies run in the order in which they are queued
         while last in self._on_way:
             self._land_first()
 
-    def _land_first(self) -> None:
-        first = self._on_way[0]
-        if first.mark is None:
+    def _wait_for(self, arrival: _Arrival) -> None:
+        if arrival.mark is None:
             self._queue.wait()
         else:
-            first.mark.synchronize()
-        self._on_way.popleft()
-        first.then()
+            arrival.mark.synchronize()
+
+    def _land_first(self) -> None:
+        self._on_way.popleft().then()
 
     def _new_room(self, size_bytes: int) -> HostRegion:
         room = HostRegion(size_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,8 +12,9 @@ import torch
 from nvme_offload.aio_native import EngineStats
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.devices.device import is_device
+from nvme_offload.offload.devices.device import HOST, is_device
 from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.shards.host_block import HostBlock
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.shards.param_tier import ParamTier, ResidentShard, TieredShard, UnbornShard
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
@@ -24,7 +25,7 @@ from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
-from nvme_offload.optim.tiers.grad_tier import GradTier, HostBlock, PartitionStandIn
+from nvme_offload.optim.tiers.grad_tier import GradTier, PartitionStandIn
 from nvme_offload.optim.tiers.parts import GatherGroup, parts_of
 from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
 from nvme_offload.optim.warn import warn_user
@@ -69,43 +70,54 @@ class BlockTiers:
     def __init__(self, config: OffloadConfig, kernels: KernelPool) -> None:
         self.params: ParamTier | None = None
         self.grads: GradTier | None = None
-        checksum = kernels.tile_checksums if config.aio.checksums else None
+        self._config = config
+        self._kernels = kernels
         section = config.zero_optimization.offload_param
         try:
             if section.device == "nvme":
-                self.params = ParamTier(section, NvmeTier(config, paths=section.nvme_path), checksum)
+                self.params = self._param_tier(NvmeTier(config, paths=section.nvme_path))
             if config.offload_gradients.device == "nvme":
-                self.grads = self._grad_tier(
-                    config, NvmeTier(config, paths=config.offload_gradients.nvme_path), kernels
-                )
+                self.grads = self._grad_tier(NvmeTier(config, paths=config.offload_gradients.nvme_path))
         except BaseException:
             self.close()
             raise
-        self._config = config
-        self._kernels = kernels
         self._numbers: dict[GatherGroup, int] = {}
         self._param_places: dict[GatherGroup, list[TieredShard]] = {}
-        self._param_blocks: dict[int, Block] = {}
+        self._param_blocks: dict[int, Block | HostBlock] = {}
         self._grad_blocks: dict[int, Block] = {}
         self._host_grads: dict[int, HostBlock] = {}
         """Gradients of parameters on a device that are kept in host memory."""
         self._placed: dict[str, dict[GatherGroup, Unit]] = {cache.kind: {} for cache, _ in self._caches()}
         """The units of blocks that have a place, by kind."""
 
-    @staticmethod
-    def _grad_tier(config: OffloadConfig, tier: StorageTier, kernels: KernelPool) -> GradTier:
-        checksum = kernels.tile_checksums if config.aio.checksums else None
-        pinned = config.zero_optimization.offload_optimizer.pin_memory is not False
-        return GradTier(config.offload_gradients, tier, kernels.tile_sq_sums, checksum, pinned=pinned)
+    def _param_tier(self, tier: StorageTier) -> ParamTier:
+        section = self._config.zero_optimization.offload_param
+        return ParamTier(section, tier, self._checksum, pinned=self._pinned)
 
-    def _take_grads_from_device(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Make a tier of gradients in host memory, where the section asks for that and parameters are on a device.
+    def _grad_tier(self, tier: StorageTier) -> GradTier:
+        section, tile_sums = self._config.offload_gradients, self._kernels.tile_sq_sums
+        return GradTier(section, tier, tile_sums, self._checksum, pinned=self._pinned)
 
-        Those of parameters in host memory are there already.
+    @property
+    def _checksum(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        return self._kernels.tile_checksums if self._config.aio.checksums else None
+
+    @property
+    def _pinned(self) -> bool:
+        return self._config.zero_optimization.offload_optimizer.pin_memory is not False
+
+    def _take_from_device(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Make tiers in host memory, where the section asks for that and parameters are on a device.
+
+        What belongs to parameters in host memory is there already.
         """
-        wanted = self.grads is None and self._config.offload_gradients.device == "cpu"
-        if wanted and any(is_device(local_tensor(leaf).device) for leaf in leaves):
-            self.grads = self._grad_tier(self._config, HostTier(), self._kernels)
+        if not any(is_device(local_tensor(leaf).device) for leaf in leaves):
+            return
+        if self.params is None and self._config.zero_optimization.offload_param.device == "cpu":
+            self.params = self._param_tier(HostTier())
+            self._placed = {PARAMS: {}, **self._placed}
+        if self.grads is None and self._config.offload_gradients.device == "cpu":
+            self.grads = self._grad_tier(HostTier())
             self._placed[GRADS] = {}
 
     @property
@@ -117,6 +129,14 @@ class BlockTiers:
         """The block of a parameter, wherever it lives; -1 where there is no tier for such."""
         parts = parts_of(leaf) if self.exist else None
         return self._numbers.get(parts.group, -1) if parts is not None else -1
+
+    def leaves_device(self, leaf: torch.Tensor) -> bool:
+        """Whether nothing of a parameter that is computed with on a device is there during a step."""
+        if parts_of(leaf) is None or self._config.zero_optimization.offload_param.device == "none":
+            return False
+        has_no_room = self.number_of(leaf) in self._grad_blocks.keys() | self._host_grads.keys()
+        takes = self.grads is not None and self.grads.takes(leaf)
+        return self._config.offload_gradients.device != "none" and (takes or not has_no_room)
 
     def admit(self, trained: Iterable[torch.Tensor], frozen: Iterable[torch.Tensor]) -> Admission:
         """Number the groups that these parameters belong to, and find those that have no place yet.
@@ -132,7 +152,7 @@ class BlockTiers:
             ConfigError: there is nothing to put on the tier.
         """
         trained = list(trained)
-        self._take_grads_from_device(trained)
+        self._take_from_device(trained)
         if not self.exist:
             return Admission()
         trained = [leaf for leaf in trained if parts_of(leaf) is not None]
@@ -193,10 +213,10 @@ class BlockTiers:
             self._placed[kind] = dict(zip([*before, *admitted.groups_of(kind)], units, strict=True))
         if self.params is not None:
             moving = self._moving(admitted, PARAMS)
-            places = self.params.reserve([(group.name, group.forms) for group in moving])
-            for group, stored in zip(moving, places, strict=True):
-                self._param_places[group] = stored
-                self._param_blocks[self._numbers[group]] = stored[0].block
+            staying = [group for group in admitted.params if group not in moving and group.is_on_device]
+            device = next((group.device for group in admitted.params), HOST)
+            self._note(moving, self.params.reserve([(group.name, group.forms) for group in moving], device))
+            self._note(staying, self.params.reserve_in_memory([(group.name, group.forms) for group in staying], device))
         if self.grads is not None:
             moving = self._moving(admitted, GRADS)
             blocks = self.grads.reserve([(group.name, group.partitions) for group in moving])
@@ -206,6 +226,11 @@ class BlockTiers:
             kept = self.grads.reserve_in_memory([(group.name, group.partitions) for group in staying])
             for group, host_block in zip(staying, kept, strict=True):
                 self._host_grads[self._numbers[group]] = host_block
+
+    def _note(self, groups: Sequence[GatherGroup], places: Sequence[list[TieredShard]]) -> None:
+        for group, stored in zip(groups, places, strict=True):
+            self._param_places[group] = stored
+            self._param_blocks[self._numbers[group]] = stored[0].block
 
     def drop(self, admitted: Admission) -> None:
         """Undo `admit`, `reserve` and a `take` that failed, as far as they came."""
@@ -217,7 +242,7 @@ class BlockTiers:
             self._placed[GRADS].pop(group, None)
         for group in reversed(admitted.params):
             if self.params is not None and (block := self._param_blocks.pop(self._numbers[group], None)) is not None:
-                self.params.cache.drop([block])
+                self.params.drop([block])
                 del self._param_places[group]
             self._placed[PARAMS].pop(group, None)
         for group in admitted.numbered:
@@ -287,9 +312,10 @@ class BlockTiers:
                     self.grads.end_use(block)
                 if any(isinstance(grads.get(run.param), PartitionStandIn) for run in subgroup.runs):
                     held.enter_context(self.grads.cache.holding(block))
-            if self.params is not None and (block := self._param_blocks.get(number)) is not None:
-                self.params.cache.order.note_in_step(block.index)
-                held.enter_context(self.params.holding(block, change=True, in_order=True))
+            if self.params is not None and (stored := self._param_blocks.get(number)) is not None:
+                if isinstance(stored, Block):
+                    self.params.cache.order.note_in_step(stored.index)
+                held.enter_context(self.params.holding(stored, change=True, in_order=True))
             yield
 
     @property
@@ -345,7 +371,7 @@ class BlockTiers:
         if self.grads is not None:
             self.grads.land()
 
-    def _caches(self) -> Iterator[tuple[BlockCache, dict[int, Block]]]:
+    def _caches(self) -> Iterator[tuple[BlockCache, Mapping[int, Block | HostBlock]]]:
         if self.params is not None:
             yield self.params.cache, self._param_blocks
         if self.grads is not None:
@@ -365,13 +391,18 @@ class BlockTiers:
     def _refuse(self) -> None:
         name = "zero_optimization.offload_param" if self.params is not None else "offload_gradients"
         what = "no parameter is a shard in parts, which could move; use initialize, or call split_parameters(model, "
-        device = self._config.offload_gradients.device if self.params is None else "nvme"
+        device = (
+            self._config.offload_gradients.device
+            if self.params is None
+            else self._config.zero_optimization.offload_param.device
+        )
         raise ConfigError([f'{name}.device = "{device}": {what}fp32_too=True) before the optimizer is made'])
 
 
-def _indices(order: Sequence[Subgroup], blocks: Mapping[int, Block]) -> list[int]:
+def _indices(order: Sequence[Subgroup], blocks: Mapping[int, Block | HostBlock]) -> list[int]:
     """Indices in their cache of the blocks that these subgroups need; those that stay in memory are left out."""
-    return [blocks[subgroup.block].index for subgroup in order if subgroup.block in blocks]
+    found = (blocks.get(subgroup.block) for subgroup in order)
+    return [block.index for block in found if isinstance(block, Block)]
 
 
 def _groups_of(leaves: Iterable[torch.Tensor]) -> list[GatherGroup]:

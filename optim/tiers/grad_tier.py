@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from nvme_offload.offload._torch_private import local_tensor, sharded_like
 from nvme_offload.offload.config.tiers import OffloadGradientsConfig
 from nvme_offload.offload.devices.device import is_device, is_host
 from nvme_offload.offload.errors import ClosedError, StateError
-from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.shards.host_block import HostBlock, host_blocks
 from nvme_offload.offload.shards.param_tier import block_layout
 from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
@@ -40,15 +39,6 @@ _IN_PLACE: dict[Any, Callable[..., Any]] = {
     _aten.zero_: torch.Tensor.zero_,
 }
 """Operators that work on a partition where it is: FSDP2's accumulation, scaling, ``zero_grad(set_to_none=False)``."""
-
-
-@dataclass(eq=False)
-class HostBlock:
-    """A block that stays in host memory."""
-
-    name: str
-    buffer: HostRegion | None
-    """Its memory; None once it is closed."""
 
 
 class Partition:
@@ -198,16 +188,12 @@ class GradTier:
             MemoryError, RuntimeError: it cannot be had, or not be pinned. Nothing was reserved then.
         """
         device = self._prepare_for(groups)
-        blocks = []
-        for name, params in groups:
-            offsets, size_bytes = _layout(params)
-            region = HostRegion(size_bytes)
-            if device is not None and self._pinned:
-                region.pin(device)
-            blocks.append((HostBlock(f"{KIND} of {name}", region), params, offsets))
-        for block, params, offsets in blocks:
+        layouts = [_layout(params) for _, params in groups]
+        sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
+        blocks = host_blocks(sizes, device if self._pinned else None)
+        for block, (_, params), (offsets, _) in zip(blocks, groups, layouts, strict=True):
             self._divide(block, params, offsets)
-        return [block for block, _, _ in blocks]
+        return blocks
 
     def _prepare_for(
         self, groups: Sequence[tuple[str, Sequence[tuple[torch.Tensor, torch.dtype]]]]
@@ -338,9 +324,8 @@ class GradTier:
         if self._arrivals is not None:
             self._arrivals.close()
         for block in self._by_block:
-            if isinstance(block, HostBlock) and block.buffer is not None:
-                block.buffer.unpin()
-                block.buffer = None
+            if isinstance(block, HostBlock):
+                block.close()
         self._open.clear()
         self._partitions.clear()
         self._by_block.clear()

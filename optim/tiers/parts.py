@@ -26,7 +26,7 @@ from nvme_offload.offload._torch_private import (
     refuse_conversion,
     sharded_like,
 )
-from nvme_offload.offload.devices.device import KINDS, is_device, is_host
+from nvme_offload.offload.devices.device import HOST, KINDS, is_device, is_host
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.shards.param_tier import Padded, ResidentShard, StoredShard
 from nvme_offload.offload.shards.split_tensor import SplitTensor
@@ -86,9 +86,14 @@ class GatherGroup:
         return [parts for leaf in self.params if (parts := parts_of(leaf)) is not None]
 
     @property
+    def device(self) -> torch.device:
+        """Where the parameters are computed with, and where gradients arrive."""
+        return next((parts.device for parts in self.parts), HOST)
+
+    @property
     def is_on_device(self) -> bool:
-        """Whether the parameters, and gradients as they arrive, are on a device beside the CPU."""
-        return any(is_device(parts.device) for parts in self.parts)
+        """Whether that is a device beside the CPU."""
+        return is_device(self.device)
 
     @property
     def partitions(self) -> list[tuple[torch.Tensor, torch.dtype]]:

@@ -29,7 +29,8 @@ def param_unit(config: OffloadConfig, name: str, forms: Iterable[Padded], *, tra
     size_bytes = _rounded(block_layout((form.numel, form.dtype) for form in forms)[1], page)
     gathers = 1 if config.zero_optimization.stage in (1, 2) else 2  # those stages keep what forward gathered
     reads = gathers * (config.gradient_accumulation_steps or 1) + trainable
-    return Unit(f"{PARAMS} of {name}", PARAMS, size_bytes, reads * size_bytes, trainable * size_bytes, _choice(config))
+    choice: tuple[Tier, ...] = _choice(config) if config.zero_optimization.offload_param.device == "nvme" else ("host",)
+    return Unit(f"{PARAMS} of {name}", PARAMS, size_bytes, reads * size_bytes, trainable * size_bytes, choice)
 
 
 def grad_unit(

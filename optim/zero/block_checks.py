@@ -64,14 +64,14 @@ def check_blocks_fit(
         check_block_sizes(forms, section.buffer_size, BUFFER_SIZE_KEY)
     if config.host_budget is None:
         return
+    moved = ("nvme", "cpu") if is_device(mesh.device_type) else ("nvme",)
     units: list[Unit] = []
-    if section.device == "nvme":
+    if section.device in moved:
         params = [
             param_unit(config, name, [shard.form for shard in shards], trainable=shards[0].trainable)
             for name, shards in groups
         ]
         units += [staging_unit(PARAMS, params, section.buffer_count), *params]
-    moved = ("nvme", "cpu") if is_device(mesh.device_type) else ("nvme",)
     if config.offload_gradients.device in moved:
         grads = [
             grad_unit(config, name, [(shard.form.numel, shard.accumulate) for shard in shards])
@@ -79,7 +79,9 @@ def check_blocks_fit(
             if shards[0].trainable
         ]
         units += [staging_unit(GRADS, grads, config.offload_gradients.buffer_count), *grads]
-    _plan(config, rule, [shards for _, shards in groups], units, with_mirrors=is_device(mesh.device_type))
+    stays = "none" in (section.device, config.offload_gradients.device)
+    with_mirrors = is_device(mesh.device_type) and stays
+    _plan(config, rule, [shards for _, shards in groups], units, with_mirrors=with_mirrors)
 
 
 def _plan(

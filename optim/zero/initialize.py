@@ -38,7 +38,7 @@ from nvme_offload.optim.zero.meshes import (
     replicated,
 )
 from nvme_offload.optim.zero.schedulers import scheduler_of
-from nvme_offload.optim.zero.section_checks import check_supported, completed_for
+from nvme_offload.optim.zero.section_checks import completed_for
 from nvme_offload.optim.zero.sharding import default_mesh, shard_with_precision
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -84,9 +84,8 @@ def initialize(
     """
     config = OffloadConfig.of(config)
     device_type = _device_type(model, mesh)
-    check_supported(config, device_type)
     chosen = find_units(model) if blocks is None else match_blocks(model, blocks)
-    birth = _birth_of(model, config, weights, init)
+    birth = _birth_of(model, config, weights, init, on_device=is_device(device_type))
     mesh = _mesh_for(config, mesh if mesh is not None else default_mesh(device_type))
     _prepare_process(config, model, device_type)
     roles = MeshRoles.of(mesh)
@@ -191,6 +190,8 @@ def _birth_of(
     config: OffloadConfig,
     weights: str | os.PathLike[str] | None,
     init: Callable[[nn.Module], object] | None,
+    *,
+    on_device: bool,
 ) -> Birth | None:
     """The birth of a model that is on meta, with its weight files checked; None for a model that has values.
 
@@ -198,7 +199,9 @@ def _birth_of(
         ValueError: `weights` or `init` with a model that has values, or see `Birth`.
     """
     if is_on_meta(model):
-        on_tier = config.zero_optimization.offload_param.device == "nvme"
+        # On the CPU host memory is where they are anyway.
+        tiers = ("nvme", "cpu") if on_device else ("nvme",)
+        on_tier = config.zero_optimization.offload_param.device in tiers
         return Birth(model, weights, init, params_on_tier=on_tier)
     for name, value in (("weights", weights), ("init", init)):
         if value is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,15 +13,15 @@ from rich.table import Table
 
 from nvme_offload.perf.compare.contenders import BY_NAME, CONTENDERS, MEMORY, OURS, Contender
 from nvme_offload.perf.compare.records import Order
-from nvme_offload.perf.compare.report import HEAD, draw, problems, row
-from nvme_offload.perf.compare.rounds import ITERATIONS, Found, beside_ours, weights_file
+from nvme_offload.perf.compare.report import HEAD, draw
+from nvme_offload.perf.compare.result import Result
+from nvme_offload.perf.compare.rounds import Found, beside_ours, weights_file
 from nvme_offload.perf.demo.options import parse_size
 from nvme_offload.perf.measure.command_line import failures_in_words
 from nvme_offload.perf.measure.environment import environment
 from nvme_offload.perf.measure.machine import num_cpus
 from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
 from nvme_offload.perf.measure.progress import Progress
-from nvme_offload.perf.measure.results import page, save
 
 app = typer.Typer(add_completion=False)
 
@@ -45,26 +44,18 @@ def compare(
     progress, console = Progress(Console(stderr=True)), Console()
     others = _others(only)
     try:
-        shape = parse_size(size)
+        parse_size(size)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--size'") from None
     order = Order(contender="", package=None, size=size, tokens=tokens, threads=num_cpus(), swap="", weights="")
     with failures_in_words(), TemporaryDirectory(prefix="nvme-offload-compare-", dir=path) as folder:
         all_found = _compare(others, order, Path(folder), quads, progress)
-    facts = environment([path])
-    notes = [
-        f"{shape.num_parameters:,} parameters, {tokens} tokens an iteration; bf16 compute over fp32 masters, AdamW, "
-        f"clipping at 1.0; {quads} rounds of {ITERATIONS} iterations: ours, theirs, theirs, ours",
-        "B: bytes per parameter and iteration as the kernel counts them; memory: the most resident in training",
-        f"distance: of the weights at the end from those of {MEMORY.text}, over the way that those have come",
-        *problems(all_found),
-    ]
-    rows = [row(found, shape.num_parameters) for found in all_found]
+    result = Result(environment([path]), order, all_found)
     table = Table(*HEAD, box=None)
-    for cells in rows:
+    for cells in result.rows():
         table.add_row(*cells)
     console.print(table)
-    for note in notes:
+    for note in result.notes():
         console.print(note, soft_wrap=True)
     if picture is not None:
         if can_draw():
@@ -73,9 +64,7 @@ def compare(
         else:
             progress.say(NO_PICTURE)
     if save_to is not None:
-        document = {"environment": facts, "order": vars(order), "results": [found.to_dict() for found in all_found]}
-        text = page("Beside others", facts, HEAD, rows, notes)
-        for file in save(save_to, "compare", json.loads(json.dumps(document)), text):
+        for file in result.save(save_to):
             progress.say(f"saved {file.name}")
 
 
@@ -92,7 +81,7 @@ def _others(names: Sequence[str] | None) -> list[Contender]:
 
 def _compare(others: Sequence[Contender], order: Order, folder: Path, quads: int, progress: Progress) -> list[Found]:
     """What was seen of ours, and of each of the others; the run in memory goes first."""
-    from nvme_offload.perf.compare.distance import Distance
+    from nvme_offload.perf.compare.distance import Distance, same_bits
 
     ours, results, distance = Found(OURS), {}, None
     for other in sorted(others, key=lambda other: other is not MEMORY):
@@ -107,6 +96,7 @@ def _compare(others: Sequence[Contender], order: Order, folder: Path, quads: int
         distance = distance or Distance(order.size, weights_file(MEMORY, folder))
         found.distance = distance.of(weights_file(other, folder))
         ours.distance = distance.of(weights_file(OURS, folder))
+        found.bits_of_ours = same_bits(weights_file(other, folder), weights_file(OURS, folder))
         if other is not MEMORY:
             weights_file(other, folder).unlink()
     return [ours, *(results[other.name] for other in others)]

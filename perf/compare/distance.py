@@ -38,6 +38,12 @@ class Distance:
         return list(self._reference.items())
 
 
+def same_bits(some: Path, others: Path) -> bool:
+    """Whether two files have the same weights, bit for bit."""
+    first, second = load(some), load(others)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
 def load(path: Path) -> Mapping[str, Tensor]:
     """Weights by name, mapped from a file and not read."""
     weights: Mapping[str, Tensor] = torch.load(path, mmap=True, weights_only=True)

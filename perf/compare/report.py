@@ -16,7 +16,7 @@ OTHERS = "#9ecae1"
 
 def row(found: Found, numel: int) -> list[str]:
     """One contender's line."""
-    name = found.contender.text + (f" {found.version}" if found.version else "")
+    name = found.contender.text + (f" ({found.version})" if found.version else "")
     if found.problem is not None or found.ended is None:
         return [name, "cannot", *[""] * (len(HEAD) - 2)]
     moved = found.ended.moved
@@ -28,8 +28,16 @@ def row(found: Found, numel: int) -> list[str]:
         "1" if times is None else f"{times:.2f}",
         "" if found.ended.peak_bytes is None else format_bytes(found.ended.peak_bytes),
         *per_step,
-        "" if found.distance is None else "same bits" if found.distance == 0 else f"{found.distance:.1e}",
+        _distance(found),
     ]
+
+
+def _distance(found: Found) -> str:
+    if found.distance is None:
+        return ""
+    if found.distance == 0:
+        return "0"
+    return f"{found.distance:.1e}" + (", the bits of ours" if found.bits_of_ours else "")
 
 
 def problems(all_found: Sequence[Found]) -> list[str]:
@@ -37,8 +45,8 @@ def problems(all_found: Sequence[Found]) -> list[str]:
     return [f"{found.contender.text}: {found.problem}" for found in all_found if found.problem is not None]
 
 
-def draw(all_found: Sequence[Found], path: Path) -> None:
-    """Save bars: seconds of an iteration, and peak memory, of all who trained."""
+def draw(all_found: Sequence[Found], path: Path, source: str = "") -> None:
+    """Save bars: seconds of an iteration, and peak memory, of all who trained; `source` stands in the metadata."""
     import matplotlib
 
     matplotlib.use("Agg")  # before pyplot: no display is needed
@@ -61,5 +69,5 @@ def draw(all_found: Sequence[Found], path: Path) -> None:
             axes.spines[side].set_visible(False)
         axes.tick_params(labelsize=9, bottom=False, labelbottom=False)
     memory.set_yticklabels([])
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=110, metadata={"Source": source})
     plt.close(figure)

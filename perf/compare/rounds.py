@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from nvme_offload.perf.bench.comparison import Quad
 from nvme_offload.perf.compare.contenders import OURS, Contender
@@ -31,10 +31,11 @@ class Side(Child):
     """
 
     def __init__(self, contender: Contender, python: str, order: Order, log: Path) -> None:
-        # A peer that compiles when it is first used looks for its tools on PATH.
-        tools = os.pathsep.join((str(Path(python).parent), str(Path(sys.executable).parent), os.environ["PATH"]))
-        command = [python, "-m", "nvme_offload.perf.compare.worker"]
-        super().__init__(command, log, {**os.environ, "PATH": tools})
+        # A peer that compiles when it is first used looks for its tools on PATH; what it made stays with its packages.
+        folder = Path(python).parent
+        tools = os.pathsep.join((str(folder), str(Path(sys.executable).parent), os.environ["PATH"]))
+        made = {"PATH": tools, "TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions")}
+        super().__init__([python, "-m", "nvme_offload.perf.compare.worker"], log, {**os.environ, **made})
         self.contender = contender
         self.seconds: list[float] = []
         """Of each iteration."""
@@ -73,6 +74,20 @@ class Found:
     ended: Ended | None = None
     distance: float | None = None
     """Of its weights from those of the run in memory, over the way that those have come; 0: the same bits."""
+    bits_of_ours: bool = False
+    """Whether its weights have the bits that ours on NVMe has."""
+
+    @classmethod
+    def of_dict(cls, saved: dict[str, Any]) -> Self:
+        """What `to_dict` gave."""
+        ended = saved["ended"]
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(
+            **{name: value for name, value in saved.items() if name in known - {"contender", "quads", "ended"}},
+            contender=Contender(**saved["contender"]),
+            quads=[Quad(tuple(rates)) for rates in saved["quads"]],
+            ended=Ended(**ended) if ended else None,
+        )
 
     @property
     def times_ours(self) -> float | None:

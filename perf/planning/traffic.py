@@ -19,7 +19,7 @@ from nvme_offload.aio_native import EngineStats, Op
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.extent import Extent, Stripe
-from nvme_offload.offload.storage.host_tier import NO_FILE, done_at_once, stats_of
+from nvme_offload.offload.storage.memory_tier import NO_FILE, done_at_once, stats_of
 from nvme_offload.offload.storage.transfer import Transfer
 
 Phase = Literal["forward", "backward", "update"]

@@ -1,7 +1,7 @@
 """The whole suite under another default device: ``pytest -p tests.support.default_device``.
 
 Whatever the product makes, or torch on its behalf, is made on ``meta`` unless a device is named. What tests make is
-not: they would have no data to train with.
+not, nor what the programs in ``perf`` make, which are processes of their own: they would have no data to train with.
 """
 
 import sys
@@ -13,7 +13,7 @@ from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = tuple(str(ROOT / folder) for folder in ("aio_native", "offload", "optim", "src"))
-TESTS = str(ROOT / "tests")
+OTHERS = tuple(str(ROOT / folder) for folder in ("tests", "perf", "src/nvme_offload/perf"))
 
 
 class OnMeta(TorchFunctionMode):
@@ -25,11 +25,11 @@ class OnMeta(TorchFunctionMode):
 
 
 def is_for_the_product():
-    """Whether the nearest caller that is ours is no test."""
+    """Whether the nearest caller that is ours is no test and no program."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(TESTS):
+        if name.startswith(OTHERS):
             return False
         if name.startswith(PRODUCT):
             return True

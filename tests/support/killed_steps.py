@@ -30,12 +30,10 @@ _ATTEMPTS = 400
 
 def durable_section(path, name, *, rewind_steps=1, rewrite_every=1, **more):
     made = section(path, sub_group_size=65536, clip=1.0, **more)
-    made["zero_optimization"]["offload_optimizer"] |= {
-        "staging_budget": "8MiB",
-        "durable": name or False,
-        "rewind_steps": rewind_steps,
-        "rewrite_every": rewrite_every,
-    }
+    offload = made["zero_optimization"]["offload_optimizer"]
+    offload["staging_budget"] = "8MiB"
+    if name:
+        offload |= {"durable": name, "rewind_steps": rewind_steps, "rewrite_every": rewrite_every}
     return made
 
 

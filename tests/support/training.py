@@ -39,6 +39,7 @@ def section(
     clip: float = 0.0,
     host_budget: int | str | None = None,
     pin_memory: bool | None = None,
+    device_budget: int | str | None = None,
     **aio: Any,
 ) -> dict[str, Any]:
     """A configuration section: state on NVMe below `path`, or in host memory without one."""
@@ -50,6 +51,7 @@ def section(
         "aio": aio,
         "gradient_clipping": clip,
         "host_budget": host_budget,
+        "device_budget": device_budget,
     }
 
 

@@ -140,7 +140,6 @@ BAD = [
     ),
     ({**BF16, "fp32_modules": [""]}, 'fp32_modules[0] = ""', "a list of patterns"),
     ({**BF16, "fp32_modules": "router"}, 'fp32_modules = "router"', "a list of patterns"),
-    ({"device_budget": "8GiB"}, 'device_budget = "8GiB"', "write host_budget, or leave it out"),
     ({"host_budget": "8G"}, 'host_budget = "8G"', 'write "auto", or 4 KiB or more, as "8GiB"'),
     ({"host_budget": -1}, "host_budget = -1", 'write "auto", or 4 KiB or more, as "8GiB"'),
     ({"host_budget": 0}, "host_budget = 0", 'is less than 4 KiB; write "auto", or 4 KiB'),

@@ -159,6 +159,28 @@ def test_allocate_all_uses_holes_before_it_grows_a_file(open_space):
     assert os.fstat(space.fds[0]).st_size == status.st_size
 
 
+@pytest.mark.parametrize("call", ["allocate_all", "claim"])
+def test_an_exception_between_a_record_and_its_owner_leaves_the_range_free(open_space, monkeypatch, call):
+    """Of a signal handler, say. Its record must not give back what another was given since."""
+    space = open_space()
+    stripes = space.allocate(4096).stripes
+    space.free(space.allocate(8192))  # what nobody has any more is free
+    own = space._own
+
+    def struck(stripes):
+        own(stripes)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(space, "_own", struck)
+        with pytest.raises(KeyboardInterrupt):
+            space.allocate_all([4096, 8192]) if call == "allocate_all" else space.claim(stripes)
+    extents = space.allocate_all([4096, 4096])
+    assert not overlap(ranges_of([*extents, *space.allocate_all([4096] * 3)]))
+    for extent in extents:
+        space.free(extent)
+
+
 def test_a_range_given_back_twice_is_our_bug():
     free = FreeList()
     offset = free.take(8192)

@@ -33,9 +33,11 @@ def durable(mode, path, name, tiers="state"):
     more = {key: dict(value) if isinstance(value, dict) else value for key, value in TIERS[tiers].items()}
     made = section(mode, path)
     zero = made["zero_optimization"] | more.pop("zero_optimization", {})
-    zero["offload_optimizer"] |= {"durable": name or False, "rewrite_every": more.pop("rewrite_every", 1)}
-    if zero["offload_optimizer"]["rewrite_every"] > 1:
-        zero["offload_optimizer"] |= {"staging_budget": "6MiB"}
+    period = more.pop("rewrite_every", 1)
+    if name:
+        zero["offload_optimizer"] |= {"durable": name, "rewrite_every": period}
+    if period > 1:
+        zero["offload_optimizer"]["staging_budget"] = "6MiB"
     for part in (zero.get("offload_param"), more.get("offload_gradients")):
         if part:
             part["nvme_path"] = str(path)

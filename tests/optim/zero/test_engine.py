@@ -8,7 +8,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -18,7 +17,6 @@ import nvme_offload.optim.step.update
 from nvme_offload import OffloadAdamW, OffloadConfig, OffloadEngine, initialize, split_parameters
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.optim.zero.schedulers import scheduler_of
-from nvme_offload.optim.zero.section_checks import check_supported
 from tests.support import layered_model
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import Model, assert_same, full_state
@@ -407,15 +405,6 @@ def test_blocks_can_be_named(alone):
         assert not any(type(block).__name__.startswith("FSDP") for block in engine.module.blocks)
     with pytest.raises(ValueError, match="'Lair' names no module"):
         initialize(fresh_model(), section(), blocks=["Lair"])
-
-
-def test_what_the_engine_does_not_do_is_refused_by_key(alone):
-    check_supported(OffloadConfig.from_dict(section(**BF16)), "cuda")
-    check_supported(OffloadConfig.from_dict({**BF16, "offload_gradients": {"device": "cpu"}}), "cuda")
-    moved = OffloadConfig.from_dict({**BF16, "zero_optimization": {"offload_param": {"device": "cpu"}}})
-    with pytest.raises(ConfigError, match=r'offload_param\.device = ".*": the model is on cuda.*write "none"'):
-        check_supported(moved, "cuda")
-    assert not dist.is_initialized()
 
 
 def test_models_that_cannot_be_used_are_refused(alone, make_engine):

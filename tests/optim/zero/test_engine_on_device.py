@@ -1,19 +1,24 @@
-"""The engine around a model on a device: the losses, norms and bits of the CPU, wherever gradients are kept."""
+"""The engine around a model on a device: the losses, norms and bits of the CPU, wherever anything is kept."""
 
+import itertools
 import json
 
 import pytest
 
-from tests.support.late_device.mutations import OF_GRADIENTS
+from tests.support.late_device.mutations import OF_GRADIENTS, OF_PARAMETERS
 from tests.support.training import run_child
 
 CODE = "import runpy, sys; sys.argv[0] = ''; runpy.run_module('tests.support.late_device.engine', run_name='__main__')"
 DRIVE = {"device": "nvme", "nvme_path": "DRIVE"}
 
 
-def section(gradients, state="cpu", accumulation=1, **more):
+def section(gradients, state="cpu", accumulation=1, params="none", **more):
     return {
-        "zero_optimization": {"stage": 3, "offload_optimizer": DRIVE if state == "nvme" else {"device": "cpu"}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": DRIVE if state == "nvme" else {"device": "cpu"},
+            "offload_param": DRIVE if params == "nvme" else {"device": params},
+        },
         "offload_gradients": DRIVE if gradients == "nvme" else {"device": gradients},
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.05,
@@ -26,6 +31,8 @@ FP16 = {"fp16": {"enabled": True, "loss_scale": 1024.0}}
 SECTIONS = {
     "host memory, bf16, added up": section("cpu", accumulation=2, **BF16),
     "nvme, fp32, added up": section("nvme", "nvme", 2),
+    "nothing on the device, host memory": section("cpu", params="cpu", model={"meta": True}, **BF16),
+    "nothing on the device, nvme": section("nvme", "nvme", 2, "nvme", model={"num_layers": 6, "tied": True}),
 }
 MORE = {
     "nothing moved, bf16": section("none", **BF16),
@@ -35,6 +42,12 @@ MORE = {
     "nvme, bf16, two buffers": section("nvme", **BF16) | {"offload_gradients": {**DRIVE, "buffer_count": 2}},
     "nvme, fp16, added up, checksums": section("nvme", "nvme", 3, **FP16, aio={"checksums": True}),
     "nvme with a budget, bf16": section("nvme", "nvme", 2, **BF16, host_budget="24MiB"),
+    "parameters in host memory, with a budget": section("nvme", "nvme", 2, "nvme", **BF16, host_budget="24MiB"),
+    "recomputed in backward": section("nvme", "nvme", 2, "nvme", model={"recomputed": True, "tied": True}, **BF16),
+    "born on meta, tied": section("cpu", "nvme", 1, "nvme", model={"meta": True, "tied": True}, **FP16),
+    "under autocast": section("cpu", "cpu", 2, "nvme", torch_autocast={"enabled": True, "dtype": "bfloat16"}),
+    "stage 2": section("cpu", params="cpu", **BF16)
+    | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
     "nvme, nothing pinned": section("nvme", accumulation=2, **BF16)
     | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}}},
 }
@@ -57,6 +70,30 @@ def test_training_on_a_device_gives_the_bits_of_the_cpu():
         assert max(found["growth"]) <= 8  # a loss, but no gradient
 
 
+def test_nothing_on_the_device_grows_with_the_model():
+    """With parameters, gradients and state elsewhere; activations do."""
+    sections = [section("cpu", params="cpu", model={"num_layers": number}, **BF16) for number in (4, 12)]
+    sections += [section("nvme", "nvme", 1, "nvme", model={"num_layers": number, "meta": True}) for number in (4, 12)]
+    found = []
+    for expected, on_device in trained(sections):
+        assert_same(expected, on_device)
+        found.append(on_device)
+    for (few, many), itemsize in zip((found[:2], found[2:]), (2, 4), strict=True):
+        assert many["peak_bytes"] - few["peak_bytes"] == 8 * 8 * 48 * itemsize, "what 8 layers keep of 8 samples"
+    assert [each["born_bytes"] for each in found[2:]] == [0, 0]
+    in_memory = found[:2]
+    assert len({waits for each in in_memory for waits in each["waits"]}) == 1, "of the host, in every step"
+
+
+@pytest.mark.slow
+def test_all_mixes_of_tiers():
+    mixes = list(itertools.product(("none", "cpu", "nvme"), ("none", "cpu", "nvme"), ("cpu", "nvme"), (BF16, FP16, {})))
+    sections = [section(gradients, state, 2, params, **mode) for params, gradients, state, mode in mixes]
+    for mix, (expected, found) in zip(mixes, trained(sections), strict=True):
+        assert found["losses"] == expected["losses"], mix
+        assert_same(expected, found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_other_mixes_of_tiers(name):
@@ -71,4 +108,12 @@ def test_other_mixes_of_tiers(name):
 def test_a_mistake_with_gradients_on_their_way_is_found(mutation):
     mixed = section("nvme", "nvme", 3, **BF16) | {"offload_gradients": {**DRIVE, "buffer_count": 3}}
     with pytest.raises(AssertionError):  # other numbers, or an assertion in the process that trains
+        assert_same(*trained([mixed], mutation)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", OF_PARAMETERS)
+def test_a_mistake_with_parameters_on_their_way_is_found(mutation):
+    mixed = section("nvme", "nvme", 2, "nvme", model={"num_layers": 8}, **BF16)
+    with pytest.raises(AssertionError):
         assert_same(*trained([mixed], mutation)[0])

@@ -8,12 +8,14 @@ import torch
 from typer.testing import CliRunner
 
 from nvme_offload.perf.bench.comparison import Quad
+from nvme_offload.perf.compare import readme
 from nvme_offload.perf.compare.__main__ import app
 from nvme_offload.perf.compare.contenders import MEMORY, OURS, Contender
-from nvme_offload.perf.compare.distance import Distance
+from nvme_offload.perf.compare.distance import Distance, same_bits
 from nvme_offload.perf.compare.model import model_of, windows
 from nvme_offload.perf.compare.records import Ended
 from nvme_offload.perf.compare.report import draw, row
+from nvme_offload.perf.compare.result import Result
 from nvme_offload.perf.compare.rounds import Found
 
 SIZE = "1x64"
@@ -26,7 +28,8 @@ def compared(*options, folder):
 def test_ours_beside_a_run_in_memory(tmp_path):
     result = compared("--with", "memory", "--save", str(tmp_path / "saved"), folder=tmp_path)
     assert result.exit_code == 0, result.output
-    ours, memory = json.loads(next((tmp_path / "saved").glob("*.json")).read_text())["results"]
+    file = next((tmp_path / "saved").glob("*.json"))
+    ours, memory = json.loads(file.read_text())["results"]
     assert (ours["contender"]["name"], memory["contender"]["name"]) == ("ours", "memory")
     assert memory["distance"] == 0
     assert 0 < ours["distance"] < 0.05, "both round once, in another order"
@@ -36,7 +39,15 @@ def test_ours_beside_a_run_in_memory(tmp_path):
     numel = sum(param.numel() for param in model_of(SIZE).parameters())
     assert ours["ended"]["moved"][1] / numel / 4 == pytest.approx(10, rel=0.2), "lower half and moments"
     assert memory["ended"]["moved"][1] / numel < 1
+    assert not memory["bits_of_ours"], "torch rounds in another order"
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    read = Result.of_file(file)
+    assert json.loads(json.dumps([found.to_dict() for found in read.found])) == [ours, memory]
+    written = file.with_suffix(".md").read_text(encoding="utf-8")
+    for line in readme.block(read, file.stem).splitlines():
+        if line.startswith("| "):
+            assert line in written
+    assert [path.read_bytes() for path in read.save(tmp_path / "again")] == [file.read_bytes(), written.encode()]
 
 
 def test_a_peer_without_its_package_is_a_row(tmp_path, monkeypatch):
@@ -70,6 +81,8 @@ def test_distances(tmp_path):
     moves = {name: torch.randn_like(value) for name, value in start.items()}
     for name, part in (("end", 1.0), ("half", 0.5)):
         torch.save({key: value + part * moves[key] for key, value in start.items()}, tmp_path / name)
+    assert same_bits(tmp_path / "end", tmp_path / "end")
+    assert not same_bits(tmp_path / "end", tmp_path / "half")
     distance = Distance(SIZE, tmp_path / "end")
     assert distance.of(tmp_path / "end") == 0
     assert distance.of(tmp_path / "half") == pytest.approx(0.5, rel=1e-5)
@@ -86,5 +99,21 @@ def test_the_data_is_the_same_each_time():
 def test_a_row_and_a_picture(tmp_path):
     found = Found(MEMORY, seconds=[2.0, 4.0, 3.0], quads=[Quad((1.0, 3.0, 3.0, 1.0))], ended=Ended(3, 2**30, (30, 60)))
     assert row(found, 10)[1:] == ["3.00 s", "3.00", "1 GiB", "1.0", "2.0", ""]
-    draw([found, Found(OURS, problem="it cannot")], tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    draw([found, Found(OURS, problem="it cannot")], tmp_path / "picture.png", "its result")
+    drawn = (tmp_path / "picture.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    assert b"its result" in drawn
+
+
+def test_the_readme_has_the_latest_result_and_its_picture():
+    """`python -m nvme_offload.perf.compare.readme` writes both."""
+    path = readme.newest()
+    said = readme.README.read_text(encoding="utf-8").partition(readme.BEGIN)[2].partition(readme.END)[0]
+    assert said.strip() == readme.block(Result.of_file(path), path.stem)
+    assert path.stem.encode() in readme.PICTURE.read_bytes()
+
+
+def test_another_file_is_no_result(tmp_path):
+    (tmp_path / "bench.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"bench\.json is no saved comparison .*make one with --save"):
+        Result.of_file(tmp_path / "bench.json")

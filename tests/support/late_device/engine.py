@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import get_full_optimizer_state, get_full_param, initialize
+from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.late_device.module import install, late_device
 from tests.support.late_device.mutations import MUTATIONS
 from tests.support.late_device.queues import LATE
@@ -23,13 +25,57 @@ from tests.support.late_device.queues import LATE
 WIDTH, LAYERS, STEPS = 48, 4, 3
 
 
+class Model(torch.nn.Module):
+    """Layers of one size; with tied ends, or recomputed in backward, where a test asks for that."""
+
+    def __init__(self, num_layers: int, *, tied: bool = False, recomputed: bool = False) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(WIDTH, WIDTH, bias=False) if tied else torch.nn.Identity()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
+        self.head = torch.nn.Linear(WIDTH, WIDTH, bias=False) if tied else torch.nn.Identity()
+        self.tied = tied
+        self.recomputed = recomputed
+        self.tie()
+
+    def tie(self) -> None:
+        """Once more after ``Module.to``, which exchanges each parameter of a device that torch does not know itself."""
+        if self.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[samples, WIDTH] to the same."""
+        x = self.embed(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)
+        return self.head(x)
+
+
 def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Losses, norms and a digest of all that was trained; bytes of the device after backward and before forward."""
+    """Losses, norms and a digest of all that was trained; bytes of the device at several moments, and waits for it.
+
+    Args:
+        device: `cpu` or `late`.
+        folder: what stands for DRIVE in the section.
+        section: for `initialize`; ``model`` in it is for `Model`, and ``meta`` there says where it is made.
+    """
+    section = json.loads(json.dumps(section).replace("DRIVE", folder))
+    how = {"num_layers": LAYERS, **section.pop("model", {})}
+    is_born, mesh = how.pop("meta", False), None
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(device)
-    losses, norms, growth, number = [], [], [], 0
-    with initialize(model, json.loads(json.dumps(section).replace("DRIVE", folder))) as engine:
+    if is_born:
+        with torch.device("meta"):
+            model = Model(**how)
+        mesh = default_mesh(device)
+    else:
+        model = Model(**how).to(device)
+        model.tie()
+    LATE.peak_bytes = 0
+    losses, norms, growth, waits, number = [], [], [], [], 0
+    with initialize(model, section, mesh=mesh) as engine:
+        del model
+        born_bytes, LATE.peak_bytes = LATE.peak_bytes, 0
         for _ in range(STEPS):
+            waits.append(-LATE.waits.total())
             for _ in range(engine.gradient_accumulation_steps):
                 batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).to(device)
                 before, number = LATE.live_bytes, number + 1
@@ -41,12 +87,22 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
                 with torch.no_grad():
                     losses.append(engine(batch).float().square().mean())  # somebody else reads, too
                 engine.step()
+            waits[-1] += LATE.waits.total()
             norms.append(engine.get_global_grad_norm())
+        peak_bytes = LATE.peak_bytes
         digest = hashlib.sha256()
         for parameter in engine.module.parameters():
             for values in (get_full_param(parameter), get_full_optimizer_state(parameter, "exp_avg_sq")):
                 digest.update(values.numpy().tobytes())
-    return {"losses": [float(each) for each in losses], "norms": norms, "digest": digest.hexdigest(), "growth": growth}
+    return {
+        "losses": [float(each) for each in losses],
+        "norms": norms,
+        "digest": digest.hexdigest(),
+        "growth": growth,
+        "born_bytes": born_bytes,
+        "peak_bytes": peak_bytes,
+        "waits": waits,
+    }
 
 
 def main(sections: list[dict[str, Any]], mutation: str) -> None:

@@ -161,6 +161,7 @@ def late_device() -> Iterator[Late]:
     LATE.available = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_swapper, "new_host_tensor", _new_host_tensor)  # torch pins none for a device of Python
+        patch.setattr(torch.accelerator, "current_stream", current_stream)  # nor has streams of it
         yield LATE
     LATE.available = False
     reset()

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from nvme_offload.offload._torch_private import _GroupOfOne
 from nvme_offload.offload.devices.device import CopyQueue
+from nvme_offload.offload.shards.departures import Departures
 from nvme_offload.offload.swapper.staged_copy import HostCopy, SwapInCopy, SwapOutCopy
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.tiers import grad_tier
 from nvme_offload.optim.tiers.arrivals import Arrivals
-from tests.support.late_device.queues import LATE
+from tests.support.late_device.queues import LATE, Event
 
 
 def _without(holder: Any, name: str, instead: Callable[..., Any]) -> Callable[[], AbstractContextManager[None]]:
@@ -67,10 +69,6 @@ def _copy_without_waiting(copy: Any, pairs: Any, queues: Any) -> Iterator[Any]:
     return iter(())
 
 
-def _land_at_once(of: Any) -> None:
-    of._on_way.popleft().then()
-
-
 def _send_at_once(of: Any, arrival: Any, target: Any, grad: Any) -> None:
     of._on_way.append(arrival)
     of._queue.copy(target, grad)
@@ -88,7 +86,31 @@ def _release_at_once(tier: Any) -> None:
         tier._release(block)
 
 
+def _change_at_once(of: Any, block: Any) -> None:
+    of._give_no_more(block)
+
+
+def _send_and_let_go(of: Any, block: Any, places: Any) -> Any:
+    departure = _SEND(of, block, places)
+    of._end(departure)
+    return departure
+
+
+def _compute_at_once(alone: Any) -> None:
+    if alone._group._all_gather_result is None:
+        alone.unshard()
+    if (lent := alone._group._all_gather_result) is not None:
+        alone._group._all_gather_result = lent._replace(all_gather_event=Event())
+    _WAIT(alone)
+
+
+def _take_memory_back_at_once(alone: Any) -> None:
+    alone._group._wait_all_gather_streams_on_event = _nothing
+    _WAIT(alone)
+
+
 _FETCH, _BRING = DeviceMirror.fetch, Arrivals.bring
+_SEND, _WAIT = Departures._send, _GroupOfOne.wait_for_unshard
 
 OF_MIRROR = {
     "the kernel does not wait for its copies": _without(DeviceMirror, "take", _take_at_once),
@@ -106,7 +128,7 @@ OF_GRADIENTS = {
         DeviceMirror, "begin_step", lambda mirror: mirror._ready.clear()
     ),
     "a gradient is copied before it is final": _without(Arrivals, "_send", _send_at_once),
-    "a gradient is summed before it has landed": _without(Arrivals, "_land_first", _land_at_once),
+    "a gradient is summed before it has landed": _without(Arrivals, "_wait_for", _nothing),
     "a gradient is freed before it is copied": _without(CopyQueue, "copy", _copy_and_forget),
     "a room is used again before its gradient is added": _in_haste(
         _without(Arrivals, "bring", _bring_into_a_room_in_use)
@@ -115,4 +137,12 @@ OF_GRADIENTS = {
         grad_tier.GradTier, "_release_landed", _release_at_once
     ),
 }
-MUTATIONS = {**OF_MIRROR, **OF_SWAPPER, **OF_GRADIENTS}
+OF_PARAMETERS = {
+    "a block is changed before it is copied": _without(Departures, "end_all", _change_at_once),
+    "a block's buffer is given away before it is copied": _without(Departures, "_send", _send_and_let_go),
+    "a parameter is computed with before it is there": _without(_GroupOfOne, "wait_for_unshard", _compute_at_once),
+    "memory is taken back before parameters are copied from it": _without(
+        _GroupOfOne, "wait_for_unshard", _take_memory_back_at_once
+    ),
+}
+MUTATIONS = {**OF_MIRROR, **OF_SWAPPER, **OF_GRADIENTS, **OF_PARAMETERS}

@@ -62,6 +62,8 @@ class Late:
         """Whether a stream that somebody waits for runs on to its end, as it may."""
         self.live_bytes = 0
         """Memory of the device that somebody has."""
+        self.peak_bytes = 0
+        """The most that anybody had at once, since it was set to zero."""
         self.current = 0
         self.available = False
 
@@ -87,6 +89,7 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **unused: Any) -> None:
         self.queue: list[Work] = []
         self.done = 0
+        self._is_running = False
 
     @property
     def device(self) -> torch.device:
@@ -101,15 +104,25 @@ class Stream:
 
     def run_to(self, number: int) -> None:
         with LOCK:
-            while self.done < number or (self.done < len(self.queue) and self.queue[self.done].at_once):
-                work = self.queue[self.done]
-                self.done += 1
-                try:
-                    with torch.inference_mode():  # in which tensors of that mode can be written, and others, too
-                        work.run()
-                finally:
-                    del LATE.pending[work]
-                    work.run, work.touches = lambda: None, ()
+            if self._is_running:  # it waits for a stream that waits for what it has done before
+                assert self.done >= number, "two streams wait for each other"
+                return
+            self._is_running = True
+            try:
+                while self.done < number or (self.done < len(self.queue) and self.queue[self.done].at_once):
+                    self._run_next()
+            finally:
+                self._is_running = False
+
+    def _run_next(self) -> None:
+        work = self.queue[self.done]
+        self.done += 1
+        try:
+            with torch.inference_mode():  # in which tensors of that mode can be written, and others, too
+                work.run()
+        finally:
+            del LATE.pending[work]
+            work.run, work.touches = lambda: None, ()
 
     def synchronize(self) -> None:
         LATE.waits["Stream.synchronize"] += 1

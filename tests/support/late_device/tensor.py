@@ -17,18 +17,19 @@ aten = torch.ops.aten
 _NEEDS_VALUES = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.is_nonzero.default}
 
 
-class Memory:
-    """What all views of one allocation share.
+class Allocation:
+    """Bytes that somebody has.
 
-    When the last of them goes, whoever gets the memory next may write to it as soon as its own stream comes there, also
+    When he lets go of them, whoever gets the memory next may write to it as soon as its own stream comes there, also
     where another stream still reads it, unless ``record_stream`` has said so.
     """
 
-    def __init__(self, store: torch.Tensor) -> None:
-        self.stream = current_stream()
-        self.recorded: set[Stream] = {self.stream}
-        LATE.live_bytes += store.untyped_storage().nbytes()
-        weakref.finalize(self, _freed, store.untyped_storage(), self.stream, self.recorded).atexit = False
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.recorded: set[Stream] = {current_stream()}
+        LATE.live_bytes += storage.nbytes()
+        LATE.peak_bytes = max(LATE.peak_bytes, LATE.live_bytes)
+        weakref.finalize(self, _freed, storage, current_stream(), self.recorded).atexit = False
 
 
 def _freed(storage: torch.UntypedStorage, stream: Stream, recorded: set[Stream]) -> None:
@@ -47,10 +48,34 @@ def _freed(storage: torch.UntypedStorage, stream: Stream, recorded: set[Stream])
             stream.push(Work(lambda: poison(torch.empty(0, dtype=torch.uint8).set_(storage)), at_once=True))
 
 
+class Memory:
+    """What all views of one tensor share, and ``tensor.untyped_storage()``: FSDP2 frees it and gets it anew.
+
+    What is queued keeps the bytes that it was queued with.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.allocation: Allocation | None = Allocation(storage)
+
+    def size(self) -> int:
+        return self.allocation.storage.nbytes() if self.allocation is not None else 0
+
+    def data_ptr(self) -> int:
+        return self.allocation.storage.data_ptr() if self.allocation is not None else 0
+
+    def resize_(self, size_bytes: int) -> None:
+        with LOCK:
+            assert size_bytes == 0 or self.allocation is None, "nobody keeps bytes when a storage grows"
+            self.allocation = None
+            if size_bytes:
+                room = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+                poison(room)
+                self.allocation = Allocation(room.untyped_storage())
+
+
 class LateTensor(torch.Tensor):
     """A tensor on the stand-in."""
 
-    store: torch.Tensor
     memory: Memory
 
     @staticmethod
@@ -63,18 +88,29 @@ class LateTensor(torch.Tensor):
             dtype=store.dtype,
             device=torch.device("late", 0),
         )
-        tensor.store = store
-        tensor.memory = memory or Memory(store)
+        tensor.memory = memory or Memory(store.untyped_storage())
         return tensor
+
+    @property
+    def store(self) -> torch.Tensor:
+        """Its bytes, as the host has them."""
+        assert self.memory.allocation is not None, "memory of the device is used after it was freed"
+        with torch.inference_mode(False), torch._C._DisableTorchDispatch():
+            bytes_of = torch.empty(0, dtype=self.dtype, device="cpu")
+            return bytes_of.set_(self.memory.allocation.storage, self.storage_offset(), self.shape, self.stride())
+
+    def untyped_storage(self) -> Memory:  # type: ignore[override]
+        return self.memory
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
         return f"LateTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def data_ptr(self) -> int:
-        return self.store.data_ptr()
+        return self.store.data_ptr() if self.numel() else 0
 
     def record_stream(self, stream: Stream) -> None:
-        self.memory.recorded.add(stream)
+        if self.memory.allocation is not None:
+            self.memory.allocation.recorded.add(stream)
 
     @classmethod
     def __torch_dispatch__(

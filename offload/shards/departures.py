@@ -1,0 +1,134 @@
+"""Blocks of parameters on their way from host memory to a device that computes with them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from nvme_offload.offload.devices.device import Event, sent, wait_for_all
+from nvme_offload.offload.shards.host_block import HostBlock
+from nvme_offload.offload.staging.block_cache import Block
+from nvme_offload.offload.storage.tier import Memory
+
+_MAX_GIVING = 2  # what FSDP2 gathers together is one block, and one more for what is frozen
+
+
+@dataclass(eq=False)
+class Departure:
+    """One copy of a block, from which all of its parameters are taken."""
+
+    block: Block | HostBlock
+    missing: set[object]
+    """Places in the block that were not taken yet."""
+    copy: torch.Tensor | None = None
+    """On the device; None before it was made, and when all was taken."""
+    mark: Event | None = None
+    """Behind the copying; None where an exception came before that was known."""
+
+
+class Departures:
+    """Copies blocks to a device, one at a time for each gather, on the stream on which FSDP2 gathers.
+
+    The memory of a block is held until its copy is over, which the device says; who changes it, or takes it for another
+    block, asks here first. The host waits for nothing else.
+
+    Args:
+        device: that the blocks go to.
+        hold: brings a block into host memory and keeps it there for whom it is told.
+        release: ends that.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        hold: Callable[[Block | HostBlock, object], Memory],
+        release: Callable[[Block | HostBlock, object], object],
+    ) -> None:
+        self._device = device
+        self._hold = hold
+        self._release = release
+        self._on_way: deque[Departure] = deque()
+        self._giving: dict[Block | HostBlock, Departure] = {}
+
+    def take(self, block: Block | HostBlock, place: object, places: Iterable[object]) -> torch.Tensor:
+        """A copy of a block, uint8 [bytes], on the device, as soon as its stream comes there.
+
+        Args:
+            block: which.
+            place: for which the copy is wanted. It is another copy when it is wanted again.
+            places: all that it will be wanted for. After the last of them nothing here keeps the device's memory.
+
+        Raises:
+            SwapIOError: the block cannot be read.
+        """
+        self._end_finished()
+        departure = self._giving.get(block)
+        if departure is None or place not in departure.missing:
+            departure = self._send(block, places)
+        assert departure.copy is not None
+        copy = departure.copy
+        departure.missing.discard(place)
+        if not departure.missing:
+            self._give_no_more(block)
+        return copy
+
+    def knows(self, departure: object) -> bool:
+        """Whether this is a copy that may not be over."""
+        return departure in self._on_way
+
+    def free_one(self) -> None:
+        """Wait for copies until there is a block on a tier that nobody holds any more, if there can be."""
+        while self._on_way:
+            block = self._on_way[0].block
+            self._wait_for(self._on_way[0])
+            if isinstance(block, Block) and not block.holds:
+                return
+
+    def end_all(self, block: Block | HostBlock) -> None:
+        """Wait until a block, and with one wait any other, may be changed; later gathers copy it again."""
+        self._give_no_more(block)
+        while self._on_way:
+            self._wait_for(self._on_way[-1])
+
+    def close(self) -> None:
+        """Wait for all copies. Idempotent."""
+        self._giving.clear()
+        while self._on_way:
+            self._wait_for(self._on_way[-1])
+
+    def _send(self, block: Block | HostBlock, places: Iterable[object]) -> Departure:
+        departure = Departure(block, set(places))
+        self._on_way.append(departure)  # first: whatever stops what follows, nobody takes the memory before it is over
+        try:
+            memory = self._hold(block, departure)
+        except BaseException:
+            self._on_way.remove(departure)
+            raise
+        departure.copy, departure.mark = sent(memory.view(torch.uint8, 0, block.size_bytes), self._device)
+        self._giving[block] = departure
+        while len(self._giving) > _MAX_GIVING:  # a gather of it was given up halfway
+            self._give_no_more(next(iter(self._giving)))
+        return departure
+
+    def _give_no_more(self, block: Block | HostBlock) -> None:
+        if (departure := self._giving.pop(block, None)) is not None:
+            departure.copy = None
+
+    def _end_finished(self) -> None:
+        while self._on_way and (mark := self._on_way[0].mark) is not None and mark.query():
+            self._end(self._on_way[0])
+
+    def _wait_for(self, departure: Departure) -> None:
+        if departure.mark is None:
+            wait_for_all(self._device)
+        elif not departure.mark.query():
+            departure.mark.synchronize()
+        self._end(departure)
+        self._end_finished()  # those before it are over, too, where one stream copies
+
+    def _end(self, departure: Departure) -> None:
+        self._on_way.remove(departure)
+        self._release(departure.block, departure)

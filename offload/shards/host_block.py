@@ -1,0 +1,45 @@
+"""Blocks that stay in host memory beside a device: page-locked, so that copies run behind the host's back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nvme_offload.offload.host.region import HostRegion
+
+
+@dataclass(eq=False)
+class HostBlock:
+    """A block that stays in host memory."""
+
+    name: str
+    size_bytes: int
+    buffer: HostRegion | None
+    """Its memory; None once it is closed."""
+
+    def close(self) -> None:
+        """Let its memory go, with its last user. No copy may be under way. Idempotent."""
+        if self.buffer is not None:
+            self.buffer.unpin()
+            self.buffer = None
+
+
+def host_blocks(blocks: Sequence[tuple[str, int]], pinned_for: torch.device | None) -> list[HostBlock]:
+    """Blocks of this name and so many bytes, full of zeros.
+
+    Args:
+        blocks: name and bytes of each.
+        pinned_for: a device for whose copies they are page-locked; None: they are not.
+
+    Raises:
+        MemoryError, RuntimeError: it cannot be had, or not be pinned. Nothing is kept then.
+    """
+    made = []
+    for name, size_bytes in blocks:
+        region = HostRegion(size_bytes)
+        if pinned_for is not None:
+            region.pin(pinned_for)
+        made.append(HostBlock(name, size_bytes, region))
+    return made
