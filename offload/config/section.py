@@ -86,6 +86,22 @@ WearLimit = Annotated[
 ]
 
 
+def _rewrite_every(value: Any) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_PERIOD:
+        return value
+    raise ValueError(f'is neither a whole number, 1..{_MAX_PERIOD}, nor "auto"')
+
+
+_MAX_PERIOD = 16
+RewriteEvery = Annotated[
+    int | Literal["auto"],
+    PlainValidator(_rewrite_every),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": _MAX_PERIOD}, {"const": "auto"}]}),
+]
+
+
 EngineName = Annotated[
     Literal["auto"] | str, GetPydanticSchema(lambda _source, _handler: core_schema.literal_schema(["auto", *ENGINES]))
 ]
@@ -150,9 +166,10 @@ class OffloadOptimizerConfig(Section):
     """Keep the state on the drive so that a killed run goes on from its latest step: see `docs/durable.md`. A name
     tells runs on the same paths apart; `true` is the name "default". Needs `device: nvme`, twice the space, and 2 bytes
     more written per 16-bit parameter and step (4 in fp32)."""
-    rewrite_every: Whole = key(1, "a whole number, 1..16", "", "steps", ge=1, le=16)
+    rewrite_every: RewriteEvery = key(1, 'a whole number, 1..16, or "auto"', "", "steps")
     """Every how many steps the state of a `durable` run is rewritten, 1..16; the gradients of the steps in between are
-    kept. With 3 a 16-bit parameter costs 5.3 bytes written and 13.3 read in a step, and not 12 and 10."""
+    kept. With 3 a 16-bit parameter costs 5.3 bytes written and 13.3 read in a step, and not 12 and 10. `auto` measures
+    the drive when a run begins, and takes what is fastest there, 4 at most."""
     rewind_steps: Whole = key(1, "a whole number, 1..16", "", "steps", ge=1, le=16)
     """How many steps a `durable` run can go back to with `rewind`, 1..16. Each one beyond the first takes the space of
     the state once more; nothing more is moved."""
@@ -186,7 +203,7 @@ class OffloadOptimizerConfig(Section):
         if self.durable and self.device != "nvme":
             why = f'needs device = "nvme", which keeps the state on a drive, and device is "{self.device}"'
             yield Contradiction("durable", f"{why}; write that, or leave durable out", ("device",))
-        if self.rewrite_every > 1 and not self.durable:
+        if self.rewrite_every != 1 and not self.durable:
             why = "is of the state of a durable run, and this is none; write durable = true, or leave it out"
             yield Contradiction("rewrite_every", why, ("durable",))
         if self.rewind_steps > 1 and not self.durable:

@@ -28,14 +28,15 @@ class StatePlacement:
     Args:
         config: the whole section. A host budget of "auto" is fixed here.
         rule: of the optimizer; a group may have fewer states than it has at most.
+        period: every how many steps a durable run is rewritten.
 
     Raises:
         ConfigError: the staging budget does not hold one block for each buffer; names what is needed.
     """
 
-    def __init__(self, config: OffloadConfig, rule: UpdateRule) -> None:
+    def __init__(self, config: OffloadConfig, rule: UpdateRule, period: int = 1) -> None:
         self._section = config.zero_optimization.offload_optimizer
-        self._num_logged = self._section.rewrite_every - 1 if self._section.run_name is not None else None
+        self._num_logged = period - 1 if self._section.run_name is not None else None
         """Entries of a log that are read beside a subgroup of a durable run, at most; None where there is none."""
         self.size_of: Callable[[Subgroup], int] | None = None
         """Bytes that a durable run's subgroups take in a buffer; None: they hold the state and nothing else."""

@@ -15,7 +15,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.durable.ring import bytes_needed
 from nvme_offload.offload.durable.run import DurableRun
-from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.errors import ConfigError, ConfigWarning
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.progress import tracked
@@ -33,6 +33,7 @@ from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.masters import give_birth
+from nvme_offload.optim.state.period import least_period, period_of
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.state.progress import UnfinishedStep
@@ -43,6 +44,7 @@ from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.tiers.block_tiers import Admission, BlockTiers
 from nvme_offload.optim.tiers.parts import OwnParts, parts_of, split_shard
+from nvme_offload.optim.warn import warn_user
 
 
 class StateStore(StateBody):
@@ -61,7 +63,8 @@ class StateStore(StateBody):
 
     def __init__(self, config: OffloadConfig, meter: Meter, rule: UpdateRule, owner: str) -> None:
         self.config = config
-        self._placement = StatePlacement(config, rule)
+        section = config.zero_optimization.offload_optimizer
+        self._placement = StatePlacement(config, rule, least_period(section))
         self.host = HostTier()
         self.device: DeviceTier | None = None
         """Where state is that stays on a device; None before the first."""
@@ -79,7 +82,7 @@ class StateStore(StateBody):
         self._arrived: list[ParamRecord] = []
         """Placed, with something still where it was before: see `_tidy_up`."""
         table, kernels = ParamTable(), KernelPool(_num_kernel_threads())
-        if config.zero_optimization.offload_optimizer.device == "nvme":
+        if section.device == "nvme":
             self.pool = BufferPool(self._num_buffers, 1)
             # With a finalizer of its own, should anything after it fail.
             self.run = _open_run(config)
@@ -87,8 +90,9 @@ class StateStore(StateBody):
         try:
             # Not a method of this object, which would live until the garbage collector runs.
             checksum = kernels.tile_checksums if config.aio.checksums else None
-            if self.run is not None:
-                period = config.zero_optimization.offload_optimizer.rewrite_every
+            if self.run is not None and self.tier is not None:
+                period = period_of(section, self.run, self.tier, rule, kernels.num_threads)
+                self._placement = StatePlacement(config, rule, period)
                 self.sealing = Sealing(self.run, table, kernels, period)
                 self._placement.size_of = self.sealing.buffer_bytes
             pipeline = StepPipeline(
@@ -260,8 +264,15 @@ class StateStore(StateBody):
     def _place_sealed(self, sealing: Sealing, slots: Sequence[SlotRecord], moving: Sequence[SlotRecord]) -> None:
         """All of a durable run's state is written; what a host budget has room for is never read again."""
         assert self.tier is not None
+        layouts = [sealing.layout_of(slot.subgroup) for slot in slots]
+        if sealing.logs.period > 1 and not any(layout.period > 1 for layout in layouts):
+            warn_user(
+                f"rewrite_every = {sealing.logs.period} is done as 1 here: parameters in fp32, and those of a rule "
+                "without a native kernel, are rewritten in every step",
+                ConfigWarning,
+            )
         if not sealing.run.found:
-            sealing.run.extents.add([sealing.layout_of(slot.subgroup) for slot in slots])
+            sealing.run.extents.add(layouts)
         kept = set(slots) - set(moving)
         for slot in slots:
             slot.tier = self.tier

@@ -9,7 +9,8 @@ import torch
 
 from nvme_offload import OffloadAdamW
 from nvme_offload.aio_native import Op
-from nvme_offload.offload.errors import CorruptionError, ResumeError
+from nvme_offload.offload.durable.rewrite_every import DurableRates
+from nvme_offload.offload.errors import ConfigWarning, CorruptionError, ResumeError
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from tests.support.failing_drive import Failing
 from tests.support.killed_steps import durable_section
@@ -281,3 +282,72 @@ def test_an_entry_that_the_drive_did_not_take_is_written_once(pairs, monkeypatch
     pair.check()
     pair.reopen()
     pair.check()
+
+
+@pytest.mark.parametrize("period", [1, 4])
+def test_what_is_changed_after_the_drive_did_not_take_a_write_is_not_in_it(pairs, monkeypatch, period):
+    pair = pairs(ADAMW, period, seed=1, shapes=[(300,)])
+    pair.plain_step()
+    pair.logged.commits.settle()
+    failing = Failing(pair.logged.store.tier, monkeypatch, Op.WRITE)
+    pair.plain_step()
+    with pytest.warns(RuntimeWarning, match="could not be committed"):
+        pair.logged.commits.settle()
+    with contextlib.suppress(OSError):  # as the commit
+        pair.logged.synchronize()
+    failing.healthy = True
+    with torch.no_grad():
+        pair.params[0][:100] = 0.3
+    pair.logged.zero_grad()
+    pair.logged.step()  # commits what there is
+    pair.number += 1
+    pair.reopen()
+    pair.check()
+
+
+@pytest.mark.parametrize(("rates", "period"), [((1, 10), 1), ((1, 1), 3), ((10, 1), 4)])
+def test_auto_takes_what_suits_the_drive_and_a_run_keeps_it(drive, monkeypatch, rates, period):
+    def made():
+        params = params_of([(300,)], torch.bfloat16)
+        return params, OffloadAdamW(params, offload=durable_section(drive, "run", rewrite_every="auto"))
+
+    def measured(read, write):
+        monkeypatch.setattr(
+            "nvme_offload.optim.state.period.measure_rates", lambda _: DurableRates(read=read, write=write)
+        )
+
+    measured(*(1e8 * rate for rate in rates))
+    params, optimizer = made()
+    with optimizer:
+        assert optimizer.store.sealing.logs.period == period
+        set_grads(params, 0)
+        optimizer.step()
+    measured(1.0, 1e9)
+    with made()[1] as optimizer:
+        assert optimizer.resume() == (1, {})
+        assert optimizer.store.sealing.logs.period == period
+
+
+def test_auto_measures(drive):
+    param = torch.nn.Parameter(torch.ones(300).bfloat16())
+    with OffloadAdamW([param], offload=durable_section(drive, "run", rewrite_every="auto")) as optimizer:
+        assert 1 <= optimizer.store.sealing.logs.period <= 4
+        assert optimizer.stats().bytes_written == 128 << 20, "of the measurement"
+
+
+def test_a_section_that_logs_nothing_says_so(drive):
+    param = torch.nn.Parameter(torch.ones(300))
+    param.grad = torch.ones(300)
+    optimizer = OffloadAdamW([param], offload=durable_section(drive, "run", rewrite_every=3))
+    with optimizer, pytest.warns(ConfigWarning, match="rewrite_every = 3 is done as 1 here"):
+        optimizer.step()
+
+
+def test_a_run_goes_on_with_the_period_that_it_began_with(drive):
+    params = params_of([(300,)], torch.bfloat16)
+    with OffloadAdamW(params, offload=durable_section(drive, "run", rewrite_every=3)) as optimizer:
+        set_grads(params, 0)
+        optimizer.step()
+    optimizer = OffloadAdamW(params, offload=durable_section(drive, "run", rewrite_every=2))
+    with optimizer, pytest.raises(ResumeError, match="rewrite_every: 3 was committed, 2 is here"):
+        optimizer.resume()
