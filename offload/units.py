@@ -9,6 +9,7 @@ KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 _UNITS = {"": 1, "B": 1, "KB": KB, "kB": KB, "MB": MB, "GB": GB, "TB": TB}
 _UNITS |= {"KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
 _FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", re.ASCII)
+_PER_DAY = "/day"
 _ACCEPTED = (
     'write a whole number of bytes, or a number and a unit in this spelling: "512MiB", "8GiB", "1.5GB" '
     "(KiB, MiB, GiB, TiB are powers of 1024; KB, MB, GB, TB are powers of 1000)"
@@ -33,6 +34,21 @@ def parse_bytes(value: int | float | str) -> int:
             raise ValueError(f"{value!r} is not a number of bytes; {_ACCEPTED}")
         return int(value)
     raise ValueError(f"{value!r} is not a number of bytes; {_ACCEPTED}")
+
+
+def parse_bytes_per_day(value: str) -> int:
+    """Bytes a day, from words like "1TB/day".
+
+    Raises:
+        ValueError: names the value and the accepted form.
+    """
+    text = value.replace(" ", "") if isinstance(value, str) else ""
+    if not text.endswith(_PER_DAY):
+        raise ValueError(f'{value!r} is no limit of wear; write bytes a day: "1TB/day"')
+    size_bytes = parse_bytes(text.removesuffix(_PER_DAY))
+    if size_bytes == 0:
+        raise ValueError(f"{value!r} is no limit of wear: a durable run has to write; leave it out for none")
+    return size_bytes
 
 
 def format_bytes(size_bytes: int) -> str:

@@ -152,6 +152,12 @@ class OptimizerStats:
     """Seconds that steps, and whoever else wanted to write, waited for a commit."""
     committed_step: int | None = None
     """The latest step that lasts; None before the first, and where nothing does."""
+    written_per_day: float | None = None
+    """Bytes a day that go to drives, of all kinds, at the rate since the first step; None before the second."""
+    days_of_life: float | None = None
+    """Days until ``endurance`` of the section is used up at that rate; None where it does not say that."""
+    checkpoint_progress: float | None = None
+    """How much of a checkpoint that is written in the background is done, 0 to 1; None where none is."""
     device_state_bytes: int = 0
     """Bytes of optimizer state that live on a device for good, and are updated there."""
     param_uses: int = 0
@@ -228,6 +234,9 @@ GAUGES = frozenset(
         *("achieved_depth", "num_subgroups", "staging_bytes", "state_bytes", "host_state_bytes", "total_norm"),
         *(
             "committed_step",
+            "checkpoint_progress",
+            "written_per_day",
+            "days_of_life",
             "clip_coef",
             "param_host_bytes",
             "grad_host_bytes",

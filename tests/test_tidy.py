@@ -39,7 +39,7 @@ FOLDERS_BOTTOM_UP = {
     ),
     "optim": (
         {"_kernels", "blocks", "collective", "interrupt", "metrics", "overlap", "warn"},
-        {"stats"},
+        {"stats", "wear"},
         {"rules", "run_record"},
         {"layout"},
         {"kernels", "precision", "whole_params"},

@@ -204,8 +204,8 @@ def plain(entry: dict[str, Any]) -> dict[str, Any]:
 def _kind(entry: dict[str, Any]) -> str:
     if "enum" in entry:
         return "choice"
-    if entry["x-unit"] == "bytes":
-        return "bytes"
+    if entry["x-unit"].startswith("bytes"):
+        return str(entry["x-unit"])
     if entry["type"] == "array":
         items = entry.get("items") or entry["prefixItems"][0]
         return f"list of {items['type']}s"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, GetPydanticSchema, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, GetPydanticSchema, PlainValidator, WithJsonSchema
 from pydantic_core import core_schema
 
 from nvme_offload.aio_native.registry import ENGINES, describe_engines
@@ -56,7 +56,7 @@ from nvme_offload.offload.config.training import (
 )
 from nvme_offload.offload.config.training_arguments import resolve
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.offload.units import GiB, KiB, MiB, format_bytes
+from nvme_offload.offload.units import GiB, KiB, MiB, format_bytes, parse_bytes, parse_bytes_per_day
 
 _PAGE = 4 * KiB
 _SUBGROUP_SIZE = 8_388_608
@@ -79,6 +79,20 @@ def _run_name(value: Any) -> bool | str:
 
 RunName = Annotated[
     bool | str, PlainValidator(_run_name), WithJsonSchema({"type": ["boolean", "string"], "pattern": _RUN_NAME.pattern})
+]
+
+
+Endurance = Annotated[int, Field(ge=1), BeforeValidator(parse_bytes)]
+
+
+def _wear_limit(value: Any) -> int | None:
+    return None if value is None else parse_bytes_per_day(value)
+
+
+WearLimit = Annotated[
+    int | None,
+    PlainValidator(_wear_limit),
+    WithJsonSchema({"type": "string", "pattern": r"^[0-9.]+ *[kKMGT]i?B */ *day$"}),
 ]
 
 
@@ -169,6 +183,13 @@ class OffloadOptimizerConfig(Section):
     rewind_steps: Whole = key(1, "a whole number, 1..16", "", "steps", ge=1, le=16)
     """How many steps a `durable` run can go back to with `rewind`, 1..16. Each one beyond the first takes the space of
     the state once more; nothing more is moved."""
+
+    wear_limit: WearLimit = key(None, 'bytes a day, as "1TB/day"', "", "bytes/day")
+    """How much may be written in a day. A run that writes more says so in a warning, with the `rewrite_every` that
+    writes less; `offload plan --durable` chooses by it."""
+    endurance: Endurance | None = key(None, '1 B or more, as "600TB"', "", "bytes")
+    """What the drives of `nvme_path` may still be written together, 1 B or more: their rated TBW, less
+    what `offload doctor` says was written. With it `stats()` and `offload plan` say how long they last."""
 
     IGNORED: ClassVar = {
         **each("pipeline pipeline_read pipeline_write", "reads always run ahead and writes behind"),

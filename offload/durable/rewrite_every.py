@@ -11,30 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nvme_offload.offload.units import format_bytes, parse_bytes
+from nvme_offload.offload.units import format_bytes
 
 SECONDS_PER_DAY = 86_400
 MAX_PERIOD = 16
 """The longest period: beyond, the gradients themselves are nearly all that is written."""
 USUAL_PERIOD = 4
 """The longest that is chosen for speed: beyond, little is won, and staging buffers and replays grow."""
-
-_PER_DAY = "/day"
-
-
-def parse_wear_limit(value: str) -> int:
-    """Bytes a day, from words like "1TB/day".
-
-    Raises:
-        ValueError: names the value and the accepted form.
-    """
-    text = value.replace(" ", "") if isinstance(value, str) else ""
-    if not text.endswith(_PER_DAY):
-        raise ValueError(f'{value!r} is no limit of wear; write bytes a day: "1TB/day"')
-    size_bytes = parse_bytes(text.removesuffix(_PER_DAY))
-    if size_bytes == 0:
-        raise ValueError(f"{value!r} is no limit of wear: a durable run has to write; leave it out for none")
-    return size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

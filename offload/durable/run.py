@@ -27,6 +27,7 @@ from nvme_offload.offload.sync import replace_file, sync_data, sync_folder
 SNAPSHOT_PREFIX, IDENTITY_PREFIX = "snapshot.", "identity."
 _SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _INCARNATION_BITS = 62
+_HELD = "(held)"  # which is no name of a snapshot
 
 
 class DurableRun:
@@ -252,6 +253,23 @@ class DurableRun:
         (self.folder / f"{SNAPSHOT_PREFIX}{name}").unlink()
         sync_folder(self.folder)
         del self.snapshots[name]
+        self._unpin(name)
+
+    def hold(self) -> Manifest:
+        """Pin the newest committed step for as long as this process has it: one at a time, and nothing is written.
+
+        Raises:
+            OutOfSpaceError: there is no room for what later steps write in place of it; nothing has changed.
+        """
+        newest = self.committed[0]
+        self.extents.pin(_HELD, newest.tables)
+        return newest
+
+    def let_go(self) -> None:
+        """Unpin what `hold` pinned."""
+        self._unpin(_HELD)
+
+    def _unpin(self, name: str) -> None:
         self.extents.unpin(name)
         for manifest in self._files.newest_first()[1:]:
             if self.extents.written_over(manifest.tables):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +36,11 @@ from nvme_offload.optim.checkpoint.geometry import Chunk, Part
 from nvme_offload.optim.checkpoint.places import (
     MAX_CHUNK_NUMEL,
     InMemory,
-    OnTier,
     Place,
-    TierWindow,
+    Reach,
     Visitor,
     Whole,
+    copied_aside,
     pieces,
 )
 from nvme_offload.optim.layout.flat import is_dense
@@ -88,8 +90,13 @@ class Contents:
         return name
 
 
-def contents_of(model: nn.Module, body: StateBody, window: TierWindow) -> Contents:
+def contents_of(model: nn.Module, body: StateBody, reach: Reach) -> Contents:
     """What a checkpoint of this model and this optimizer consists of.
+
+    Args:
+        model: whose state dict it has.
+        body: the optimizer's state.
+        reach: where the values of that are.
 
     Raises:
         ValueError: the optimizer has parameters that the model has not, or the model's state dict holds no tensors.
@@ -111,7 +118,8 @@ def contents_of(model: nn.Module, body: StateBody, window: TierWindow) -> Conten
         has_master = record is not None and "master" in record.entry_names
         entry = contents.add(Kind(value.shape, torch.float32 if has_master else value.dtype), _MODEL, name)
         if not has_master:
-            contents.items += _plain_items(entry, value)
+            part = None if record is None else partial(reach.part, record.index)
+            contents.items += _plain_items(entry, value, part or _nowhere_else)
     for record in body.table:
         if record.is_placed and record.index not in contents.names:
             raise ValueError(f"{record.name} of the optimizer is not in the model's state dict")
@@ -121,11 +129,17 @@ def contents_of(model: nn.Module, body: StateBody, window: TierWindow) -> Conten
         contents.items += _plain_items(entry, contents.steps[index])
         for state in body.table[index].rule.states:
             contents.add(Kind(body.table[index].leaf.shape, torch.float32), _OPTIMIZER, name, state.name)
-    contents.items += _tier_items(body, window, contents.names)
+    contents.items += _tier_items(body, reach, contents.names)
     return contents
 
 
-def _plain_items(name: str, tensor: torch.Tensor) -> Iterator[Item]:
+def _nowhere_else(start: int, stop: int) -> Place | None:
+    return None
+
+
+def _plain_items(
+    name: str, tensor: torch.Tensor, elsewhere: Callable[[int, int], Place | None] = _nowhere_else
+) -> Iterator[Item]:
     """The items of a tensor that is not in the optimizer's state."""
     part, local = Part.of(tensor), local_tensor(tensor.detach())
     place: Place
@@ -134,11 +148,13 @@ def _plain_items(name: str, tensor: torch.Tensor) -> Iterator[Item]:
     else:
         place = InMemory(local)
     for start in range(0, local.numel(), MAX_CHUNK_NUMEL):
-        for chunk in part.chunks(start, min(start + MAX_CHUNK_NUMEL, local.numel())):
-            yield Item(name, chunk, place)
+        stop = min(start + MAX_CHUNK_NUMEL, local.numel())
+        reached = elsewhere(start, stop)
+        for chunk in part.chunks(start, stop):
+            yield Item(name, chunk, place if reached is None else reached)
 
 
-def _tier_items(body: StateBody, window: TierWindow, names: Mapping[int, str]) -> Iterator[Item]:
+def _tier_items(body: StateBody, reach: Reach, names: Mapping[int, str]) -> Iterator[Item]:
     """The items of all sections of all subgroups, one subgroup after the other."""
     parts = {index: Part.of(body.table[index].leaf) for index in names}
     for slot in body.slots:
@@ -147,7 +163,7 @@ def _tier_items(body: StateBody, window: TierWindow, names: Mapping[int, str]) -
                 for section in slot.subgroup.sections:
                     name = names[run.param]
                     entry = f"{_MODEL}.{name}" if section == "master" else f"{_OPTIMIZER}.{name}.{section}"
-                    place = OnTier(window, slot, piece, section)
+                    place = reach.section(slot, piece, section)
                     for chunk in parts[run.param].chunks(piece.start, piece.stop):
                         yield Item(entry, chunk, place)
 
@@ -174,6 +190,19 @@ class StreamedSavePlanner(DefaultSavePlanner):
             [_write_item(item, contents.kinds[item.name]) for item in contents.items],
             planner_data={**contents.paths, **aliases},
         )
+
+    def keep_aside(self, plan: SavePlan, folder: Path) -> None:
+        """Have what is in memory and to be written by `plan` as it is now, in a file without a name in `folder`.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        wanted = [self._items[write.index] for write in plan.items]
+        places = {id(item.place): item.place for item in wanted if isinstance(item.place, InMemory | Whole)}
+        copies = dict(zip(places, copied_aside([*places.values()], folder), strict=True))
+        for index, item in self._items.items():
+            if (copy := copies.get(id(item.place))) is not None:
+                self._items[index] = item._replace(place=copy)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """Read the values of one item."""

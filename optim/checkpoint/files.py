@@ -31,6 +31,8 @@ _UNMARKED = ".nvme-offload-unmarked"
 
 After a power loss it may have one all the same, and other files of ours: of what was not synced a drive keeps any part.
 """
+SAID = ".said"
+"""How files end in which ranks say to the first one what they have written; gone before a checkpoint gets its name."""
 _KNOWN = {MANIFEST, LATEST, ".metadata", ".metadata.tmp", "state.json", "objects.pt"}
 _MISPLACED = "unexpected pos"  # torch's container of tensors, when it was not told of what ended a write
 _CHUNK_BYTES = 1 << 22
@@ -188,7 +190,7 @@ def remove(folder: Path) -> None:
 
 def _remove_files(folder: Path) -> None:
     for path in folder.iterdir():
-        if path.name in _KNOWN or path.suffix == ".distcp":
+        if path.name in _KNOWN or path.suffix in (".distcp", SAID):
             path.unlink()
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Protocol
 
 import torch
@@ -18,6 +23,7 @@ from nvme_offload.optim.state.slots import Residency, SlotRecord
 
 MAX_CHUNK_NUMEL = 16 * 2**20
 """64 MiB of fp32: more of it is never in memory at once, beside what the tiers have anyway."""
+_ASIDE_ALIGNMENT = 64  # bytes: any dtype begins there
 
 
 class Place(Protocol):
@@ -36,6 +42,16 @@ class Place(Protocol):
         """Keep what was written since `open`."""
 
 
+class Reach(Protocol):
+    """Says where what a checkpoint holds of an optimizer is reached: as it is now, or as a commit has it."""
+
+    def section(self, slot: SlotRecord, run: Run, name: str) -> Place:
+        """Of a piece of a run of a subgroup: ``master`` or a state."""
+
+    def part(self, param: int, start: int, stop: int) -> Place | None:
+        """Of elements of an fp32 parameter that is its own master; None: it is in its own memory."""
+
+
 class InMemory:
     """The values of a dense tensor, read and written in its own memory."""
 
@@ -43,6 +59,11 @@ class InMemory:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._flat = flat_view(tensor)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the values."""
+        return self._flat.nbytes
 
     def read(self) -> torch.Tensor:
         """Give the tensor's own memory."""
@@ -65,6 +86,11 @@ class Whole:
         self._tensor = tensor.detach()
         self._values: torch.Tensor | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the values."""
+        return self._tensor.numel() * self._tensor.dtype.itemsize
+
     def read(self) -> torch.Tensor:
         """Give the values of the tensor, joined and contiguous."""
         plain = self._tensor.plain() if isinstance(self._tensor, SplitTensor) else self._tensor
@@ -80,6 +106,30 @@ class Whole:
         if self._values is not None:
             self._tensor.copy_(self._values.view(self._tensor.shape))
             self._values = None
+
+
+def copied_aside(places: Sequence[InMemory | Whole], folder: Path) -> list[InMemory]:
+    """The same values as they are now, in the pages of a file without a name: they take no memory for good.
+
+    Args:
+        places: to copy.
+        folder: where the file is.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    starts = [0, *accumulate(-(-place.size_bytes // _ASIDE_ALIGNMENT) * _ASIDE_ALIGNMENT for place in places)]
+    if starts[-1] == 0:
+        return [InMemory(place.read().clone()) for place in places]
+    with TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, starts[-1])  # a full disk is an error here, and a signal later
+        mapped = mmap.mmap(file.fileno(), starts[-1])
+    copies = []
+    for place, start in zip(places, starts[:-1], strict=True):
+        values = place.read()
+        copy = torch.frombuffer(mapped, dtype=torch.uint8, count=starts[-1] - start, offset=start)[: values.nbytes]
+        copies.append(InMemory(copy.view(values.dtype).copy_(values)))
+    return copies
 
 
 class TierWindow:
@@ -116,6 +166,14 @@ class TierWindow:
         self._changed = slot
         self._begun.add(slot.subgroup.index)
         return self._memory
+
+    def section(self, slot: SlotRecord, run: Run, name: str) -> Place:
+        """See `Reach`."""
+        return OnTier(self, slot, run, name)
+
+    def part(self, param: int, start: int, stop: int) -> Place | None:
+        """See `Reach`: parameters are where they are."""
+        return None
 
     def release(self) -> None:
         """End the change under way, so that the subgroup can be written."""

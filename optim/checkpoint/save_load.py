@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from nvme_offload.optim.checkpoint.contents import (
 )
 from nvme_offload.optim.checkpoint.files import FileRecord
 from nvme_offload.optim.checkpoint.pipeline_stages import contents_of_stages, take_on_stages
-from nvme_offload.optim.checkpoint.places import TierWindow
+from nvme_offload.optim.checkpoint.places import Reach, TierWindow
 from nvme_offload.optim.checkpoint.run_state import (
     OBJECTS,
     STATE,
@@ -42,7 +42,16 @@ from nvme_offload.optim.checkpoint.run_state import (
     read_state,
     state_json,
 )
-from nvme_offload.optim.checkpoint.storage import METADATA, StreamedWriter, VerifiedReader, read_metadata
+from nvme_offload.optim.checkpoint.storage import (
+    METADATA,
+    PlanOfSave,
+    VerifiedReader,
+    Written,
+    read_metadata,
+    size_of,
+    write_items,
+    write_metadata,
+)
 from nvme_offload.optim.collective import on_every_rank, on_first_rank
 from nvme_offload.optim.warn import warn_user
 
@@ -75,6 +84,43 @@ def save(training: Training, root: Path, tag: str | None, client_state: Mapping[
 
 def _save(training: Training, root: Path, tag: str | None, client_state: Mapping[str, Any] | None) -> Path:
     store, group = training.optimizer.store, training.group
+    save = agree(training, tag, client_state, lambda: TierWindow(store, store.slots))
+    with partial_folder(root, save.tag, group) as partial:
+        items = plan_items(partial, save.contents, group)
+        with progress("writing the checkpoint", items.size_bytes) as advance:
+            own = on_every_rank(lambda: items.write(advance), group)
+        said = [""] * dist.get_world_size(group)
+        dist.all_gather_object(said, own.as_json(), group=group)
+        return on_first_rank(lambda: finish(partial, save, items, map(Written.from_json, said)), group)
+
+
+@dataclass(frozen=True)
+class AgreedSave:
+    """What all ranks have agreed to save."""
+
+    tag: str
+    contents: Contents
+    state: bytes
+    """Of the file `STATE`."""
+    objects: bytes
+    """Of the file `OBJECTS`."""
+
+
+def agree(
+    training: Training, tag: str | None, client_state: Mapping[str, Any] | None, reach: Callable[[], Reach]
+) -> AgreedSave:
+    """Look at what there is to save, and see that all ranks can and mean the same; every rank must call it, `at_rest`.
+
+    Args:
+        training: of this rank.
+        tag: None: ``global_step`` and the number of steps.
+        client_state: what the user adds.
+        reach: makes where the state is reached, when all of it has its place.
+
+    Raises:
+        ValueError, StateError: see `save`.
+    """
+    store, group = training.optimizer.store, training.group
 
     def prepare() -> tuple[str, Contents]:
         own_tag = f"global_step{training.global_steps}" if tag is None else str(tag)
@@ -82,7 +128,7 @@ def _save(training: Training, root: Path, tag: str | None, client_state: Mapping
         store.check_whole()
         store.table.check_layouts()
         store.place_trainable()
-        return own_tag, _contents_of(training, TierWindow(store, store.slots))
+        return own_tag, _contents_of(training, reach())
 
     own_tag, contents = on_every_rank(prepare, group)
     stages = contents_of_stages(contents, training.stages)
@@ -94,22 +140,57 @@ def _save(training: Training, root: Path, tag: str | None, client_state: Mapping
     state, objects = on_every_rank(describe, group)
     tag = on_first_rank(lambda: own_tag, group)
     on_every_rank(lambda: _check_same_tag(own_tag, tag), group)
+    return AgreedSave(tag, contents, state, objects)
 
-    def finish(partial: Path, records: list[dict[str, FileRecord]]) -> Path:
-        written = {name: record for of_rank in records for name, record in of_rank.items()}
-        written[STATE] = files.write_durably(partial / STATE, state)
-        written[OBJECTS] = files.write_durably(partial / OBJECTS, objects)
-        files.write_manifest(partial, written)
-        return files.publish(partial, tag)
 
-    with _partial_folder(root, tag, group) as partial:
-        on_every_rank(lambda: _check_shared(partial), group)
-        writer = StreamedWriter(partial, contents.tied)
-        with _one_error(group):
-            save_items({}, storage_writer=writer, planner=StreamedSavePlanner(contents), process_group=group)
-        records: list[dict[str, FileRecord]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(records, writer.records, group=group)
-        return on_first_rank(lambda: finish(partial, records), group)
+class PlannedItems:
+    """The items that a rank writes into a folder, by a plan that all ranks have made."""
+
+    def __init__(self, folder: Path, plan: PlanOfSave, planner: StreamedSavePlanner) -> None:
+        self._folder = folder
+        self._of_save = plan
+        self._planner = planner
+
+    @property
+    def size_bytes(self) -> int:
+        """About as many are written."""
+        return size_of(self._of_save.plan)
+
+    @property
+    def metadata(self) -> Metadata:
+        """Of the checkpoint, but for where things are; on the first rank."""
+        return self._of_save.metadata
+
+    def keep_aside(self) -> None:
+        """Have what is in memory written as it is now, whatever becomes of it: see `StreamedSavePlanner.keep_aside`."""
+        self._planner.keep_aside(self._of_save.plan, self._folder)
+
+    def write(self, advance: Callable[[int], None]) -> Written:
+        """Write them; see `write_items`."""
+        return write_items(self._folder, self._of_save.plan, self._planner, advance)
+
+
+def plan_items(partial: Path, contents: Contents, group: dist.ProcessGroup | None) -> PlannedItems:
+    """Plan who writes what into a new folder; every rank must call it.
+
+    Raises:
+        CheckpointError: not all ranks see the folder.
+        CheckpointWriteError: there is no room in it.
+    """
+    on_every_rank(lambda: _check_shared(partial), group)
+    plan, planner = PlanOfSave(partial), StreamedSavePlanner(contents)
+    with _one_error(group):
+        save_items({}, storage_writer=plan, planner=planner, process_group=group)
+    return PlannedItems(partial, plan, planner)
+
+
+def finish(partial: Path, save: AgreedSave, items: PlannedItems, written: Iterable[Written]) -> Path:
+    """Make a checkpoint of what all ranks have written, on the first one; returns its folder."""
+    records = write_metadata(partial, items.metadata, written, save.contents.tied)
+    records[STATE] = files.write_durably(partial / STATE, save.state)
+    records[OBJECTS] = files.write_durably(partial / OBJECTS, save.objects)
+    files.write_manifest(partial, records)
+    return files.publish(partial, save.tag)
 
 
 @torch.no_grad()
@@ -183,14 +264,14 @@ def _load(
     return loaded
 
 
-def _contents_of(training: Training, window: TierWindow) -> Contents:
-    contents = contents_of(training.model, training.optimizer.store, window)
+def _contents_of(training: Training, reach: Reach) -> Contents:
+    contents = contents_of(training.model, training.optimizer.store, reach)
     contents.group_names = names_of_groups(training.optimizer, contents)
     return contents
 
 
 @contextmanager
-def _partial_folder(root: Path, tag: str, group: dist.ProcessGroup | None) -> Iterator[Path]:
+def partial_folder(root: Path, tag: str, group: dist.ProcessGroup | None) -> Iterator[Path]:
     """The folder to write into, on every rank; if the block fails, nothing of it is left."""
     with ExitStack() as on_exit:
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -18,7 +19,6 @@ from torch.futures import Future
 
 from nvme_offload.offload._torch_private import METADATA_GLOBALS, storage_info, storage_place
 from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError
-from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.optim.checkpoint.files import FileRecord, durable_file, write_durably
 
@@ -26,29 +26,50 @@ METADATA = ".metadata"
 _ITEM_OVERHEAD_BYTES = 2048  # of torch.save's container, and of the metadata, per item
 
 
-class StreamedWriter(FileSystemWriter):
-    """Writes one file per rank, one item at a time, and forgets each item once it is written.
+class Written(NamedTuple):
+    """What one rank wrote."""
 
-    The stock writer holds on to the latest item of every name.
+    name: str
+    """Of its file."""
+    record: FileRecord
+    results: list[WriteResult]
+    """Where each item is, in the order of the plan."""
+
+    def as_json(self) -> str:
+        """The same as text, for another process."""
+        results = [_result_as_json(each) for each in self.results]
+        return json.dumps({"name": self.name, "record": [*self.record], "results": results})
+
+    @classmethod
+    def from_json(cls, text: str) -> Written:
+        """What another process wrote. All go this way, for the bytes of a pickle depend on who has made its objects."""
+        said = json.loads(text)
+        name = str(said["name"])
+        return cls(name, FileRecord(*said["record"]), [_result_from_json(name, each) for each in said["results"]])
+
+
+class PlanOfSave(FileSystemWriter):
+    """Has all ranks agree on what each of them writes, before the first byte; `write_items` writes it then.
 
     Args:
         folder: an empty folder.
-        tied: names that are other names of an entry, with the entry's name. They cost no bytes.
     """
 
-    def __init__(self, folder: Path, tied: Mapping[str, str]) -> None:
+    plan: SavePlan
+    """Of this rank."""
+    metadata: Metadata
+    """Of the checkpoint, but for where things are; on the coordinator."""
+
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._folder = folder
-        self._tied = tied
-        self.records: dict[str, FileRecord] = {}
-        """Size and digest of each file that this rank wrote."""
 
     def storage_meta(self) -> StorageMeta:
         """Describe no storage: the folder is about to get another name."""
         return StorageMeta()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check, before the first byte, that there is room for all of it.
+        """Check that there is room for all of it.
 
         Raises:
             CheckpointWriteError: there is not.
@@ -61,33 +82,81 @@ class StreamedWriter(FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items in the order of the plan."""
-        name = f"{plan.storage_data.prefix}0.distcp"
-        results = []
-        with durable_file(self._folder / name) as stream:
-            for item in tracked("writing the checkpoint", plan.items, _size_of):
-                start = stream.tell()
-                torch.save(_compact(planner.resolve_data(item)), cast(IO[bytes], stream))
-                length = stream.tell() - start
-                results.append(WriteResult(item.index, length, storage_info(name, start, length)))
-        self.records[name] = stream.record
+        """Keep the plan of this rank."""
+        self.plan = plan
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result([])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write on the coordinator what is where."""
-        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        for alias, name in self._tied.items():
-            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
-            stored |= {
-                MetadataIndex(alias, index.offset, index.index): place
-                for index, place in list(stored.items())
-                if index.fqn == name
-            }
-        metadata.storage_data = stored
-        metadata.storage_meta = self.storage_meta()
-        self.records[METADATA] = write_durably(self._folder / METADATA, pickle.dumps(metadata))
+        """Keep the metadata on the coordinator."""
+        self.metadata = metadata
+
+
+def _result_as_json(result: WriteResult) -> list[Any]:
+    index = result.index
+    _, start, length = storage_place(result.storage_data)
+    return [index.fqn, None if index.offset is None else [*index.offset], index.index, start, length]
+
+
+def _result_from_json(name: str, said: Sequence[Any]) -> WriteResult:
+    fqn, offset, number, start, length = said
+    index = MetadataIndex(fqn, None if offset is None else torch.Size(offset), number)
+    return WriteResult(index, length, storage_info(name, start, length))
+
+
+def size_of(plan: SavePlan) -> int:
+    """Bytes that the items of a plan may take in a file."""
+    return sum(_size_of(item) for item in plan.items)
+
+
+def write_items(folder: Path, plan: SavePlan, planner: SavePlanner, advance: Callable[[int], None]) -> Written:
+    """Write this rank's items into one file, one at a time, and forget each once it is written.
+
+    Torch's own writer holds on to the latest item of every name.
+
+    Args:
+        folder: of the checkpoint.
+        plan: of this rank.
+        planner: gives the values of each item.
+        advance: told of the bytes of each item when it is written.
+    """
+    name = f"{plan.storage_data.prefix}0.distcp"
+    results = []
+    with durable_file(folder / name) as stream:
+        for item in plan.items:
+            start = stream.tell()
+            torch.save(_compact(planner.resolve_data(item)), cast(IO[bytes], stream))
+            length = stream.tell() - start
+            results.append(WriteResult(item.index, length, storage_info(name, start, length)))
+            advance(_size_of(item))
+    return Written(name, stream.record, results)
+
+
+def write_metadata(
+    folder: Path, metadata: Metadata, written: Iterable[Written], tied: Mapping[str, str]
+) -> dict[str, FileRecord]:
+    """Write what is where; returns the records of all files so far.
+
+    Args:
+        folder: of the checkpoint.
+        metadata: see `PlanOfSave`.
+        written: by all ranks.
+        tied: names that are other names of an entry, with the entry's name. They cost no bytes.
+    """
+    written = list(written)
+    stored = {result.index: result.storage_data for of_rank in written for result in of_rank.results}
+    for alias, name in tied.items():
+        metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
+        stored |= {
+            MetadataIndex(alias, index.offset, index.index): place
+            for index, place in list(stored.items())
+            if index.fqn == name
+        }
+    metadata.storage_data = stored
+    metadata.storage_meta = StorageMeta()
+    records = {of_rank.name: of_rank.record for of_rank in written}
+    return records | {METADATA: write_durably(folder / METADATA, pickle.dumps(metadata))}
 
 
 class VerifiedReader(FileSystemReader):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload.offload.durable.committer import Committer
+from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.durable.content import Content
@@ -53,6 +54,8 @@ class Commits:
         """Number of the latest commit that was begun."""
         self.committed_step: int | None = None
         """The latest step that lasts; None before the first."""
+        self.checkpoint_progress: Callable[[], float | None] = lambda: None
+        """How much of a checkpoint in the background is written, 0 to 1; None where there is none."""
         self.of_engine = False
         """Whether a training engine says when a step is over, and adds to it."""
         self.store = store
@@ -79,6 +82,7 @@ class Commits:
             "commit_seconds": self._committer.commit_seconds,
             "commit_wait_seconds": self._committer.waited_seconds,
             "committed_step": self.committed_step,
+            "checkpoint_progress": self.checkpoint_progress(),
         }
 
     @property
@@ -189,6 +193,41 @@ class Commits:
                 raise problem or StateError("snapshot", "room for it on every rank", "none on another one")
         assert self.committed_step is not None
         return self.committed_step
+
+    def hold(self, groups: Groups, engine: Mapping[str, Any] | None = None) -> Manifest:
+        """Have what there is now committed, and keep it until `let_go`, or until the process ends.
+
+        Every rank must call it; it holds on all of them, or on none.
+
+        Raises:
+            OutOfSpaceError: there is no room for what later steps write in its place.
+            StateError, SwapIOError, ValueError: see `commit`.
+        """
+        store = self.store
+        with store.at_rest():
+            store.check_whole()
+            self._begin_pending()
+            changed = not self.settle() or not self.run.committed or bool(self.run.extents.uncommitted)
+            changed = changed or any(self.sealing.is_changed(slot) for slot in store.slots)
+            if not self.ranks().all(not changed):
+                self.commit(groups, engine)
+            problem, held = None, None
+            try:
+                held = self.run.hold()
+            except OSError as error:
+                problem = error
+            if not self.ranks().all(held is not None):
+                if held is not None:
+                    self.run.let_go()
+                raise problem or StateError("hold", "room for a pinned step on every rank", "none on another one")
+            assert held is not None
+            return held
+
+    def let_go(self) -> None:
+        """Give up what `hold` kept."""
+        with self.store.at_rest():
+            self._committer.wait()
+            self.run.let_go()
 
     def remove_snapshot(self, name: str) -> None:
         """Give up what `snapshot` kept.

@@ -9,11 +9,14 @@ from typing import Any
 import torch.distributed as dist
 
 from nvme_offload.offload._torch_private import not_compiled
+from nvme_offload.offload.durable.rewrite_every import DurableBytes
 from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.resume import Resumption
+from nvme_offload.optim.layout.master import DTYPE_OF_FORM
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.stats import Meter
+from nvme_offload.optim.wear import Wear
 
 
 class DurableMethods(ABC):
@@ -26,9 +29,16 @@ class DurableMethods(ABC):
         """Commit each step from now on, where the store is that of a durable run."""
         if store.sealing is not None:
             self._commits = Commits(store, store.sealing, meter, norm_group)
+        self._wear = Wear(
+            store.config.zero_optimization.offload_optimizer,
+            lambda: _written_by(store),
+            lambda: _size_of(store),
+            store.sealing.logs.period if store.sealing is not None else None,
+        )
 
     def _commit_step(self) -> None:
         """Commit the step that has ended, unless a training engine does when it has done its own part of it."""
+        self._wear.note_step()
         if self._commits is not None and not self._commits.of_engine:
             self._commits.end_step(self.param_groups, self._commits.step + 1)
 
@@ -39,7 +49,7 @@ class DurableMethods(ABC):
 
     @property
     def _commit_stats(self) -> dict[str, Any]:
-        return self._commits.stats if self._commits is not None else {}
+        return self._wear.stats | (self._commits.stats if self._commits is not None else {})
 
     @abstractmethod
     def check_group(self, group: Mapping[str, Any], number: int) -> None:
@@ -161,3 +171,21 @@ class DurableMethods(ABC):
         commits = self.commits
         self.place()
         return Resumption(commits, self.param_groups, self.check_group)
+
+
+def _written_by(store: StateStore) -> int:
+    """Bytes of state, parameters and gradients that went to drives."""
+    engines = [store.tier.stats()] if store.tier else []
+    return sum(engine.bytes_written for engine in [*engines, *store.blocks.engine_stats])
+
+
+def _size_of(store: StateStore) -> DurableBytes:
+    """Of the state, and of what a base of a durable run has besides."""
+    size = DurableBytes(state=0, tail=0, grad=0, numel=0)
+    for subgroup in (slot.subgroup for slot in store.slots):
+        dtype, numel = subgroup.tail_dtype, subgroup.numel
+        grad = DTYPE_OF_FORM[subgroup.form].itemsize * numel
+        size += DurableBytes(
+            state=subgroup.size_bytes, tail=dtype.itemsize * numel if dtype else 0, grad=grad, numel=numel
+        )
+    return size

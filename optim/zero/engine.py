@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from nvme_offload.offload._torch_private import drop_unsharded_grads
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.units import parse_bytes
-from nvme_offload.optim.checkpoint import save_load as checkpoint
 from nvme_offload.optim.checkpoint.export import export_safetensors
 from nvme_offload.optim.checkpoint.run_state import Training
 from nvme_offload.optim.optimizer import OffloadOptimizer
@@ -26,14 +25,14 @@ from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.stats import Span
 from nvme_offload.optim.zero.accumulation import Accumulation, check_loss
-from nvme_offload.optim.zero.durable import DurableEngine
+from nvme_offload.optim.zero.checkpoints import CheckpointEngine
 from nvme_offload.optim.zero.meshes import MeshRoles
 from nvme_offload.optim.zero.passes import Passes
 from nvme_offload.optim.zero.peers import Peers
 from nvme_offload.optim.zero.update import Update
 
 
-class OffloadEngine(DurableEngine):
+class OffloadEngine(CheckpointEngine):
     """A model and its optimizer, driven micro-batch by micro-batch. Made by `initialize`.
 
     For every micro-batch::
@@ -314,56 +313,6 @@ class OffloadEngine(DurableEngine):
         """Norm of all gradients of the latest step over all ranks, unscaled and before clipping; NaN before it."""
         return self.optimizer.total_norm
 
-    def save_checkpoint(
-        self,
-        dir: str | Path,  # noqa: A002  # the public name
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-    ) -> bool:
-        """Write a checkpoint into the folder `tag` of `dir`, and make it the latest; every rank must call it.
-
-        It gets its name only when it is whole: killed while saving, the checkpoint before is the one that is loaded.
-
-        Args:
-            dir: a folder that all ranks share; made if it is missing.
-            tag: by default ``global_step`` and the number of steps.
-            client_state: what else to keep: anything that ``torch.load(weights_only=True)`` can load. Rank 0's counts.
-
-        Returns:
-            True.
-
-        Raises:
-            StateError: micro-batches of an unfinished step, a step that stopped halfway, or another run saving there.
-            ValueError, FileExistsError, CheckpointWriteError, SwapIOError: see `optim.checkpoint.save_load.save`.
-        """
-        self._end_step_under_way("save_checkpoint")
-        checkpoint.save(self._training, Path(dir), tag, client_state)
-        return True
-
-    def load_checkpoint(
-        self,
-        dir: str | Path,  # noqa: A002  # the public name
-        tag: str | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Resume from a checkpoint, saved by any number of ranks on any tier; every rank must call it.
-
-        Args:
-            dir: as for `save_checkpoint`.
-            tag: by default the latest.
-
-        Returns:
-            Its folder and the `client_state`; None twice, and a warning, where `dir` holds no checkpoint at all.
-
-        Raises:
-            CheckpointError, ValueError: it is damaged, unsafe or does not fit; nothing was changed.
-            SwapIOError: a tier failed on the way; load again.
-        """
-        loaded = checkpoint.load(self._training, Path(dir), tag, lambda found: self._go_on_from(found.global_steps))
-        if loaded is None:
-            return None, None
-        self._commit_loaded(loaded.client_state)
-        return str(loaded.path), loaded.client_state
-
     def _end_step_under_way(self, method: str) -> None:
         if (taken := self._update.outcome) is not None:
             self._end_step(taken)
@@ -431,8 +380,12 @@ class OffloadEngine(DurableEngine):
         return self.mesh.get_group()
 
     def close(self) -> None:
-        """Free the optimizer's memory and files. Idempotent. The process group stays, for others may use it."""
+        """Free the optimizer's memory and files. Idempotent. The process group stays, for others may use it.
+
+        Waits for a checkpoint that is written in the background.
+        """
         self._peers.close()
+        self._join_checkpoint()
         self.optimizer.close()
 
     def __enter__(self) -> OffloadEngine:

@@ -51,7 +51,7 @@ def measure(path: str, *, millions: int, steps: int, durable: bool) -> Moved:
     return Moved(read, written, seconds / steps, stats.commits, stats.commit_wait_seconds - waited)
 
 
-def optimizer_of(path: str, *, millions: int, durable: bool) -> OffloadAdamW:
+def optimizer_of(path: str, *, millions: int, durable: bool, rewrite_every: int = 1) -> OffloadAdamW:
     """Of bf16 parameters that have gradients, with clipping."""
     numel = millions * 1_000_000 // _TENSORS
     params = [torch.nn.Parameter(torch.randn(numel).mul_(0.05).bfloat16()) for _ in range(_TENSORS)]
@@ -66,6 +66,7 @@ def optimizer_of(path: str, *, millions: int, durable: bool) -> OffloadAdamW:
                 "buffer_count": 4,
                 "staging_budget": "256MiB",
                 "durable": f"{_NAME}{time.time_ns()}" if durable else False,
+                "rewrite_every": rewrite_every if durable else 1,
             },
         },
         "gradient_clipping": 1.0,

@@ -87,9 +87,14 @@ def show_durable(prediction: Prediction) -> Iterator[Table | str]:
     for column in table.columns:
         column.justify = "right"
     yield table
-    best = choose(found)
-    yield f"Fastest here: rewrite_every {best.period}, an iteration of {best.iteration_seconds:.3g} s at best"
-    yield "So far training rewrites in every step: the row of 1; the others are what a gradient log will cost"
+    limit = prediction.job.config.zero_optimization.offload_optimizer.wear_limit
+    try:
+        best = choose(found, limit and limit / prediction.machine.ranks_per_node)
+    except ValueError as error:
+        yield str(error)
+        return
+    within = f"Fastest within {limit / TB:.3g} TB a day" if limit else "Fastest here"
+    yield f"{within}: rewrite_every {best.period}, an iteration of {best.iteration_seconds:.3g} s at best"
 
 
 def _per_day(prediction: Prediction, choice: Choice) -> float:
@@ -97,7 +102,5 @@ def _per_day(prediction: Prediction, choice: Choice) -> float:
 
 
 def _days(prediction: Prediction, choice: Choice) -> float | None:
-    drives = prediction.machine.drives
-    if drives is None or drives.endurance is None:
-        return None
-    return drives.endurance / _per_day(prediction, choice)
+    endurance = prediction.endurance
+    return None if endurance is None else endurance / _per_day(prediction, choice)

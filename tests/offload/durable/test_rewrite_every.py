@@ -10,10 +10,9 @@ from nvme_offload.offload.durable.rewrite_every import (
     choices,
     choose,
     costs_of,
-    parse_wear_limit,
 )
 from nvme_offload.offload.durable.ring import num_needed
-from nvme_offload.offload.units import GB, TB
+from nvme_offload.offload.units import GB, TB, parse_bytes_per_day
 
 BF16 = DurableBytes(state=10, tail=2, grad=2)
 """A bf16 parameter under AdamW."""
@@ -108,10 +107,10 @@ def test_what_is_in_memory_is_written_and_never_read():
 
 @pytest.mark.parametrize(("text", "size_bytes"), [("1TB/day", TB), ("500 GB / day", 500 * GB), ("1.5TB/day", 1.5 * TB)])
 def test_limits_of_wear_as_people_write_them(text, size_bytes):
-    assert parse_wear_limit(text) == size_bytes
+    assert parse_bytes_per_day(text) == size_bytes
 
 
 @pytest.mark.parametrize("text", ["1TB", "1TB/week", "TB/day", "1T/day", "", "0GB/day", None])
 def test_other_words_are_refused(text):
     with pytest.raises(ValueError, match=r"no limit of wear|not a number of bytes"):
-        parse_wear_limit(text)
+        parse_bytes_per_day(text)

@@ -1,0 +1,64 @@
+"""What a pinned step refers to, read past the tiers while the run goes on writing elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import torch
+
+from nvme_offload.offload.durable.chain import Chain
+from nvme_offload.offload.errors import StateError, SwapIOError
+from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.storage.swap_space import SwapSpace
+
+
+class PinnedReader:
+    """Reads chains of slots, one at a time, into memory of its own.
+
+    For one thread, which may be another one than that which trains: it shares nothing with that but open files.
+
+    Args:
+        space: where the chains are. Somebody keeps them until all is read.
+    """
+
+    def __init__(self, space: SwapSpace) -> None:
+        self._space = space
+        self._memory = HostRegion(1)
+
+    def read(self, chain: Chain) -> HostRegion:
+        """All of a base and the log behind it, as they were written; valid until the next is read.
+
+        Raises:
+            StateError: there is no base.
+            SwapIOError: it cannot be read.
+        """
+        if chain.base is None:
+            raise StateError("a pinned step", "a base of each slot", "none of one")
+        extent = chain.reading(base_bytes=chain.base.content.size_bytes)
+        if extent.size_bytes > self._memory.size_bytes:
+            self._memory = HostRegion(extent.size_bytes)
+        at = 0
+        for fd, offset, size_bytes in extent.stripes:
+            self._fill(fd, offset, at, size_bytes)
+            at += size_bytes
+        return self._memory
+
+    def _fill(self, fd: int, offset: int, at: int, size_bytes: int) -> None:
+        target = self._memory.view(torch.uint8, at, size_bytes).numpy().data
+        done, unit = 0, self._space.alignment
+        while done < size_bytes:
+            try:
+                moved = os.preadv(fd, [target[done:]], offset + done)
+            except OSError as error:
+                raise self._error(error.errno or errno.EIO, fd, offset + done, size_bytes - done) from error
+            if moved == 0:
+                raise self._error(errno.EIO, fd, offset + done, size_bytes - done)
+            done += moved
+            done -= done % unit if done < size_bytes else 0  # direct I/O goes on where it may begin
+
+    def _error(self, code: int, fd: int, offset: int, size_bytes: int) -> SwapIOError:
+        path = self._space.path_of(fd)
+        return SwapIOError(
+            code, path=path, offset=offset, size_bytes=size_bytes, direction="read", extent="a pinned step"
+        )

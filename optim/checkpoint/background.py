@@ -1,0 +1,154 @@
+"""A checkpoint of a pinned step that is written in a thread, while training goes on."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvme_offload.offload.durable.manifest import Manifest
+from nvme_offload.offload.errors import CheckpointWriteError
+from nvme_offload.optim.checkpoint.others import Others
+from nvme_offload.optim.checkpoint.pinned_state import PinnedState
+from nvme_offload.optim.checkpoint.run_state import Training
+from nvme_offload.optim.checkpoint.save_load import AgreedSave, PlannedItems, agree, finish, partial_folder, plan_items
+from nvme_offload.optim.collective import on_every_rank
+from nvme_offload.optim.warn import warn_user
+
+
+class Pace:
+    """Work that takes at most a share of the time, in small pieces.
+
+    Args:
+        share: above 0, at most 1.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._begun = time.monotonic()
+        self._hurried = threading.Event()
+
+    def rest(self) -> None:
+        """A piece of the work is done: rest in proportion to the time that it took."""
+        worked = time.monotonic() - self._begun
+        self._hurried.wait(worked * (1 / self._share - 1))
+        self._begun = time.monotonic()
+
+    def hurry(self) -> None:
+        """Somebody waits: rest no more."""
+        self._hurried.set()
+
+
+class BackgroundSave:
+    """Writes what was planned, and gives it its name when all ranks have written theirs. Begins at once.
+
+    Args:
+        items: of this rank.
+        pace: of the work.
+        end: makes a checkpoint of what all ranks have written, where that is up to this rank.
+        on_exit: leaves nothing of it where an exception comes through.
+    """
+
+    def __init__(self, items: PlannedItems, pace: Pace, others: Others, end: Callable[[], None], on_exit: ExitStack):
+        self._items = items
+        self._pace = pace
+        self._others = others
+        self._end = end
+        self._on_exit = on_exit
+        self._done_bytes = 0
+        self.failure: BaseException | None = None
+        """What it failed with; nothing of it is left then."""
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def progress(self) -> float:
+        """How much of this rank's part is written, 0 to 1."""
+        return min(1.0, self._done_bytes / max(self._items.size_bytes, 1))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait until it has ended, which takes no longer than a save that nobody trains beside."""
+        self._pace.hurry()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad(), self._on_exit:
+                self._write()
+        except BaseException as failure:
+            self.failure = failure
+            warn_user(f"the checkpoint in the background failed, and training goes on: {failure}")
+
+    def _write(self) -> None:
+        try:
+            written = self._items.write(self._advance)
+        except BaseException as failure:
+            self._others.say_failed(failure)
+            raise
+        self._others.say(written)
+        self._end()
+
+    def _advance(self, size_bytes: int) -> None:
+        self._done_bytes += size_bytes
+        self._pace.rest()
+
+
+@torch.no_grad()
+def begin_save(
+    training: Training,
+    manifest: Manifest,
+    root: Path,
+    tag: str | None,
+    client_state: Mapping[str, Any] | None,
+    share: float,
+) -> BackgroundSave:
+    """Begin to write the checkpoint that `save_load.save` would write now; every rank must call it.
+
+    Args:
+        training: of this rank, as the step left it.
+        manifest: of that step, pinned until it is written.
+        root: as for `save_load.save`.
+        tag: likewise.
+        client_state: likewise.
+        share: of the time that the work may take, above 0, at most 1.
+
+    Raises:
+        See `save_load.save`; nothing has begun.
+    """
+    store, group = training.optimizer.store, training.group
+    sealing = training.optimizer.commits.sealing
+    with store.at_rest(), ExitStack() as on_exit:
+        save = agree(training, tag, client_state, lambda: PinnedState(store, sealing, manifest))
+        partial = on_exit.enter_context(partial_folder(root, save.tag, group))
+        items = plan_items(partial, save.contents, group)
+        on_every_rank(items.keep_aside, group)
+        others = Others(partial, dist.get_rank(group), dist.get_world_size(group))
+
+        def end() -> None:
+            if dist.get_rank(group) == 0:
+                _end(partial, save, items, others)
+
+        return BackgroundSave(items, Pace(share), others, end, on_exit.pop_all())
+
+
+def _end(partial: Path, save: AgreedSave, items: PlannedItems, others: Others) -> None:
+    written = others.heard()
+    others.clear()
+    try:
+        finish(partial, save, items, written)
+    except CheckpointWriteError:
+        raise
+    except OSError as error:
+        raise CheckpointWriteError(error.errno or errno.EIO, partial) from error

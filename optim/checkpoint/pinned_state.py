@@ -1,0 +1,138 @@
+"""State and parameters as a commit has them, for a checkpoint that is written while training goes on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+from nvme_offload.offload.durable.chain import Chain
+from nvme_offload.offload.durable.manifest import Manifest
+from nvme_offload.offload.durable.pinned import PinnedReader
+from nvme_offload.offload.durable.seal import check_sums
+from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.optim.checkpoint.places import Place
+from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.layout.master import MasterForm
+from nvme_offload.optim.layout.subgroup import Run, Subgroup
+from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.masters import section_view
+from nvme_offload.optim.state.sealing import Sealing
+from nvme_offload.optim.state.slot_logs import SlotLogs
+from nvme_offload.optim.state.slots import SlotRecord
+
+
+class PinnedState:
+    """The `Reach` of a checkpoint of a pinned step. One subgroup is in memory at a time, in memory of its own.
+
+    Nothing that training changes is looked at after construction, so another thread may read.
+
+    Args:
+        body: whose subgroups these are.
+        sealing: of the durable run, which keeps the step until all is read.
+        manifest: of the step.
+    """
+
+    def __init__(self, body: StateBody, sealing: Sealing, manifest: Manifest) -> None:
+        self._extents = sealing.run.extents
+        layouts = [sealing.layout_of(slot.subgroup) for slot in body.slots]
+        self._chains = self._extents.chains_of(manifest.tables, layouts)
+        self._reader = PinnedReader(sealing.run.space)
+        self.kernels = KernelPool(1)
+        """Of this reader alone: with those of a step it would take turns."""
+        self._logs = SlotLogs(self._extents, body.table, self.kernels, sealing.logs.period)
+        self._held: tuple[SlotRecord, Memory] | None = None
+        self._own: defaultdict[int, list[tuple[SlotRecord, Run]]] = defaultdict(list)
+        for slot in body.slots:
+            if slot.subgroup.form is MasterForm.ITSELF:
+                for run in slot.subgroup.runs:
+                    self._own[run.param].append((slot, run))
+
+    def section(self, slot: SlotRecord, run: Run, name: str) -> Place:
+        """See `Reach`."""
+        return _PinnedSection(self, slot, run, name)
+
+    def part(self, param: int, start: int, stop: int) -> Place | None:
+        """See `Reach`."""
+        return _PinnedPart(self, self._own[param], start, stop) if param in self._own else None
+
+    def read(self, slot: SlotRecord) -> Memory:
+        """State, tail and trailer of a subgroup, verified; valid until another one is read.
+
+        Raises:
+            SwapIOError: it cannot be read.
+            CorruptionError: it is not what was written.
+        """
+        if self._held is None or self._held[0] is not slot:
+            self._held = None
+            chain = self._chains[slot.index]
+            memory = self._reader.read(chain)
+            self._check(slot.subgroup, chain, memory)
+            self._logs.replay_chain(slot.subgroup, chain, memory)
+            self._held = slot, memory
+        return self._held[1]
+
+    def _check(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> None:
+        assert chain.base is not None
+        expected, path = (
+            self._extents.open_sealed(subgroup.index, chain.base, memory),
+            self._extents.path_of(chain.base),
+        )
+        layout, sums = chain.base.content, self.kernels.tile_checksums
+        state = sums(memory.view(torch.int32, 0, layout.state_bytes // 4))
+        tail = sums(memory.view(torch.int32, layout.tail_at, layout.tail_bytes // 4))
+        check_sums(expected.state, state, path=path, what=f"the state of subgroup {subgroup.index}")
+        check_sums(expected.tail, tail, path=path, what=f"the parameters of subgroup {subgroup.index}")
+        self._logs.check(subgroup, chain, memory)
+
+    def tail(self, slot: SlotRecord, run: Run) -> torch.Tensor:
+        """What parameters of a run have besides the state: bf16 upper halves or fp32, 1D [run.numel]."""
+        dtype = slot.subgroup.tail_dtype
+        assert dtype is not None
+        at = self._logs.base_of(slot.subgroup).tail_at + run.at * dtype.itemsize
+        return self.read(slot).view(dtype, at, run.numel)
+
+
+class _ReadOnly:
+    """A place of a step that is over."""
+
+    def open(self) -> torch.Tensor:
+        raise TypeError("a pinned step is read, and never written")
+
+    def leave(self) -> None:
+        """Do nothing: nothing was written."""
+
+
+class _PinnedSection(_ReadOnly):
+    """``master`` or a state of a piece of a run."""
+
+    def __init__(self, pinned: PinnedState, slot: SlotRecord, run: Run, name: str) -> None:
+        self._pinned, self._slot, self._run, self._name = pinned, slot, run, name
+        self.start = run.start
+
+    def read(self) -> torch.Tensor:
+        """Give the state where it lies, or the master joined; fp32."""
+        subgroup = self._slot.subgroup
+        section = section_view(subgroup, self._pinned.read(self._slot), self._name, self._run)
+        assert section is not None
+        if self._name == "master" and subgroup.form is MasterForm.SPLIT:
+            return self._pinned.kernels.joined(self._pinned.tail(self._slot, self._run), section)
+        return section.float()
+
+
+class _PinnedPart(_ReadOnly):
+    """Elements of an fp32 parameter, which may have its state in several subgroups."""
+
+    def __init__(self, pinned: PinnedState, runs: list[tuple[SlotRecord, Run]], start: int, stop: int) -> None:
+        self._pinned, self._runs = pinned, runs
+        self.start, self._stop = start, stop
+
+    def read(self) -> torch.Tensor:
+        """Give the values, copied from one subgroup after another; fp32."""
+        values = torch.empty(self._stop - self.start, dtype=torch.float32, device="cpu")
+        for slot, run in self._runs:
+            first, last = max(run.start, self.start), min(run.stop, self._stop)
+            if first < last:
+                here = self._pinned.tail(slot, run)[first - run.start : last - run.start]
+                values[first - self.start : last - self.start] = here
+        return values
