@@ -23,7 +23,17 @@ from nvme_offload.offload.config.deepspeed_keys import (
     ZERO_ONLY,
     ZERO_REFUSED,
 )
-from nvme_offload.offload.config.keys import ByteBudget, ByteCount, Contradiction, Count, Section, Whole, each, key
+from nvme_offload.offload.config.keys import (
+    ByteBudget,
+    ByteCount,
+    Contradiction,
+    Count,
+    DeviceBudget,
+    Section,
+    Whole,
+    each,
+    key,
+)
 from nvme_offload.offload.config.optimizer import OptimizerConfig
 from nvme_offload.offload.config.reader import WRAPPER, is_wrapped, parse_file, read
 from nvme_offload.offload.config.tiers import (
@@ -228,7 +238,7 @@ class OffloadConfig(Section):
     """Host memory that one rank may use for staging buffers and for what stays in it of a kind whose tier is NVMe
     (optimizer state, blocks of parameters, blocks of gradients), 4 KiB or more; the rest goes to NVMe. `auto` is this
     rank's share of what is available, less a reserve. Left out, everything is where its `device` says."""
-    device_budget: ByteCount | None = key(None, 'bytes, 4 KiB or more, as "20GiB"', "", "bytes", ge=4 * KiB)
+    device_budget: DeviceBudget | None = key(None, '4 KiB or more, as "20GiB"', "", "bytes")
     """Memory of its GPU that one rank may use for optimizer state, 4 KiB or more: as many subgroups as fit stay there
     and are updated there, with the same bits; the rest is where `device` and `host_budget` say. Parameters must be on
     the GPU. Whole matrices (Muon) stay with the rest."""

@@ -34,6 +34,7 @@ def take_back(store: StateStore, slots: Sequence[SlotRecord]) -> None:
     """
     sealing = store.sealing
     assert sealing is not None
+    store.settle_params()  # what is on its way to a device has come there before something else is put in its place
     extents = sealing.run.take_back_writes([slot.index for slot in slots])
     for slot, extent in zip(slots, extents, strict=True):
         store.pipeline.adopt(slot, extent, sealing.layout_of(slot.subgroup).size_bytes)

@@ -49,6 +49,8 @@ class StateBody(ABC):
         """Does what is left of a step when it returns."""
         self.after_updates: Callable[[], None] = lambda: None
         """Called when the updates behind a step are done, by who did them: in a turn of the worker."""
+        self.settle_params: Callable[[], None] = lambda: None
+        """Called before parameters are read: those on a device may be on their way there."""
         pipeline.ring(self.worker.bell)
         self.uses = FirstUses()
         """In which order the latest forward used the parameters."""
@@ -139,6 +141,7 @@ class StateBody(ABC):
             worker.failure = None
         worker.raise_failure()
         self.not_waited_for.clear()
+        self.settle_params()
 
     def wait_until_quiet(self) -> None:
         """Wait until nothing is done behind the latest step, no reads for the next one either; see `at_rest`."""
@@ -156,12 +159,13 @@ class StateBody(ABC):
         """
         for index in indices:
             self._wait_for_update_of(index)
+        self.settle_params()
 
     def _wait_for_update_of(self, index: int) -> None:
         self.uses.note(index)
         self.not_waited_for.discard(index)
         unfinished = self.unfinished
-        is_begun = unfinished is not None and unfinished.is_open and index in unfinished.begun
+        is_begun = unfinished is not None and unfinished.is_open and index in unfinished.final
         if unfinished is not None and is_begun and not self._goes_back(unfinished):
             begun = f"{self.table[index].name}, whose gradient was final, is used once more before step()"
             raise StateError(self.owner, 'one use in backward, or overlap_step = "forward"', begun)

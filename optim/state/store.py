@@ -235,6 +235,14 @@ class StateStore(StateBody):
         subgroups = self._cut(missing, blocks)
         if not subgroups and not admitted.groups:
             return self.plan
+        if self._placement.device_budget is not None and not self._stay_on_device:
+            raise ConfigError(
+                [
+                    f"device_budget = {format_bytes(self._placement.device_budget)}: the parameters are on the CPU, or "
+                    "offload_param takes them there, and so is their state; leave it out, or move the model to a GPU "
+                    'and write offload_param.device = "none"'
+                ]
+            )
         plan = self._plan(subgroups, blocks)
         self.blocks.reserve(admitted, plan.tiers[: len(blocks)])
         slots += [SlotRecord(subgroup) for subgroup in subgroups]
@@ -336,7 +344,7 @@ class StateStore(StateBody):
         self.pipeline.close()
         self.kernels.end_workers()
         # The memory goes with its last user, and this object may be kept.
-        self.pool, self.mirror = None, None
+        self.pool, self.mirror, self.settle_params = None, None, lambda: None
         self.slots.clear()
         if self.unfinished is not None:
             self.worker.raise_failure()
@@ -397,14 +405,12 @@ class StateStore(StateBody):
             staging = self._num_buffers * max(self.pool.buffer_bytes, -(-largest // page) * page)
         if self._devices:
             staging += DeviceMirror.BYTES_PER_ELEMENT * self._largest_numel(subgroups)
-        if self._placement.device_budget is not None and not self._devices:
-            raise ConfigError(
-                [
-                    f"device_budget = {format_bytes(self._placement.device_budget)}: the parameters are on the CPU, "
-                    "where state is in host memory anyway; leave it out, or move the model to a GPU first"
-                ]
-            )
-        return self._placement.plan(self.slots, subgroups, staging, page, blocks, on_device=bool(self._devices))
+        return self._placement.plan(self.slots, subgroups, staging, page, blocks, on_device=self._stay_on_device)
+
+    @property
+    def _stay_on_device(self) -> bool:
+        """Whether parameters are on a device for good, so that their state may be there, too."""
+        return bool(self._devices) and self.config.zero_optimization.offload_param.device == "none"
 
     @property
     def _devices(self) -> set[torch.device]:
@@ -438,6 +444,7 @@ class StateStore(StateBody):
         if self.mirror is not None:
             self.mirror.close()
         self.mirror = larger
+        self.settle_params = larger.end_step
         if self.sealing is not None:
             self.sealing.settle_params = larger.end_step
 

@@ -37,8 +37,6 @@ def hindrance(store: StateStore, record: ParamRecord) -> str | None:
     """Why a parameter has to be updated inside `step()`; None where its gather can wait for the update."""
     if record.rule.whole:  # they are gathered over ranks, which no two threads of a process may do at once
         return f"{store.owner} updates whole parameters"
-    if store.mirror is not None:  # a device's copies belong to the thread that computes there
-        return "the parameters are on a device beside the CPU"
     if store.blocks.exist:
         return "parameters or gradients have a tier of their own (offload_param, offload_gradients)"
     if not isinstance(parts_of(record.leaf), StateParts) and not record.is_awaited:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload.offload._torch_private import local_tensor, num_backwards_left, version_of
+from nvme_offload.offload.devices.device import Event, is_host, queued
 from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.durable.taking_back import take_back
-from nvme_offload.optim.grad_norm import tile_sums
+from nvme_offload.optim.grad_norm import sums_from_device, tile_sums
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep, count_parts
@@ -60,8 +61,6 @@ class UpdatesInBackward:
         self.num_early = num_early
         self.step = step
         self.inputs = inputs
-        self.arrived: set[int] = set()
-        """Parameters whose gradient is final, by index."""
         self.sums: dict[int, torch.Tensor] = {}
         """Sums of squares of the tiles of each gradient that was taken, by index."""
         self.is_done = False
@@ -69,7 +68,7 @@ class UpdatesInBackward:
         self._meter = meter
         self._guess = guess
         self._order = order if num_early is None else [*order[:num_early], *reversed(order[num_early:])]
-        self._inbox: deque[tuple[int, torch.Tensor]] = deque()
+        self._inbox: deque[tuple[int, torch.Tensor, Event | None]] = deque()
         self._missing = {slot: {run.param for run in slot.subgroup.runs} & set(expected) for slot in order}
         self._num_parts = count_parts(store.slots_of(expected))  # some may have to wait for the step itself
         self._slots: dict[int, list[SlotRecord]] = {}
@@ -79,8 +78,8 @@ class UpdatesInBackward:
 
     def take(self, index: int, grad: torch.Tensor) -> None:
         """Hand in a gradient that is final, flat. From the thread that runs backward."""
-        self.arrived.add(index)
-        self._inbox.append((index, grad))
+        self.step.final.add(index)
+        self._inbox.append((index, grad, None if is_host(grad.device) else queued(grad.device)))
         self._store.worker.wake()
 
     def turn(self) -> bool:
@@ -107,8 +106,8 @@ class UpdatesInBackward:
         """Say in the error how far the updates came."""
         error.add_note(f"This happened in backward: {self.step.situation}. {self.step.way_on}")
 
-    def _take_in(self, index: int, grad: torch.Tensor) -> None:
-        self.sums[index] = sums = tile_sums(grad, self._store.kernels)
+    def _take_in(self, index: int, grad: torch.Tensor, final: Event | None) -> None:
+        self.sums[index] = sums = self._sums_of(grad, final)
         if self._guess is not None:
             self._guess.see(sums)
         elif not bool(sums.isfinite().all()):
@@ -123,6 +122,13 @@ class UpdatesInBackward:
             if not self._missing[slot]:
                 ready.append(slot)
         self.step.take_on(index, grad, self._num_parts[index], ready)
+
+    def _sums_of(self, grad: torch.Tensor, final: Event | None) -> torch.Tensor:
+        """Sums of squares of a gradient's tiles; of one on a device after the mark behind which it is final."""
+        if final is None or self._store.mirror is None:
+            return tile_sums(grad, self._store.kernels)
+        with self._store.mirror.come_after(final):
+            return sums_from_device({0: grad})[0]
 
     def _upcoming(self) -> Iterator[SlotRecord]:
         """What will be next, ready or not."""
@@ -169,7 +175,10 @@ class FinalGradients:
     @property
     def begins_next(self) -> bool:
         """Whether the next step begins in backward."""
-        return self._guesses is None or (self._guesses.factor is not None and not self._is_taken_back)
+        if self._guesses is None:
+            return True
+        # What is on a device is given back by the thread that computes there, in its own order.
+        return self._guesses.factor is not None and not self._is_taken_back and self._store.mirror is None
 
     def arrive(self, leaf: torch.Tensor) -> None:
         """A gradient has been added to ``leaf.grad``: see whether it is final, and hand it in.
@@ -180,7 +189,7 @@ class FinalGradients:
         """
         store, job = self._store, self._job
         record, parts = store.table.of(leaf), parts_of(leaf)
-        if job is not None and record.index in job.arrived:
+        if job is not None and record.index in job.step.final:
             self._take_back_or_refuse(record)
             return
         may_begin = self.is_last_backward and self.begins_next and waits_for_updates(store, record)
@@ -341,7 +350,10 @@ class FinalGradients:
         order = [
             slot
             for slot in store.slots_of(expected)
-            if all(run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs)
+            if not slot.is_on_device
+            and all(
+                run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs
+            )
         ]
         job = UpdatesInBackward(
             store, self._meter, step, inputs, expected, self._backward_order(order), self._num_early, guess
@@ -349,6 +361,8 @@ class FinalGradients:
         self._begun_with, self._found = hyperparameters_of(self._groups), {}
         step.is_open = True
         step.way_back = self.take_back if guess is not None else None
+        if store.mirror is not None:
+            store.mirror.begin_step()
         # No call in between: a signal handler sees all of it or nothing.
         self._guess = guess
         worker.pastime = None

@@ -229,7 +229,7 @@ class Stepper:
         if not all(is_host(grad.device) for grad in grads.values()):  # backward is still under way: this waits for it
             with self._meter.waiting("device"):
                 store.blocks.settle_gradients()
-                known |= sums_from_device(grads)
+                known |= sums_from_device({index: grad for index, grad in grads.items() if index not in known})
         with self._meter.computing("norm", -1), record_function("nvme_offload: norm"):
             return total_norm(
                 store.table.leaves,
@@ -269,7 +269,8 @@ class Stepper:
     ) -> tuple[list[SlotRecord], list[SlotRecord]]:
         """Subgroups in the order of this step: those that are updated inside it, and those behind it.
 
-        Behind it are those of which every reader of a parameter waits for the update.
+        Behind it are those of which every reader of a parameter waits for the update; not those that a device
+        updates, for which nobody has to wait.
         """
         store = self._store
         may_wait = {index for index in grads if waits_for_updates(store, store.table[index])}

@@ -152,10 +152,10 @@ class _StatePlan:
     """Bytes of one staging buffer."""
 
     @property
-    def is_on_nvme(self) -> list[bool]:
-        """Of each subgroup, whether its state is on NVMe."""
+    def tiers_of_state(self) -> list[Tier]:
+        """Where the state of each subgroup is."""
         pairs = zip(self.tiers.units, self.tiers.tiers, strict=True)
-        return [tier == "nvme" for unit, tier in pairs if unit.kind == STATE]
+        return [tier for unit, tier in pairs if unit.kind == STATE]
 
     @property
     def on_nvme(self) -> list[int]:
@@ -286,7 +286,9 @@ def _state_plan(job: Job, machine: Machine) -> _StatePlan:
     staging = section.buffer_count * buffer_bytes
     if has_mirrors:
         staging += DeviceMirror.BYTES_PER_ELEMENT * (largest // itemsize)
-    return _StatePlan(subgroups, placement.plan([], subgroups, staging, mmap.PAGESIZE, blocks), buffer_bytes)
+    on_device = machine.device_memory is not None
+    tiers = placement.plan([], subgroups, staging, mmap.PAGESIZE, blocks, on_device=on_device)
+    return _StatePlan(subgroups, tiers, buffer_bytes)
 
 
 def _block_units(job: Job, machine: Machine) -> list[Unit]:
@@ -358,7 +360,7 @@ def _times(
         group_numels=[sum(group) for group in job.shape.groups],
         operations=_operations(job),
         subgroups=state.subgroups,
-        on_nvme=state.is_on_nvme,
+        state_on=state.tiers_of_state,
         tiers=[moved for kind, moved in traffic.items() if kind != STATE],
         num_buffers=zero.offload_optimizer.buffer_count,
         micro_batches=job.micro_batches,
@@ -389,10 +391,12 @@ def _copies(job: Job, machine: Machine) -> Copies:
 
 def overlap_of(config: OffloadConfig, machine: Machine) -> OverlapStep:
     """The schedule that `initialize` runs with this section: see `Stepper`, which decides parameter by parameter."""
-    hindered = config.has_block_tiers or rule_of(config.optimizer).whole or machine.device_memory is not None
+    on_device, zero = machine.device_memory is not None, config.zero_optimization
+    leaves = on_device and "cpu" in (zero.offload_param.device, config.offload_gradients.device)
+    hindered = config.has_block_tiers or rule_of(config.optimizer).whole or leaves
     if hindered or not config.hides_steps:
         return "off"
-    agree_in_step = config.zero_optimization.offload_optimizer.durable and machine.ranks > 1
+    agree_in_step = zero.offload_optimizer.durable and machine.ranks > 1
     return "forward" if agree_in_step else config.overlap_step or "forward"
 
 

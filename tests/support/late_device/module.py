@@ -109,7 +109,7 @@ class _Module:
 
     @staticmethod
     def synchronize(device: Any = None) -> None:
-        LATE.waits["synchronize"] += 1
+        LATE.note_wait("synchronize")
         run_all()
 
     @staticmethod
