@@ -165,7 +165,7 @@ class StateBody(ABC):
         self.uses.note(index)
         self.not_waited_for.discard(index)
         unfinished = self.unfinished
-        is_begun = unfinished is not None and unfinished.is_open and index in unfinished.begun
+        is_begun = unfinished is not None and unfinished.is_open and index in unfinished.final
         if unfinished is not None and is_begun and not self._goes_back(unfinished):
             begun = f"{self.table[index].name}, whose gradient was final, is used once more before step()"
             raise StateError(self.owner, 'one use in backward, or overlap_step = "forward"', begun)

@@ -75,6 +75,8 @@ class UnfinishedStep:
         """Tiles of 65536 elements found changed by somebody else."""
         self.is_open = False
         """Whether updates have begun in backward, and the step itself is still to come."""
+        self.final: set[int] = set()
+        """Parameters whose gradient was final in that backward, by index: they may be updated at any moment."""
         self.way_back: Callable[[], None] | None = None
         """Takes back what was updated in backward, so that nothing of the step has happened; None: nothing can."""
         self._found: str | None = None

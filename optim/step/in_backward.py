@@ -61,8 +61,6 @@ class UpdatesInBackward:
         self.num_early = num_early
         self.step = step
         self.inputs = inputs
-        self.arrived: set[int] = set()
-        """Parameters whose gradient is final, by index."""
         self.sums: dict[int, torch.Tensor] = {}
         """Sums of squares of the tiles of each gradient that was taken, by index."""
         self.is_done = False
@@ -80,7 +78,7 @@ class UpdatesInBackward:
 
     def take(self, index: int, grad: torch.Tensor) -> None:
         """Hand in a gradient that is final, flat. From the thread that runs backward."""
-        self.arrived.add(index)
+        self.step.final.add(index)
         self._inbox.append((index, grad, None if is_host(grad.device) else queued(grad.device)))
         self._store.worker.wake()
 
@@ -177,7 +175,10 @@ class FinalGradients:
     @property
     def begins_next(self) -> bool:
         """Whether the next step begins in backward."""
-        return self._guesses is None or (self._guesses.factor is not None and not self._is_taken_back)
+        if self._guesses is None:
+            return True
+        # What is on a device is given back by the thread that computes there, in its own order.
+        return self._guesses.factor is not None and not self._is_taken_back and self._store.mirror is None
 
     def arrive(self, leaf: torch.Tensor) -> None:
         """A gradient has been added to ``leaf.grad``: see whether it is final, and hand it in.
@@ -188,7 +189,7 @@ class FinalGradients:
         """
         store, job = self._store, self._job
         record, parts = store.table.of(leaf), parts_of(leaf)
-        if job is not None and record.index in job.arrived:
+        if job is not None and record.index in job.step.final:
             self._take_back_or_refuse(record)
             return
         may_begin = self.is_last_backward and self.begins_next and waits_for_updates(store, record)

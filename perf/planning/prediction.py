@@ -112,14 +112,10 @@ class Prediction:
     @property
     def days_of_life(self) -> float | None:
         """Days until the drives' endurance is used up; None where it is not known, or nothing is written."""
-        endurance, per_day = self.endurance, self.written_per_day
-        return endurance / per_day if endurance is not None and per_day else None
-
-    @property
-    def endurance(self) -> float | None:
-        """Bytes that a node's drives may still be written: as the machine is described, or as the section says."""
-        drives, own = self.machine.drives, self.job.config.zero_optimization.offload_optimizer.endurance
-        return own if drives is None or drives.endurance is None else drives.endurance
+        drives, per_day = self.machine.drives, self.written_per_day
+        if drives is None or drives.endurance is None or not per_day:
+            return None
+        return drives.endurance / per_day
 
     def to_dict(self) -> dict[str, Any]:
         """The prediction in plain types, for JSON."""
@@ -395,12 +391,12 @@ def _copies(job: Job, machine: Machine) -> Copies:
 
 def overlap_of(config: OffloadConfig, machine: Machine) -> OverlapStep:
     """The schedule that `initialize` runs with this section: see `Stepper`, which decides parameter by parameter."""
-    on_device = machine.device_memory is not None
-    leaves = on_device and "cpu" in (config.zero_optimization.offload_param.device, config.offload_gradients.device)
+    on_device, zero = machine.device_memory is not None, config.zero_optimization
+    leaves = on_device and "cpu" in (zero.offload_param.device, config.offload_gradients.device)
     hindered = config.has_block_tiers or rule_of(config.optimizer).whole or leaves
     if hindered or not config.hides_steps:
         return "off"
-    agree_in_step = config.zero_optimization.offload_optimizer.durable and machine.ranks > 1
+    agree_in_step = zero.offload_optimizer.durable and machine.ranks > 1
     return "forward" if agree_in_step else config.overlap_step or "forward"
 
 

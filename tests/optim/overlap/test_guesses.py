@@ -56,7 +56,7 @@ def wait_for_updates(optimizer):
         return store.pipeline.is_here(slot) and slot not in job._guess._refused
 
     def is_over():
-        if job.arrived == set(job.sums) and store.pipeline.is_quiet and not store.sealing.is_held:
+        if job.step.final == set(job.sums) and store.pipeline.is_quiet and not store.sealing.is_held:
             idle.append(not (job._guess and any(map(can_go_on, tuple(job.step.pending)))))
         return worker.job is not job or job.step.done > 1 or (job._guess and job._guess.is_off) or sum(idle) > 30
 
@@ -118,7 +118,7 @@ def test_what_has_been_seen_of_the_norm_stops_a_guess(alone, eager, tmp_path):
         with worker.kept_away():  # all gradients arrive before the first update
             backward(engine, 3, 1000)
             job = worker.job
-        worker.wait_until(lambda: job.arrived == set(job.sums))
+        worker.wait_until(lambda: job.step.final == set(job.sums))
         engine.step()
         stats = engine.optimizer.stats()
         assert (stats.wrong_guesses, stats.updates_taken_back) == (1, 0)

@@ -111,6 +111,18 @@ def test_nobody_reads_between_backward_and_step(alone, tmp_path):
         optimizer.state_dict()
 
 
+def test_what_may_be_updated_at_any_moment_is_not_used(alone, tmp_path):
+    """Also before the worker has looked at a gradient that is final."""
+    with model(config_of(tmp_path, "backward")) as engine:
+        train_step(engine, 0)
+        engine.optimizer.synchronize()
+        with engine.optimizer.store.worker.kept_away():
+            engine.backward(loss_of(engine, 1))
+            with pytest.raises(StateError, match="used once more before step"):
+                loss_of(engine.module, 2)
+        engine.step()
+
+
 def test_a_second_backward_is_an_error(alone, tmp_path):
     with model(config_of(tmp_path, "backward")) as engine:
         loss = loss_of(engine.module, 0), loss_of(engine.module, 1)
