@@ -7,6 +7,8 @@ set -e
 name=$1 project=$2
 shift 2
 folder=.venv-compare-$name
+# A compilation that was stopped leaves its lock, for which the next one would wait for ever.
+rm -f "$folder"/torch_extensions/*/lock
 [ -e "$folder/.installed" ] && exit 0
 rm -rf "$folder"
 "$project/bin/python" -m venv "$folder"
