@@ -75,7 +75,7 @@ class OffloadOptimizer(DurableMethods, Optimizer):
         self._meter = Meter()
         self.store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
         """The state itself, for those who save, load and fill it: see `StateBody`."""
-        self._take_on_durable(self.store, norm_group)
+        self._take_on_durable(self.store, self._meter, norm_group)
         self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group, self._commits)
         self._plain_modules = PlainModules(self.store)
         self._record = RunRecord(self.store.run_directory, self.config.run_log)
@@ -265,6 +265,7 @@ class OffloadOptimizer(DurableMethods, Optimizer):
             ValueError: no parameter in `model` is the optimizer's, a block names nothing, or a module is compiled.
         """
         with self.store.at_rest():
+            self._follow()
             if self.config.overlap_step != "off":
                 self._plain_modules.watch(model, blocks)
 
@@ -427,8 +428,7 @@ class OffloadOptimizer(DurableMethods, Optimizer):
             clip_coef=self._stepper.clip_coef,
             resplit_blocks=meter.resplit_blocks + meter.changed_behind,
             iteration=meter.iteration,
-            updates_behind=meter.updates_behind,
-            updates_in_backward=meter.updates_in_backward,
+            **meter.overlapped,
             overlap_wait_seconds=store.worker.wait_seconds,
             **self._commit_stats,
             drive_busy_seconds=self._moved().busy_seconds,

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 
 from nvme_offload.optim.metrics import field_texts, prometheus_text
 
-SpanKind = Literal["forward", "backward", "step", "norm", "wait", "read", "compute", "write"]
+SpanKind = Literal["forward", "backward", "step", "norm", "wait", "read", "compute", "write", "commit"]
 Cause = Literal["drive", "staging buffers", "kernel", "device"]
 """What is waited for: a transfer, a buffer to read into, an update that somebody else does, what a device computes and
 copies."""
@@ -27,7 +27,8 @@ class Span(NamedTuple):
     """Something that took time in an iteration, on the clock of ``time.monotonic_ns``.
 
     "forward" and "backward" are passes of a micro-batch through a training engine, "step" is all of ``step()``, "wait"
-    is inside these; "read", "compute" (the update) and "write" are of one subgroup.
+    is inside these; "read", "compute" (the update) and "write" are of one subgroup; "commit" makes a step of a
+    durable run last, when its writes are done.
     """
 
     kind: SpanKind
@@ -133,6 +134,12 @@ class OptimizerStats:
     """Updates of subgroups that were done behind a step, under the next forward."""
     updates_in_backward: int = 0
     """Updates of subgroups that were done before their step, in backward."""
+    guesses: int = 0
+    """Steps that began in backward with a guess of what their gradients would be multiplied by."""
+    wrong_guesses: int = 0
+    """Those of them that were taken back, because it was another factor, or somebody needed what was before."""
+    updates_taken_back: int = 0
+    """Updates of subgroups that were done with a wrong guess, and taken back."""
     overlap_wait_seconds: float = 0.0
     """Seconds that forwards, and whoever else wanted parameters or state, waited for updates behind a step."""
     commits: int = 0
@@ -264,6 +271,9 @@ class Meter:
     """Tiles found changed that nobody has been told of."""
     updates_behind: int = 0
     updates_in_backward: int = 0
+    guesses: int = 0
+    wrong_guesses: int = 0
+    updates_taken_back: int = 0
     step_seconds: float = 0.0
     wait_seconds: float = 0.0
     compute_seconds: float = 0.0
@@ -278,6 +288,12 @@ class Meter:
     _norm_seconds: float = 0.0
     _kernel_seconds: float = 0.0
     _waits: dict[Cause, float] = field(default_factory=dict)
+
+    @property
+    def overlapped(self) -> dict[str, int]:
+        """The fields of `OptimizerStats` about what is done outside ``step()``."""
+        names = ("updates_behind", "updates_in_backward", "guesses", "wrong_guesses", "updates_taken_back")
+        return {name: getattr(self, name) for name in names}
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -358,8 +374,8 @@ class Meter:
             self.spans.append(Span(kind, subgroup, start, end))
 
     @contextmanager
-    def passing(self, kind: Literal["forward", "backward"]) -> Iterator[None]:
-        """Put the time inside on the timeline."""
+    def passing(self, kind: Literal["forward", "backward", "commit"]) -> Iterator[None]:
+        """Put the time inside on the timeline. From any thread."""
         start = time.monotonic_ns()
         try:
             yield

@@ -8,12 +8,17 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from nvme_offload import OffloadConfig
 from nvme_offload.perf import cli
+from tests.support.fragments import ELSEWHERE
+from tests.support.fragments import PAGES as FRAGMENTS
 
 ROOT = Path(__file__).parent.parent
 INDEX = ROOT / "docs" / "README.md"
@@ -187,6 +192,44 @@ def test_code_blocks_run(page, drives):
         code = "\n" * first_line + on_these(drives, block["body"])
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(code, str(page), "exec"), namespace)  # errors name the page's own line
+
+
+IMPORTS_TRANSFORMERS = ("README.md", "docs/configuration.md", "docs/hugging_face.md")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in IMPORTS_TRANSFORMERS)) for name in FRAGMENTS]
+)
+def test_fragments_run_with_what_a_reader_has_by_then(name, drives, monkeypatch):
+    """Blocks that are shown without their beginning."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    page, names = ROOT / name, {"__name__": "reader"}
+    before = FRAGMENTS[name](names, drives[0])
+    for block in fragments(page):
+        names.update(next(before))
+        first_line = page.read_text(encoding="utf-8")[: block.start("body")].count("\n")
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile("\n" * first_line + on_these(drives, block["body"]), name, "exec"), names)
+    assert next(before, None) is None, "what comes after the last block"
+
+
+def fragments(page):
+    return [block for block in blocks(page) if block["info"] == "python"]
+
+
+def test_every_fragment_is_run_somewhere():
+    shown = {str(page.relative_to(ROOT)) for page in PAGES if fragments(page)}
+    assert shown == {*FRAGMENTS, *ELSEWHERE}
+    assert all((ROOT / test).is_file() for test in ELSEWHERE.values())
+
+
+@by_page
+def test_sections_on_a_page_are_read(page):
+    for block in blocks(page):
+        if block["info"] in ("json", "toml"):
+            section = (json if block["info"] == "json" else tomllib).loads(block["body"])
+            with warnings.catch_warnings(action="ignore"):  # of keys that mean nothing here, which a page may explain
+                OffloadConfig.of(section)
 
 
 TUTORIALS = [INDEX.parent / "quick_start.md", *sorted((INDEX.parent / "tutorials").glob("*.md"))]

@@ -35,6 +35,7 @@ ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
 
 
 _LEAST_BUDGET = 4 * KiB
+DeviceBudget = Annotated[int, Field(ge=_LEAST_BUDGET), BeforeValidator(parse_bytes)]
 
 
 def _budget(value: Any) -> int | str:

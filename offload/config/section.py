@@ -23,7 +23,17 @@ from nvme_offload.offload.config.deepspeed_keys import (
     ZERO_ONLY,
     ZERO_REFUSED,
 )
-from nvme_offload.offload.config.keys import ByteBudget, ByteCount, Contradiction, Count, Section, Whole, each, key
+from nvme_offload.offload.config.keys import (
+    ByteBudget,
+    ByteCount,
+    Contradiction,
+    Count,
+    DeviceBudget,
+    Section,
+    Whole,
+    each,
+    key,
+)
 from nvme_offload.offload.config.optimizer import OptimizerConfig
 from nvme_offload.offload.config.reader import WRAPPER, is_wrapped, parse_file, read
 from nvme_offload.offload.config.tiers import (
@@ -246,10 +256,12 @@ class OffloadConfig(Section):
     """How bytes move between memory and files."""
     gradient_clipping: float = key(0.0, "a number, 0 or more", "same, default 1.0 since June 2026", "total norm", ge=0)
     """Largest total norm of all gradients, 0 or more. 0 is off."""
-    overlap_step: Literal["off", "forward", "backward"] | None = key(None, "one of these")
+    overlap_step: Literal["off", "forward", "backward", "speculate"] | None = key(None, "one of these")
     """When subgroups are updated. `off`: inside `step()`. `forward`: behind it, under the next forward, each before its
     parameters are gathered. `backward`: as soon as a gradient is final, what is left as with `forward`; needs
-    `gradient_clipping` 0 and `skip_non_finite: false`. The bits are the same. Left out, it is `forward` for shards
+    `gradient_clipping` 0 and `skip_non_finite: false`. `speculate`: as `backward`, also with clipping and skipped
+    steps, while the latest steps did neither; what was guessed wrong is taken back from what a `durable` run, which it
+    needs, has committed. The bits are the same. Left out, it is `forward` for shards
     in parts of FSDP2 (what `initialize` makes of all) and plain modules given to `optimizer.overlap_with`, with state
     on NVMe, and `off` for the rest: other modules, Muon, CUDA, and where parameters or gradients have a tier of their
     own. One warning says where it does nothing."""
@@ -259,7 +271,7 @@ class OffloadConfig(Section):
     """Host memory that one rank may use for staging buffers and for what stays in it of a kind whose tier is NVMe
     (optimizer state, blocks of parameters, blocks of gradients), 4 KiB or more; the rest goes to NVMe. `auto` is this
     rank's share of what is available, less a reserve. Left out, everything is where its `device` says."""
-    device_budget: ByteCount | None = key(None, 'bytes, 4 KiB or more, as "20GiB"', "", "bytes", ge=4 * KiB)
+    device_budget: DeviceBudget | None = key(None, '4 KiB or more, as "20GiB"', "", "bytes")
     """Memory of its GPU that one rank may use for optimizer state, 4 KiB or more: as many subgroups as fit stay there
     and are updated there, with the same bits; the rest is where `device` and `host_budget` say. Parameters must be on
     the GPU. Whole matrices (Muon) stay with the rest."""
@@ -406,10 +418,15 @@ class OffloadConfig(Section):
         if not self.skip_non_finite and self.fp16.enabled:
             why = "fp16.enabled = true looks for its loss scale by skipping steps; leave it out"
             yield Contradiction("skip_non_finite", why, ("fp16.enabled",))
+        other = 'or write overlap_step = "forward"'
+        state = self.zero_optimization.offload_optimizer
+        if self.overlap_step == "speculate" and not state.durable:
+            why = "what was guessed wrong is taken back from what a durable run has committed"
+            at = "zero_optimization.offload_optimizer.durable"
+            yield Contradiction("overlap_step", f"{why}; write {at} = true, {other}", (at,))
         if self.overlap_step != "backward":
             return
         beside = ("gradient_clipping", "skip_non_finite")
-        other = 'or write overlap_step = "forward"'
         if self.gradient_clipping:
             why = f"gradient_clipping = {self.gradient_clipping} needs all gradients before the first update"
             yield Contradiction("overlap_step", f"{why}; write gradient_clipping = 0, {other}", beside)

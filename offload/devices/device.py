@@ -118,6 +118,11 @@ class CopyQueue:
             raise
         return self.mark()
 
+    def computing(self) -> AbstractContextManager[object]:
+        """Have operators of this thread run among the copies, in the order in which both are queued."""
+        context: AbstractContextManager[object] = self._module.stream(self._stream)
+        return context
+
     def mark(self) -> Event:
         """A mark behind all that has been queued."""
         event = self._module.Event(blocking=True)  # who waits for it sleeps: kernels and drives need the processor

@@ -126,6 +126,13 @@ class ChainRows:
         """The chain of a slot ends with this entry, at this place in its log."""
         self._entries[slot, place] = [slot, entry.content.state_bytes, *self._row(entry)]
 
+    def set_chain(self, slot: int, chain: Chain) -> None:
+        """The chain of a slot is this one, which has a base."""
+        assert chain.base is not None
+        self.set_base(slot, chain.base)
+        for place, entry in enumerate(chain.log):
+            self.set_entry(slot, place, entry)
+
     def take(self, tables: Mapping[str, np.ndarray], num_slots: int, longest_log: int) -> None:
         """Have the rows of a manifest that `read` understands."""
         self._bases, self._entries = self._bases[:0], self._entries[:0]

@@ -253,6 +253,23 @@ class ExtentRing:
                 over.add(slot)
         return sorted(over)
 
+    def is_committed(self, slot: int) -> bool:
+        """Whether the newest committed manifest refers to the newest write of a slot."""
+        record = self.slots[slot]
+        return record.current.base is not None and record.current is record.committed
+
+    def take_back_write(self, slot: int) -> None:
+        """Go back to what the newest committed manifest refers to, which has this slot. Idempotent.
+
+        What was written of it since counts no more, and may still be under way: wait for that before others write.
+        """
+        record = self.slots[slot]
+        self.drop_target(slot)
+        if record.current is not record.committed:
+            self._become(slot, record.committed)
+        self._rows.set_chain(slot, record.committed)
+        self.suspects.discard(slot)
+
     def note_commit(self) -> None:
         """The chains of this moment are committed: what only those before had is for other slots now."""
         free: list[tuple[Size, Extent]] = []

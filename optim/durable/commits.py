@@ -27,6 +27,7 @@ from nvme_offload.optim.state.pipeline import holding
 from nvme_offload.optim.state.sealing import Sealing
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.warn import warn_user
 
 Groups = Sequence[Mapping[str, Any]]
@@ -40,10 +41,11 @@ class Commits:
     Args:
         store: the optimizer's state.
         sealing: of that store.
+        meter: of the optimizer; commits are on its timeline.
         norm_group: further ranks that step with this one.
     """
 
-    def __init__(self, store: StateStore, sealing: Sealing, norm_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, store: StateStore, sealing: Sealing, meter: Meter, norm_group: dist.ProcessGroup | None) -> None:
         self.client_state: dict[str, Any] = {}
         """The user's own, committed with every step: see `OffloadOptimizer.client_state`."""
         self.step = 0
@@ -59,6 +61,7 @@ class Commits:
         self.store = store
         self.sealing = sealing
         self.run: DurableRun = sealing.run
+        self._meter = meter
         self._norm_group = norm_group
         self._committer = Committer()
         self._pending: tuple[int, bytes] | None = None
@@ -245,6 +248,7 @@ class Commits:
             return
         store = self.store
         if not store.is_closed:
+            store.end_begun()
             store.worker.wait_until(lambda: store.worker.job is None)
             if store.unfinished is None:
                 with store.worker.kept_away():
@@ -331,7 +335,8 @@ class Commits:
             try:
                 for wait in waits:
                     wait()
-                self.run.commit(step, blob, self.run.extents.tables)
+                with self._meter.passing("commit"):
+                    self.run.commit(step, blob, self.run.extents.tables)
                 self.committed_step = step
             finally:
                 self.sealing.is_held = False

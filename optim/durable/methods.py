@@ -15,6 +15,7 @@ from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.resume import Resumption
 from nvme_offload.optim.layout.master import DTYPE_OF_FORM
 from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.wear import Wear
 
 
@@ -24,10 +25,10 @@ class DurableMethods(ABC):
     param_groups: list[dict[str, Any]]
     _commits: Commits | None = None
 
-    def _take_on_durable(self, store: StateStore, norm_group: dist.ProcessGroup | None) -> None:
+    def _take_on_durable(self, store: StateStore, meter: Meter, norm_group: dist.ProcessGroup | None) -> None:
         """Commit each step from now on, where the store is that of a durable run."""
         if store.sealing is not None:
-            self._commits = Commits(store, store.sealing, norm_group)
+            self._commits = Commits(store, store.sealing, meter, norm_group)
         self._wear = Wear(
             store.config.zero_optimization.offload_optimizer,
             lambda: _written_by(store),

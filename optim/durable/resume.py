@@ -161,11 +161,8 @@ class Resumption:
         try:
             extents.adopt(manifest.tables, layouts, where=str(self._run.folder))
             for slot in store.slots:
-                chain = extents.slots[slot.index].current
-                if chain.base is None:
+                if not self._sealing.find(slot, store.pipeline):
                     return f"it has nothing of subgroup {slot.index}"
-                reading = chain.reading(base_bytes=chain.base.content.size_bytes)
-                store.pipeline.adopt(slot, reading, len(chain.log))
             for position, slot in enumerate(store.slots):
                 memory = store.pipeline.acquire(store.slots, position, for_change=False, replay=False)
                 self._sealing.bring_back(slot, memory)

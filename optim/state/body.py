@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nvme_offload.offload.errors import ClosedError, ForkError, StateError
+from nvme_offload.offload.errors import ClosedError, CorruptionError, ForkError, StateError
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.overlap.order import FirstUses
 from nvme_offload.optim.overlap.worker import Worker
@@ -49,6 +49,8 @@ class StateBody(ABC):
         """Does what is left of a step when it returns."""
         self.after_updates: Callable[[], None] = lambda: None
         """Called when the updates behind a step are done, by who did them: in a turn of the worker."""
+        self.settle_params: Callable[[], None] = lambda: None
+        """Called before parameters are read: those on a device may be on their way there."""
         pipeline.ring(self.worker.bell)
         self.uses = FirstUses()
         """In which order the latest forward used the parameters."""
@@ -129,7 +131,7 @@ class StateBody(ABC):
     def wait_for_updates(self, *, forgiving: bool = False) -> None:
         """Wait until all updates behind the latest step are done; see `at_rest`."""
         self.check_usable()
-        if self.unfinished is not None and self.unfinished.is_open:
+        if self.unfinished is not None and self.unfinished.is_open and not self._goes_back(self.unfinished):
             begun = "updates that have begun in backward (overlap_step)"
             raise StateError(self.owner, "parameters and state as they are between two steps", f"{begun}: call step()")
         worker = self.worker
@@ -139,6 +141,7 @@ class StateBody(ABC):
             worker.failure = None
         worker.raise_failure()
         self.not_waited_for.clear()
+        self.settle_params()
 
     def wait_until_quiet(self) -> None:
         """Wait until nothing is done behind the latest step, no reads for the next one either; see `at_rest`."""
@@ -156,12 +159,14 @@ class StateBody(ABC):
         """
         for index in indices:
             self._wait_for_update_of(index)
+        self.settle_params()
 
     def _wait_for_update_of(self, index: int) -> None:
         self.uses.note(index)
         self.not_waited_for.discard(index)
         unfinished = self.unfinished
-        if unfinished is not None and unfinished.is_open and index in unfinished.begun:
+        is_begun = unfinished is not None and unfinished.is_open and index in unfinished.begun
+        if unfinished is not None and is_begun and not self._goes_back(unfinished):
             begun = f"{self.table[index].name}, whose gradient was final, is used once more before step()"
             raise StateError(self.owner, 'one use in backward, or overlap_step = "forward"', begun)
         if unfinished is None or not unfinished.behind or not unfinished.concerns(index):
@@ -174,6 +179,25 @@ class StateBody(ABC):
         if unfinished.concerns(index):
             worker.raise_failure()
             raise unfinished.refusal("updated parameters")
+
+    def end_begun(self) -> None:
+        """Give up what has begun in backward, of a step that nobody will call; what can be taken back is."""
+        unfinished = self.unfinished
+        if unfinished is None or not unfinished.is_open:
+            return
+        with self.worker.kept_away():
+            self.worker.job = None
+            try:
+                self._goes_back(unfinished)
+            except (OSError, CorruptionError) as error:
+                self.worker.failure = error
+
+    def _goes_back(self, begun: UnfinishedStep) -> bool:
+        """Take back what has begun in backward, where that is possible: somebody needs what was before."""
+        if begun.way_back is None:
+            return False
+        begun.way_back()
+        return True
 
     def check_waited_for(self, indices: Iterable[int]) -> None:
         """Look whether who made the gradients of these parameters had waited for their updates.

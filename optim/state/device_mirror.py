@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -92,18 +93,29 @@ class DeviceMirror:
         self._down.come_after()
 
     def end_step(self) -> None:
-        """Let what runs next on the device come after the copies to it: it reads the parameters."""
+        """Let what this thread queues next on the device come after the copies to it: it reads the parameters."""
         self._up.let_current_come_after()
+
+    def come_after(self, mark: Event) -> AbstractContextManager[object]:
+        """Let copies of this step come after a mark, too: a gradient is final there.
+
+        Returns:
+            A context in which operators come after it as well.
+        """
+        self._down.come_after(mark)
+        return self._down.computing()
 
     def fetch(self, subgroup: Subgroup, params: Sequence[torch.Tensor], grads: Mapping[int, torch.Tensor]) -> None:
         """Start copying the parameters and gradients of a subgroup to the host; what is there already, not.
 
-        At most one further subgroup may be fetched before one is taken.
+        At most one further subgroup may be fetched before one is taken. Where another one comes then, what was fetched
+        before may be given up, and is fetched again.
         """
         if subgroup.index in self._ready:
             return
         mirror = self._mirrors[self._next]
         self._next = (self._next + 1) % _NUM_MIRRORS
+        self._ready = {index: known for index, known in self._ready.items() if known is not mirror}
         if mirror.left is not None:
             self._down.come_after(mirror.left)
         mirror.arrived = self._down.copy_all(_down_pairs(mirror, subgroup, params, grads))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,8 @@ class UnfinishedStep:
         """Tiles of 65536 elements found changed by somebody else."""
         self.is_open = False
         """Whether updates have begun in backward, and the step itself is still to come."""
+        self.way_back: Callable[[], None] | None = None
+        """Takes back what was updated in backward, so that nothing of the step has happened; None: nothing can."""
         self._found: str | None = None
         self._versions = {index: _version(grad) for index, grad in inputs.grads.items()} if inputs else {}
         self._owner = owner
@@ -212,20 +214,16 @@ class UnfinishedStep:
             StateError: one has changed.
         """
         grads = self.inputs.grads if self.inputs is not None else {}
-        self.check_same({index: grads[index] for index in indices if index in grads})
+        if any(_version(grads[index]) != self._versions[index] for index in indices if index in grads):
+            raise self.gradients_changed()
 
-    def check_same(self, grads: Mapping[int, torch.Tensor]) -> None:
-        """Check that gradients, by index, are those that the step began with, also where it is done with them.
-
-        Raises:
-            StateError: one has changed.
-        """
-        if any(_version(grad) != self._versions.get(index, _version(grad)) for index, grad in grads.items()):
-            raise StateError(
-                self._owner,
-                "gradients as they were when the step began",
-                f"gradients that have changed since. {self.situation}; {self._checkpoint}",
-            )
+    def gradients_changed(self) -> StateError:
+        """The error for a gradient that is not what the step began with."""
+        return StateError(
+            self._owner,
+            "gradients as they were when the step began",
+            f"gradients that have changed since. {self.situation}; {self._checkpoint}",
+        )
 
 
 def count_parts(slots: Iterable[SlotRecord]) -> Counter[int]:

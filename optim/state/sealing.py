@@ -17,6 +17,7 @@ from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
 from nvme_offload.optim.state.masters import section_view
+from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slot_logs import SlotLogs
 from nvme_offload.optim.state.slots import Draft, SlotRecord
 from nvme_offload.optim.state.table import ParamTable
@@ -186,6 +187,13 @@ class Sealing:
         self._fill_tail(slot, scratch)
         known = self._tail_sums.get(slot.index)
         return known is None or not torch.equal(self._kernels.tile_checksums(scratch.words), known)
+
+    def find(self, slot: SlotRecord, pipeline: StepPipeline) -> bool:
+        """Have all of the newest that is written of a slot read next, its log too; False: there is nothing."""
+        chain = self.run.extents.slots[slot.index].current
+        if chain.base is not None:
+            pipeline.adopt(slot, chain.reading(base_bytes=chain.base.content.size_bytes), len(chain.log))
+        return chain.base is not None
 
     def bring_back(self, slot: SlotRecord, memory: Memory) -> None:
         """Verify all that was read of a slot, do what its log has, and give its parameters the values that it says.

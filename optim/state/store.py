@@ -241,6 +241,14 @@ class StateStore(StateBody):
         subgroups = self._cut(missing, blocks)
         if not subgroups and not admitted.groups:
             return self.plan
+        if self._placement.device_budget is not None and not self._params_stay_on_device:
+            raise ConfigError(
+                [
+                    f"device_budget = {format_bytes(self._placement.device_budget)}: the parameters are on the CPU, or "
+                    "offload_param takes them there, where state is in host memory anyway; leave it out, or move the "
+                    'model to a GPU first and write offload_param.device = "none"'
+                ]
+            )
         plan = self._plan(subgroups, blocks)
         self.blocks.reserve(admitted, plan.tiers[: len(blocks)])
         slots += [SlotRecord(subgroup) for subgroup in subgroups]
@@ -330,9 +338,7 @@ class StateStore(StateBody):
         """
         if not self.is_own_process:
             return
-        if self.unfinished is not None and self.unfinished.is_open:
-            with self.worker.kept_away():
-                self.worker.job = None  # of a step that was never called
+        self.end_begun()
         self.worker.wait_until(lambda: self.worker.job is None)  # parameters stay, and stay as the latest step has them
         self.worker.stop()
         self.is_closed = True  # and each part once more does no harm: an interrupted close can be repeated
@@ -351,7 +357,7 @@ class StateStore(StateBody):
         self.pipeline.close()
         self.kernels.end_workers()
         # The memory goes with its last user, and this object may be kept.
-        self.pool, self.mirror = None, None
+        self.pool, self.mirror, self.settle_params = None, None, lambda: None
         self.slots.clear()
         if self.unfinished is not None:
             self.worker.raise_failure()
@@ -414,14 +420,12 @@ class StateStore(StateBody):
             staging = self._num_buffers * max(self.pool.buffer_bytes, -(-largest // page) * page)
         if self._devices:
             staging += DeviceMirror.BYTES_PER_ELEMENT * self._largest_numel(subgroups)
-        if self._placement.device_budget is not None and not self._devices:
-            raise ConfigError(
-                [
-                    f"device_budget = {format_bytes(self._placement.device_budget)}: the parameters are on the CPU, "
-                    "where state is in host memory anyway; leave it out, or move the model to a GPU first"
-                ]
-            )
-        return self._placement.plan(self.slots, subgroups, staging, page, blocks, on_device=bool(self._devices))
+        on_device = self._params_stay_on_device
+        return self._placement.plan(self.slots, subgroups, staging, page, blocks, on_device=on_device)
+
+    @property
+    def _params_stay_on_device(self) -> bool:
+        return bool(self._devices) and self.config.zero_optimization.offload_param.device == "none"
 
     @property
     def _devices(self) -> set[torch.device]:
@@ -455,6 +459,7 @@ class StateStore(StateBody):
         if self.mirror is not None:
             self.mirror.close()
         self.mirror = larger
+        self.settle_params = larger.end_step
         if self.sealing is not None:
             self.sealing.settle_params = larger.end_step
 

@@ -37,8 +37,6 @@ def hindrance(store: StateStore, record: ParamRecord) -> str | None:
     """Why a parameter has to be updated inside `step()`; None where its gather can wait for the update."""
     if record.rule.whole:  # they are gathered over ranks, which no two threads of a process may do at once
         return f"{store.owner} updates whole parameters"
-    if store.mirror is not None:  # a device's copies belong to the thread that computes there
-        return "the parameters are on a device beside the CPU"
     if store.blocks.exist:
         return "parameters or gradients have a tier of their own (offload_param, offload_gradients)"
     if not isinstance(parts_of(record.leaf), StateParts) and not record.is_awaited:
@@ -58,6 +56,7 @@ class UpdatesBehind:
         step: what is pending of it is done, in its order, and what somebody waits for before that.
         inputs: of the step. What is in there is kept, whatever becomes of ``p.grad``.
         following: subgroups as the next step will go through them.
+        first: the same, as the next step will want to have them read.
     """
 
     must_end = True
@@ -69,12 +68,14 @@ class UpdatesBehind:
         step: UnfinishedStep,
         inputs: StepInputs,
         following: Sequence[SlotRecord],
+        first: Sequence[SlotRecord],
     ) -> None:
         self._store = store
         self._meter = meter
         self._step = step
         self._inputs = inputs
         self._following = following
+        self._first = first
         self._begun_in_backward = bool(step.done)
         self.is_done = False
 
@@ -120,9 +121,7 @@ class UpdatesBehind:
         self._meter.changed_behind += step.changed_tiles
         store.unfinished = None
         store.after_updates()
-        # Updates that begin in backward begin with the last layers.
-        first = self._following[::-1] if store.config.overlap_step == "backward" else self._following
-        store.worker.pastime = FirstReads(store.pipeline, first)
+        store.worker.pastime = FirstReads(store.pipeline, self._first)
         self.is_done = True
 
 

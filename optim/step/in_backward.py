@@ -1,4 +1,4 @@
-"""Updates that begin in backward, where nothing can undo them: each as soon as its gradients are final."""
+"""Updates that begin in backward, where nothing can undo them or they can be taken back: as gradients become final."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nvme_offload.offload._torch_private import num_backwards_left
+from nvme_offload.offload._torch_private import local_tensor, num_backwards_left, version_of
+from nvme_offload.offload.devices.device import Event, is_host, queued
 from nvme_offload.offload.errors import StateError
-from nvme_offload.optim.grad_norm import tile_sums
+from nvme_offload.optim.durable.taking_back import take_back
+from nvme_offload.optim.grad_norm import sums_from_device, tile_sums
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep, count_parts
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.behind import LOOK_AHEAD, forward_order, update_captured, waits_for_updates
+from nvme_offload.optim.step.guess import Guess, Guesses
 from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.tiers.parts import ShardParts, parts_of
 from nvme_offload.optim.whole_params import WholeParams
@@ -38,6 +42,7 @@ class UpdatesInBackward:
         order: subgroups as they will probably be ready, the last layer's first.
         num_early: how many of these the drive will probably have done before `step()`. Buffers that they leave are for
             what the forward needs first; None: for whatever is ready.
+        guess: what was guessed of the step; None where nothing can be otherwise.
     """
 
     must_end = False
@@ -51,6 +56,7 @@ class UpdatesInBackward:
         expected: Collection[int],
         order: Sequence[SlotRecord],
         num_early: int | None,
+        guess: Guess | None = None,
     ) -> None:
         self.num_early = num_early
         self.step = step
@@ -62,8 +68,9 @@ class UpdatesInBackward:
         self.is_done = False
         self._store = store
         self._meter = meter
+        self._guess = guess
         self._order = order if num_early is None else [*order[:num_early], *reversed(order[num_early:])]
-        self._inbox: deque[tuple[int, torch.Tensor]] = deque()
+        self._inbox: deque[tuple[int, torch.Tensor, Event | None]] = deque()
         self._missing = {slot: {run.param for run in slot.subgroup.runs} & set(expected) for slot in order}
         self._num_parts = count_parts(store.slots_of(expected))  # some may have to wait for the step itself
         self._slots: dict[int, list[SlotRecord]] = {}
@@ -74,7 +81,7 @@ class UpdatesInBackward:
     def take(self, index: int, grad: torch.Tensor) -> None:
         """Hand in a gradient that is final, flat. From the thread that runs backward."""
         self.arrived.add(index)
-        self._inbox.append((index, grad))
+        self._inbox.append((index, grad, None if is_host(grad.device) else queued(grad.device)))
         self._store.worker.wake()
 
     def turn(self) -> bool:
@@ -86,9 +93,12 @@ class UpdatesInBackward:
         if self._inbox:
             self._take_in(*self._inbox.popleft())
             return True
-        slot = next((slot for slot in ahead if slot in pending and pipeline.is_here(slot)), None)
         sealing = self._store.sealing
-        if slot is None or (sealing is not None and sealing.is_held):  # the step before must last first
+        if sealing is not None and sealing.is_held:  # the step before must last first
+            return False
+        here = (slot for slot in ahead if slot in pending and pipeline.is_here(slot))
+        slot = next((slot for slot in here if self._guess is None or self._guess.allows(slot)), None)
+        if slot is None:
             return False
         update_captured(self._store, self._meter, self.step, self.inputs, slot, ahead)
         self._meter.updates_in_backward += 1
@@ -98,9 +108,11 @@ class UpdatesInBackward:
         """Say in the error how far the updates came."""
         error.add_note(f"This happened in backward: {self.step.situation}. {self.step.way_on}")
 
-    def _take_in(self, index: int, grad: torch.Tensor) -> None:
-        self.sums[index] = sums = tile_sums(grad, self._store.kernels)
-        if not bool(sums.isfinite().all()):
+    def _take_in(self, index: int, grad: torch.Tensor, final: Event | None) -> None:
+        self.sums[index] = sums = self._sums_of(grad, final)
+        if self._guess is not None:
+            self._guess.see(sums)
+        elif not bool(sums.isfinite().all()):
             self.step.spoil()
             raise ValueError(
                 f"the gradient of {self._store.table[index].name} is not finite, and with skip_non_finite = false that "
@@ -112,6 +124,13 @@ class UpdatesInBackward:
             if not self._missing[slot]:
                 ready.append(slot)
         self.step.take_on(index, grad, self._num_parts[index], ready)
+
+    def _sums_of(self, grad: torch.Tensor, final: Event | None) -> torch.Tensor:
+        """Sums of squares of a gradient's tiles; of one on a device after the mark behind which it is final."""
+        if final is None or self._store.mirror is None:
+            return tile_sums(grad, self._store.kernels)
+        with self._store.mirror.come_after(final):
+            return sums_from_device({0: grad})[0]
 
     def _upcoming(self) -> Iterator[SlotRecord]:
         """What will be next, ready or not."""
@@ -127,16 +146,22 @@ class FinalGradients:
         store: the optimizer's state.
         meter: of the optimizer.
         rule: the optimizer's.
+        guesses: of what steps multiply gradients by. What is begun with a wrong one, or would be an error because of
+            what somebody did after backward, is taken back. None: nothing is guessed.
     """
 
-    def __init__(self, store: StateStore, meter: Meter, rule: UpdateRule) -> None:
+    def __init__(self, store: StateStore, meter: Meter, rule: UpdateRule, guesses: Guesses | None = None) -> None:
         self.is_last_backward = (store.config.gradient_accumulation_steps or 1) == 1
         """Whether the backward that runs, or runs next, is the last one of its step."""
         self._store = store
         self._meter = meter
         self._rule = rule
+        self._guesses = guesses
         self._groups: Sequence[Mapping[str, Any]] = ()
         self._begun_with: list[dict[str, Any]] = []
+        self._guess: Guess | None = None
+        self._found: dict[int, tuple[int, ...]] = {}
+        self._is_taken_back = False
         self._hooked: set[int] = set()
         self._num_early: int | None = None
 
@@ -149,63 +174,137 @@ class FinalGradients:
                 self._hooked.add(record.index)
                 param.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
 
+    @property
+    def begins_next(self) -> bool:
+        """Whether the next step begins in backward."""
+        return self._guesses is None or (self._guesses.factor is not None and not self._is_taken_back)
+
     def arrive(self, leaf: torch.Tensor) -> None:
         """A gradient has been added to ``leaf.grad``: see whether it is final, and hand it in.
 
         Raises:
             StateError: it was final before, or comes of weights that were perhaps old.
+            SwapIOError, CorruptionError: it was final before, and what was updated with it cannot be taken back now.
         """
         store, job = self._store, self._job
         record, parts = store.table.of(leaf), parts_of(leaf)
         if job is not None and record.index in job.arrived:
-            more = "another gradient after the one that was final"
-            way_on = 'one backward before step() (write gradient_accumulation_steps, or overlap_step = "forward")'
-            raise StateError(record.name, way_on, more)
-        may_begin = self.is_last_backward and waits_for_updates(store, record)
+            self._take_back_or_refuse(record)
+            return
+        may_begin = self.is_last_backward and self.begins_next and waits_for_updates(store, record)
         if store.is_closed or not may_begin or not _is_reduced(parts):
             return
         store.check_waited_for((record.index,))
         job = job or self._begin()
         if job is not None and (grad := flat_grad(leaf, record.name)) is not None:
+            self._found[record.index] = _identity_of(leaf)
             job.take(record.index, grad)
+
+    def _take_back_or_refuse(self, record: ParamRecord) -> None:
+        if self._guess is not None:
+            self.take_back()
+            return
+        more = "another gradient after the one that was final"
+        way_on = 'one backward before step() (write gradient_accumulation_steps, or overlap_step = "forward")'
+        raise StateError(record.name, way_on, more)
 
     @property
     def sums(self) -> Mapping[int, torch.Tensor]:
         """Sums of squares of the tiles of gradients that were handed in, by index."""
         return self._job.sums if self._job is not None else {}
 
-    def begun(
-        self, groups: Sequence[Mapping[str, Any]], grads: Mapping[int, torch.Tensor], grad_scale: float
-    ) -> UnfinishedStep | None:
-        """What has been updated since the latest step; None where nothing has.
+    def check(self, groups: Sequence[Mapping[str, Any]], grads: Mapping[int, torch.Tensor]) -> None:
+        """Look whether what has been updated since the latest step was updated with what there is now.
 
         Args:
             groups: the optimizer's parameter groups.
             grads: flat gradients by parameter index, as they are now.
-            grad_scale: what they are to be multiplied by.
 
         Raises:
-            StateError: a hyperparameter or a gradient has changed since, or gradients are scaled.
+            StateError: a hyperparameter or a gradient has changed since. What was guessed is taken back instead.
+            SwapIOError, CorruptionError: that failed.
         """
-        begun = self._store.unfinished
-        if begun is None or not begun.is_open:
-            return None
-        if grad_scale != 1.0:
+        begun = self._open
+        if begun is None:
+            return
+        leaves = self._store.table.leaves
+        are_same = all(index in grads and _identity_of(leaves[index]) == it for index, it in self._found.items())
+        if self._guess is None:
+            _check_same_hyperparameters(self._store.owner, self._begun_with, hyperparameters_of(groups))
+            if not are_same:
+                raise begun.gradients_changed()
+        elif self._is_taken_back or not (are_same and self._has_same_scalars(begun, self._guess, groups)):
+            self.take_back()
+
+    def _has_same_scalars(self, begun: UnfinishedStep, guess: Guess, groups: Sequence[Mapping[str, Any]]) -> bool:
+        assert begun.inputs is not None
+        used = begun.inputs.scalars
+        return scalars_of(self._store, self._rule, groups, used.keys(), guess.factor) == used
+
+    def begun(self, grad_scale: float | None) -> UnfinishedStep | None:
+        """What has been updated since the latest step; None where nothing has, or what was guessed is taken back.
+
+        Args:
+            grad_scale: what gradients are to be multiplied by; None: the step is skipped.
+
+        Raises:
+            StateError: gradients are scaled, and nobody guessed it.
+            SwapIOError, CorruptionError: what was guessed cannot be taken back now; call it again.
+        """
+        if self._guesses is not None:
+            self._judge(self._guesses, grad_scale)
+        begun = self._open
+        if begun is not None and self._guesses is None and grad_scale != 1.0:
             way_on = 'gradients without a scale (or overlap_step = "forward")'
             raise StateError(self._store.owner, way_on, f"a scale of {grad_scale}, after updates began in backward")
-        _check_same_hyperparameters(self._store.owner, self._begun_with, hyperparameters_of(groups))
-        begun.check_same(grads)
-        if (job := self._job) is not None:
+        if begun is not None and (job := self._job) is not None:
             # One more than the last time, unless these were too many.
             self._num_early = begun.done + (job.num_early is not None and begun.done >= job.num_early)
         return begun
 
-    def drop_begun(self) -> None:
-        """Give up the step that began in backward. Where a subgroup is updated, only a checkpoint leads on."""
-        store = self._store
+    def _judge(self, guesses: Guesses, grad_scale: float | None) -> None:
+        """Take note of whether the factor of this step was guessed."""
+        guess, is_right = self._guess, None
+        if guess is not None and (self._open is not None or self._is_taken_back):
+            is_right = grad_scale == guess.factor and not self._is_taken_back
+            if not is_right:
+                self.take_back()
+            self._meter.guesses += 1
+            self._meter.wrong_guesses += not is_right
+        self._is_taken_back = False
+        guesses.note(grad_scale, is_right=is_right)
+
+    def take_back(self) -> None:
+        """Bring what was updated with a guess back to what the latest commit has. The step is still to come.
+
+        Raises:
+            SwapIOError, CorruptionError: it cannot be read; call it again, as whoever needs a parameter does.
+        """
+        store, guess = self._store, self._guess
         with store.worker.kept_away():
-            begun = store.unfinished
-            if begun is None or not begun.is_open:
+            if self._open is None or guess is None:
+                return
+            self._is_taken_back = True  # first: an exception leaves some of it to be taken back once more
+            store.worker.job = None
+            take_back(store, list(guess.updated))
+            self._meter.updates_taken_back += len(guess.updated)
+            store.unfinished = None
+
+    def drop_begun(self) -> None:
+        """Give up the step that began in backward. Where a subgroup is updated, only a checkpoint leads on.
+
+        What was guessed is taken back.
+
+        Raises:
+            SwapIOError, CorruptionError: that failed.
+        """
+        store = self._store
+        if self._guess is not None:
+            self.take_back()
+            return
+        with store.worker.kept_away():
+            begun = self._open
+            if begun is None:
                 return
             store.worker.job = None
             if begun.done:
@@ -224,6 +323,12 @@ class FinalGradients:
         job = self._store.worker.job
         return job if isinstance(job, UpdatesInBackward) else None
 
+    @property
+    def _open(self) -> UnfinishedStep | None:
+        """The step that has begun in backward and is still to come."""
+        unfinished = self._store.unfinished
+        return unfinished if unfinished is not None and unfinished.is_open else None
+
     def _begin(self) -> UpdatesInBackward | None:
         """Begin a step in backward; None where one has stopped, which `step()` says."""
         store, worker = self._store, self._store.worker
@@ -235,20 +340,30 @@ class FinalGradients:
             for record in store.table.members(self._groups)
             if record.leaf.requires_grad and waits_for_updates(store, record)
         }
-        scalars = scalars_of(store, self._rule, self._groups, expected, 1.0)
+        factor = 1.0 if self._guesses is None else self._guesses.factor
+        assert factor is not None
+        guess = None if self._guesses is None else Guess(store, factor, store.config.gradient_clipping)
+        scalars = scalars_of(store, self._rule, self._groups, expected, factor)
         inputs = StepInputs({}, scalars, WholeParams([], [], torch.float32))
         step = UnfinishedStep(self._meter.steps + 1, [], inputs, {}, split=True, owner=store.owner)
         order = [
             slot
             for slot in store.slots_of(expected)
-            if all(run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs)
+            if not slot.is_on_device
+            and all(
+                run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs
+            )
         ]
         job = UpdatesInBackward(
-            store, self._meter, step, inputs, expected, self._backward_order(order), self._num_early
+            store, self._meter, step, inputs, expected, self._backward_order(order), self._num_early, guess
         )
-        self._begun_with = hyperparameters_of(self._groups)
+        self._begun_with, self._found = hyperparameters_of(self._groups), {}
         step.is_open = True
+        step.way_back = self.take_back if guess is not None else None
+        if store.mirror is not None:
+            store.mirror.begin_step()
         # No call in between: a signal handler sees all of it or nothing.
+        self._guess = guess
         worker.pastime = None
         store.unfinished = step
         worker.job = job
@@ -261,6 +376,17 @@ def _is_reduced(parts: ShardParts | None) -> bool:
     FSDP2 knows of its own. One of a plain module is reduced after it has arrived, where anybody does that: by DDP.
     """
     return not dist.is_initialized() if parts is None else not num_backwards_left(parts.owner)
+
+
+def _identity_of(leaf: torch.Tensor) -> tuple[int, ...]:
+    """Tells a gradient from another one that was put in its place, and from itself after a change in place.
+
+    What is done to a DTensor is counted there, and not in its part of this rank.
+    """
+    grad = leaf.grad
+    assert grad is not None
+    local = local_tensor(grad)
+    return local.data_ptr(), version_of(grad), version_of(local)
 
 
 def _hook(of: weakref.ref[FinalGradients]) -> Callable[[torch.Tensor], None]:

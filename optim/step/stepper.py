@@ -25,6 +25,7 @@ from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.behind import UpdatesBehind, forward_order, hindrance, waits_for_updates
+from nvme_offload.optim.step.guess import Guesses
 from nvme_offload.optim.step.in_backward import FinalGradients
 from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.step.update import read_update_write
@@ -66,18 +67,20 @@ class Stepper:
         self._norm_group = norm_group
         self._commits = commits
         self._has_said_that_nothing_overlaps = False
-        self.final = FinalGradients(store, meter, rule) if self._begins_in_backward else None
+        guesses = Guesses() if config.overlap_step == "speculate" else None
+        self.final = FinalGradients(store, meter, rule, guesses) if self._begins_in_backward else None
         """Begins the updates in backward, where the section asks for that."""
 
     @property
     def _begins_in_backward(self) -> bool:
         """Whether updates may begin before the step, which several ranks of a durable run begin together."""
-        asked = self._config.overlap_step == "backward"
+        asked = self._config.overlap_step in ("backward", "speculate")
         if not asked or self._commits is None or not dist.is_initialized() or dist.get_world_size() == 1:
             return asked
         warn_user(
-            'overlap_step = "backward" is done as with "forward" here: the ranks of a durable run agree in step() that '
-            "the one before lasts on all of them, before any of them writes. The bits are the same",
+            f'overlap_step = "{self._config.overlap_step}" is done as with "forward" here: the ranks of a durable run '
+            "agree in step() that the one before lasts on all of them, before any of them writes. The bits are the "
+            "same",
             ConfigWarning,
         )
         return False
@@ -138,6 +141,8 @@ class Stepper:
     ) -> None:
         store = self._store
         grads = self._collect_grads(groups)
+        if self.final is not None:
+            self.final.check(groups, grads)
         if not grads and self._norm_group is None:
             return
         was_settled = store.is_settled
@@ -147,9 +152,9 @@ class Stepper:
         if self._commits is not None:
             self._commits.settle()
         grad_scale = self._grad_scale(grads, loss_scale, found_inf)
+        begun = self.final.begun(grad_scale) if self.final is not None and grads else None
         if not grads or grad_scale is None:
             return
-        begun = self._begun(groups, grads, grad_scale)
         scalars = scalars_of(store, self._rule, groups, grads, grad_scale)
         rest = {index: grad for index, grad in grads.items() if begun is None or index not in begun.begun}
         done = dict.fromkeys(slot for slot in begun.order if slot not in begun.pending) if begun is not None else {}
@@ -174,16 +179,6 @@ class Stepper:
         store.worker.raise_failure()
         self._go_on(step, inputs, len(inside), interrupt)
 
-    def _begun(
-        self, groups: Sequence[Mapping[str, Any]], grads: Mapping[int, torch.Tensor], grad_scale: float
-    ) -> UnfinishedStep | None:
-        """What has been updated in backward; None where nothing has.
-
-        Raises:
-            StateError: it would not be what this step does.
-        """
-        return self.final.begun(groups, grads, grad_scale) if self.final is not None else None
-
     def finish(self, step: UnfinishedStep) -> None:
         """Complete a step that stopped halfway.
 
@@ -203,8 +198,11 @@ class Stepper:
 
     def clip_grads(self, groups: Sequence[Mapping[str, Any]], max_norm: float) -> float:
         """Have the next step multiply all gradients by what clips them together; returns their norm as stored."""
-        self._store.wait_for_updates()
-        norm = self.clip_first * self._norm_of(self._collect_grads(groups), found_inf=False)
+        store = self._store
+        # What was guessed need not be taken back for that: the step will see the factor.
+        begun = store.unfinished if store.unfinished is not None and store.unfinished.is_open else None
+        with store.at_rest() if begun is None or begun.way_back is None else store.worker.kept_away():
+            norm = self.clip_first * self._norm_of(self._collect_grads(groups), found_inf=False)
         self.clip_first *= clip_coefficient(norm, max_norm)
         return norm
 
@@ -231,7 +229,7 @@ class Stepper:
         if not all(is_host(grad.device) for grad in grads.values()):  # backward is still under way: this waits for it
             with self._meter.waiting("device"):
                 store.blocks.settle_gradients()
-                known |= sums_from_device(grads)
+                known |= sums_from_device({index: grad for index, grad in grads.items() if index not in known})
         with self._meter.computing("norm", -1), record_function("nvme_offload: norm"):
             return total_norm(
                 store.table.leaves,
@@ -271,7 +269,8 @@ class Stepper:
     ) -> tuple[list[SlotRecord], list[SlotRecord]]:
         """Subgroups in the order of this step: those that are updated inside it, and those behind it.
 
-        Behind it are those of which every reader of a parameter waits for the update.
+        Behind it are those of which every reader of a parameter waits for the update; not those that a device
+        updates, for which nobody has to wait.
         """
         store = self._store
         may_wait = {index for index in grads if waits_for_updates(store, store.table[index])}
@@ -369,7 +368,10 @@ class Stepper:
         pending = {run.param for slot in step.pending for run in slot.subgroup.runs}
         self._store.not_waited_for = {index for index in pending if table[index].is_awaited}
         step.keep_pending_only()
-        job = UpdatesBehind(self._store, self._meter, step, inputs, self._following(step))
+        following = self._following(step)
+        # Updates that begin in backward begin with the last layers.
+        first = following[::-1] if self.final is not None and self.final.begins_next else following
+        job = UpdatesBehind(self._store, self._meter, step, inputs, following, first)
         # No call in between: a signal handler sees a step that stopped, or one that is taken.
         step.behind = True
         worker.pastime = None

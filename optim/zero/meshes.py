@@ -21,7 +21,7 @@ DATA_PARALLEL = (("dp_shard",), ("dp",), ("dp_replicate", "dp_shard"))
 """What a mesh may have of data-parallel dimensions, in this order: sharded, or replicated and sharded (hybrid)."""
 
 _KNOWN = (PIPELINE, "dp_replicate", "dp_shard", "dp", TENSOR)
-_LOCAL = ("aio.", "zero_optimization.offload_")
+_LOCAL = ("aio.", "offload_gradients.", "zero_optimization.offload_")
 """What of the section may differ between ranks: where bytes are changes neither numbers nor collectives."""
 
 

@@ -14,6 +14,7 @@ TRACKS: dict[str, tuple[SpanKind, ...]] = {
     "updates": ("compute",),
     "drive reads": ("read",),
     "drive writes": ("write",),
+    "commits": ("commit",),
 }
 """Names of tracks, in their order, and what is on them."""
 

@@ -156,10 +156,10 @@ class _StatePlan:
     """Bytes of one staging buffer."""
 
     @property
-    def is_on_nvme(self) -> list[bool]:
-        """Of each subgroup, whether its state is on NVMe."""
+    def tiers_of_state(self) -> list[Tier]:
+        """Where the state of each subgroup is."""
         pairs = zip(self.tiers.units, self.tiers.tiers, strict=True)
-        return [tier == "nvme" for unit, tier in pairs if unit.kind == STATE]
+        return [tier for unit, tier in pairs if unit.kind == STATE]
 
     @property
     def on_nvme(self) -> list[int]:
@@ -290,7 +290,9 @@ def _state_plan(job: Job, machine: Machine) -> _StatePlan:
     staging = section.buffer_count * buffer_bytes
     if has_mirrors:
         staging += DeviceMirror.BYTES_PER_ELEMENT * (largest // itemsize)
-    return _StatePlan(subgroups, placement.plan([], subgroups, staging, mmap.PAGESIZE, blocks), buffer_bytes)
+    on_device = machine.device_memory is not None
+    tiers = placement.plan([], subgroups, staging, mmap.PAGESIZE, blocks, on_device=on_device)
+    return _StatePlan(subgroups, tiers, buffer_bytes)
 
 
 def _block_units(job: Job, machine: Machine) -> list[Unit]:
@@ -362,7 +364,7 @@ def _times(
         group_numels=[sum(group) for group in job.shape.groups],
         operations=_operations(job),
         subgroups=state.subgroups,
-        on_nvme=state.is_on_nvme,
+        state_on=state.tiers_of_state,
         tiers=[moved for kind, moved in traffic.items() if kind != STATE],
         num_buffers=zero.offload_optimizer.buffer_count,
         micro_batches=job.micro_batches,
@@ -392,7 +394,8 @@ def _copies(job: Job, machine: Machine) -> Copies:
 
 def overlap_of(config: OffloadConfig, *, on_device: bool) -> OverlapStep:
     """The schedule that `initialize` runs with this section: see `Stepper`, which decides parameter by parameter."""
-    hindered = config.has_block_tiers or rule_of(config.optimizer).whole or on_device
+    leaves = on_device and "cpu" in (config.zero_optimization.offload_param.device, config.offload_gradients.device)
+    hindered = config.has_block_tiers or rule_of(config.optimizer).whole or leaves
     return "off" if hindered or not config.hides_steps else config.overlap_step or "forward"
 
 

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from nvme_offload.optim.stats import CLOSE, Limit
 
-OverlapStep = Literal["off", "forward", "backward"]
+OverlapStep = Literal["off", "forward", "backward", "speculate"]
 OVERLAPS: tuple[OverlapStep, ...] = ("off", "forward", "backward")
 Part = Literal["forward", "backward", "step"]
 PARTS: tuple[Part, ...] = ("forward", "backward", "step")

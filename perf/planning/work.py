@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from nvme_offload.offload.storage.tier_plan import Tier
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.perf.planning.machine import Drives, Machine
 from nvme_offload.perf.planning.schedule import GroupTime, OverlapStep, SubgroupTime, Work
@@ -30,7 +31,7 @@ def work_of(
     group_numels: Sequence[int],
     operations: Mapping[Phase, float],
     subgroups: Sequence[Subgroup],
-    on_nvme: Sequence[bool],
+    state_on: Sequence[Tier],
     tiers: Sequence[StepTraffic],
     num_buffers: int,
     micro_batches: int,
@@ -44,14 +45,14 @@ def work_of(
         group_numels: parameters of each group that is gathered together, in the order of the forward.
         operations: floating-point operations of "forward" and "backward" of one rank in one step.
         subgroups: of one rank. The parameters of their runs are numbered as the groups are.
-        on_nvme: which subgroups have their state on NVMe.
+        state_on: where each subgroup has its state. On a device an update takes next to no time.
         tiers: traffic of parameters and of gradients in one step.
         num_buffers: staging buffers of the state.
         micro_batches: forwards and backwards of a step.
         tier_ahead: groups whose parameters are read before they are needed.
         copies: between host and device.
     """
-    if machine.flops is None or (machine.drives is None and (any(on_nvme) or tiers)):
+    if machine.flops is None or (machine.drives is None and ("nvme" in state_on or tiers)):
         return None
     moved = {phase: _seconds(machine, tiers, phase) for phase in ("forward", "backward", "update")}
     total = sum(group_numels) * micro_batches
@@ -72,11 +73,8 @@ def work_of(
             for share, numel in zip(shares, group_numels, strict=True)
         ),
         subgroups=tuple(
-            replace(
-                _subgroup_time(subgroup, machine, is_moved, of_blocks),
-                pcie=subgroup.numel * copies.update / pcie,
-            )
-            for subgroup, is_moved in zip(subgroups, on_nvme, strict=True)
+            _subgroup_time(subgroup, machine, tier, of_blocks, copies)
+            for subgroup, tier in zip(subgroups, state_on, strict=True)
         ),
         num_buffers=num_buffers,
         micro_batches=micro_batches,
@@ -116,16 +114,18 @@ def _seconds(machine: Machine, tiers: Sequence[StepTraffic], phase: Phase) -> fl
     return seconds_of(machine.drives, moved * machine.ranks_per_node)
 
 
-def _subgroup_time(subgroup: Subgroup, machine: Machine, is_moved: bool, of_blocks: float) -> SubgroupTime:
+def _subgroup_time(subgroup: Subgroup, machine: Machine, tier: Tier, of_blocks: float, copies: Copies) -> SubgroupTime:
     """Times of one subgroup; `of_blocks`: of parameters and gradients that are read and written for its update."""
     seconds = of_blocks
-    if is_moved and machine.drives is not None:
+    if tier == "nvme" and machine.drives is not None:
         seconds += subgroup.size_bytes * machine.ranks_per_node / machine.drives.mixed
     groups = [run.param for run in subgroup.runs]
+    by_host = subgroup.numel * (tier != "device")
     return SubgroupTime(
         first=min(groups),
         last=max(groups),
         read=seconds,
-        update=subgroup.numel / machine.update_rate,
+        update=by_host / machine.update_rate,
         write=seconds,
+        pcie=by_host * copies.update / (machine.pcie or inf),
     )

@@ -27,6 +27,7 @@ CHECKS = {
         Check("swapper", "tensors come back as they were", updates.swapper, 120),
         Check("races", "whoever must wait waits", races.races, 240),
         Check("gradients", "off the device, runs have the CPU's bits", training.gradients, 300),
+        Check("parameters", "off the device, they are gathered with the CPU's bits", training.parameters, 300),
         Check("precisions", "NVMe and memory have the same bits", training.precisions, 300),
         Check("checkpoint", "what is saved goes on, on the CPU too", training.checkpoint, 240),
         Check("ranks", "several have the bits of one", ranks.ranks, ranks.LIMIT + 30),

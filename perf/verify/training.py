@@ -122,6 +122,18 @@ def gradients(site: Site) -> Found:
     return Found(f"{', '.join(PRECISIONS)}: the same bits as on the CPU, norms too", {"total_norm": norm})
 
 
+def parameters(site: Site) -> Found:
+    """Whole runs with parameters, gradients and state off the device, in host memory and on NVMe."""
+    for name, mode in PRECISIONS.items():
+        expected = slope_run("cpu", _moved(None, "none", mode))
+        for where in ("cpu", "nvme"):
+            with site.drive() as drive:
+                config = _moved(drive, where, mode)
+                config["zero_optimization"]["offload_param"] = config["offload_gradients"]
+                must_equal(slope_run(site.device, config), expected, f"{name}, all on {where}")
+    return Found(f"{', '.join(PRECISIONS)}: the same bits as on the CPU", {})
+
+
 def _moved(drive: Path | None, where: str, mode: Mapping[str, Any]) -> dict[str, Any]:
     """Gradients are clipped to a fifth or so, and added up: with few buffers, blocks of them come and go meanwhile."""
     kept: dict[str, Any] = {"device": where}

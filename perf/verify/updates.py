@@ -103,13 +103,19 @@ def trained(
 
 
 def update(site: Site) -> Found:
-    """Without clipping every rule has the CPU's bits, with state in host memory and on NVMe."""
+    """Without clipping every rule has the CPU's bits, with state in host memory, on NVMe and on the device."""
     for name in OPTIMIZERS:
         expected = trained("cpu", section(None), optimizer=name)
         with site.drive() as drive:
             must_equal(trained(site.device, section(drive), optimizer=name).bits, expected.bits, f"{name} on NVMe")
-        if site.has_device:
-            must_equal(trained(site.device, section(None), optimizer=name).bits, expected.bits, f"{name} in memory")
+        if not site.has_device:
+            continue
+        must_equal(trained(site.device, section(None), optimizer=name).bits, expected.bits, f"{name} in memory")
+        with site.drive() as drive:
+            mixed = trained(site.device, section(drive, device_budget="1MiB"), optimizer=name)
+        must_equal(mixed.bits, expected.bits, f"{name} with a part of its state on the device")
+        if not 0 < mixed.stats.device_state_bytes < mixed.stats.state_bytes:
+            raise WrongError(f"{name}: {mixed.stats.device_state_bytes:,} bytes of state are on the device")
     numel = sum(math.prod(shape) for shape in SHAPES)
     return Found(f"{', '.join(OPTIMIZERS)}: the same bits", {"parameters": numel, "steps": STEPS})
 

@@ -102,11 +102,11 @@ def test_a_timeline_is_of_the_latest_iteration_and_what_follows(clock):
     assert meter.timeline()[-1].kind == "backward"
 
 
-@pytest.mark.parametrize("overlap_step", ["off", "forward"])
-def test_a_timeline_of_an_engine_covers_whole_iterations(overlap_step, tmp_path, alone):
+@pytest.mark.parametrize(("overlap_step", "durable"), [("off", False), ("forward", False), ("forward", True)])
+def test_a_timeline_of_an_engine_covers_whole_iterations(overlap_step, durable, tmp_path, alone):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "durable": durable}
     section = {
         "zero_optimization": {"stage": 3, "sub_group_size": 2**16, "offload_optimizer": nvme},
         "bf16": {"enabled": True},
@@ -131,6 +131,7 @@ def test_a_timeline_of_an_engine_covers_whole_iterations(overlap_step, tmp_path,
     kinds = [span.kind for span in spans]
     assert (kinds.count("forward"), kinds.count("backward"), kinds.count("step")) == (2, 2, 1)
     assert {"norm", "wait", "read", "compute", "write"} <= set(kinds)
+    assert ("commit" in kinds) == durable
     passes = [span for span in spans if span.kind in ("forward", "backward", "step")]
     assert [span.kind for span in passes] == ["forward", "backward", "forward", "backward", "step"]
     for earlier, later in pairwise(passes):

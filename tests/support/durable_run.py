@@ -103,6 +103,14 @@ class SmallRun:
                 self.tier.write(extent, buffer, what=f"slot {slot}", kind="state", size_bytes=layout.size_bytes).wait()
                 self.values[slot] = value
 
+    def guess(self, slots: Iterable[int]) -> None:
+        """Write something into slots, and take it back."""
+        values = list(self.values)
+        self.write({slot: ~values[slot] for slot in slots})
+        for slot in slots:
+            self.run.extents.take_back_write(slot)
+        self.values = values
+
     def commit(self, name: str, step: int, slots: Iterable[int] | None = None) -> None:
         """A step that changes slots (all of them by default), and its commit."""
         chosen = range(len(self.layouts)) if slots is None else slots
@@ -183,7 +191,9 @@ def live(paths: Sequence[Path], note: Callable[[str], None]) -> dict[str, Values
     small.begin()
     small.commit("0", 0)
     small.commit("1", 1, [0, 1])
+    small.guess([1, 2])
     small.commit("2", 2, [1, 2])
+    small.guess([0, 1])
     small.commit("3", 3, [2])
     truth = small.truth
     small.close()

@@ -89,6 +89,16 @@ def test_a_learning_rate_that_changes_after_backward_is_an_error(alone, tmp_path
     assert_same(*ends)
 
 
+@pytest.mark.parametrize("in_place", [True, False], ids=["changed", "exchanged"])
+def test_a_gradient_that_is_changed_after_backward_is_an_error(alone, tmp_path, in_place):
+    with model(config_of(tmp_path, "backward")) as engine:
+        optimizer, _ = begun(engine)
+        weight = engine.module.head.weight
+        weight.grad = weight.grad.mul_(0.5) if in_place else weight.grad * 0.5
+        with pytest.raises(StateError, match="gradients that have changed since"):
+            optimizer.step()
+
+
 def test_nobody_reads_between_backward_and_step(alone, tmp_path):
     with model(config_of(tmp_path, "backward")) as engine:
         optimizer, _ = begun(engine)

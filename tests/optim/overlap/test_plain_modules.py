@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -326,6 +327,19 @@ def test_a_gradient_from_a_forward_that_did_not_wait_is_an_error(tmp_path, mode)
             optimizer.step()
         optimizer.zero_grad()
         train_step(model, optimizer, 2)
+
+
+def test_copies_of_a_model_in_a_process_group_wait_from_the_first_step_on(alone, tmp_path):
+    """Until then such an optimizer holds no parameter: somebody may shard the model."""
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    with OffloadAdamW(model.parameters(), lr=1e-2, offload=config_of(tmp_path, None)) as optimizer:
+        optimizer.overlap_with(model)
+        for _ in range(2):
+            model(torch.ones(2, 300)).square().mean().backward()
+            optimizer.step()
+        optimizer.synchronize()
+        assert optimizer.stats().updates_behind > 0
 
 
 def test_a_model_of_other_parameters_is_refused(tmp_path):

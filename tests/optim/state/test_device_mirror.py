@@ -116,3 +116,20 @@ def test_cuda_parameters_follow_the_same_kernel(make_adamw):
     expected, _, host_stats = trained(make_adamw, "cpu")
     assert stats.total_norm == pytest.approx(host_stats.total_norm, rel=1e-9)
     assert_same_bits(seen, expected)
+
+
+def test_what_was_fetched_and_did_not_come_next_is_fetched_again(make_adamw, late):
+    """Behind a step whoever waits for a subgroup has it updated first: others were fetched before."""
+    params = [torch.nn.Parameter(p.detach().to("late")) for p in params_of([(5 * 65536,)], torch.float32)]
+    optimizer = make_adamw(params, "cpu", sub_group_size=65536)
+    optimizer.place()
+    mirror, subgroups = optimizer.store.mirror, [slot.subgroup for slot in optimizer.store.slots]
+    grads = {0: torch.arange(5.0 * 65536).to("late")}
+    mirror.begin_step()
+    for first, ahead in ((0, 1), (2, 3), (4, 3), (1, 3), (3, 3)):
+        for place in (first, ahead):
+            mirror.fetch(subgroups[place], params, grads)
+        [run] = subgroups[first].runs
+        copies = mirror.take(subgroups[first])
+        assert torch.equal(copies.grad(run, torch.float32), torch.arange(float(run.start), run.stop))
+        mirror.copy_back(subgroups[first], copies, params, grads)

@@ -2,10 +2,16 @@
 
 import itertools
 import json
+import tempfile
+from contextlib import nullcontext
 
 import pytest
+import torch.distributed as dist
 
-from tests.support.late_device.mutations import OF_GRADIENTS, OF_PARAMETERS
+from tests.support.late_device.engine import train
+from tests.support.late_device.module import install, late_device
+from tests.support.late_device.mutations import OF_GRADIENTS, OF_PARAMETERS, OF_UPDATES_BEHIND
+from tests.support.ranks import run_ranks
 from tests.support.training import run_child
 
 CODE = "import runpy, sys; sys.argv[0] = ''; runpy.run_module('tests.support.late_device.engine', run_name='__main__')"
@@ -48,6 +54,9 @@ MORE = {
     "under autocast": section("cpu", "cpu", 2, "nvme", torch_autocast={"enabled": True, "dtype": "bfloat16"}),
     "stage 2": section("cpu", params="cpu", **BF16)
     | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
+    "state on the device, bf16": section("none", "nvme", **BF16, device_budget="1GiB"),
+    "state on the device, gradients in host memory, fp16": section("cpu", accumulation=2, **FP16, device_budget="1GiB"),
+    "state on the device, gradients on nvme, fp32": section("nvme", "nvme", 2, device_budget="1GiB"),
     "nvme, nothing pinned": section("nvme", accumulation=2, **BF16)
     | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}}},
 }
@@ -63,32 +72,99 @@ def assert_same(expected, found):
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-12)
 
 
-def test_training_on_a_device_gives_the_bits_of_the_cpu():
-    for expected, found in trained(list(SECTIONS.values())):
-        assert_same(expected, found)
-        assert found["norms"] == expected["norms"]  # the sums are the CPU's
-        assert max(found["growth"]) <= 8  # a loss, but no gradient
+def behind(schedule, *arguments, **more):
+    clips = {} if schedule == "forward" else {"gradient_clipping": 0.0, "skip_non_finite": False}
+    return section("none", *arguments, overlap_step=schedule, **{"model": {"num_layers": 6}, **more}) | clips
 
 
-def test_nothing_on_the_device_grows_with_the_model():
+SIZES = {
+    "host memory": [section("cpu", params="cpu", model={"num_layers": number}, **BF16) for number in (4, 12)],
+    "nvme": [section("nvme", "nvme", 1, "nvme", model={"num_layers": number, "meta": True}) for number in (4, 12)],
+}
+BEHIND = {"forward": behind("forward", "nvme"), "backward": behind("backward", "nvme", 2, **BF16)}
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What all sections that are trained in every run give, by name; they share a process."""
+    sections = (
+        SECTIONS | BEHIND | {(name, place): each for name, sizes in SIZES.items() for place, each in enumerate(sizes)}
+    )
+    return dict(zip(sections, trained(list(sections.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_training_on_a_device_gives_the_bits_of_the_cpu(results, name):
+    expected, found = results[name]
+    assert_same(expected, found)
+    assert found["norms"] == expected["norms"]  # the sums are the CPU's
+    assert max(found["growth"]) <= 8  # a loss, but no gradient
+
+
+@pytest.mark.parametrize(("name", "itemsize"), [("host memory", 2), ("nvme", 4)])
+def test_nothing_on_the_device_grows_with_the_model(results, name, itemsize):
     """With parameters, gradients and state elsewhere; activations do."""
-    sections = [section("cpu", params="cpu", model={"num_layers": number}, **BF16) for number in (4, 12)]
-    sections += [section("nvme", "nvme", 1, "nvme", model={"num_layers": number, "meta": True}) for number in (4, 12)]
-    found = []
-    for expected, on_device in trained(sections):
-        assert_same(expected, on_device)
-        found.append(on_device)
-    for (few, many), itemsize in zip((found[:2], found[2:]), (2, 4), strict=True):
-        assert many["peak_bytes"] - few["peak_bytes"] == 8 * 8 * 48 * itemsize, "what 8 layers keep of 8 samples"
-    assert [each["born_bytes"] for each in found[2:]] == [0, 0]
-    in_memory = found[:2]
-    assert len({waits for each in in_memory for waits in each["waits"]}) == 1, "of the host, in every step"
+    for place in range(2):
+        assert_same(*results[name, place])
+    (_, few), (_, many) = results[name, 0], results[name, 1]
+    assert many["peak_bytes"] - few["peak_bytes"] == 8 * 8 * 48 * itemsize, "what 8 layers keep of 8 samples"
+    if name == "nvme":
+        assert few["born_bytes"] == many["born_bytes"] == 0
+    else:
+        assert len({*few["waits"], *many["waits"]}) == 1, "of the host, in every step, however many layers there are"
+
+
+@pytest.mark.parametrize("schedule", BEHIND)
+def test_updates_behind_a_step_and_in_backward_wait_for_the_norm_alone(results, schedule):
+    expected, found = results[schedule]
+    assert_same(expected, found)
+    assert max(found["waits"]) <= 1, "in each step"
 
 
 @pytest.mark.slow
-def test_all_mixes_of_tiers():
-    mixes = list(itertools.product(("none", "cpu", "nvme"), ("none", "cpu", "nvme"), ("cpu", "nvme"), (BF16, FP16, {})))
-    sections = [section(gradients, state, 2, params, **mode) for params, gradients, state, mode in mixes]
+def test_schedules_of_updates():
+    sections = [
+        behind(schedule, state, accumulation, **more)
+        for schedule, state, accumulation, more in itertools.product(
+            ("forward", "backward"), ("cpu", "nvme"), (1, 2), (BF16, {}, {"model": {"tied": True, "recomputed": True}})
+        )
+    ]
+    sections += [behind("forward", "nvme", **FP16), behind("forward", "nvme", device_budget="40KiB", **BF16)]
+    durable = behind("forward", **BF16) | {"overlap_step": "speculate", "gradient_clipping": 1000.0}
+    durable["zero_optimization"]["offload_optimizer"] = {**DRIVE, "durable": True}
+    sections.append(durable)
+    for number, (expected, found) in enumerate(trained(sections)):
+        assert found["losses"] == expected["losses"], sections[number]
+        assert_same(expected, found)
+
+
+def _trained_by_a_rank(rank, world_size, section, folder):
+    """On the CPU and on the stand-in, over groups as `initialize` makes them; each device runs its first backward."""
+    install()
+    found = []
+    for device in ("cpu", "late"):
+        dist.destroy_process_group()
+        with late_device() if device == "late" else nullcontext(), tempfile.TemporaryDirectory() as drive:
+            store = dist.FileStore(f"{folder}/{device}", world_size)
+            dist.init_process_group("cpu:gloo,late:gloo", rank=rank, world_size=world_size, store=store)
+            found.append(train(device, drive, section))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["none", "cpu", "nvme"])
+def test_ranks_gather_from_blocks_as_fsdp2_does(where, tmp_path):
+    sections = section(where, "nvme", 2, where, model={"num_layers": 6}, **BF16)
+    for expected, found in run_ranks(_trained_by_a_rank, 2, sections, str(tmp_path)):
+        assert_same(expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("mode", [BF16, FP16, {}], ids=["bf16", "fp16", "fp32"])
+def test_all_mixes_of_tiers(params, mode):
+    mixes = list(itertools.product(("none", "cpu", "nvme"), ("cpu", "nvme")))
+    sections = [section(gradients, state, 2, params, **mode) for gradients, state in mixes]
     for mix, (expected, found) in zip(mixes, trained(sections), strict=True):
         assert found["losses"] == expected["losses"], mix
         assert_same(expected, found)
@@ -101,6 +177,7 @@ def test_other_mixes_of_tiers(name):
     assert_same(expected, found)
     if name.startswith("nothing"):
         assert min(found["growth"]) > 4 * 48 * 48 * 2  # there they are
+    assert (found["device_state_bytes"] > 0) == ("state on the device" in name)
 
 
 @pytest.mark.slow
@@ -117,3 +194,11 @@ def test_a_mistake_with_parameters_on_their_way_is_found(mutation):
     mixed = section("nvme", "nvme", 2, "nvme", model={"num_layers": 8}, **BF16)
     with pytest.raises(AssertionError):
         assert_same(*trained([mixed], mutation)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", OF_UPDATES_BEHIND)
+def test_a_mistake_with_updates_behind_is_found(mutation):
+    sections = [behind("forward", "nvme", **BF16), behind("backward", "nvme")]
+    results = trained(sections, mutation)
+    assert not all(expected[name] == found[name] for expected, found in results for name in ("losses", "digest"))

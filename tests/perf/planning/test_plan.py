@@ -284,6 +284,21 @@ def test_gradients_leave_a_gpu_where_the_section_says_so(where, tier, tmp_path):
     assert document["bytes_per_rank"]["gradients"].keys() == {tier}
 
 
+def test_state_stays_on_a_gpu_within_its_budget(tmp_path):
+    """A subgroup for each 65536 parameters; what stays there takes neither kernel nor PCIe nor NVMe."""
+    config = section(tmp_path)
+    config["zero_optimization"]["sub_group_size"] = 65536
+    rates = "--gpu-memory 80GB --pcie 10GB/s --flops 1e12 --read-bw 2GB --write-bw 2GB --json"
+    found = [json.loads(planned(rates, config | more, tmp_path).stdout) for more in ({}, {"device_budget": "5.5MB"})]
+    held = [document["bytes_per_rank"]["optimizer state"] for document in found]
+    assert held[0].keys() == {"nvme"}
+    assert 5e6 < held[1]["device"] <= 5.5e6
+    assert sum(held[1].values()) == held[0]["nvme"]
+    share = held[1]["nvme"] / held[0]["nvme"]
+    for part in ("nvme", "update", "pcie"):
+        assert found[1]["iteration"][part] == pytest.approx(share * found[0]["iteration"][part], rel=0.1)
+
+
 def test_micro_batches_follow_from_the_batch_keys(tmp_path):
     def traffic(ranks, **batch_keys):
         document = json.loads(planned(f"--ranks {ranks} --json", {**derived, **batch_keys}, tmp_path).stdout)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions
+from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, ReduceScatterOptions
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
@@ -21,6 +21,13 @@ def run(func: Any, args: tuple[Any, ...]) -> Any:
     if func is c10d._allgather_base_.default:
         output, own, group = args[:3]
         _backend(group)._allgather_base(output, own, AllgatherOptions()).wait()
+        return None
+    if func is c10d._reduce_scatter_base_.default:
+        options = ReduceScatterOptions()
+        output, whole, group = args[:3]
+        # The operation comes in a box that Python cannot open; FSDP2 chooses it so (`_get_gradient_divide_factors`).
+        options.reduceOp = dist.ReduceOp.SUM if whole.dtype is torch.float16 else dist.ReduceOp.AVG
+        _backend(group)._reduce_scatter_base(output, whole, options).wait()
         return None
     if func is c10d.broadcast_.default:
         options = BroadcastOptions()

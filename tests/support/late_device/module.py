@@ -109,7 +109,7 @@ class _Module:
 
     @staticmethod
     def synchronize(device: Any = None) -> None:
-        LATE.waits["synchronize"] += 1
+        LATE.note_wait("synchronize")
         run_all()
 
     @staticmethod
@@ -119,6 +119,14 @@ class _Module:
     @staticmethod
     def manual_seed_all(seed: int) -> None:
         """Random numbers are the CPU's."""
+
+    @staticmethod
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        """The CPU's are set by whoever sets those of a device."""
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:

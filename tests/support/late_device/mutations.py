@@ -145,4 +145,11 @@ OF_PARAMETERS = {
         _GroupOfOne, "wait_for_unshard", _take_memory_back_at_once
     ),
 }
-MUTATIONS = {**OF_MIRROR, **OF_SWAPPER, **OF_GRADIENTS, **OF_PARAMETERS}
+OF_UPDATES_BEHIND = {
+    "a gather does not wait for copies behind the step": _without(DeviceMirror, "end_step", _nothing),
+    "a gradient is fetched in backward before it is final": _without(
+        DeviceMirror, "come_after", lambda mirror, mark: mirror._down.computing()
+    ),
+    "the worker does not wait for its copies": _without(DeviceMirror, "take", _take_at_once),
+}
+MUTATIONS = {**OF_UPDATES_BEHIND, **OF_MIRROR, **OF_SWAPPER, **OF_GRADIENTS, **OF_PARAMETERS}

@@ -48,7 +48,7 @@ class Late:
     def __init__(self) -> None:
         self.pending: dict[Work, None] = {}
         self.waits: Counter[str] = Counter()
-        """How often the host waited, by what it called."""
+        """How often threads of the host waited, by what they called; that of the updates behind a step apart."""
         self.num_copies = 0
         """Copies that were queued between host and device."""
         self.pinned: dict[int, int] = {}
@@ -66,6 +66,15 @@ class Late:
         """The most that anybody had at once, since it was set to zero."""
         self.current = 0
         self.available = False
+
+    def note_wait(self, why: str) -> None:
+        is_behind = threading.current_thread().name == "nvme_offload: updates"
+        self.waits[f"{why} behind a step" if is_behind else why] += 1
+
+    @property
+    def num_waits(self) -> int:
+        """How often whoever trains waited."""
+        return sum(count for why, count in self.waits.items() if not why.endswith("behind a step"))
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         start, stop = extent_of(tensor)
@@ -125,7 +134,7 @@ class Stream:
             work.run, work.touches = lambda: None, ()
 
     def synchronize(self) -> None:
-        LATE.waits["Stream.synchronize"] += 1
+        LATE.note_wait("Stream.synchronize")
         self.run_to(len(self.queue))
 
     def query(self) -> bool:
@@ -169,7 +178,7 @@ class Event:
         return self.stream.done >= self.number
 
     def synchronize(self) -> None:
-        LATE.waits["Event.synchronize"] += 1
+        LATE.note_wait("Event.synchronize")
         if self.stream is not None:
             self.stream.run_to(len(self.stream.queue) if LATE.hasty else self.number)
 

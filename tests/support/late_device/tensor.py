@@ -77,6 +77,8 @@ class LateTensor(torch.Tensor):
     """A tensor on the stand-in."""
 
     memory: Memory
+    resized: torch.Tensor | None = None
+    """What it became by ``resize_``: the shape of a wrapper stays."""
 
     @staticmethod
     def __new__(cls, store: torch.Tensor, memory: Memory | None = None) -> LateTensor:
@@ -94,6 +96,8 @@ class LateTensor(torch.Tensor):
     @property
     def store(self) -> torch.Tensor:
         """Its bytes, as the host has them."""
+        if self.resized is not None:
+            return self.resized
         assert self.memory.allocation is not None, "memory of the device is used after it was freed"
         with torch.inference_mode(False), torch._C._DisableTorchDispatch():
             bytes_of = torch.empty(0, dtype=self.dtype, device="cpu")
@@ -124,6 +128,10 @@ class LateTensor(torch.Tensor):
         with LOCK, torch.inference_mode(False):  # in which a wrapper cannot be made
             if func.namespace in ("c10d", "_c10d_functional"):
                 return _collective(func, args)
+            if func.overloadpacket is aten.to:  # which comes here undivided from inside another class's operator
+                return func.decompose(*args, **kwargs)
+            if func is aten.resize_.default:
+                return _resize(*args)
             if func is aten.copy_.default:
                 return _copy(*args, **kwargs)
             if func is aten._to_copy.default and kwargs.get("device") is not None:
@@ -137,6 +145,16 @@ class LateTensor(torch.Tensor):
                 memory = next(leaf.memory for leaf in tree_flatten(args)[0] if isinstance(leaf, LateTensor))
                 return tree_map(lambda view: _wrapped(view, memory), func(*tree_map(_store, args), **kwargs))
             return _queue(func, args, kwargs)
+
+
+def _resize(tensor: LateTensor, size: Any) -> LateTensor:
+    """As ``all_gather_object`` does with bytes; the host waits for what was in there."""
+    _wait("resize_")
+    before = tensor.store
+    tensor.resized = before.new_zeros(size)
+    kept = min(before.numel(), tensor.resized.numel())
+    tensor.resized.view(-1)[:kept] = before.view(-1)[:kept]
+    return tensor
 
 
 def _collective(func: Any, args: tuple[Any, ...]) -> Any:
@@ -161,7 +179,7 @@ def _wrapped(value: Any, memory: Memory | None = None) -> Any:
 
 
 def _wait(why: str) -> None:
-    LATE.waits[why] += 1
+    LATE.note_wait(why)
     stream = current_stream()
     stream.run_to(len(stream.queue))
 

@@ -1,0 +1,150 @@
+"""What a reader has before each block of a page that is shown without its beginning, and what is cleaned up after it.
+
+A function of a page yields before each of its blocks the names that the block takes for granted; the names that the
+block makes are in `names` when it goes on.
+"""
+
+import json
+import os
+import re
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typer.testing import CliRunner
+
+from nvme_offload import OffloadAdamW, initialize, split_parameters
+from nvme_offload.perf import cli
+
+ROOT = Path(__file__).parents[2]
+
+
+def small():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+def write_section(drive, **more):
+    """The file `offload.json` that pages speak of."""
+    section = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(drive)}}, **more}
+    Path("offload.json").write_text(json.dumps(section), encoding="utf-8")
+    return section
+
+
+def readme(names, drive):
+    yield {}
+    names["optimizer"].close()
+    [said] = re.findall(r'^`(\{"zero_optimization": .*\})`$', (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    Path("offload.json").write_text(said.replace("/mnt/nvme0", str(drive)), encoding="utf-8")
+    yield {"model": small(), "data": torch.randn(2, 4, 8)}
+    names["engine"].close()
+    dist.destroy_process_group()
+    yield {}
+    write_section(drive)
+    yield trainers(names)
+
+
+def trainers(names):
+    """What somebody has who trains with `Trainer`."""
+    transformers = import_module("transformers")
+    llama = import_module("tests.support.small_llama")
+    settings = transformers.TrainingArguments(
+        output_dir="trained", max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to="none"
+    )
+    found = {"settings": settings, "data": llama.rows(), "Trainer": transformers.Trainer, "torch": torch}
+    return found | {"model": llama.llama().bfloat16(), "OffloadAdamW": OffloadAdamW}
+
+
+def configuration(names, drive):
+    write_section(drive)
+    yield {}
+    Path("ds_config.json").write_text('{"gradient_clipping": "auto"}', encoding="utf-8")
+    yield {"args": trainers(names)["settings"]}
+    assert names["config"].gradient_clipping == 1.0
+
+
+def durable(names, drive):
+    section = write_section(drive, bf16={"enabled": True})
+    batches = torch.randn(3, 4, 8)
+
+    def loss_of(engine, batch):
+        return engine(batch).float().square().mean()
+
+    yield {"section": section, "model": small(), "batches": batches, "loss_of": loss_of}
+    assert names["engine"].global_steps == 3
+    names["engine"].close()
+    dist.destroy_process_group()
+    removed = CliRunner().invoke(cli.app, ["runs", "remove", "my-run", str(drive)])
+    assert removed.exit_code == 0, removed.output
+
+
+def hazards(names, drive):
+    model = small().bfloat16()
+    optimizer = OffloadAdamW(model.parameters(), offload=write_section(drive))
+    model(torch.randn(4, 8).bfloat16()).square().mean().backward()
+    yield {"optimizer": optimizer}
+    assert optimizer.stats().steps == 1
+    optimizer.close()
+
+
+def sharding(names, drive):
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    write_section(drive)
+    fsdp = import_module("torch.distributed.fsdp")
+    known = {"MixedPrecisionPolicy": fsdp.MixedPrecisionPolicy, "fully_shard": fsdp.fully_shard, "torch": torch}
+    known |= {"split_parameters": split_parameters, "OffloadAdamW": OffloadAdamW, "batch": torch.randn(4, 8)}
+
+    def build():
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        model.blocks = [*model]
+        return model
+
+    yield known | {"build": build, "loss": lambda output: output.float().square().mean()}
+    assert names["optimizer"].stats().steps == 1
+    names["optimizer"].close()
+    dist.destroy_process_group()
+
+
+def hugging_face(names, drive):
+    transformers = import_module("transformers")
+    llama = import_module("tests.support.small_llama")
+    llama.llama().save_pretrained("llama")
+    write_section(drive, bf16={"enabled": True})
+    ids = torch.arange(16)[None]
+    known = {"LlamaForCausalLM": transformers.LlamaForCausalLM, "name": "llama", "initialize": initialize}
+    yield known | {"batches": [{"input_ids": ids, "labels": ids}], "dist": dist}
+    write_section(drive)
+    yield trainers(names)
+    Path("ds_config.json").write_text(Path("offload.json").read_text("utf-8"), encoding="utf-8")
+    yield trainers(names)
+    names["engine"] = initialize(llama.llama(), write_section(drive, bf16={"enabled": True}))
+    yield {"folder": "saved"}
+    names["engine"].close()
+    write_section(drive)
+    accelerated = import_module("tests.support.accelerated")
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    with accelerated.sharding_on_cpu():
+        accelerate = import_module("accelerate")
+        known = {"Accelerator": accelerate.Accelerator, "split_parameters": split_parameters}
+        known["FullyShardedDataParallelPlugin"] = accelerate.FullyShardedDataParallelPlugin
+        yield known | {"model": small(), "batches": torch.utils.data.DataLoader(torch.randn(4, 8))}
+        names["optimizer"].optimizer.close()
+    dist.destroy_process_group()
+    yield {}
+
+
+PAGES = {
+    "README.md": readme,
+    "docs/configuration.md": configuration,
+    "docs/durable.md": durable,
+    "docs/hazards.md": hazards,
+    "docs/hugging_face.md": hugging_face,
+    "docs/sharding.md": sharding,
+}
+ELSEWHERE = {
+    "docs/lightning.md": "tests/clients/test_lightning.py",
+    "docs/parallelism.md": "tests/optim/zero/test_pipeline.py",
+    "docs/torchtitan.md": "tests/clients/test_torchtitan.py",
+}
+"""Pages whose blocks need more ranks or packages; the tests that do what they show."""
