@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from nvme_offload.perf.bench.comparison import comparison_of
 from nvme_offload.perf.hidden_step import cells
 from nvme_offload.perf.hidden_step import drive as schedules
 from nvme_offload.perf.hidden_step.models import Shape
@@ -55,7 +56,8 @@ def paced(
     within = sum(cell.quotient <= LIMIT for cell in found)
     notes = [
         f"{setup.numel:,} parameters ({shape}) in {subgroups} subgroups, {buffers} staging buffers; one server of an "
-        f"exact rate that moves {setup.bytes_moved:,} bytes in {io_seconds:g} s; layers sleep",
+        f"exact rate that moves {setup.bytes_moved('off'):,} bytes in {io_seconds:g} s (a tenth more with speculate, "
+        "whose state is durable); layers sleep",
         "the ideal is the longer of an iteration without a drive's time and of moving every subgroup there and back; "
         "the bound is what the model of `offload plan` says of it",
         f"at most {LIMIT:g} times the bound: {within} of {len(found)}",
@@ -66,6 +68,34 @@ def paced(
         text = page("Iterations over a paced drive", facts, cells.HEAD, [cell.row() for cell in found], notes)
         for file in save(save_to, f"hidden-step-{shape}", json.loads(json.dumps(document)), text):
             progress.say(f"saved {file.name}")
+
+
+@app.command()
+def clipped(
+    share: Annotated[float, typer.Option(min=0, max=1, help="Of the steps, chosen by chance, that clip.")] = 0.95,
+    quads: Annotated[int, typer.Option(min=1, help="Rounds.")] = 4,
+    buffers: Buffers = 4,
+    width: Annotated[int, typer.Option(min=64, help="Of the matrices, each a subgroup.")] = 512,
+    subgroups: Annotated[int, typer.Option(min=8, help="Number of matrices.")] = 48,
+    iterations: Annotated[int, typer.Option(min=2, help="Measured each time.")] = 20,
+    io_seconds: Annotated[
+        float, typer.Option(help="That the drive, and as long computing, takes in an iteration.")
+    ] = 0.75,
+) -> None:
+    """Steps most of which clip, over a paced drive: iterations with speculate over those with forward, both durable."""
+    progress, setup = Progress(Console(stderr=True)), Setup(width=width, subgroups=subgroups, buffers=buffers)
+    found = []
+    with TemporaryDirectory(prefix="nvme-offload-hidden-step-") as folder:
+        for quad, control in cells.clipped(setup, share, io_seconds, iterations, quads, Path(folder)):
+            found.append((quad, control))
+            progress.say(f"{quad.ratio:.3f}, control {control.ratio:.3f}")
+    dist.destroy_process_group()
+    outcome = comparison_of(found)
+    low, high = outcome.interval
+    typer.echo(
+        f"speculate over forward, {share:.0%} of the steps clipped: {outcome.quotient:.3f} ({low:.3f} to {high:.3f}), "
+        f"control {outcome.control:.3f}"
+    )
 
 
 @app.command()
@@ -82,7 +112,7 @@ def drive(
     progress = Progress(Console(stderr=True))
     setup = Setup(width=width, buffers=buffers)
     outcomes = []
-    for name in ("forward", "backward") if overlap_step is None else (overlap_step,):
+    for name in OVERLAPS[1:] if overlap_step is None else (overlap_step,):
         rounds = []
         for one in schedules.real(name, buffers, quads, path) if real else schedules.sleeping(setup, name, quads, path):
             rounds.append(one)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
+from nvme_offload.perf.bench.comparison import Arm, Quad, compare
 from nvme_offload.perf.hidden_step.paced import STANDS_IN_FOR, paced_drive
 from nvme_offload.perf.hidden_step.training import Iteration, Setup, Training, section
 from nvme_offload.perf.planning.schedule import OverlapStep
@@ -33,6 +37,9 @@ ATTEMPTS = 3
 """Times that a cell is measured, as long as computing is disturbed."""
 
 _LEAST_ITERATIONS = 3
+
+CLIPPED_SCALE = 1e9
+"""What the loss of a step is multiplied by that is to clip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +110,12 @@ def measure(
     for overlap_step in overlaps:
         model = setup.model()
         sections = section(
-            overlap_step, path, sub_group_size=setup.width**2, buffers=setup.buffers, engine=STANDS_IN_FOR
+            overlap_step,
+            path,
+            sub_group_size=setup.width**2,
+            buffers=setup.buffers,
+            engine=STANDS_IN_FOR,
+            durable=overlap_step == "speculate",
         )
         with paced_drive() as pace, Training(model, model.sample, sections) as training:
             own = min(one.seconds for one in training.iterations(_LEAST_ITERATIONS))
@@ -112,7 +124,7 @@ def measure(
                     pace.rate = math.inf
                     model.compute_for(max(0.0, nvme / ratio - own))
                     compute = median(one.seconds for one in training.iterations(_LEAST_ITERATIONS))
-                    pace.rate = setup.bytes_moved / nvme
+                    pace.rate = setup.bytes_moved(overlap_step) / nvme
                     cell = Cell(
                         overlap_step=overlap_step,
                         ratio=ratio,
@@ -124,3 +136,44 @@ def measure(
                     if not cell.is_disturbed:
                         break
                 yield cell
+
+
+def clipped(setup: Setup, share: float, nvme: float, count: int, quads: int, path: Path) -> Iterator[tuple[Quad, Quad]]:
+    """Measure ``speculate`` beside ``forward``, both durable, in steps of which a share clips, chosen by chance.
+
+    Args:
+        setup: the model.
+        share: of the steps.
+        nvme: seconds of the drive in each iteration, and of computing.
+        count: iterations that are measured each time.
+        quads: how many.
+        path: a folder for the swap files.
+    """
+    with paced_drive() as pace, ExitStack() as stack:
+        arms: dict[OverlapStep, Arm] = {}
+        names: tuple[OverlapStep, ...] = ("speculate", "forward")
+        for name in names:
+            model = setup.model()
+            model.compute_for(nvme)
+            sections = section(
+                name,
+                path,
+                sub_group_size=setup.width**2,
+                buffers=setup.buffers,
+                engine=STANDS_IN_FOR,
+                durable=name,
+            )
+            training = stack.enter_context(Training(model, model.sample, sections))
+            training.scale = partial(_scale, random.Random(0), share)
+            arms[name] = partial(_seconds, training, count)
+        pace.rate = setup.bytes_moved("speculate") / nvme
+        yield from compare(arms["speculate"], arms["forward"], quads)
+
+
+def _scale(chance: random.Random, share: float) -> float:
+    return CLIPPED_SCALE if chance.random() < share else 1.0
+
+
+def _seconds(training: Training, count: int) -> float:
+    """Mean seconds of an iteration."""
+    return mean(one.seconds for one in training.iterations(count))

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -101,12 +102,19 @@ def real_model() -> nn.Module:
 
 
 def sleeping(setup: Setup, overlap_step: OverlapStep, quads: int, path: Path) -> Iterator[Round]:
-    """Quads of a model that sleeps for as long as the drive moves its state, measured anew in each round."""
+    """Quads of a model that sleeps for as long as the drive moves its state, measured anew in each round.
+
+    What ``speculate`` is compared with is durable, too.
+    """
+    kept = overlap_step == "speculate"
     with ExitStack() as stack:
+        path = Path(stack.enter_context(TemporaryDirectory(prefix="nvme-offload-hidden-step-", dir=path)))
         models = {name: setup.model() for name in ("ours", "off", "memory")}
         sections = {
-            "ours": section(overlap_step, path, sub_group_size=setup.width**2, buffers=setup.buffers),
-            "off": section("off", path, sub_group_size=setup.width**2, buffers=setup.buffers),
+            "ours": section(
+                overlap_step, path, sub_group_size=setup.width**2, buffers=setup.buffers, durable=kept and "ours"
+            ),
+            "off": section("off", path, sub_group_size=setup.width**2, buffers=setup.buffers, durable=kept and "off"),
             "memory": section("off", None, sub_group_size=setup.width**2, buffers=setup.buffers),
         }
         trainings = {
@@ -123,14 +131,15 @@ def sleeping(setup: Setup, overlap_step: OverlapStep, quads: int, path: Path) ->
 
 def real(overlap_step: OverlapStep, buffers: int, quads: int, path: Path) -> Iterator[Round]:
     """Quads of a model that computes on the processor, of about as much as updates do."""
-    batch = torch.randn(REAL_TOKENS, REAL_WIDTH)
+    batch, kept = torch.randn(REAL_TOKENS, REAL_WIDTH), overlap_step == "speculate"
     size = REAL_WIDTH**2 * 2
-    sections = {
-        "ours": section(overlap_step, path, sub_group_size=size, buffers=buffers),
-        "off": section("off", path, sub_group_size=size, buffers=buffers),
-        "memory": section("off", None, sub_group_size=size, buffers=buffers),
-    }
     with ExitStack() as stack:
+        path = Path(stack.enter_context(TemporaryDirectory(prefix="nvme-offload-hidden-step-", dir=path)))
+        sections = {
+            "ours": section(overlap_step, path, sub_group_size=size, buffers=buffers, durable=kept and "ours"),
+            "off": section("off", path, sub_group_size=size, buffers=buffers, durable=kept and "off"),
+            "memory": section("off", None, sub_group_size=size, buffers=buffers),
+        }
         trainings = {name: stack.enter_context(Training(real_model(), batch, its)) for name, its in sections.items()}
         wanted = median(_seconds(trainings["memory"]) for _ in range(3))
         for _ in range(quads):

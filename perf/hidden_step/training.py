@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,14 @@ from nvme_offload.perf.planning.schedule import (
     iteration_time,
 )
 
-BYTES_PER_PARAMETER = 20
-"""Read and written in one step with AdamW in bf16."""
-BIRTHS = 3
-"""Iterations until all state exists and the order of the gathers is known."""
+READ_PER_PARAMETER, WRITTEN_PER_PARAMETER = 10, 10
+"""Bytes in one step with AdamW in bf16."""
+DURABLE_PER_PARAMETER = 2
+"""Bytes that a durable run writes besides."""
+BIRTHS = 6
+"""Iterations until all state exists, the order of the gathers is known, and what can be guessed is guessed."""
+LIMIT = 1e3
+"""Norm from which on the sections clip: far above that of these models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +48,9 @@ class Setup:
         """Parameters of the model."""
         return self.subgroups * self.width**2
 
-    @property
-    def bytes_moved(self) -> int:
+    def bytes_moved(self, overlap_step: OverlapStep) -> int:
         """Bytes that move in an iteration in which every subgroup is read and written."""
-        return self.numel * BYTES_PER_PARAMETER
+        return self.numel * (READ_PER_PARAMETER + _written(overlap_step))
 
     def bound(self, overlap_step: OverlapStep, compute: float, nvme: float) -> IterationTime:
         """What the model of `offload plan` says of an iteration.
@@ -63,8 +66,9 @@ class Setup:
         end = (GroupTime(forward=0.0, backward=0.0),) if ends else ()
         groups = (*end, *(layer for _ in range(layers)), *end)
         homes = [0] * ends + [number + bool(ends) for number in range(layers)] + [layers + 1] * ends
-        half = nvme / 2 / self.subgroups
-        subgroups = tuple(SubgroupTime(first=home, last=home, read=half, update=0.0, write=half) for home in homes)
+        write = nvme / self.subgroups * _written(overlap_step) / (READ_PER_PARAMETER + _written(overlap_step))
+        read = nvme / self.subgroups - write
+        subgroups = tuple(SubgroupTime(first=home, last=home, read=read, update=0.0, write=write) for home in homes)
         return iteration_time(Work(groups=groups, subgroups=subgroups, num_buffers=self.buffers), overlap_step)
 
     def model(self) -> SleepingModel:
@@ -73,8 +77,18 @@ class Setup:
         return SleepingModel(self.width, self.subgroups, self.shape)
 
 
+def _written(overlap_step: OverlapStep) -> int:
+    return WRITTEN_PER_PARAMETER + (DURABLE_PER_PARAMETER if overlap_step == "speculate" else 0)
+
+
 def section(
-    overlap_step: OverlapStep, path: Path | None, *, sub_group_size: int, buffers: int, engine: str = "auto"
+    overlap_step: OverlapStep,
+    path: Path | None,
+    *,
+    sub_group_size: int,
+    buffers: int,
+    engine: str = "auto",
+    durable: bool | str = False,
 ) -> dict[str, Any]:
     """A configuration section. Clipping is on, but with ``backward``, where nothing may come between.
 
@@ -84,11 +98,12 @@ def section(
         sub_group_size: parameters of a subgroup.
         buffers: staging buffers.
         engine: what does the I/O.
+        durable: whether the state outlives the run, or its name; ``speculate`` needs it.
     """
     drive: dict[str, Any] = {"device": "cpu"}
     if path is not None:
-        drive = {"device": "nvme", "nvme_path": str(path), "buffer_count": buffers}
-    clipping: dict[str, Any] = {"gradient_clipping": 1.0}
+        drive = {"device": "nvme", "nvme_path": str(path), "buffer_count": buffers, "durable": durable}
+    clipping: dict[str, Any] = {"gradient_clipping": LIMIT}
     if overlap_step == "backward":
         clipping = {"gradient_clipping": 0.0, "skip_non_finite": False}
     return {
@@ -126,6 +141,8 @@ class Training(AbstractContextManager["Training"]):
 
     def __init__(self, model: nn.Module, batch: torch.Tensor, section: dict[str, Any]) -> None:
         self._batch = batch
+        self.scale: Callable[[], float] = lambda: 1.0
+        """What the next loss is multiplied by."""
         self.engine: OffloadEngine = initialize(model, section)
         self.iterations(BIRTHS)
 
@@ -146,7 +163,7 @@ class Training(AbstractContextManager["Training"]):
     def _train(self, count: int) -> Iterator[Iteration]:
         for _ in range(count):
             began = time.perf_counter()
-            loss = self.engine(self._batch).float().square().mean()
+            loss = self.engine(self._batch).float().square().mean() * self.scale()
             computed = time.perf_counter()
             self.engine.backward(loss)
             back = time.perf_counter()

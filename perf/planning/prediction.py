@@ -186,7 +186,7 @@ def predict(job: Job, machine: Machine) -> Prediction:
         machine=machine,
         tiers=_tier_plan(job, machine, state),
         traffic=traffic,
-        overlap_step=overlap_of(job.config, on_device=machine.device_memory is not None),
+        overlap_step=overlap_of(job.config, machine),
         times=_times(job, machine, state, traffic),
     )
 
@@ -332,7 +332,7 @@ def _traffic(job: Job, machine: Machine, state: _StatePlan) -> dict[str, StepTra
     traffic = {}
     if state.on_nvme:
         buffers = zero.offload_optimizer.buffer_count
-        alternates = overlap_of(config, on_device=machine.device_memory is not None) == "off"
+        alternates = overlap_of(config, machine) == "off"
         traffic[STATE] = of_state(state.on_nvme, buffers, state.buffer_bytes, alternates=alternates)
     for kind, buffers in (
         (PARAMS, zero.offload_param.buffer_count),
@@ -373,7 +373,8 @@ def _times(
     )
     if work is None:
         return {}
-    alone = {name: work if machine.device_memory else on_one_processor(work, name) for name in OVERLAPS}
+    possible = [name for name in OVERLAPS if name != "speculate" or zero.offload_optimizer.durable]
+    alone = {name: work if machine.device_memory else on_one_processor(work, name) for name in possible}
     return {name: iteration_time(its_work, name) for name, its_work in alone.items()}
 
 
@@ -392,11 +393,15 @@ def _copies(job: Job, machine: Machine) -> Copies:
     )
 
 
-def overlap_of(config: OffloadConfig, *, on_device: bool) -> OverlapStep:
+def overlap_of(config: OffloadConfig, machine: Machine) -> OverlapStep:
     """The schedule that `initialize` runs with this section: see `Stepper`, which decides parameter by parameter."""
+    on_device = machine.device_memory is not None
     leaves = on_device and "cpu" in (config.zero_optimization.offload_param.device, config.offload_gradients.device)
     hindered = config.has_block_tiers or rule_of(config.optimizer).whole or leaves
-    return "off" if hindered or not config.hides_steps else config.overlap_step or "forward"
+    if hindered or not config.hides_steps:
+        return "off"
+    agree_in_step = config.zero_optimization.offload_optimizer.durable and machine.ranks > 1
+    return "forward" if agree_in_step else config.overlap_step or "forward"
 
 
 def _without_repetitions(visits: list[int]) -> list[int]:

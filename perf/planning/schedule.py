@@ -11,6 +11,7 @@ another one only where nothing sooner wanted is in it. What differs is when this
   only. Reads at any time.
 - ``backward``: as many subgroups as the drive can do during backward are updated as soon as their gradient is final,
   the last first; the others as with ``forward``.
+- ``speculate``: the same, where every guess is right.
 
 Nothing else costs time here, so a run cannot be much quicker: a bound to measure schedules against, and a prediction.
 """
@@ -28,7 +29,8 @@ from typing import Any, Literal
 from nvme_offload.optim.stats import CLOSE, Limit
 
 OverlapStep = Literal["off", "forward", "backward", "speculate"]
-OVERLAPS: tuple[OverlapStep, ...] = ("off", "forward", "backward")
+OVERLAPS: tuple[OverlapStep, ...] = ("off", "forward", "backward", "speculate")
+IN_BACKWARD: tuple[OverlapStep, ...] = ("backward", "speculate")
 Part = Literal["forward", "backward", "step"]
 PARTS: tuple[Part, ...] = ("forward", "backward", "step")
 
@@ -302,7 +304,7 @@ class _Model:
                     self._begin_last_backward()
                 for group in reversed(groups):
                     yield from self._pass("backward", group)
-                    if is_last and self._overlap == "backward":
+                    if is_last and self._overlap in IN_BACKWARD:
                         self._ready |= self._in_backward.intersection(self._final_with[group])
             self._step(number)
             if self._overlap == "off":
@@ -333,7 +335,7 @@ class _Model:
 
     def _begin_last_backward(self) -> None:
         """With ``backward``: choose what will be updated in it, as much as the drive can do meanwhile."""
-        if self._overlap != "backward":
+        if self._overlap not in IN_BACKWARD:
             return
         left = sum(group.seconds("backward") for group in self._work.groups)
         for i in reversed(self._order):

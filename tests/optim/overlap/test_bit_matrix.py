@@ -1,5 +1,7 @@
 """Every schedule, wherever the state is and whatever the precision: the bits of a run in memory in the plain order."""
 
+import zlib
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ PLACES = {  # where the state is, and what else is on NVMe
 }
 BUDGETS = {"some in memory": "5MiB"}
 COLUMNS = {
-    "schedule": [None, "forward", "backward"],
+    "schedule": [None, "forward", "backward", "speculate"],
     "place": list(PLACES),
     "precision": list(PRECISIONS),
     "stage": [1, 2, 3],
@@ -45,7 +47,8 @@ def allowed(case):
     """What the section refuses, or FSDP2 cannot do, is in tests of its own."""
     exact = case["clip"] == 0.0 and not case["overflows"] and case["precision"] != "fp16"
     on_tiers = "with" in case["place"] or case["place"] == "all"
-    return (case["schedule"] != "backward" or exact) and (not on_tiers or case["stage"] == 3)
+    has_way = case["schedule"] != "speculate" or case["place"] != "host"
+    return (case["schedule"] != "backward" or exact) and has_way and (not on_tiers or case["stage"] == 3)
 
 
 CASES = pairwise_cases(COLUMNS, allowed)
@@ -56,6 +59,7 @@ FEW = [  # in `make test`: what the tests beside this one leave out
         (None, "some in memory", "fp32", 1e9, True),
         ("backward", "nvme", "mixed", 0.0, False),
         ("forward", "host", "autocast", 0.05, False),
+        ("speculate", "some in memory", "mixed", 1e9, True),
     )
 ]
 
@@ -63,6 +67,9 @@ FEW = [  # in `make test`: what the tests beside this one leave out
 def config_of(path, case, schedule, place):
     config = section(path, **PLACES[place], accumulation=case["accumulation"], stage=case["stage"])
     exact = {"skip_non_finite": False} if case["schedule"] == "backward" else {}
+    config["zero_optimization"]["offload_optimizer"]["durable"] = (
+        schedule == "speculate" and f"case-{zlib.crc32(str(case).encode())}"
+    )
     return {
         **config,
         **PRECISIONS[case["precision"]],

@@ -69,6 +69,12 @@ def test_a_sleeping_model_has_a_matrix_for_each_subgroup(shape):
     assert all(param.grad is not None for param in model.parameters())
 
 
+def test_a_durable_run_writes_its_parameters_too():
+    assert Setup().bytes_moved("speculate") == 22 * Setup().numel == 1.1 * Setup().bytes_moved("backward")
+    ratios = [Setup().bound("speculate", 1.0, nvme).seconds / max(1.0, nvme) for nvme in (0.5, 1.0, 2.0)]
+    assert ratios == pytest.approx([1.00, 1.16, 1.00], abs=0.02)
+
+
 def test_bounds_of_a_model_with_an_embedding():
     setup = Setup(shape="lm")
     ratios = [setup.bound("backward", 1.0, nvme).seconds / max(1.0, nvme) for nvme in (0.5, 1.0, 2.0)]
@@ -76,8 +82,17 @@ def test_bounds_of_a_model_with_an_embedding():
     assert setup.bound("off", 1.0, 1.0).seconds == pytest.approx(1.92, abs=0.005)
 
 
-def test_the_table_over_a_paced_drive(tmp_path, alone):
-    small = "paced --overlap-step off --width 64 --subgroups 8 --io-seconds 0.05 --iterations 2"
+@pytest.mark.slow
+def test_steps_that_clip_are_compared(alone):
+    small = "clipped --share 1 --quads 1 --width 64 --subgroups 8 --io-seconds 0.01 --iterations 2"
+    done = CliRunner().invoke(app, small.split())
+    assert done.exit_code == 0, done.output
+    assert "speculate over forward, 100% of the steps clipped: " in done.output
+
+
+@pytest.mark.parametrize("overlap_step", ["off", "speculate"])
+def test_the_table_over_a_paced_drive(tmp_path, alone, overlap_step):
+    small = f"paced --overlap-step {overlap_step} --width 64 --subgroups 8 --io-seconds 0.05 --iterations 2"
     done = CliRunner().invoke(app, [*small.split(), "--save", str(tmp_path)])
     assert done.exit_code == 0, done.output
     [file] = tmp_path.glob("*-hidden-step-layers.json")
@@ -90,7 +105,7 @@ def test_the_table_over_a_paced_drive(tmp_path, alone):
         assert cell["of_ideal"] > 0
         assert cell["quotient"] == pytest.approx(cell["of_ideal"] / cell["bound"])
     assert str(tmp_path) not in file.read_text()
-    assert "| off | 0.5 |" in file.with_suffix(".md").read_text()
+    assert f"| {overlap_step} | 0.5" in file.with_suffix(".md").read_text()
 
 
 def test_rounds_in_which_computing_was_disturbed_are_left_out():
