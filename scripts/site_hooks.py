@@ -50,11 +50,20 @@ def on_config(config: Any) -> Any:
     return config
 
 
+IN_PARTS = ("OffloadEngine", "OffloadOptimizer")
+"""Classes whose methods stand in several rooms: what they inherit is theirs."""
+
+
+def _entry(name: str) -> str:
+    options = "\n    options:\n      inherited_members: true" if name in IN_PARTS else ""
+    return f"::: nvme_offload.{name}{options}"
+
+
 def on_files(files: Files, *, config: Any) -> Files:
     """Adds a page for each group of public names."""
     titles = {page: title for page, title, _ in PAGES}
     for page, names in public_names().items():
-        content = "\n\n".join([f"# {titles[page]}", *(f"::: nvme_offload.{name}" for name in names)])
+        content = "\n\n".join([f"# {titles[page]}", *map(_entry, names)])
         files.append(File.generated(config, f"reference/{page}.md", content=content + "\n"))
     return files
 

@@ -36,11 +36,14 @@ def site(tmp_path_factory):
     return target
 
 
+INHERITED = ("OffloadEngine.save_checkpoint", "OffloadEngine.resume", "OffloadOptimizer.rewind")
+
+
 def test_every_public_name_has_its_place(site):
     pages = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").rglob("index.html"))
     described = set(re.findall(r'<h2 id="nvme_offload\.(\w+)"', pages))
     assert described == set(nvme_offload.__all__)
-    for member in ("OffloadAdamW", "OffloadOptimizer.step", "OffloadEngine.save_checkpoint", "TensorSwapper.swap_in"):
+    for member in ("OffloadAdamW", "OffloadOptimizer.step", "TensorSwapper.swap_in", *INHERITED):
         assert f'id="nvme_offload.{member}"' in pages, member
 
 

@@ -296,7 +296,7 @@ def test_a_step_that_stopped_halfway_is_completed_by_the_next_call(make_engine, 
         if disturbed:
             pipeline = engine.optimizer.store.pipeline
             with monkeypatch.context() as patch:
-                patch.setattr(pipeline, "acquire", lambda *arguments: 1 / 0)
+                patch.setattr(pipeline, "acquire", lambda *arguments, **more: 1 / 0)
                 with pytest.raises(ZeroDivisionError) as caught:
                     engine.step()
             assert "engine.step() finishes the step, too" in caught.value.__notes__[-1]
