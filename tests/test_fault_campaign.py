@@ -32,7 +32,7 @@ from tests.support.training import BLOCK, SETTINGS, Twin, faulty_drive, params_o
 NUM_CASES = 10_000
 """Of the long run."""
 NUM_CASES_PER_TEST = 250
-NUM_CASES_BY_DEFAULT = 600
+NUM_CASES_BY_DEFAULT = 300
 FIRST_SEED_BY_DEFAULT = 1_000_000
 """Seeds that the long run does not have."""
 AGAIN = "FAULT_SEEDS={} pytest tests/test_fault_campaign.py -k some_cases"

@@ -137,7 +137,14 @@ def extents_reused_before_the_commit(patch):
     patch.setattr(ExtentPool, "take", take)
 
 
-@pytest.mark.parametrize("wrong", [no_sync_of_the_data, stale_manifests_left_alive, extents_reused_before_the_commit])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(no_sync_of_the_data, marks=pytest.mark.slow),
+        stale_manifests_left_alive,
+        extents_reused_before_the_commit,
+    ],
+)
 def test_what_is_known_to_be_wrong_is_found(in_memory, monkeypatch, wrong):
     wrong(monkeypatch)
     try:
