@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard aio_native/src/* optim/src/* optim/src/rules/*)
 INSTALLED := $(VENV)/.installed
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: demo test check bench compare sanitize clients docs wheel test-torch setup clean FORCE
 .DEFAULT_GOAL := test
@@ -15,7 +15,7 @@ WORKERS ?= 2
 demo: setup
 	$(BIN)/python -m nvme_offload.perf.demo $(ARGS)
 
-# Two workers; what needs a quiet machine waits until nothing else runs (tests/conftest.py). One: make test WORKERS=0
+# Three workers, on two processors: some tests wait. What needs a quiet machine waits until nothing else runs (tests/conftest.py). One: make test WORKERS=0
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
