@@ -186,10 +186,13 @@ class ManifestFiles:
         done = 0
         while done < size_bytes:
             try:
-                done += os.pwrite(self._files[place].fileno(), memory[done:], done)
-                done -= done % _BLOCK_BYTES  # a short one is repeated from where direct I/O may begin
+                moved = os.pwrite(self._files[place].fileno(), memory[done:], done)
+                moved -= moved % _BLOCK_BYTES  # a short one is repeated from where direct I/O may begin
+                if not moved:
+                    raise OSError(errno.EIO, "nothing of a block was written")
             except OSError as error:
                 raise _error(error, self._paths[place], done, size_bytes - done, "write") from error
+            done += moved
 
 
 def _make(path: Path) -> Path:

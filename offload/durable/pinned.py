@@ -52,10 +52,11 @@ class PinnedReader:
                 moved = os.preadv(fd, [target[done:]], offset + done)
             except OSError as error:
                 raise self._error(error.errno or errno.EIO, fd, offset + done, size_bytes - done) from error
+            if done + moved < size_bytes:
+                moved -= moved % unit  # direct I/O goes on where it may begin
             if moved == 0:
                 raise self._error(errno.EIO, fd, offset + done, size_bytes - done)
             done += moved
-            done -= done % unit if done < size_bytes else 0  # direct I/O goes on where it may begin
 
     def _error(self, code: int, fd: int, offset: int, size_bytes: int) -> SwapIOError:
         path = self._space.path_of(fd)

@@ -55,7 +55,7 @@ class PeriodCosts:
     read: float
     written: float
     space: float
-    """Of the drive, see `ring.num_needed`."""
+    """Of the drive, see `turns.num_needed`."""
     staging: float
     """Of the staging buffers, if all of it were in them: the base, its log, and the entry or trailer to write."""
     updates: float

@@ -18,15 +18,15 @@ further step that can be gone back to there is besides what one step sets free.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 
 from nvme_offload.offload.durable.chain import BASES, Chain, ChainRows, SlotLayout, Stripes, WriteId, Written
 from nvme_offload.offload.durable.extent_pool import ExtentPool
 from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs, Sums, open_sealed, seal
+from nvme_offload.offload.durable.turns import num_bytes, phases, wanted
 from nvme_offload.offload.errors import ResumeError, StateError
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.swap_space import Size, SwapSpace
@@ -115,7 +115,7 @@ class ExtentRing:
             OutOfSpaceError: there is no room for all of them; nothing has changed.
         """
         slots = [*self.slots, *(RingSlot(layout, 0) for layout in layouts)]
-        self._pool.want(_wanted(slots, self.steps_back))
+        self._pool.want(_wanted_by(slots, self.steps_back))
         self._rows.grow(len(slots), max(slot.layout.period for slot in slots) - 1)
         _take_turns(slots)
         self.slots = slots
@@ -127,7 +127,7 @@ class ExtentRing:
             self._pool.give_back(self.slots[slot].extents(self.slots[slot].current))
         self.slots = self.slots[:first]
         self._rows.shrink(first)
-        self._pool.want(_wanted(self.slots, self.steps_back))
+        self._pool.want(_wanted_by(self.slots, self.steps_back))
         self._pool.trim()
 
     def begin_turn(self) -> None:
@@ -361,7 +361,7 @@ class ExtentRing:
         self._pool.admit(size for stripes, size in sizes.items() if not self._times_pinned[stripes])
         for name, pins in self._pins.items():
             self._pins[name] = [(sizes.get(extent.stripes, size), extent) for size, extent in pins]
-        wanted = _wanted(self.slots, self.steps_back)
+        wanted = _wanted_by(self.slots, self.steps_back)
         size_of = {num_bytes(size): size for size in wanted}
         ages: list[list[tuple[Size, Extent]]] = [[] for _ in range(len(older) + 1)]
         for stripes, extent in known.items():
@@ -393,7 +393,7 @@ class ExtentRing:
         self._pool.let_go(size for size, extent in self._in_chains() if extent.stripes in new)
         self._pool.drop(new)
         try:
-            self._pool.want(_wanted(self.slots, self.steps_back))
+            self._pool.want(_wanted_by(self.slots, self.steps_back))
         except BaseException:
             self.unpin(name)
             raise
@@ -471,54 +471,9 @@ class ExtentRing:
 
 
 def _take_turns(slots: Sequence[RingSlot]) -> None:
-    """Spread slots of one layout evenly over the turns, beginning elsewhere for each layout."""
-    turns: dict[SlotLayout, Iterator[int]] = {}
-    for slot in slots:
-        turn = turns.setdefault(slot.layout, count(len(turns)))
-        slot.phase = next(turn) % slot.layout.period
+    for slot, phase in zip(slots, phases(slot.layout for slot in slots), strict=True):
+        slot.phase = phase
 
 
-def _wanted(slots: Sequence[RingSlot], steps_back: int) -> Counter[Size]:
-    """How many extents of each size the turns need."""
-    counts: Counter[Size] = Counter()
-    for layout, number in Counter(slot.layout for slot in slots).items():
-        bases, entries = num_needed(number, layout.period)
-        of_turn = -(-number // layout.period) * (steps_back - 1)  # chains that a step sets free, for each further step
-        counts[layout.base.parts] += bases + of_turn
-        if entries:
-            counts[layout.entry_bytes] += entries + of_turn * (layout.period - 1)
-    return counts
-
-
-def bytes_needed(layouts: Iterable[SlotLayout], steps_back: int) -> list[int]:
-    """Bytes of every extent that the turns of these slots need; see `ExtentRing`."""
-    counts = _wanted([RingSlot(layout, 0) for layout in layouts], steps_back)
-    return [num_bytes(size) for size, count in counts.items() for _ in range(count)]
-
-
-def num_bytes(size: Size) -> int:
-    """Bytes of an extent of this size."""
-    return sum(size) if isinstance(size, tuple) else size
-
-
-def num_needed(num_slots: int, period: int) -> tuple[int, int]:
-    """How many bases and entries equal slots need that take turns.
-
-    Args:
-        num_slots: slots.
-        period: every how many steps each is rewritten.
-
-    Returns:
-        Bases: one for each slot, and one for each that a step rewrites. Entries: those that are there after a step, and
-        those that the next one adds, where they are most.
-    """
-    in_phase = Counter(slot % period for slot in range(num_slots))
-    entries = max(
-        sum(
-            number * (age + (age < period - 1))
-            for phase, number in in_phase.items()
-            for age in [(phase + turn) % period]
-        )
-        for turn in range(period)
-    )
-    return num_slots + -(-num_slots // period), entries
+def _wanted_by(slots: Sequence[RingSlot], steps_back: int) -> Counter[Size]:
+    return wanted((slot.layout for slot in slots), steps_back)

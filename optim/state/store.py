@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
-from nvme_offload.offload.durable.ring import bytes_needed
 from nvme_offload.offload.durable.run import DurableRun
+from nvme_offload.offload.durable.turns import bytes_needed
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.host.buffer_pool import BufferPool

@@ -11,7 +11,7 @@ from nvme_offload.offload.durable.rewrite_every import (
     choose,
     costs_of,
 )
-from nvme_offload.offload.durable.ring import num_needed
+from nvme_offload.offload.durable.turns import num_needed
 from nvme_offload.offload.units import GB, TB, parse_bytes_per_day
 
 BF16 = DurableBytes(state=10, tail=2, grad=2)

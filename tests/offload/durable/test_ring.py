@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
-from nvme_offload.offload.durable.ring import ExtentRing, num_needed
+from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.seal import ExtentLayout, Sums
+from nvme_offload.offload.durable.turns import num_needed
 from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.extent import Stripe

@@ -1,0 +1,62 @@
+"""How slots that are rewritten every few steps take turns, and how many extents that needs: see `ring.ExtentRing`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+from nvme_offload.offload.durable.chain import SlotLayout
+from nvme_offload.offload.storage.swap_space import Size
+
+
+def phases(layouts: Iterable[SlotLayout]) -> Iterator[int]:
+    """When each slot has its turn: slots of one layout spread evenly, beginning elsewhere for each layout."""
+    turns: dict[SlotLayout, Iterator[int]] = {}
+    for layout in layouts:
+        yield next(turns.setdefault(layout, count(len(turns)))) % layout.period
+
+
+def wanted(layouts: Iterable[SlotLayout], steps_back: int) -> Counter[Size]:
+    """How many extents of each size the turns of these slots need, with so many steps that can be gone back to."""
+    counts: Counter[Size] = Counter()
+    for layout, number in Counter(layouts).items():
+        bases, entries = num_needed(number, layout.period)
+        of_turn = -(-number // layout.period) * (steps_back - 1)  # chains that a step sets free, for each further step
+        counts[layout.base.parts] += bases + of_turn
+        if entries:
+            counts[layout.entry_bytes] += entries + of_turn * (layout.period - 1)
+    return counts
+
+
+def bytes_needed(layouts: Iterable[SlotLayout], steps_back: int) -> list[int]:
+    """Bytes of every extent that the turns of these slots need."""
+    return [num_bytes(size) for size, count in wanted(layouts, steps_back).items() for _ in range(count)]
+
+
+def num_bytes(size: Size) -> int:
+    """Bytes of an extent of this size."""
+    return sum(size) if isinstance(size, tuple) else size
+
+
+def num_needed(num_slots: int, period: int) -> tuple[int, int]:
+    """How many bases and entries equal slots need that take turns.
+
+    Args:
+        num_slots: slots.
+        period: every how many steps each is rewritten.
+
+    Returns:
+        Bases: one for each slot, and one for each that a step rewrites. Entries: those that are there after a step, and
+        those that the next one adds, where they are most.
+    """
+    in_phase = Counter(slot % period for slot in range(num_slots))
+    entries = max(
+        sum(
+            number * (age + (age < period - 1))
+            for phase, number in in_phase.items()
+            for age in [(phase + turn) % period]
+        )
+        for turn in range(period)
+    )
+    return num_slots + -(-num_slots // period), entries
