@@ -69,7 +69,11 @@ class Others:
         return Written.from_json(said)
 
     def _size_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self._folder.iterdir())
+        size_bytes = 0
+        for path in self._folder.iterdir():
+            with suppress(FileNotFoundError):  # another rank has renamed it since it was listed
+                size_bytes += path.stat().st_size
+        return size_bytes
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"rank{rank}{SAID}"
