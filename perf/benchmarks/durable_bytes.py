@@ -1,6 +1,6 @@
 """What a durable step moves, by the kernel's own counters, beside the same steps that end with their process.
 
-python -m nvme_offload.perf.benchmarks.durable_bytes FOLDER [--millions 100] [--steps 4]
+python -m nvme_offload.perf.benchmarks.durable_bytes FOLDER [--millions 100] [--steps 6] [--rewrite-every 1]
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Moved:
     """Of all measured steps."""
 
 
-def measure(path: str, *, millions: int, steps: int, durable: bool) -> Moved:
+def measure(path: str, *, millions: int, steps: int, durable: bool, rewrite_every: int) -> Moved:
     """Take steps over bf16 parameters with gradients at hand, and count what the block layer moved for them."""
-    with optimizer_of(path, millions=millions, durable=durable) as optimizer:
-        for _ in range(_WARM_STEPS):
+    with optimizer_of(path, millions=millions, durable=durable, rewrite_every=rewrite_every) as optimizer:
+        for _ in range(max(_WARM_STEPS, rewrite_every)):  # until all take turns
             optimizer.step()
         settle(optimizer)
         before, waited, start = block_io(), optimizer.stats().commit_wait_seconds, time.perf_counter()
@@ -64,7 +64,7 @@ def optimizer_of(path: str, *, millions: int, durable: bool, rewrite_every: int 
                 "device": "nvme",
                 "nvme_path": path,
                 "buffer_count": 4,
-                "staging_budget": "256MiB",
+                "staging_budget": "320MiB",
                 "durable": f"{_NAME}{time.time_ns()}" if durable else False,
                 "rewrite_every": rewrite_every if durable else 1,
             },
@@ -99,10 +99,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--millions", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6, help="whole periods, or the figures are of a part of one")
+    parser.add_argument("--rewrite-every", type=int, default=1)
     given = parser.parse_args(arguments)
+    how = {"millions": given.millions, "steps": given.steps, "rewrite_every": given.rewrite_every}
     found = {
-        name: asdict(measure(given.folder, millions=given.millions, steps=given.steps, durable=durable))
+        name: asdict(measure(given.folder, durable=durable, **how))
         for name, durable in (("in place", False), ("durable", True))
     }
     remove_runs(given.folder)
