@@ -137,11 +137,16 @@ class ExtentRing:
             self.drop_target(slot)
         self._pool.trim()  # not earlier: until something is written, the manifest before can be gone back to
 
-    def is_due(self, slot: int) -> bool:
+    def is_due(self, slot: int, *, turns_ahead: int = 0) -> bool:
         """Whether what this slot writes in this turn is a base: its turn has come, or there is nothing to add to."""
         record = self.slots[slot]
         is_full = record.current.base is None or len(record.current.log) >= record.layout.period - 1
-        return is_full or slot in self.suspects or (self.turn + record.phase) % record.layout.period == 0
+        has_turn = (self.turn + turns_ahead + record.phase) % record.layout.period == 0
+        return is_full or slot in self.suspects or has_turn
+
+    def num_logged_next(self, slot: int) -> int:
+        """Entries that the log of this slot will have when the turn that comes next has written it."""
+        return 0 if self.is_due(slot, turns_ahead=1) else len(self.slots[slot].current.log) + 1
 
     def to_rewrite(self, slot: int) -> Extent:
         """Where a new base of this slot goes, in its turn or out of it: the same until that is committed.
