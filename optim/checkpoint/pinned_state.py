@@ -40,7 +40,9 @@ class PinnedState:
         self._reader = PinnedReader(sealing.run.space)
         self.kernels = KernelPool(1)
         """Of this reader alone: with those of a step it would take turns."""
-        self._logs = SlotLogs(self._extents, body.table, self.kernels, sealing.logs.period)
+        self._logs = SlotLogs(
+            self._extents, lambda index: body.table[index].log_dtype, self.kernels, sealing.logs.period
+        )
         self._held: tuple[SlotRecord, Memory] | None = None
         self._own: defaultdict[int, list[tuple[SlotRecord, Run]]] = defaultdict(list)
         for slot in body.slots:
