@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.optim.checkpoint.geometry import Chunk, Part
 from nvme_offload.optim.checkpoint.places import (
     MAX_CHUNK_NUMEL,
     InMemory,
@@ -44,6 +43,7 @@ from nvme_offload.optim.checkpoint.places import (
     pieces,
 )
 from nvme_offload.optim.layout.flat import is_dense
+from nvme_offload.optim.layout.geometry import Chunk, Part
 from nvme_offload.optim.state.body import StateBody
 
 _MODEL, _OPTIMIZER = "model", "optim.state"
