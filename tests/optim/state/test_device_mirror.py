@@ -136,3 +136,21 @@ def test_what_was_fetched_and_did_not_come_next_is_fetched_again(make_adamw, lat
         copies = mirror.take(subgroups[first])
         assert torch.equal(copies.grad(run, torch.float32), torch.arange(float(run.start), run.stop))
         mirror.copy_back(subgroups[first], copies, params, grads)
+
+
+def test_what_comes_down_does_not_wait_for_what_goes_up(make_adamw, late):
+    """But for the bytes in the mirror that it is to fill."""
+    params = [torch.nn.Parameter(p.detach().to("late")) for p in params_of([(5 * 65536,)], torch.float32)]
+    optimizer = make_adamw(params, "cpu", sub_group_size=65536)
+    optimizer.place()
+    mirror, subgroups = optimizer.store.mirror, [slot.subgroup for slot in optimizer.store.slots]
+    grads = {0: torch.arange(5.0 * 65536).to("late")}
+    mirror.begin_step()
+    gone = []
+    for place in range(4):
+        for each in subgroups[place : place + 2]:
+            mirror.fetch(each, params, grads)
+        copies = mirror.take(subgroups[place])
+        gone.append(mirror._up._stream.done)
+        mirror.copy_back(subgroups[place], copies, params, grads)
+    assert gone == [0, 0, 0, 1]
