@@ -11,7 +11,6 @@ from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CorruptionError, ResumeError, StateError, SwapIOError
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.content import Content
-from nvme_offload.optim.durable.identity import identity_of
 from nvme_offload.optim.tiers.gatherers import drop_gathered
 from nvme_offload.optim.warn import warn_user
 
@@ -48,11 +47,11 @@ class Resumption:
         with store.at_rest(), torch.no_grad():
             if not (self._run.found or self._commits.step == 0):
                 raise StateError("resume", "a call before the first step", f"step {self._commits.step} is taken")
-            if not any(self._ranks.gather(bool(self._run.found)).values()):
+            if self._died_in_first_commit():
+                store.begin_anew()
                 return None
             store.place_trainable()
-            candidates = self._common({self._content(manifest).tick: manifest for manifest in self._run.found})
-            return self._take_up(candidates)
+            return self._take_up(self._common({self._content(found).tick: found for found in self._run.found}))
 
     def resume_snapshot(self, name: str) -> Content:
         """Go on from a step that was kept under a name.
@@ -104,6 +103,11 @@ class Resumption:
     def _content(self, manifest: Manifest) -> Content:
         return Content.decode(manifest.blob, self._run.folder)
 
+    def _died_in_first_commit(self) -> bool:
+        """Whether some rank has nothing yet, and the others no more than the first commit of all."""
+        found = self._ranks.gather((bool(self._run.found), self._run.is_under_way)).values()
+        return not all(has_any for has_any, _ in found) and not any(is_under_way for _, is_under_way in found)
+
     def _common(self, own: Mapping[int, Manifest]) -> list[Manifest]:
         """The manifests that all ranks have, newest first, checked against what this run is."""
         steps = {tick: manifest.step for tick, manifest in own.items()}
@@ -120,7 +124,7 @@ class Resumption:
                 f"`offload runs remove {self._run.name}`",
             )
         candidates = [own[tick] for tick in sorted(common, reverse=True)]
-        identity = identity_of(self._store, self._sealing.logs.period)
+        identity = self._commits.identity()
         self._refuse_where_any("is of another run than this", self._run.differences(candidates[0], identity))
         return [manifest for manifest in candidates if not self._run.differences(manifest, identity)]
 
