@@ -55,6 +55,8 @@ class Manifest:
     """2D int64, by name: where things lie. See `chain.ChainRows`."""
     blob: bytes = b""
     """What the optimizer keeps with the step."""
+    is_first: bool = False
+    """Whether there was nothing to go on from before it. Then another rank may not have come that far."""
 
     def encode(self) -> bytes:
         """The bytes of the file."""
@@ -63,6 +65,7 @@ class Manifest:
             "identity": self.identity,
             "tables": {name: table.shape for name, table in tables.items()},
             "blob": len(self.blob),
+            "first": self.is_first,
         }
         described = json.dumps(about).encode()
         parts = [struct.pack("<Q", len(described)), described, *(table.tobytes() for table in tables.values())]
@@ -85,7 +88,7 @@ class Manifest:
         if digest != _digest(_HEADER.pack(magic, sequence, incarnation, step, body_bytes, bytes(32)), body):
             return None
         about, tables, blob = _parse(body)
-        return cls(step, sequence, incarnation, about["identity"], tables, blob)
+        return cls(step, sequence, incarnation, about["identity"], tables, blob, about.get("first", False))
 
 
 def _digest(header: bytes, body: bytes | memoryview) -> bytes:

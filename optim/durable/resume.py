@@ -49,11 +49,11 @@ class Resumption:
         with store.at_rest(), torch.no_grad():
             if not (self._run.found or self._commits.step == 0):
                 raise StateError("resume", "a call before the first step", f"step {self._commits.step} is taken")
-            if not any(self._ranks.gather(bool(self._run.found)).values()):
+            if self._died_in_first_commit():
+                store.begin_anew()
                 return None
             store.place_trainable()
-            candidates = self._common({self._content(manifest).tick: manifest for manifest in self._run.found})
-            return self._take_up(candidates)
+            return self._take_up(self._common({self._content(found).tick: found for found in self._run.found}))
 
     def resume_snapshot(self, name: str) -> Content:
         """Go on from a step that was kept under a name.
@@ -104,6 +104,11 @@ class Resumption:
 
     def _content(self, manifest: Manifest) -> Content:
         return Content.decode(manifest.blob, self._run.folder)
+
+    def _died_in_first_commit(self) -> bool:
+        """Whether some rank has nothing yet, and the others no more than the first commit of all."""
+        found = self._ranks.gather((bool(self._run.found), self._run.is_under_way)).values()
+        return not all(has_any for has_any, _ in found) and not any(is_under_way for _, is_under_way in found)
 
     def _common(self, own: Mapping[int, Manifest]) -> list[Manifest]:
         """The manifests that all ranks have, newest first, checked against what this run is."""
