@@ -215,7 +215,7 @@ def _kind(entry: dict[str, Any]) -> str:
 
 
 def bounds(entry: dict[str, Any]) -> str:
-    """The range of a key, from the constraints in its JSON schema."""
+    """The range of a key, from the constraints in its JSON schema; and the words that it takes besides numbers."""
     if "enum" in entry:
         return ", ".join(f"`{value}`" for value in entry.get("x-choices", entry["enum"]))
     show = format_bytes if entry["x-unit"] == "bytes" else str
@@ -223,7 +223,8 @@ def bounds(entry: dict[str, Any]) -> str:
     text = "" if low is None else f"{show(low)} or more" if high is None else f"{show(low)}..{show(high)}"
     if "exclusiveMinimum" in entry:
         text = f"more than {show(entry['exclusiveMinimum'])}"
-    return f"{text}, a multiple of {show(step)}" if step else text
+    text = f"{text}, a multiple of {show(step)}" if step else text
+    return " or ".join([text, *(f"`{word}`" for word in entry.get("x-words", ()))])
 
 
 def main() -> None:
