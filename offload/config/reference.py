@@ -188,7 +188,7 @@ def _rows(prefix: str, model: type[Section]) -> Iterator[str]:
             f"`{prefix}{name}`",
             _kind(entry),
             entry["x-unit"],
-            bounds(entry),
+            " or ".join([bounds(entry), *(f"`{word}`" for word in entry.get("x-words", ()))]),
             f"`{entry['x-default']}`",
             entry["x-deepspeed"] or "-",
             meaning,
@@ -215,7 +215,7 @@ def _kind(entry: dict[str, Any]) -> str:
 
 
 def bounds(entry: dict[str, Any]) -> str:
-    """The range of a key, from the constraints in its JSON schema; and the words that it takes besides numbers."""
+    """The range of a key, from the constraints in its JSON schema."""
     if "enum" in entry:
         return ", ".join(f"`{value}`" for value in entry.get("x-choices", entry["enum"]))
     show = format_bytes if entry["x-unit"] == "bytes" else str
@@ -223,8 +223,7 @@ def bounds(entry: dict[str, Any]) -> str:
     text = "" if low is None else f"{show(low)} or more" if high is None else f"{show(low)}..{show(high)}"
     if "exclusiveMinimum" in entry:
         text = f"more than {show(entry['exclusiveMinimum'])}"
-    text = f"{text}, a multiple of {show(step)}" if step else text
-    return " or ".join([text, *(f"`{word}`" for word in entry.get("x-words", ()))])
+    return f"{text}, a multiple of {show(step)}" if step else text
 
 
 def main() -> None:
