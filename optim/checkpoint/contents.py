@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.optim.checkpoint.geometry import Chunk, Part
+from nvme_offload.offload.weights.writer import named_tensors
 from nvme_offload.optim.checkpoint.places import (
     MAX_CHUNK_NUMEL,
     InMemory,
@@ -44,7 +44,9 @@ from nvme_offload.optim.checkpoint.places import (
     pieces,
 )
 from nvme_offload.optim.layout.flat import is_dense
+from nvme_offload.optim.layout.geometry import Chunk, Part
 from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.slots import SlotRecord
 
 _MODEL, _OPTIMIZER = "model", "optim.state"
 
@@ -102,14 +104,12 @@ def contents_of(model: nn.Module, body: StateBody, reach: Reach) -> Contents:
         ValueError: the optimizer has parameters that the model has not, or the model's state dict holds no tensors.
     """
     contents = Contents()
-    first_names: dict[int, str] = {}
+    tensors, tied = named_tensors(model)
+    contents.tied = {f"{_MODEL}.{alias}": f"{_MODEL}.{name}" for alias, name in tied.items()}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"the model's state dict holds {name!r}, a {type(value).__name__}; only tensors are saved")
-        known = first_names.setdefault(id(value), name)
-        if known != name:
-            contents.tied[f"{_MODEL}.{name}"] = f"{_MODEL}.{known}"
-            continue
+    for name, value in tensors.items():
         record = body.table.find(value)
         if record is not None and not record.is_placed:
             record = None  # frozen from the start: it has no state
@@ -129,7 +129,8 @@ def contents_of(model: nn.Module, body: StateBody, reach: Reach) -> Contents:
         contents.items += _plain_items(entry, contents.steps[index])
         for state in body.table[index].rule.states:
             contents.add(Kind(body.table[index].leaf.shape, torch.float32), _OPTIMIZER, name, state.name)
-    contents.items += _tier_items(body, reach, contents.names)
+    parts = {index: Part.of(body.table[index].leaf) for index in contents.names}
+    contents.items += tier_items(body.slots, parts, contents.names, reach)
     return contents
 
 
@@ -147,17 +148,37 @@ def _plain_items(
         part, place = Part(part.whole, part.offsets, part.shape, tuple(range(local.dim()))), Whole(local)
     else:
         place = InMemory(local)
-    for start in range(0, local.numel(), MAX_CHUNK_NUMEL):
-        stop = min(start + MAX_CHUNK_NUMEL, local.numel())
-        reached = elsewhere(start, stop)
+    yield from part_items(name, part, local.numel(), lambda start, stop: elsewhere(start, stop) or place)
+
+
+def part_items(name: str, part: Part, numel: int, place_of: Callable[[int, int], Place]) -> Iterator[Item]:
+    """The items of a part of a tensor that is not in the optimizer's state.
+
+    Args:
+        name: of the tensor.
+        part: of it.
+        numel: elements of that.
+        place_of: says where its elements from one to another are.
+    """
+    for start in range(0, numel, MAX_CHUNK_NUMEL):
+        stop = min(start + MAX_CHUNK_NUMEL, numel)
+        place = place_of(start, stop)
         for chunk in part.chunks(start, stop):
-            yield Item(name, chunk, place if reached is None else reached)
+            yield Item(name, chunk, place)
 
 
-def _tier_items(body: StateBody, reach: Reach, names: Mapping[int, str]) -> Iterator[Item]:
-    """The items of all sections of all subgroups, one subgroup after the other."""
-    parts = {index: Part.of(body.table[index].leaf) for index in names}
-    for slot in body.slots:
+def tier_items(
+    slots: Iterable[SlotRecord], parts: Mapping[int, Part], names: Mapping[int, str], reach: Reach
+) -> Iterator[Item]:
+    """The items of all sections of all subgroups, one subgroup after the other.
+
+    Args:
+        slots: of the subgroups.
+        parts: which part of each parameter this rank has, by index.
+        names: of the parameters, by index.
+        reach: where the values are.
+    """
+    for slot in slots:
         for run in slot.subgroup.runs:
             for piece in pieces(run):
                 for section in slot.subgroup.sections:

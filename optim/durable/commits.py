@@ -20,7 +20,7 @@ from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.errors import OutOfSpaceError, StateError
 from nvme_offload.optim.durable.content import Content
-from nvme_offload.optim.durable.identity import identity_of
+from nvme_offload.optim.durable.identity import ModelNames, identity_of
 from nvme_offload.optim.durable.ranks import Ranks
 from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.state.masters import read_master, write_master
@@ -63,6 +63,8 @@ class Commits:
         """How much of a checkpoint in the background is written, 0 to 1; None where there is none."""
         self.of_engine = False
         """Whether a training engine says when a step is over, and adds to it."""
+        self.names = ModelNames()
+        """What a training engine calls the tensors of its model."""
         self.store = store
         self.sealing = sealing
         self.run: DurableRun = sealing.run
@@ -293,8 +295,12 @@ class Commits:
             self.tick = max(tick for _, _, tick in known.values())
             self._agreed_uuid = min(known.values())[1]
             self._num_agreed = self._num_placed
-        self.run.identify(identity_of(self.store, self.sealing.logs.period), self._agreed_uuid)
+        self.run.identify(self.identity(), self._agreed_uuid)
         self._num_identified = self._num_placed
+
+    def identity(self) -> dict[str, Any]:
+        """What the run is now: see `identity_of`."""
+        return identity_of(self.store, self.sealing, self.names)
 
     def note_adopted(self, content: Content) -> None:
         """The run goes on from here."""

@@ -11,7 +11,6 @@ from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.content import Content
-from nvme_offload.optim.durable.identity import identity_of
 from nvme_offload.optim.tiers.gatherers import drop_gathered
 from nvme_offload.optim.warn import warn_user
 
@@ -126,7 +125,7 @@ class Resumption:
                 f"`offload runs remove {self._run.name}`",
             )
         candidates = [own[tick] for tick in sorted(common, reverse=True)]
-        identity = identity_of(self._store, self._sealing.logs.period)
+        identity = self._commits.identity()
         self._refuse_where_any("is of another run than this", self._run.differences(candidates[0], identity))
         return [manifest for manifest in candidates if not self._run.differences(manifest, identity)]
 

@@ -37,7 +37,7 @@ class Sealing:
 
     def __init__(self, run: DurableRun, table: ParamTable, kernels: KernelPool, period: int) -> None:
         self.run = run
-        self.logs = SlotLogs(run.extents, table, kernels, period)
+        self.logs = SlotLogs(run.extents, lambda index: table[index].log_dtype, kernels, period)
         self.before_write: Callable[[], None] = lambda: None
         """Called before an extent is chosen: waits until the commit under way is done."""
         self.is_held = False

@@ -83,11 +83,12 @@ class UpdatesBehind:
         """Update the first subgroup that is in memory, if any is."""
         pipeline, pending = self._store.pipeline, self._step.pending
         ahead = self._ahead()
-        pipeline.advance(ahead)
-        slot = next((slot for slot in ahead if slot in pending and pipeline.is_here(slot)), None)
-        if slot is None:
-            return False
-        update_captured(self._store, self._meter, self._step, self._inputs, slot, ahead)
+        with pipeline.reads_first():
+            pipeline.advance(ahead)
+            slot = next((slot for slot in ahead if slot in pending and pipeline.is_here(slot)), None)
+            if slot is None:
+                return False
+            update_captured(self._store, self._meter, self._step, self._inputs, slot, ahead)
         self._meter.updates_behind += 1
         if not pending:
             self._finish()
@@ -116,6 +117,7 @@ class UpdatesBehind:
 
     def _finish(self) -> None:
         store, step = self._store, self._step
+        store.pipeline.start_writes()
         for index, count in step.counts.items():
             store.table[index].steps = count
         self._meter.changed_behind += step.changed_tiles

@@ -84,10 +84,13 @@ class UpdatesInBackward:
 
     def turn(self) -> bool:
         """Take a gradient in, or update the first subgroup that is ready and in memory."""
+        with self._store.pipeline.reads_first():
+            return self._turn()
+
+    def _turn(self) -> bool:
         pipeline, pending = self._store.pipeline, self.step.pending
         ahead = list(islice(self._upcoming(), LOOK_AHEAD))
-        if ahead:
-            pipeline.advance(ahead)
+        pipeline.advance(ahead)
         if self._inbox:
             self._take_in(*self._inbox.popleft())
             return True
