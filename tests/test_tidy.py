@@ -28,9 +28,9 @@ FOLDERS_BOTTOM_UP = {
         {"registry"},
     ),
     "offload": (
-        {"_torch_private", "devices", "progress", "sync", "units"},
+        {"_torch_private", "devices", "progress", "units"},
         {"errors"},
-        {"host"},
+        {"host", "sync"},
         {"config"},
         {"storage"},
         {"durable", "staging"},

@@ -108,7 +108,12 @@ _MAX_PERIOD = 16
 RewriteEvery = Annotated[
     int | Literal["auto"],
     PlainValidator(_rewrite_every),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": _MAX_PERIOD}, {"const": "auto"}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [{"type": "integer", "minimum": 1, "maximum": _MAX_PERIOD}, {"const": "auto"}],
+            "x-words": ["auto"],
+        }
+    ),
 ]
 
 

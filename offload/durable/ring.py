@@ -26,7 +26,7 @@ import numpy as np
 from nvme_offload.offload.durable.chain import BASES, Chain, ChainRows, SlotLayout, Stripes, WriteId, Written
 from nvme_offload.offload.durable.extent_pool import ExtentPool
 from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs, Sums, open_sealed, seal
-from nvme_offload.offload.durable.turns import num_bytes, phases, wanted
+from nvme_offload.offload.durable.turns import num_bytes, phases, turns_behind, wanted
 from nvme_offload.offload.errors import ResumeError, StateError
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.swap_space import Size, SwapSpace
@@ -345,7 +345,9 @@ class ExtentRing:
         chains = self._rows.read(tables, layouts, known, where=where)
         self.slots = [RingSlot(layout, 0, chain, chain) for layout, chain in zip(layouts, chains, strict=True)]
         _take_turns(self.slots)
-        self.turn = self.sequence
+        self.turn = self.sequence + turns_behind(
+            self.sequence, ((s.layout.period, s.phase, len(s.current.log)) for s in self.slots)
+        )
         self._rows.take(tables, len(layouts), max((layout.period for layout in layouts), default=1) - 1)
         self._refill(known, [{stripes for _, stripes, _ in self._rows.writes_of(other)} for other in older])
 
@@ -362,12 +364,15 @@ class ExtentRing:
         for name, pins in self._pins.items():
             self._pins[name] = [(sizes.get(extent.stripes, size), extent) for size, extent in pins]
         wanted = _wanted_by(self.slots, self.steps_back)
-        size_of = {num_bytes(size): size for size in wanted}
+        lacking = wanted - Counter({size: self._pool.num_held(size) for size in wanted})
         ages: list[list[tuple[Size, Extent]]] = [[] for _ in range(len(older) + 1)]
         for stripes, extent in known.items():
-            if stripes not in sizes and not self._times_pinned[stripes] and extent.size_bytes in size_of:
+            fitting = [size for size in wanted if num_bytes(size) == extent.size_bytes]
+            if stripes not in sizes and not self._times_pinned[stripes] and fitting:
                 age = next((age for age, of_older in enumerate(older) if stripes in of_older), len(older))
-                ages[age].append((size_of[extent.size_bytes], extent))
+                size = max(fitting, key=lacking.__getitem__)
+                lacking[size] -= 1
+                ages[age].append((size, extent))
         num_waiting = min(self.steps_back - 1, len(older))
         self._waiting = deque(reversed(ages[:num_waiting]))
         self._pool.admit(size for waiting in self._waiting for size, _ in waiting)

@@ -17,6 +17,19 @@ def phases(layouts: Iterable[SlotLayout]) -> Iterator[int]:
         yield next(turns.setdefault(layout, count(len(turns)))) % layout.period
 
 
+def turns_behind(turn: int, slots: Iterable[tuple[int, int, int]]) -> int:
+    """How many turns after this one it was when slots were written: what most of them say.
+
+    Those that would be rewritten earlier or later than they were about to be need space of others.
+
+    Args:
+        turn: any.
+        slots: period, phase and entries in the log of each.
+    """
+    said = Counter((logged - phase - turn) % period for period, phase, logged in slots if period > 1)
+    return said.most_common(1)[0][0] if said else 0
+
+
 def wanted(layouts: Iterable[SlotLayout], steps_back: int) -> Counter[Size]:
     """How many extents of each size the turns of these slots need, with so many steps that can be gone back to."""
     counts: Counter[Size] = Counter()
