@@ -154,6 +154,8 @@ class OptimizerStats:
     """Seconds that steps, and whoever else wanted to write, waited for a commit."""
     committed_step: int | None = None
     """The latest step that lasts; None before the first, and where nothing does."""
+    rewrite_every: int | None = None
+    """Every how many steps the state of a durable run is rewritten now; None where it ends with the process."""
     written_per_day: float | None = None
     """Bytes a day that go to drives, of all kinds, at the rate since the first step; None before the second."""
     days_of_life: float | None = None
@@ -241,6 +243,7 @@ GAUGES = frozenset(
         *(
             "committed_step",
             "checkpoint_progress",
+            "rewrite_every",
             "written_per_day",
             "days_of_life",
             "clip_coef",
