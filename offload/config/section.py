@@ -191,8 +191,9 @@ class OffloadOptimizerConfig(Section):
     the state once more; nothing more is moved."""
 
     wear_limit: WearLimit = key(None, 'bytes a day, as "1TB/day"', "", "bytes/day")
-    """How much the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run is rewritten as seldom
-    as that wants; one that writes more says so, with what writes less. `offload plan --durable` chooses by it."""
+    """How much the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run is rewritten as
+    seldom as that wants; one that writes more says so, with what writes less. `offload plan --durable` chooses by
+    it."""
     endurance: Endurance | None = key(None, '1 B or more, as "600TB"', "", "bytes")
     """What the drives of `nvme_path` may still be written together, 1 B or more: their rated TBW, less
     what `offload doctor` says was written. With it `stats()` and `offload plan` say how long they last."""
