@@ -124,9 +124,10 @@ class BufferPool:
     def regions(self) -> list[tuple[int, int]]:
         """(address, size in bytes) of the memory behind the buffers, each at most 1 GiB: what an engine registers."""
         return [
-            (region.address + start, min(MAX_REGISTERED_BYTES, region.size_bytes - start))
+            (address + start, min(MAX_REGISTERED_BYTES, size_bytes - start))
             for region in self._regions
-            for start in range(0, region.size_bytes, MAX_REGISTERED_BYTES)
+            for address, size_bytes in region.parts
+            for start in range(0, size_bytes, MAX_REGISTERED_BYTES)
         ]
 
     def try_acquire(self, owner: BufferOwner | None = None) -> StagingBuffer | None:

@@ -58,12 +58,14 @@ class HostRegion:
         self._map.madvise(mmap.MADV_DONTFORK)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._start = -start % HUGE_PAGE_BYTES if huge else 0
+        self._huge_bytes = 0
         if huge:
             # Not behind the last whole one: a huge page there would take up to 2 MiB more than was asked for.
             end = self._start + self.size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
             with suppress(OSError):  # a kernel built without them, or an administrator who forbids them
                 self._map.madvise(mmap.MADV_HUGEPAGE, 0, end)
                 self._map.madvise(mmap.MADV_NOHUGEPAGE, end, mapped_bytes - end)
+                self._huge_bytes = end - self._start
         self._owner_pid = os.getpid()
         self.address = start + self._start
         self.pinned = False
@@ -73,6 +75,15 @@ class HostRegion:
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._start + byte_offset)
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """(address, size in bytes) of its huge pages, and of the small ones behind them.
+
+        To be registered each by itself: of memory with pages of both sizes the kernel keeps a list of small ones only.
+        """
+        parts = [(0, self._huge_bytes), (self._huge_bytes, self.size_bytes - self._huge_bytes)]
+        return [(self.address + start, size_bytes) for start, size_bytes in parts if size_bytes]
 
     def pin(self, device: torch.device) -> None:
         """Page-lock the region for copies to and from a device.

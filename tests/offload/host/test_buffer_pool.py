@@ -11,6 +11,7 @@ import torch
 
 from nvme_offload.offload.errors import ClosedError
 from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.host.region import HUGE_PAGE_BYTES
 
 PATIENCE = 30.0
 
@@ -126,6 +127,17 @@ def test_regions_can_be_registered_and_no_buffer_crosses_one(num_buffers, buffer
                 start <= buffer.address and buffer.address + buffer.size_bytes <= start + size
                 for start, size in pool.regions
             )
+
+
+def test_huge_pages_are_registered_apart_from_small_ones():
+    # Of a registered region with pages of both sizes the kernel makes a list of small ones: a drive gets requests cut.
+    pool = BufferPool(3, (3 << 20) + 4096)
+    (start, size), (rest, rest_size) = pool.regions
+    assert start % HUGE_PAGE_BYTES == 0
+    assert size == 8 << 20
+    assert (rest, rest_size) == (start + size, pool.size_bytes - size)
+    assert BufferPool(2, 1 << 20).regions[0][1] == 2 << 20
+    assert BufferPool(1, 8192).regions[0][1] == 8192
 
 
 def test_no_buffer_is_ever_held_twice():
