@@ -35,7 +35,7 @@ _MAGIC = b"nvmerun1"
 _HEADER = struct.Struct("<8sQQqQ32s")  # magic, sequence, incarnation, step, bytes of the body, digest of all else
 _TABLE = np.dtype("<i8")
 _BLOCK_BYTES = 4096
-_FIRST_BYTES = 64 << 10
+_FIRST_BYTES = 1 << 20  # what most runs ever need: a disk that is full later keeps none of their steps back
 _GROWTH = 1.5
 
 
@@ -128,7 +128,7 @@ class ManifestFiles:
             sync_folder(folder)
         self._files = [open_synced(path, direct=direct) for path in self._paths]
         self._held = [Manifest.decode(path.read_bytes()) for path in self._paths]
-        self._memory = HostRegion(_FIRST_BYTES)
+        self._memory = HostRegion(_BLOCK_BYTES)
 
     def newest_first(self) -> list[Manifest]:
         """The manifests that are whole."""
@@ -179,7 +179,10 @@ class ManifestFiles:
         fd, path = self._files[place].fileno(), self._paths[place]
         held_bytes = os.fstat(fd).st_size
         if size_bytes > held_bytes:
-            _promise(fd, path, -(-int(size_bytes * _GROWTH) // _BLOCK_BYTES) * _BLOCK_BYTES)
+            try:
+                _promise(fd, path, -(-int(size_bytes * _GROWTH) // _BLOCK_BYTES) * _BLOCK_BYTES)
+            except OutOfSpaceError:
+                _promise(fd, path, size_bytes)
             sync_file(fd)
 
     def _write(self, place: int, content: bytes, size_bytes: int) -> None:

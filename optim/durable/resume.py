@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.errors import CorruptionError, ResumeError, StateError, SwapIOError
+from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.tiers.gatherers import drop_gathered
@@ -35,6 +35,7 @@ class Resumption:
         self._ranks = commits.ranks()
         self._groups = groups
         self._check_group = check_group
+        self._lacks_room = False
 
     def resume(self) -> Content | None:
         """Go on from the latest step that every rank has, or the one before where that is damaged.
@@ -151,6 +152,12 @@ class Resumption:
             if self._ranks.all(problem is None):
                 self._adopt(manifest, content)
                 return content
+            if not self._ranks.all(not self._lacks_room):
+                raise ResumeError(
+                    self._run.folder,
+                    f"finds no room for what further steps need: {problem or 'on the drive of another rank'}. "
+                    "All of it is as it was: free space, and start again",
+                )
             problems.append(f"step {manifest.step}: {problem or 'damaged on another rank'}")
             warn_user(f"a committed step is damaged ({problems[-1]}): the one before it is looked at")
         raise ResumeError(
@@ -172,6 +179,7 @@ class Resumption:
                 self._sealing.bring_back(slot, memory)
         except (CorruptionError, SwapIOError, ResumeError) as error:
             store.pipeline.forget(store.slots)
+            self._lacks_room = isinstance(error, OutOfSpaceError)
             return str(error)
         return None
 
