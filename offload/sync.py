@@ -6,10 +6,13 @@ another that is older. So whoever renames syncs the file before and the folder a
 
 from __future__ import annotations
 
+import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from nvme_offload.aio_native.descriptor import Descriptor
+from nvme_offload.offload.errors import SwapIOError
 
 
 def sync_file(descriptor: int) -> None:
@@ -50,11 +53,20 @@ def replace_file(path: Path, content: bytes) -> None:
     """Give a file this content: after a crash it has all of it, or what it had before, or is not there if it was not.
 
     What a crash leaves beside it ends in ``.new``.
+
+    Raises:
+        SwapIOError: the drive does not take it; the file has what it had before.
     """
     new = path.with_name(path.name + ".new")
-    with Descriptor(os.open, new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600) as descriptor:
-        with os.fdopen(descriptor, "wb", closefd=False) as file:
-            file.write(content)
-        sync_file(descriptor)
-    new.rename(path)
-    sync_folder(path.parent)
+    try:
+        with Descriptor(os.open, new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600) as descriptor:
+            with os.fdopen(descriptor, "wb", closefd=False) as file:
+                file.write(content)
+            sync_file(descriptor)
+        new.rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        code = error.errno or errno.EIO
+        raise SwapIOError(code, path=path, offset=0, size_bytes=len(content), direction="write") from error

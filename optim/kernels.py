@@ -86,8 +86,7 @@ def make_segment(
 ) -> Segment:
     """Describe one run of elements to `KernelPool.update`.
 
-    A segment holds addresses: keep the tensors alive. Its fields can be set anew for every step, for instance
-    when the states lie in another staging buffer.
+    A segment holds addresses: keep the tensors alive. Its fields can be set anew for every step.
 
     Args:
         param: bf16, fp16 or fp32 [numel]; its dtype decides the `MasterForm`.
@@ -113,7 +112,7 @@ def make_segment(
     """
     if param.dtype not in FORM_OF_DTYPE:
         raise ValueError(f"param is {param.dtype}; the kernels take bfloat16, float16 and float32")
-    form = FORM_OF_DTYPE[param.dtype]
+    form, numel = FORM_OF_DTYPE[param.dtype], param.numel()
     master_dtype = MASTER_DTYPE[form]
     if (master is None) != (master_dtype is None):
         wanted = "an fp32 parameter is its own master" if master_dtype is None else f"{master_dtype} is needed"
@@ -122,7 +121,6 @@ def make_segment(
         raise ValueError(f"{rule.name} has no native kernel; those are of {', '.join(_RULES)}")
     if len(states) != len(rule.states):
         raise ValueError(f"{rule.name} has {len(rule.states)} states, not {len(states)}")
-    numel = param.numel()
     named = zip(rule.states, states, strict=True)
     return Segment(
         param=_address("param", param, param.dtype, numel),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from nvme_offload.optim.metrics import field_texts, prometheus_text
 
@@ -146,12 +146,16 @@ class OptimizerStats:
     """Steps of a durable run that were made to last, and other commits."""
     failed_commits: int = 0
     """Commits that failed: the run went on, with the one before still whole."""
+    commit_failure: str | None = None
+    """Why the latest commit failed, with the remedy; None where it lasts, or is under way."""
     commit_seconds: float = 0.0
     """Seconds that commits took, in all; most of them hidden behind the next forward and backward."""
     commit_wait_seconds: float = 0.0
     """Seconds that steps, and whoever else wanted to write, waited for a commit."""
     committed_step: int | None = None
     """The latest step that lasts; None before the first, and where nothing does."""
+    rewrite_every: int | None = None
+    """Every how many steps the state of a durable run is rewritten now; None where it ends with the process."""
     written_per_day: float | None = None
     """Bytes a day that go to drives, of all kinds, at the rate since the first step; None before the second."""
     days_of_life: float | None = None
@@ -205,7 +209,7 @@ class OptimizerStats:
             prefix: put before each name: ``offload/`` makes them one section of TensorBoard.
         """
         known = {
-            name: math.nan if value is None else value for name, value in vars(self).items() if name != "iteration"
+            name: math.nan if value is None else value for name, value in vars(self).items() if name not in _NO_NUMBERS
         }
         numbers = {name: value for name, value in known.items() if isinstance(value, int | float)}
         return {prefix + name: value for name, value in (numbers | _of_iteration(self.iteration)).items()}
@@ -217,6 +221,10 @@ class OptimizerStats:
             labels: put on each of them: ``{"rank": 0}``.
         """
         return prometheus_text(self.scalars(), scalar_texts(), GAUGES, labels or {}, {"engine": self.engine})
+
+
+_NO_NUMBERS = ("iteration", "commit_failure")
+"""Fields that may be None and are no number otherwise."""
 
 
 def _of_iteration(iteration: IterationStats | None) -> dict[str, float]:
@@ -235,6 +243,7 @@ GAUGES = frozenset(
         *(
             "committed_step",
             "checkpoint_progress",
+            "rewrite_every",
             "written_per_day",
             "days_of_life",
             "clip_coef",
@@ -290,7 +299,7 @@ class Meter:
     _waits: dict[Cause, float] = field(default_factory=dict)
 
     @property
-    def overlapped(self) -> dict[str, int]:
+    def overlapped(self) -> dict[str, Any]:
         """The fields of `OptimizerStats` about what is done outside ``step()``."""
         names = ("updates_behind", "updates_in_backward", "guesses", "wrong_guesses", "updates_taken_back")
         return {name: getattr(self, name) for name in names}

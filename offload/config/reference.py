@@ -188,7 +188,7 @@ def _rows(prefix: str, model: type[Section]) -> Iterator[str]:
             f"`{prefix}{name}`",
             _kind(entry),
             entry["x-unit"],
-            bounds(entry),
+            " or ".join([bounds(entry), *(f"`{word}`" for word in entry.get("x-words", ()))]),
             f"`{entry['x-default']}`",
             entry["x-deepspeed"] or "-",
             meaning,

@@ -108,7 +108,12 @@ _MAX_PERIOD = 16
 RewriteEvery = Annotated[
     int | Literal["auto"],
     PlainValidator(_rewrite_every),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": _MAX_PERIOD}, {"const": "auto"}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [{"type": "integer", "minimum": 1, "maximum": _MAX_PERIOD}, {"const": "auto"}],
+            "x-words": ["auto"],
+        }
+    ),
 ]
 
 
@@ -179,14 +184,16 @@ class OffloadOptimizerConfig(Section):
     rewrite_every: RewriteEvery = key(1, 'a whole number, 1..16, or "auto"', "", "steps")
     """Every how many steps the state of a `durable` run is rewritten, 1..16; the gradients of the steps in between are
     kept. With 3 a 16-bit parameter costs 5.3 bytes written and 13.3 read in a step, and not 12 and 10. `auto` measures
-    the drive when a run begins, and takes what is fastest there, 4 at most."""
+    the drive when a run begins, and takes what is fastest there, 4 at most; with `wear_limit` up to 16 while the run
+    goes on."""
     rewind_steps: Whole = key(1, "a whole number, 1..16", "", "steps", ge=1, le=16)
     """How many steps a `durable` run can go back to with `rewind`, 1..16. Each one beyond the first takes the space of
     the state once more; nothing more is moved."""
 
     wear_limit: WearLimit = key(None, 'bytes a day, as "1TB/day"', "", "bytes/day")
-    """How much may be written in a day. A run that writes more says so in a warning, with the `rewrite_every` that
-    writes less; `offload plan --durable` chooses by it."""
+    """How much the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run is rewritten as
+    seldom as that wants; one that writes more says so, with what writes less. `offload plan --durable` chooses by
+    it."""
     endurance: Endurance | None = key(None, '1 B or more, as "600TB"', "", "bytes")
     """What the drives of `nvme_path` may still be written together, 1 B or more: their rated TBW, less
     what `offload doctor` says was written. With it `stats()` and `offload plan` say how long they last."""
@@ -263,8 +270,8 @@ class OffloadConfig(Section):
     steps, while the latest steps did neither; what was guessed wrong is taken back from what a `durable` run, which it
     needs, has committed. The bits are the same. Left out, it is `forward` for shards
     in parts of FSDP2 (what `initialize` makes of all) and plain modules given to `optimizer.overlap_with`, with state
-    on NVMe, and `off` for the rest: other modules, Muon, CUDA, and where parameters or gradients have a tier of their
-    own. One warning says where it does nothing."""
+    on NVMe, and `off` for the rest: other modules, Muon, where parameters have a tier of their own (beside a GPU also
+    host memory), and where gradients are on NVMe. One warning says where it does nothing."""
     skip_non_finite: bool = key(True, "true or false")
     """Skip a step with a gradient that is not finite, and count it. `false`: such a gradient is an error."""
     host_budget: ByteBudget | None = key(None, '"auto", or 4 KiB or more, as "8GiB"', "", "bytes")

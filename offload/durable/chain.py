@@ -33,7 +33,7 @@ class SlotLayout:
     entry_bytes: int = 0
     """The most that an entry takes, its trailer included: a multiple of the alignment. 0 with a period of 1."""
     period: int = 1
-    """Every how many steps it is rewritten; at least 1."""
+    """Every how many steps it is rewritten at the latest: its log has room for as many less one; at least 1."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,8 +30,8 @@ from nvme_offload.offload.sync import replace_file, sync_folder
 
 PREFIX = "nvme-durable-"
 ABOUT_NAME = "run.json"
-FORMAT = 1
-"""Of what a run's directory holds."""
+FORMAT = 2
+"""Of what a run's directory holds: 1 had no layout that could be read without the model."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIRECTORY_NAME = re.compile(re.escape(PREFIX) + rf"({_RUN_NAME.pattern})-rank(\d+)")
@@ -71,7 +71,11 @@ def read_about(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ResumeError(path, f"cannot be read: {error}") from error
     if written_by != FORMAT:
-        raise ResumeError(path, f"is of format {written_by}, and this version reads {FORMAT}")
+        raise ResumeError(
+            path,
+            f"is of format {written_by}, and this version reads {FORMAT}: go on with the version that made it and save "
+            "a checkpoint there, or remove the run (`offload runs remove`)",
+        )
     return about
 
 

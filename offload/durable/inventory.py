@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,7 +98,7 @@ def remove_run(run: RunFound) -> None:
         StateError: somebody is in it.
         OSError: a file cannot be deleted, or is none of ours; what can be resumed is gone by then.
     """
-    with _locked(run) as folders:
+    with locked(run) as folders:
         for folder in folders:
             _delete(folder, MANIFEST_NAMES, (SNAPSHOT_PREFIX,))
             sync_folder(folder)
@@ -114,7 +114,7 @@ def remove_snapshot(run: RunFound, name: str) -> None:
         StateError: somebody is in the run: it has a method for this.
         OSError: a file cannot be deleted.
     """
-    with _locked(run) as folders:
+    with locked(run) as folders:
         for folder in folders:
             _delete(folder, (SNAPSHOT_PREFIX + name,), ())
             sync_folder(folder)
@@ -170,18 +170,25 @@ def _owner_of(folder: Path) -> owner.Owner | None:
 
 
 @contextmanager
-def _locked(run: RunFound) -> Iterator[list[Path]]:
-    """The directories of a run, while nobody else can be in it."""
+def locked(run: RunFound) -> Iterator[list[Path]]:
+    """The directories of a run, while nobody else can be in it.
+
+    Raises:
+        StateError: somebody is in it; names the process.
+    """
     folders = [folder for rank in run.ranks for folder in rank.folders]
     with ExitStack() as locks:
         for folder in folders:
             _lock(run.name, folder, locks)
+        for folder in folders:
+            with suppress(OSError):  # who looks for it then is told the process before; the drive may be read-only
+                owner.Owner.this().note_in(folder)
         yield folders
 
 
 def _lock(name: str, folder: Path, locks: ExitStack) -> None:
     try:
-        swap_file = Descriptor(os.open, folder / SWAP_NAME, os.O_RDWR | os.O_CLOEXEC)
+        swap_file = Descriptor(os.open, folder / SWAP_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     fd = locks.enter_context(swap_file)

@@ -35,7 +35,7 @@ _MAGIC = b"nvmerun1"
 _HEADER = struct.Struct("<8sQQqQ32s")  # magic, sequence, incarnation, step, bytes of the body, digest of all else
 _TABLE = np.dtype("<i8")
 _BLOCK_BYTES = 4096
-_FIRST_BYTES = 64 << 10
+_FIRST_BYTES = 1 << 20  # what most runs ever need: a disk that is full later keeps none of their steps back
 _GROWTH = 1.5
 
 
@@ -55,6 +55,8 @@ class Manifest:
     """2D int64, by name: where things lie. See `chain.ChainRows`."""
     blob: bytes = b""
     """What the optimizer keeps with the step."""
+    is_first: bool = False
+    """Whether there was nothing to go on from before it. Then another rank may not have come that far."""
 
     def encode(self) -> bytes:
         """The bytes of the file."""
@@ -63,6 +65,7 @@ class Manifest:
             "identity": self.identity,
             "tables": {name: table.shape for name, table in tables.items()},
             "blob": len(self.blob),
+            "first": self.is_first,
         }
         described = json.dumps(about).encode()
         parts = [struct.pack("<Q", len(described)), described, *(table.tobytes() for table in tables.values())]
@@ -85,7 +88,7 @@ class Manifest:
         if digest != _digest(_HEADER.pack(magic, sequence, incarnation, step, body_bytes, bytes(32)), body):
             return None
         about, tables, blob = _parse(body)
-        return cls(step, sequence, incarnation, about["identity"], tables, blob)
+        return cls(step, sequence, incarnation, about["identity"], tables, blob, about.get("first", False))
 
 
 def _digest(header: bytes, body: bytes | memoryview) -> bytes:
@@ -125,7 +128,7 @@ class ManifestFiles:
             sync_folder(folder)
         self._files = [open_synced(path, direct=direct) for path in self._paths]
         self._held = [Manifest.decode(path.read_bytes()) for path in self._paths]
-        self._memory = HostRegion(_FIRST_BYTES)
+        self._memory = HostRegion(_BLOCK_BYTES)
 
     def newest_first(self) -> list[Manifest]:
         """The manifests that are whole."""
@@ -176,7 +179,10 @@ class ManifestFiles:
         fd, path = self._files[place].fileno(), self._paths[place]
         held_bytes = os.fstat(fd).st_size
         if size_bytes > held_bytes:
-            _promise(fd, path, -(-int(size_bytes * _GROWTH) // _BLOCK_BYTES) * _BLOCK_BYTES)
+            try:
+                _promise(fd, path, -(-int(size_bytes * _GROWTH) // _BLOCK_BYTES) * _BLOCK_BYTES)
+            except OutOfSpaceError:
+                _promise(fd, path, size_bytes)
             sync_file(fd)
 
     def _write(self, place: int, content: bytes, size_bytes: int) -> None:

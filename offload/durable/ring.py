@@ -19,15 +19,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from nvme_offload.offload.durable.chain import BASES, Chain, ChainRows, SlotLayout, Stripes, WriteId, Written
 from nvme_offload.offload.durable.extent_pool import ExtentPool
+from nvme_offload.offload.durable.rewrite_every import MAX_PERIOD
 from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs, Sums, open_sealed, seal
-from nvme_offload.offload.durable.turns import num_bytes, phases, wanted
-from nvme_offload.offload.errors import ResumeError, StateError
+from nvme_offload.offload.durable.turns import num_bytes, phases, turns_behind, wanted
+from nvme_offload.offload.errors import OutOfSpaceError, ResumeError, StateError
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.swap_space import Size, SwapSpace
 from nvme_offload.offload.storage.tier import Memory
@@ -39,7 +41,7 @@ class RingSlot:
 
     layout: SlotLayout
     phase: int
-    """It is rewritten in every turn that leaves nothing when this is added and it is divided by the period."""
+    """It is rewritten in every turn that leaves nothing when this is added and it is divided by the ring's period."""
     current: Chain = field(default_factory=Chain)
     """As of the newest write."""
     committed: Chain = field(default_factory=Chain)
@@ -85,6 +87,8 @@ class ExtentRing:
         """Of the manifest that the next writes are for."""
         self.turn = sequence
         """Counts the steps that write; who is rewritten when goes by it."""
+        self.period = MAX_PERIOD
+        """Every how many steps slots are rewritten whose logs have room for that; others as often as theirs have."""
         self.slots: list[RingSlot] = []
         self.suspects: set[int] = set()
         """Slots whose bytes a failed sync may have lost: they are due until they have a new base."""
@@ -115,7 +119,7 @@ class ExtentRing:
             OutOfSpaceError: there is no room for all of them; nothing has changed.
         """
         slots = [*self.slots, *(RingSlot(layout, 0) for layout in layouts)]
-        self._pool.want(_wanted_by(slots, self.steps_back))
+        self._pool.want(_wanted_by(slots, self.steps_back, self.period))
         self._rows.grow(len(slots), max(slot.layout.period for slot in slots) - 1)
         _take_turns(slots)
         self.slots = slots
@@ -127,7 +131,7 @@ class ExtentRing:
             self._pool.give_back(self.slots[slot].extents(self.slots[slot].current))
         self.slots = self.slots[:first]
         self._rows.shrink(first)
-        self._pool.want(_wanted_by(self.slots, self.steps_back))
+        self._pool.want(_wanted_by(self.slots, self.steps_back, self.period))
         self._pool.trim()
 
     def begin_turn(self) -> None:
@@ -137,12 +141,21 @@ class ExtentRing:
             self.drop_target(slot)
         self._pool.trim()  # not earlier: until something is written, the manifest before can be gone back to
 
+    def take_turns_every(self, period: int) -> None:
+        """Have slots rewritten every so many steps from now on, as far as logs have room; call it between two turns.
+
+        Space for that is taken where it is to be had; otherwise what finds no room in the log is rewritten.
+        """
+        self.period = period
+        with suppress(OutOfSpaceError):
+            self._pool.want(_wanted_by(self.slots, self.steps_back, period))
+
     def is_due(self, slot: int, *, turns_ahead: int = 0) -> bool:
         """Whether what this slot writes in this turn is a base: its turn has come, or there is nothing to add to."""
         record = self.slots[slot]
-        is_full = record.current.base is None or len(record.current.log) >= record.layout.period - 1
-        has_turn = (self.turn + turns_ahead + record.phase) % record.layout.period == 0
-        return is_full or slot in self.suspects or has_turn
+        if record.current.base is None or len(record.current.log) >= record.layout.period - 1 or slot in self.suspects:
+            return True
+        return (self.turn + turns_ahead + record.phase) % min(self.period, record.layout.period) == 0
 
     def num_logged_next(self, slot: int) -> int:
         """Entries that the log of this slot will have when the turn that comes next has written it."""
@@ -194,16 +207,15 @@ class ExtentRing:
         self.suspects.discard(slot)
 
     def seal_entry(self, slot: int, memory: Memory, size_bytes: int, sums: Sums) -> int:
-        """Write the trailer of an entry; the chain of the slot goes on with what is about to go to `to_append`.
+        """Write the trailer of an entry; returns the bytes to write, the trailer included.
+
+        The chain of the slot goes on with what is about to go to `to_append`.
 
         Args:
             slot: which one.
             memory: with the entry.
             size_bytes: of the entry without its trailer.
             sums: of these bytes, as the sums of a state without a tail.
-
-        Returns:
-            Bytes to write, the trailer included.
         """
         record = self.slots[slot]
         content = ExtentLayout(size_bytes, 0, record.layout.base.alignment)
@@ -350,7 +362,9 @@ class ExtentRing:
         chains = self._rows.read(tables, layouts, known, where=where)
         self.slots = [RingSlot(layout, 0, chain, chain) for layout, chain in zip(layouts, chains, strict=True)]
         _take_turns(self.slots)
-        self.turn = self.sequence
+        self.turn = self.sequence + turns_behind(
+            self.sequence, ((min(self.period, s.layout.period), s.phase, len(s.current.log)) for s in self.slots)
+        )
         self._rows.take(tables, len(layouts), max((layout.period for layout in layouts), default=1) - 1)
         self._refill(known, [{stripes for _, stripes, _ in self._rows.writes_of(other)} for other in older])
 
@@ -366,13 +380,16 @@ class ExtentRing:
         self._pool.admit(size for stripes, size in sizes.items() if not self._times_pinned[stripes])
         for name, pins in self._pins.items():
             self._pins[name] = [(sizes.get(extent.stripes, size), extent) for size, extent in pins]
-        wanted = _wanted_by(self.slots, self.steps_back)
-        size_of = {num_bytes(size): size for size in wanted}
+        wanted = _wanted_by(self.slots, self.steps_back, self.period)
+        lacking = wanted - Counter({size: self._pool.num_held(size) for size in wanted})
         ages: list[list[tuple[Size, Extent]]] = [[] for _ in range(len(older) + 1)]
         for stripes, extent in known.items():
-            if stripes not in sizes and not self._times_pinned[stripes] and extent.size_bytes in size_of:
+            fitting = [size for size in wanted if num_bytes(size) == extent.size_bytes]
+            if stripes not in sizes and not self._times_pinned[stripes] and fitting:
                 age = next((age for age, of_older in enumerate(older) if stripes in of_older), len(older))
-                ages[age].append((size_of[extent.size_bytes], extent))
+                size = max(fitting, key=lacking.__getitem__)
+                lacking[size] -= 1
+                ages[age].append((size, extent))
         num_waiting = min(self.steps_back - 1, len(older))
         self._waiting = deque(reversed(ages[:num_waiting]))
         self._pool.admit(size for waiting in self._waiting for size, _ in waiting)
@@ -398,7 +415,7 @@ class ExtentRing:
         self._pool.let_go(size for size, extent in self._in_chains() if extent.stripes in new)
         self._pool.drop(new)
         try:
-            self._pool.want(_wanted_by(self.slots, self.steps_back))
+            self._pool.want(_wanted_by(self.slots, self.steps_back, self.period))
         except BaseException:
             self.unpin(name)
             raise
@@ -480,5 +497,5 @@ def _take_turns(slots: Sequence[RingSlot]) -> None:
         slot.phase = phase
 
 
-def _wanted_by(slots: Sequence[RingSlot], steps_back: int) -> Counter[Size]:
-    return wanted((slot.layout for slot in slots), steps_back)
+def _wanted_by(slots: Sequence[RingSlot], steps_back: int, period: int) -> Counter[Size]:
+    return wanted((slot.layout for slot in slots), steps_back, period)

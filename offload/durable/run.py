@@ -107,6 +107,11 @@ class DurableRun:
         """What could be resumed now, newest first: at most `steps_back` and one."""
         return self._files.newest_first()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether what was found is more than a first commit, which other ranks may not have: see `begin_anew`."""
+        return not all(manifest.is_first for manifest in self.found)
+
     # Identity.
 
     def identify(self, identity: Identity, uuid: str) -> None:
@@ -219,7 +224,8 @@ class DurableRun:
                 raise SwapIOError(
                     code, path=path, offset=0, size_bytes=0, direction="write", extent="a sync of it failed"
                 ) from error
-        manifest = Manifest(step, self.extents.sequence, self.extents.incarnation, self._identity, tables, blob)
+        sequence, incarnation, is_first = self.extents.sequence, self.extents.incarnation, not self.committed
+        manifest = Manifest(step, sequence, incarnation, self._identity, tables, blob, is_first)
         self._files.write(manifest)
         self.extents.note_commit()
         return manifest

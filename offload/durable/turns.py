@@ -14,24 +14,44 @@ def phases(layouts: Iterable[SlotLayout]) -> Iterator[int]:
     """When each slot has its turn: slots of one layout spread evenly, beginning elsewhere for each layout."""
     turns: dict[SlotLayout, Iterator[int]] = {}
     for layout in layouts:
-        yield next(turns.setdefault(layout, count(len(turns)))) % layout.period
+        yield next(turns.setdefault(layout, count(len(turns))))
 
 
-def wanted(layouts: Iterable[SlotLayout], steps_back: int) -> Counter[Size]:
-    """How many extents of each size the turns of these slots need, with so many steps that can be gone back to."""
+def turns_behind(turn: int, slots: Iterable[tuple[int, int, int]]) -> int:
+    """How many turns after this one it was when slots were written: what most of them say.
+
+    Those that would be rewritten earlier or later than they were about to be need space of others.
+
+    Args:
+        turn: any.
+        slots: period, phase and entries in the log of each.
+    """
+    said = Counter((logged - phase - turn) % period for period, phase, logged in slots if period > 1)
+    return said.most_common(1)[0][0] if said else 0
+
+
+def wanted(layouts: Iterable[SlotLayout], steps_back: int, every: int) -> Counter[Size]:
+    """How many extents of each size the turns of these slots need.
+
+    Args:
+        layouts: of the slots.
+        steps_back: how many steps can be gone back to.
+        every: every how many steps slots are rewritten whose logs have room for that.
+    """
     counts: Counter[Size] = Counter()
     for layout, number in Counter(layouts).items():
-        bases, entries = num_needed(number, layout.period)
-        of_turn = -(-number // layout.period) * (steps_back - 1)  # chains that a step sets free, for each further step
+        period = min(layout.period, every)
+        bases, entries = num_needed(number, period)
+        of_turn = -(-number // period) * (steps_back - 1)  # chains that a step sets free, for each further step
         counts[layout.base.parts] += bases + of_turn
         if entries:
-            counts[layout.entry_bytes] += entries + of_turn * (layout.period - 1)
+            counts[layout.entry_bytes] += entries + of_turn * (period - 1)
     return counts
 
 
-def bytes_needed(layouts: Iterable[SlotLayout], steps_back: int) -> list[int]:
-    """Bytes of every extent that the turns of these slots need."""
-    return [num_bytes(size) for size, count in wanted(layouts, steps_back).items() for _ in range(count)]
+def bytes_needed(layouts: Iterable[SlotLayout], steps_back: int, every: int) -> list[int]:
+    """Bytes of every extent that the turns of these slots need; arguments as of `wanted`."""
+    return [num_bytes(size) for size, count in wanted(layouts, steps_back, every).items() for _ in range(count)]
 
 
 def num_bytes(size: Size) -> int:

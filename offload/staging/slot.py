@@ -233,6 +233,11 @@ class Staging(Generic[S]):
         )
         self._ring_for(slot.transfer)
 
+    def complete(self, slot: S) -> None:
+        """Complete what is in the buffer of a changed slot, as it is now: for who starts to write it later."""
+        if self.sealer is not None:
+            self.sealer.seal(slot)
+
     def start_write(self, slot: S) -> None:
         """Start writing a changed slot to its extent. Raises as `start_read` does."""
         assert self.tier is not None

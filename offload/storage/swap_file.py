@@ -36,14 +36,16 @@ class SwapFile:
         path: where; must not exist.
         direct: what to do where the file system has no direct I/O. See ``aio.direct`` in the configuration.
         keep: it may exist, and what is in it stays. All of it is free: `claim` what somebody refers to.
+        read_only: it exists, what is in it stays, and nothing can be written; also on a file system that is read-only.
 
     Raises:
         SwapIOError: the file cannot be made, or direct I/O is required and not to be had.
     """
 
-    def __init__(self, path: Path, direct: DirectPolicy, *, keep: bool = False) -> None:
+    def __init__(self, path: Path, direct: DirectPolicy, *, keep: bool = False, read_only: bool = False) -> None:
         self.path = path
-        self._descriptor, alignment = _open(path, direct, os.O_CREAT if keep else os.O_CREAT | os.O_EXCL)
+        making = os.O_CREAT if keep else os.O_CREAT | os.O_EXCL
+        self._descriptor, alignment = _open(path, direct, os.O_RDONLY if read_only else os.O_RDWR | making)
         self.direct = alignment is not None
         self.alignment = alignment or MIN_ALIGNMENT
         self.ranges = FreeList()
@@ -170,9 +172,9 @@ class SwapFile:
         self._descriptor.close()
 
 
-def _open(path: Path, direct: DirectPolicy, making: int) -> tuple[Descriptor, int | None]:
+def _open(path: Path, direct: DirectPolicy, how: int) -> tuple[Descriptor, int | None]:
     """The open file, and the alignment of direct I/O; None: through the page cache."""
-    flags = os.O_RDWR | os.O_CLOEXEC | making
+    flags = how | os.O_CLOEXEC
     if direct == "disabled":
         return _open_or_raise(path, flags), None
     opened = _open_direct(path, flags)

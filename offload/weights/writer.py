@@ -53,15 +53,26 @@ class _Shard:
         return struct.pack("<Q", len(text)) + text
 
 
+def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors in a module's state dict, each under its first name, and the first name by each other name.
+
+    Nothing is gathered or copied; what is no tensor is left out.
+    """
+    first: dict[int, str] = {}
+    tensors, tied = {}, {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if (known := first.setdefault(id(tensor), name)) == name:
+            tensors[name] = tensor
+        else:
+            tied[name] = known
+    return tensors, tied
+
+
 def weight_items(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Name and tensor of everything in a module's state dict, tied weights once; nothing is gathered or copied."""
-    seen: set[int] = set()
-    items = []
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
-            items.append((name, tensor))
-    return items
+    return list(named_tensors(module)[0].items())
 
 
 def write_sharded(

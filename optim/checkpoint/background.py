@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CheckpointWriteError
 from nvme_offload.optim.checkpoint.others import Others
-from nvme_offload.optim.checkpoint.pinned_state import PinnedState
+from nvme_offload.optim.checkpoint.pinned_state import PinnedState, SealedSlots
 from nvme_offload.optim.checkpoint.run_state import Training
 from nvme_offload.optim.checkpoint.save_load import AgreedSave, PlannedItems, agree, finish, partial_folder, plan_items
 from nvme_offload.optim.collective import on_every_rank
@@ -130,7 +130,7 @@ def begin_save(
     store, group = training.optimizer.store, training.group
     sealing = training.optimizer.commits.sealing
     with store.at_rest(), ExitStack() as on_exit:
-        save = agree(training, tag, client_state, lambda: PinnedState(store, sealing, manifest))
+        save = agree(training, tag, client_state, lambda: PinnedState(SealedSlots.of(store, sealing), manifest))
         partial = on_exit.enter_context(partial_folder(root, save.tag, group))
         items = plan_items(partial, save.contents, group)
         on_every_rank(items.keep_aside, group)

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.optim.checkpoint.geometry import Chunk, Part
+from nvme_offload.offload.weights.writer import named_tensors
 from nvme_offload.optim.checkpoint.places import (
     MAX_CHUNK_NUMEL,
     InMemory,
@@ -44,9 +44,13 @@ from nvme_offload.optim.checkpoint.places import (
     pieces,
 )
 from nvme_offload.optim.layout.flat import is_dense
+from nvme_offload.optim.layout.geometry import Chunk, Part
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.slots import SlotRecord
 
-_MODEL, _OPTIMIZER = "model", "optim.state"
+MODEL, OPTIMIZER = "model", "optim.state"
+"""What the names of a model's tensors, and of an optimizer's, begin with."""
 
 
 class Kind(NamedTuple):
@@ -89,6 +93,20 @@ class Contents:
         self.kinds[name], self.paths[name] = kind, path
         return name
 
+    def add_state(self, name: str, shape: torch.Size, step: torch.Tensor, rule: UpdateRule) -> None:
+        """Take on the state of a parameter; where it lies, `tier_items` says.
+
+        Args:
+            name: of the parameter.
+            shape: of the whole one.
+            step: how many updates it has had, fp32 scalar.
+            rule: its own.
+        """
+        entry = self.add(Kind(torch.Size(()), torch.float32), OPTIMIZER, name, "step")
+        self.items += plain_items(entry, step)
+        for state in rule.states:
+            self.add(Kind(shape, torch.float32), OPTIMIZER, name, state.name)
+
 
 def contents_of(model: nn.Module, body: StateBody, reach: Reach) -> Contents:
     """What a checkpoint of this model and this optimizer consists of.
@@ -102,34 +120,30 @@ def contents_of(model: nn.Module, body: StateBody, reach: Reach) -> Contents:
         ValueError: the optimizer has parameters that the model has not, or the model's state dict holds no tensors.
     """
     contents = Contents()
-    first_names: dict[int, str] = {}
+    tensors, tied = named_tensors(model)
+    contents.tied = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in tied.items()}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"the model's state dict holds {name!r}, a {type(value).__name__}; only tensors are saved")
-        known = first_names.setdefault(id(value), name)
-        if known != name:
-            contents.tied[f"{_MODEL}.{name}"] = f"{_MODEL}.{known}"
-            continue
+    for name, value in tensors.items():
         record = body.table.find(value)
         if record is not None and not record.is_placed:
             record = None  # frozen from the start: it has no state
         if record is not None:
             contents.names[record.index] = name
         has_master = record is not None and "master" in record.entry_names
-        entry = contents.add(Kind(value.shape, torch.float32 if has_master else value.dtype), _MODEL, name)
+        entry = contents.add(Kind(value.shape, torch.float32 if has_master else value.dtype), MODEL, name)
         if not has_master:
             part = None if record is None else partial(reach.part, record.index)
-            contents.items += _plain_items(entry, value, part or _nowhere_else)
+            contents.items += plain_items(entry, value, part or _nowhere_else)
     for record in body.table:
         if record.is_placed and record.index not in contents.names:
             raise ValueError(f"{record.name} of the optimizer is not in the model's state dict")
     for index, name in contents.names.items():
         contents.steps[index] = torch.tensor(float(body.table[index].steps), device="cpu")
-        entry = contents.add(Kind(torch.Size(()), torch.float32), _OPTIMIZER, name, "step")
-        contents.items += _plain_items(entry, contents.steps[index])
-        for state in body.table[index].rule.states:
-            contents.add(Kind(body.table[index].leaf.shape, torch.float32), _OPTIMIZER, name, state.name)
-    contents.items += _tier_items(body, reach, contents.names)
+        contents.add_state(name, body.table[index].leaf.shape, contents.steps[index], body.table[index].rule)
+    parts = {index: Part.of(body.table[index].leaf) for index in contents.names}
+    contents.items += tier_items(body.slots, parts, contents.names, reach)
     return contents
 
 
@@ -137,7 +151,7 @@ def _nowhere_else(start: int, stop: int) -> Place | None:
     return None
 
 
-def _plain_items(
+def plain_items(
     name: str, tensor: torch.Tensor, elsewhere: Callable[[int, int], Place | None] = _nowhere_else
 ) -> Iterator[Item]:
     """The items of a tensor that is not in the optimizer's state."""
@@ -147,22 +161,42 @@ def _plain_items(
         part, place = Part(part.whole, part.offsets, part.shape, tuple(range(local.dim()))), Whole(local)
     else:
         place = InMemory(local)
-    for start in range(0, local.numel(), MAX_CHUNK_NUMEL):
-        stop = min(start + MAX_CHUNK_NUMEL, local.numel())
-        reached = elsewhere(start, stop)
+    yield from part_items(name, part, local.numel(), lambda start, stop: elsewhere(start, stop) or place)
+
+
+def part_items(name: str, part: Part, numel: int, place_of: Callable[[int, int], Place]) -> Iterator[Item]:
+    """The items of a part of a tensor that is not in the optimizer's state.
+
+    Args:
+        name: of the tensor.
+        part: of it.
+        numel: elements of that.
+        place_of: says where its elements from one to another are.
+    """
+    for start in range(0, numel, MAX_CHUNK_NUMEL):
+        stop = min(start + MAX_CHUNK_NUMEL, numel)
+        place = place_of(start, stop)
         for chunk in part.chunks(start, stop):
-            yield Item(name, chunk, place if reached is None else reached)
+            yield Item(name, chunk, place)
 
 
-def _tier_items(body: StateBody, reach: Reach, names: Mapping[int, str]) -> Iterator[Item]:
-    """The items of all sections of all subgroups, one subgroup after the other."""
-    parts = {index: Part.of(body.table[index].leaf) for index in names}
-    for slot in body.slots:
+def tier_items(
+    slots: Iterable[SlotRecord], parts: Mapping[int, Part], names: Mapping[int, str], reach: Reach
+) -> Iterator[Item]:
+    """The items of all sections of all subgroups, one subgroup after the other.
+
+    Args:
+        slots: of the subgroups.
+        parts: which part of each parameter this rank has, by index.
+        names: of the parameters, by index.
+        reach: where the values are.
+    """
+    for slot in slots:
         for run in slot.subgroup.runs:
             for piece in pieces(run):
                 for section in slot.subgroup.sections:
                     name = names[run.param]
-                    entry = f"{_MODEL}.{name}" if section == "master" else f"{_OPTIMIZER}.{name}.{section}"
+                    entry = f"{MODEL}.{name}" if section == "master" else f"{OPTIMIZER}.{name}.{section}"
                     place = reach.section(slot, piece, section)
                     for chunk in parts[run.param].chunks(piece.start, piece.stop):
                         yield Item(entry, chunk, place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -39,22 +40,29 @@ def export_safetensors(
         CheckpointWriteError: the files could not be written; it says what is left: nothing, unless a rename failed at
             the very end.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes {max_shard_bytes}: must be positive")
 
     def stored(name: str, value: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
         return on_every_rank(partial(_cast, name, value, wanted), group)
 
+    return write_weights(folder, weight_items(model), stored, dtype, max_shard_bytes, group)
+
+
+def write_weights(
+    folder: Path,
+    items: Sequence[tuple[str, torch.Tensor]],
+    stored: Callable[[str, torch.Tensor, torch.dtype], torch.Tensor],
+    dtype: str,
+    max_shard_bytes: int,
+    group: dist.ProcessGroup | None = None,
+) -> list[Path]:
+    """Write tensors; see `export_safetensors`, and `write_sharded` for `items` and `stored`."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes {max_shard_bytes}: must be positive")
     try:
         return write_sharded(
-            folder,
-            weight_items(model),
-            dtype=DTYPES[dtype],
-            max_shard_bytes=max_shard_bytes,
-            stored=stored,
-            group=group,
+            folder, items, dtype=DTYPES[dtype], max_shard_bytes=max_shard_bytes, stored=stored, group=group
         )
     except SwapIOError:  # of a tier, and it says so itself
         raise
@@ -81,7 +89,16 @@ def _cast(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             with parts.held(change=False) as flat:
                 return sharded_like(flat[: split.numel()].view(split.shape).clone(), value)
         source = sharded_like(split.plain(), value)
-    if not value.is_floating_point():
+    return checked_cast(name, source, dtype)
+
+
+def checked_cast(name: str, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in another dtype; one that is not of floating-point numbers as it is.
+
+    Raises:
+        ValueError: a finite weight became infinite.
+    """
+    if not source.is_floating_point():
         return source
     cast = source.to(dtype)
     if dtype is torch.float16 and _num_infinite(cast) != _num_infinite(source):

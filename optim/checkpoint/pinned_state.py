@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from nvme_offload.offload.durable.chain import Chain
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.pinned import PinnedReader
+from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.seal import check_sums
+from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.checkpoint.places import Place
 from nvme_offload.optim.kernels import KernelPool
@@ -22,28 +26,48 @@ from nvme_offload.optim.state.slot_logs import SlotLogs
 from nvme_offload.optim.state.slots import SlotRecord
 
 
+class SealedSlots(NamedTuple):
+    """The slots of a durable run, and all that is needed to read a committed step of them."""
+
+    slots: Sequence[SlotRecord]
+    extents: ExtentRing
+    space: SwapSpace
+    log_dtype_of: Callable[[int], torch.dtype]
+    """Gives `ParamRecord.log_dtype` of a parameter, by its index."""
+    period: int
+    """Every how many steps a subgroup is rewritten."""
+
+    @classmethod
+    def of(cls, body: StateBody, sealing: Sealing) -> SealedSlots:
+        """Those of a run that goes on."""
+        run, table = sealing.run, body.table
+        return cls(body.slots, run.extents, run.space, lambda index: table[index].log_dtype, sealing.logs.period)
+
+
 class PinnedState:
     """The `Reach` of a checkpoint of a pinned step. One subgroup is in memory at a time, in memory of its own.
 
     Nothing that training changes is looked at after construction, so another thread may read.
 
     Args:
-        body: whose subgroups these are.
-        sealing: of the durable run, which keeps the step until all is read.
+        sealed: what is read; somebody keeps the step until all is.
         manifest: of the step.
+
+    Raises:
+        ResumeError: it is not of such slots.
     """
 
-    def __init__(self, body: StateBody, sealing: Sealing, manifest: Manifest) -> None:
-        self._extents = sealing.run.extents
-        layouts = [sealing.layout_of(slot.subgroup) for slot in body.slots]
-        self._chains = self._extents.chains_of(manifest.tables, layouts)
-        self._reader = PinnedReader(sealing.run.space)
+    def __init__(self, sealed: SealedSlots, manifest: Manifest) -> None:
+        self._extents = sealed.extents
+        self._reader = PinnedReader(sealed.space)
         self.kernels = KernelPool(1)
         """Of this reader alone: with those of a step it would take turns."""
-        self._logs = SlotLogs(self._extents, body.table, self.kernels, sealing.logs.period)
+        self._logs = SlotLogs(self._extents, sealed.log_dtype_of, self.kernels, sealed.period)
+        layouts = [self._logs.layout_of(slot.subgroup) for slot in sealed.slots]
+        self._chains = self._extents.chains_of(manifest.tables, layouts)
         self._held: tuple[SlotRecord, Memory] | None = None
         self._own: defaultdict[int, list[tuple[SlotRecord, Run]]] = defaultdict(list)
-        for slot in body.slots:
+        for slot in sealed.slots:
             if slot.subgroup.form is MasterForm.ITSELF:
                 for run in slot.subgroup.runs:
                     self._own[run.param].append((slot, run))
@@ -54,7 +78,24 @@ class PinnedState:
 
     def part(self, param: int, start: int, stop: int) -> Place | None:
         """See `Reach`."""
-        return _PinnedPart(self, self._own[param], start, stop) if param in self._own else None
+        return self.part_of(param, start, stop) if param in self._own else None
+
+    def part_of(self, param: int, start: int, stop: int) -> Place:
+        """Of elements of a parameter that is known to be its own master."""
+        return _PinnedPart(self, self._own[param], start, stop)
+
+    def weights(self, slot: SlotRecord, run: Run, dtype: torch.dtype) -> torch.Tensor:
+        """Weights of a run, 1D [run.numel]: where `dtype` is that of a split parameter what it was computed with.
+
+        Else its master, or an fp32 parameter itself, in fp32. Valid until another subgroup is read.
+
+        Raises:
+            SwapIOError, CorruptionError: see `read`.
+        """
+        form = slot.subgroup.form
+        if form is MasterForm.ITSELF or (form is MasterForm.SPLIT and dtype is torch.bfloat16):
+            return self.tail(slot, run)
+        return self.section(slot, run, "master").read()
 
     def read(self, slot: SlotRecord) -> Memory:
         """State, tail and trailer of a subgroup, verified; valid until another one is read.

@@ -7,6 +7,7 @@ keep them, and writes the manifest. Nothing of the next step is written before t
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,9 +18,9 @@ import torch.distributed as dist
 from nvme_offload.offload.durable.committer import Committer
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
-from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.errors import OutOfSpaceError, StateError
 from nvme_offload.optim.durable.content import Content
-from nvme_offload.optim.durable.identity import identity_of
+from nvme_offload.optim.durable.identity import ModelRecord, identity_of
 from nvme_offload.optim.durable.ranks import Ranks
 from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.state.masters import read_master, write_master
@@ -33,6 +34,8 @@ from nvme_offload.optim.warn import warn_user
 Groups = Sequence[Mapping[str, Any]]
 
 _UUID_BITS = 52
+
+logger = logging.getLogger(__name__)
 
 
 class Commits:
@@ -54,10 +57,14 @@ class Commits:
         """Number of the latest commit that was begun."""
         self.committed_step: int | None = None
         """The latest step that lasts; None before the first."""
+        self.commit_failure: str | None = None
+        """Why the latest commit failed; None where it lasts, or is under way."""
         self.checkpoint_progress: Callable[[], float | None] = lambda: None
         """How much of a checkpoint in the background is written, 0 to 1; None where there is none."""
         self.of_engine = False
         """Whether a training engine says when a step is over, and adds to it."""
+        self.model = ModelRecord()
+        """What a training engine says of its model."""
         self.store = store
         self.sealing = sealing
         self.run: DurableRun = sealing.run
@@ -67,7 +74,11 @@ class Commits:
         self._pending: tuple[int, bytes] | None = None
         self._has_failed = False
         self._has_begun = False
-        self._num_identified = -1
+        self._is_settled = True
+        self._said: tuple[object, ...] | None = None
+        """What has been said of the commits that fail, until one lasts."""
+        self._num_agreed = self._num_identified = -1
+        self._agreed_uuid = ""
         self._ranks: tuple[int, Ranks] | None = None
         sealing.before_write = self._committer.wait
         begin = weakref.WeakMethod(self._begin_pending)
@@ -79,6 +90,7 @@ class Commits:
         return {
             "commits": self._committer.num_committed,
             "failed_commits": self._committer.num_failed,
+            "commit_failure": self.commit_failure,
             "commit_seconds": self._committer.commit_seconds,
             "commit_wait_seconds": self._committer.waited_seconds,
             "committed_step": self.committed_step,
@@ -116,13 +128,17 @@ class Commits:
         self.step = step
         if not self._num_placed:  # nothing has had a gradient so far
             return
+        self.tick += 1  # whatever fails here: ranks that end the same step have the same one
+        if not self._is_settled:  # a step without gradients, which had nothing to wait for
+            self.settle()
+        self._is_settled = False
         try:
             with torch.no_grad():
                 self._prepare()
                 self._take(groups, engine or {})
         except OSError as error:
             self.sealing.begins_turn = True
-            self._say_failed(error)
+            self._note_failure(error)
         except BaseException as error:
             self.sealing.begins_turn = True
             error.add_note(f"Step {step} is complete, and is not committed: a later commit has what it changed.")
@@ -137,13 +153,16 @@ class Commits:
         Collective where several ranks step together: it lasts on all of them, or on none.
         """
         had_begun = self._has_begun
-        lasts, self._has_begun = self._settle_own(), False
+        lasts, self._has_begun, self._is_settled = self._settle_own(), False, True
         ranks = self.ranks()
         if ranks.several and not ranks.all(lasts):
             if lasts and had_begun:
                 self.run.take_back()
                 self.committed_step = next((manifest.step for manifest in self.run.committed), None)
-            lasts = False
+                self._say_failed(StateError("another rank", "a commit that lasts", "one that failed, as it says there"))
+            return False
+        if lasts and had_begun:
+            self._note_lasting()
         return lasts
 
     def commit(self, groups: Groups, engine: Mapping[str, Any] | None = None) -> None:
@@ -155,6 +174,7 @@ class Commits:
             ValueError: something cannot be committed; names it.
         """
         store = self.store
+        self.tick += 1
         with store.at_rest(), torch.no_grad():
             store.check_whole()
             self.settle()
@@ -166,7 +186,8 @@ class Commits:
             self._begin_pending()
         self._committer.wait()
         failure = self._committer.take_failure()
-        self._has_failed = failure is not None
+        if failure is not None:
+            self._has_failed, self.commit_failure = True, str(failure)
         if not self.settle():
             raise failure or StateError("commit", "a commit that lasts on every rank", "one that failed on another")
 
@@ -253,22 +274,33 @@ class Commits:
             if store.unfinished is None:
                 with store.worker.kept_away():
                     self._begin_pending()
-        self._settle_own()
+        if self._settle_own() and self._has_begun:
+            self.commit_failure = None
+        if self.commit_failure is not None:
+            warn_user(f"step {self.step} was the latest, and is not committed ({self._last}): {self.commit_failure}")
         self._committer.close()
 
     def identify(self) -> None:
         """Say what the run is from now on. Collective where several ranks step together, when parameters came."""
         if self._num_identified == self._num_placed:
             return
-        own = (
-            self.run.uuid or f"{int(torch.randint(2**_UUID_BITS, (), generator=_fresh_generator(), device='cpu')):013x}"
-        )
-        # A run that is loaded over counts on: of two commits the later one has the larger number on every rank.
-        ticks = [Content.decode(manifest.blob, self.run.folder).tick for manifest in self.run.committed]
-        known = self.ranks().gather((self.run.uuid is None, own, max([self.tick, *ticks])))
-        self.tick = max(tick for _, _, tick in known.values())
-        self.run.identify(identity_of(self.store, self.sealing.logs.period), min(known.values())[1])
+        if self._num_agreed != self._num_placed:  # not again by one rank alone, whose drive did not take it
+            own = (
+                self.run.uuid
+                or f"{int(torch.randint(2**_UUID_BITS, (), generator=_fresh_generator(), device='cpu')):013x}"
+            )
+            # A run that is loaded over counts on: of two commits the later one has the larger number on every rank.
+            ticks = [Content.decode(manifest.blob, self.run.folder).tick + 1 for manifest in self.run.committed]
+            known = self.ranks().gather((self.run.uuid is None, own, max([self.tick, *ticks])))
+            self.tick = max(tick for _, _, tick in known.values())
+            self._agreed_uuid = min(known.values())[1]
+            self._num_agreed = self._num_placed
+        self.run.identify(self.identity(), self._agreed_uuid)
         self._num_identified = self._num_placed
+
+    def identity(self) -> dict[str, Any]:
+        """What the run is now: see `identity_of`."""
+        return identity_of(self.store, self.sealing, self.model)
 
     def note_adopted(self, content: Content) -> None:
         """The run goes on from here."""
@@ -280,14 +312,42 @@ class Commits:
         self._committer.wait()
         failure = self._committer.take_failure()
         if failure is not None:
-            self._say_failed(failure)
+            self._note_failure(failure)
         lasts, self._has_failed = not self._has_failed, False
         return lasts
 
-    def _say_failed(self, failure: BaseException) -> None:
+    @property
+    def _last(self) -> str:
+        return "none lasts so far" if self.committed_step is None else f"step {self.committed_step} lasts"
+
+    def _note_failure(self, failure: BaseException) -> None:
         self._has_failed = True
-        last = "none lasts so far" if self.committed_step is None else f"step {self.committed_step} lasts"
-        warn_user(f"a step could not be committed, and training goes on ({last}): {failure}")
+        self._say_failed(failure)
+
+    def _say_failed(self, failure: BaseException) -> None:
+        """Once for each cause, until a commit lasts: a disk may be full for thousands of steps."""
+        self.commit_failure = str(failure)
+        cause = type(failure), getattr(failure, "errno", None), getattr(failure, "path", None)
+        if cause != self._said:
+            self._said = cause
+            warn_user(
+                f"a step could not be committed, and training goes on ({self._last}): {failure}. Each further step is "
+                "tried; what fails for the same reason is not said again"
+            )
+
+    def _note_lasting(self) -> None:
+        self.commit_failure = None
+        if self._said is not None:
+            self._said = None
+            logger.warning("commits succeed again: %s", self._last)
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error that a step ends with what commits that fail have to do with it."""
+        if isinstance(error, OutOfSpaceError) and self.commit_failure is not None:
+            error.add_note(
+                f"Commits fail ({self._last}: {self.commit_failure}), and what the latest one refers to is not written "
+                "over: until one succeeds further steps need more space, with rewrite_every above 1."
+            )
 
     def _prepare(self) -> None:
         """See that the run knows what it is, and that there is something to commit of every subgroup."""
@@ -307,7 +367,6 @@ class Commits:
                     self._write_again(store.slots[index])
 
     def _take(self, groups: Groups, engine: Mapping[str, Any]) -> None:
-        self.tick += 1
         behind = self.store.unfinished
         counts = behind.counts if behind is not None else {}
         content = Content.taken(self.step, self.tick, self.store.table, counts, groups, self.client_state, engine)
@@ -325,7 +384,7 @@ class Commits:
         try:
             writes = self.store.pipeline.writes_under_way()
         except OSError as error:
-            self._say_failed(error)
+            self._note_failure(error)
             return
         self._has_begun = self.sealing.is_held = True
         self._committer.begin(self._commit_of(*pending, [write.wait for write in writes]))

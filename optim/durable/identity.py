@@ -1,51 +1,128 @@
-"""What a run is: all that must be equal where somebody goes on from what it committed."""
+"""What a run is: all that must be equal where somebody goes on from it, and all that is needed to read it alone.
+
+It is written once, beside the manifests, and has the layout of every extent: whoever has no model reads what was
+committed by it (`optim.durable.recorded`).
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
+from nvme_offload.offload.weights.writer import named_tensors
 from nvme_offload.optim.kernels import REVISION
-from nvme_offload.optim.layout.subgroup import Subgroup
+from nvme_offload.optim.layout.geometry import Part
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.sealing import Sealing
+from nvme_offload.optim.state.table import ParamRecord, ParamTable
 
 
-def identity_of(body: StateBody, rewrite_every: int) -> dict[str, Any]:
-    """JSON that is equal for the same parameters, groups, rule, ranks, subgroups and kind of log."""
-    logged = {"rewrite_every": rewrite_every} if rewrite_every > 1 else {}
+class ModelRecord(NamedTuple):
+    """What a training engine knows of its model, and an optimizer alone does not."""
+
+    params: Mapping[int, str] = {}
+    """Qualified names by index of the parameter, as the state dict has them first."""
+    tied: Mapping[str, str] = {}
+    """Further names of parameters and buffers, with the first one."""
+    elsewhere: tuple[str, ...] = ()
+    """Parameters that the optimizer does not have."""
+    precision: str = ""
+    """Mode in which the model computes: ``bf16``, ``autocast-bf16`` ..."""
+    rule: str = ""
+    """Name of the optimizer's rule; single groups may have others."""
+    stage: int = 0
+    """Which stage of a pipeline the model is."""
+
+    @classmethod
+    def of(cls, model: nn.Module, table: ParamTable, *, precision: str, rule: str, stage: int) -> ModelRecord:
+        """Of a model whose parameters are in a table."""
+        tensors, tied = named_tensors(model)
+        records = {name: table.find(tensor) for name, tensor in tensors.items()}
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        return cls(
+            params={record.index: name for name, record in records.items() if record is not None},
+            tied=tied,
+            elsewhere=tuple(name for name, record in records.items() if record is None and name not in buffers),
+            precision=precision,
+            rule=rule,
+            stage=stage,
+        )
+
+
+def identity_of(body: StateBody, sealing: Sealing, model: ModelRecord) -> dict[str, Any]:
+    """JSON that is equal for the same parameters, groups, rules, ranks, subgroups and kind of log.
+
+    Args:
+        body: the optimizer's state.
+        sealing: says how subgroups lie on the drive.
+        model: what it does not name is called as the optimizer calls it.
+    """
     table = body.table
-    numels = Counter(str(record.leaf.dtype).removeprefix("torch.") for record in table)
-    total = sum(record.leaf.numel() for record in table)
-    kinds = ", ".join(f"{count} in {dtype}" for dtype, count in sorted(numels.items()))
+    rules: list[dict[str, Any]] = []
+    for rule in (_rule_as_json(record.rule) for record in table):
+        rules += [rule] if rule not in rules else []
     return {
-        **logged,
-        "model": f"{len(table)} parameters ({kinds}), {total:,} elements",
+        "model": _in_words(table),
+        "precision": model.precision,
         "optimizer": body.owner,
+        "rule": model.rule,
+        "stage": model.stage,
         "rank": dist.get_rank() if dist.is_initialized() else 0,
         "num_ranks": dist.get_world_size() if dist.is_initialized() else 1,
         "kernel_revision": REVISION,
+        "rewrite_every": sealing.logs.period,
+        "alignment": sealing.run.space.alignment,
+        "rules": rules,
         "parameters": {
-            record.name: {
-                "shape": list(record.leaf.shape),
-                "of_this_rank": list(record.param.shape),
-                "dtype": str(record.param.dtype).removeprefix("torch."),
-                "group": record.group,
-                "states": [state.name for state in record.rule.states],
-                "has_state": record.is_placed,
-            }
-            for record in table
+            name: _param_as_json(record, rules) for name, record in zip(_named(table, model), table, strict=True)
         },
-        "num_subgroups": len(body.slots),
-        "layout": _digest_of(slot.subgroup for slot in body.slots),
+        "tied": dict(model.tied),
+        "elsewhere": list(model.elsewhere),
+        "subgroups": [[list(run) for run in slot.subgroup.runs] for slot in body.slots],
     }
 
 
-def _digest_of(subgroups: Iterable[Subgroup]) -> str:
-    """Of where every element is: what `sub_group_size` and the staging budget make of the parameters."""
-    places = [(int(subgroup.form), subgroup.padded_numel, subgroup.runs) for subgroup in subgroups]
-    return hashlib.blake2b(json.dumps(places).encode(), digest_size=16).hexdigest()
+def _in_words(table: Iterable[ParamRecord]) -> str:
+    leaves = [record.leaf for record in table]
+    kinds = Counter(name_of(leaf.dtype) for leaf in leaves)
+    listed = ", ".join(f"{count} in {dtype}" for dtype, count in sorted(kinds.items()))
+    return f"{len(leaves)} parameters ({listed}), {sum(leaf.numel() for leaf in leaves):,} elements"
+
+
+def _named(table: ParamTable, model: ModelRecord) -> list[str]:
+    """A name for each parameter, and no name twice: an optimizer alone may have been given one for several."""
+    named = [model.params.get(record.index, record.name) for record in table]
+    known = Counter(named)
+    return [name if known[name] == 1 else f"{name} ({index})" for index, name in enumerate(named)]
+
+
+def _param_as_json(record: ParamRecord, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    part = Part.of(record.leaf)
+    return {
+        "index": record.index,
+        "shape": list(record.leaf.shape),
+        "of_this_rank": list(record.param.shape),
+        "offsets": list(part.offsets),
+        "order": list(part.order),
+        "dtype": name_of(record.param.dtype),
+        "log_dtype": name_of(record.log_dtype),
+        "group": record.group,
+        "rule": rules.index(_rule_as_json(record.rule)),
+        "has_state": record.is_placed,
+    }
+
+
+def _rule_as_json(rule: UpdateRule) -> dict[str, Any]:
+    states = [{"name": state.name, "birth": state.birth, "dtype": name_of(state.dtype)} for state in rule.states]
+    return {"name": rule.name, "kernel": rule.kernel, "whole": rule.whole, "states": states}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``bfloat16`` of ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")

@@ -14,9 +14,10 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.resume import Resumption
 from nvme_offload.optim.layout.master import DTYPE_OF_FORM
+from nvme_offload.optim.state.sealing import Sealing
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.stats import Meter
-from nvme_offload.optim.wear import Wear
+from nvme_offload.optim.wear import Steering, Wear
 
 
 class DurableMethods(ABC):
@@ -29,11 +30,13 @@ class DurableMethods(ABC):
         """Commit each step from now on, where the store is that of a durable run."""
         if store.sealing is not None:
             self._commits = Commits(store, store.sealing, meter, norm_group)
+        section, sealing = store.config.zero_optimization.offload_optimizer, store.sealing
         self._wear = Wear(
-            store.config.zero_optimization.offload_optimizer,
+            section,
             lambda: _written_by(store),
             lambda: _size_of(store),
-            store.sealing.logs.period if store.sealing is not None else None,
+            sealing.run.extents.period if sealing is not None else None,
+            _steering_of(sealing) if sealing is not None and section.rewrite_every == "auto" else None,
         )
 
     def _commit_step(self) -> None:
@@ -179,10 +182,21 @@ def _written_by(store: StateStore) -> int:
     return sum(engine.bytes_written for engine in [*engines, *store.blocks.engine_stats])
 
 
+def _steering_of(sealing: Sealing) -> Steering:
+    def turn(period: int) -> None:
+        sealing.next_period = period
+
+    return Steering(fastest=sealing.run.extents.period, most=sealing.logs.period, turn=turn)
+
+
 def _size_of(store: StateStore) -> DurableBytes:
-    """Of the state, and of what a base of a durable run has besides."""
-    size = DurableBytes(state=0, tail=0, grad=0, numel=0)
-    for subgroup in (slot.subgroup for slot in store.slots):
+    """Of the state that is logged, with what a base has besides; of all of it where none is."""
+    size, sealing = DurableBytes(state=0, tail=0, grad=0, numel=0), store.sealing
+    logs = sealing is not None and sealing.logs.period > 1
+    for slot in store.slots:
+        if logs and sealing is not None and not sealing.is_logged(slot):
+            continue
+        subgroup = slot.subgroup
         dtype, numel = subgroup.tail_dtype, subgroup.numel
         grad = DTYPE_OF_FORM[subgroup.form].itemsize * numel
         size += DurableBytes(

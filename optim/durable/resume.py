@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.errors import CorruptionError, ResumeError, StateError, SwapIOError
+from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.content import Content
-from nvme_offload.optim.durable.identity import identity_of
 from nvme_offload.optim.tiers.gatherers import drop_gathered
 from nvme_offload.optim.warn import warn_user
 
@@ -36,6 +35,7 @@ class Resumption:
         self._ranks = commits.ranks()
         self._groups = groups
         self._check_group = check_group
+        self._lacks_room = False
 
     def resume(self) -> Content | None:
         """Go on from the latest step that every rank has, or the one before where that is damaged.
@@ -48,11 +48,11 @@ class Resumption:
         with store.at_rest(), torch.no_grad():
             if not (self._run.found or self._commits.step == 0):
                 raise StateError("resume", "a call before the first step", f"step {self._commits.step} is taken")
-            if not any(self._ranks.gather(bool(self._run.found)).values()):
+            if self._died_in_first_commit():
+                store.begin_anew()
                 return None
             store.place_trainable()
-            candidates = self._common({self._content(manifest).tick: manifest for manifest in self._run.found})
-            return self._take_up(candidates)
+            return self._take_up(self._common({self._content(found).tick: found for found in self._run.found}))
 
     def resume_snapshot(self, name: str) -> Content:
         """Go on from a step that was kept under a name.
@@ -104,6 +104,11 @@ class Resumption:
     def _content(self, manifest: Manifest) -> Content:
         return Content.decode(manifest.blob, self._run.folder)
 
+    def _died_in_first_commit(self) -> bool:
+        """Whether some rank has nothing yet, and the others no more than the first commit of all."""
+        found = self._ranks.gather((bool(self._run.found), self._run.is_under_way)).values()
+        return not all(has_any for has_any, _ in found) and not any(is_under_way for _, is_under_way in found)
+
     def _common(self, own: Mapping[int, Manifest]) -> list[Manifest]:
         """The manifests that all ranks have, newest first, checked against what this run is."""
         steps = {tick: manifest.step for tick, manifest in own.items()}
@@ -120,7 +125,7 @@ class Resumption:
                 f"`offload runs remove {self._run.name}`",
             )
         candidates = [own[tick] for tick in sorted(common, reverse=True)]
-        identity = identity_of(self._store, self._sealing.logs.period)
+        identity = self._commits.identity()
         self._refuse_where_any("is of another run than this", self._run.differences(candidates[0], identity))
         return [manifest for manifest in candidates if not self._run.differences(manifest, identity)]
 
@@ -147,6 +152,12 @@ class Resumption:
             if self._ranks.all(problem is None):
                 self._adopt(manifest, content)
                 return content
+            if not self._ranks.all(not self._lacks_room):
+                raise ResumeError(
+                    self._run.folder,
+                    f"finds no room for what further steps need: {problem or 'on the drive of another rank'}. "
+                    "All of it is as it was: free space, and start again",
+                )
             problems.append(f"step {manifest.step}: {problem or 'damaged on another rank'}")
             warn_user(f"a committed step is damaged ({problems[-1]}): the one before it is looked at")
         raise ResumeError(
@@ -168,6 +179,7 @@ class Resumption:
                 self._sealing.bring_back(slot, memory)
         except (CorruptionError, SwapIOError, ResumeError) as error:
             store.pipeline.forget(store.slots)
+            self._lacks_room = isinstance(error, OutOfSpaceError)
             return str(error)
         return None
 

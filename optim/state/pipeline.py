@@ -8,6 +8,10 @@ Steps that end before they return go through the subgroups in alternating direct
 the staging buffers is what the next one wants first, so it starts without waiting and these reads never happen. Updates
 behind a step go in the order of the next forward, each time the same; what they want first is read in backward.
 
+Where nobody waits for the end of the updates, but for the next one of them, reads go first: a drive that has both to do
+would put what was changed long ago before what is wanted next. Writes then go on when there is nothing to read, which
+at the latest is when the buffers are full of what is to be written.
+
 Subgroups that live in host memory (all on the cpu tier, some within a host budget) take no staging buffer: the window
 of read-ahead looks past them, so that reads and writes go on while they are updated.
 """
@@ -32,7 +36,7 @@ from nvme_offload.optim.stats import Meter, Span, SpanKind
 
 KIND = "optimizer state"
 """What the bytes of this pipeline are counted as."""
-
+_KEEP_BUSY = 2  # transfers: while who waits for one of them hears of its end, the drive does the other
 
 _SPAN_OF: dict[Residency, SpanKind] = {Residency.READING: "read", Residency.WRITING: "write"}
 
@@ -78,6 +82,7 @@ class StepPipeline:
         self._meter = meter
         self.discards = False
         """Whether what is released is given up in place of being written: other state will take its place."""
+        self._reads_go_first = False
         self.on_pause: Callable[[], None] = lambda: None
         """Called now and then while waiting. May raise: what was waited for goes on and can be waited for again."""
 
@@ -121,7 +126,7 @@ class StepPipeline:
         """
         window, slot = self._window(order, position), order[position]
         if for_change:
-            self._write_again()
+            self.start_writes()
         self._settle_finished()
         self._read_ahead(window, load)
         if (memory := slot.memory) is not None:
@@ -140,15 +145,39 @@ class StepPipeline:
             self._seal.replay(slot)
         return slot.buffer
 
+    @contextmanager
+    def reads_first(self) -> Iterator[None]:
+        """In here a write begins only where the reads leave the drive idle: `advance` sees to it, again and again.
+
+        Who does not call that any more calls `start_writes` once.
+        """
+        self._reads_go_first = True
+        try:
+            yield
+        finally:
+            self._reads_go_first = False
+
     def advance(self, ahead: Sequence[SlotRecord]) -> None:
         """Go on without waiting: take note of what is done, and start the reads of the first of `ahead` on NVMe.
 
         Raises:
             SwapIOError, CorruptionError: as in `acquire` of ``ahead[0]``.
         """
-        self._write_again()
-        self._settle_finished(ahead[0])
+        self._settle_finished(ahead[0] if ahead else None)
         self._read_ahead(self._window(ahead, 0))
+        self.start_writes()
+
+    def start_writes(self) -> None:
+        """Begin to write what was changed and is not being written, also what could not be written before.
+
+        Raises:
+            SwapIOError: it cannot be begun.
+        """
+        for slot in self.residents:
+            if self._reads_go_first and sum(other.transfer is not None for other in self.residents) >= _KEEP_BUSY:
+                return
+            if slot.residency is Residency.DIRTY:
+                self._staging.start_write(slot)
 
     def window(self, order: Sequence[SlotRecord]) -> list[SlotRecord]:
         """The first subgroups on NVMe, as many as there are staging buffers."""
@@ -203,7 +232,10 @@ class StepPipeline:
         if self.discards:
             self._forget(slot)
         if slot.residency is Residency.DIRTY and slot.buffer is not None:
-            self._staging.start_write(slot)
+            if self._reads_go_first:
+                self._staging.complete(slot)
+            else:
+                self._staging.start_write(slot)
 
     def writes_under_way(self) -> list[Transfer[StagingBuffer]]:
         """Transfers of all that is being written now; what could not be written before is begun once more.
@@ -212,7 +244,7 @@ class StepPipeline:
             SwapIOError: it cannot be begun.
         """
         self._staging.recover()
-        self._write_again()
+        self.start_writes()
         return [slot.transfer for slot in self.residents if slot.residency is Residency.WRITING and slot.transfer]
 
     def adopt(self, slot: SlotRecord, extent: Extent, num_logged: int) -> None:
@@ -243,7 +275,7 @@ class StepPipeline:
             SwapIOError: a write failed. Its bytes are still in their buffer; the next call writes them again.
         """
         self._staging.recover()
-        self._write_again()
+        self.start_writes()
         failure: Exception | None = None
         with self._meter.waiting():
             while any(slot.transfer for slot in self.residents):
@@ -347,11 +379,6 @@ class StepPipeline:
                     failure = failure or error
         if failure is not None:
             raise failure
-
-    def _write_again(self) -> None:
-        for slot in self.residents:
-            if slot.residency is Residency.DIRTY:
-                self._staging.start_write(slot)
 
 
 @contextmanager

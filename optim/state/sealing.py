@@ -32,14 +32,16 @@ class Sealing:
         run: says where each subgroup is written to.
         table: the parameters.
         kernels: for checksums, and to round masters.
-        period: every how many steps a subgroup is rewritten, where its updates can be logged.
+        period: every how many steps a subgroup is rewritten at the latest, where its updates can be logged.
     """
 
     def __init__(self, run: DurableRun, table: ParamTable, kernels: KernelPool, period: int) -> None:
         self.run = run
-        self.logs = SlotLogs(run.extents, table, kernels, period)
+        self.logs = SlotLogs(run.extents, lambda index: table[index].log_dtype, kernels, period)
         self.before_write: Callable[[], None] = lambda: None
         """Called before an extent is chosen: waits until the commit under way is done."""
+        self.next_period: int | None = None
+        """Every how many steps subgroups are to be rewritten from the next one on; None: as now."""
         self.is_held = False
         """Whether a commit is under way, so that a write would wait."""
         self.begins_turn = True
@@ -59,6 +61,10 @@ class Sealing:
         """Bytes of a buffer that holds a subgroup with the longest log it is read with, or the entry that it gets."""
         layout = self.layout_of(subgroup)
         return layout.base.size_bytes + (layout.period - 1) * layout.entry_bytes
+
+    def is_logged(self, slot: SlotRecord) -> bool:
+        """Whether updates of a subgroup are logged, and it is not rewritten in every step."""
+        return self.run.extents.slots[slot.index].layout.period > 1
 
     def read_bytes_of(self, subgroup: Subgroup) -> int:
         """How much of a base a step reads. At least a page, also where the rule has no state."""
@@ -83,6 +89,9 @@ class Sealing:
         self.before_write()
         if self.begins_turn:
             self.begins_turn = False
+            if self.next_period is not None:
+                self.run.extents.take_turns_every(self.next_period)
+                self.next_period = None
             self.run.extents.begin_turn()
 
     def seal(self, slot: SlotRecord) -> WriteTarget:

@@ -18,8 +18,7 @@ from nvme_offload.optim.layout.subgroup import Run, Subgroup
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.masters import section_view, state_views
 from nvme_offload.optim.state.slots import Draft, SlotRecord
-from nvme_offload.optim.state.table import ParamRecord, ParamTable
-from nvme_offload.optim.tiers.parts import parts_of
+from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.tiles import RunTensors, StepScalars
 
 Parts = tuple[torch.Tensor, torch.Tensor]
@@ -31,16 +30,18 @@ class SlotLogs:
 
     Args:
         extents: where bases and entries are.
-        table: the parameters.
+        log_dtype_of: gives `ParamRecord.log_dtype` of a parameter, by its index.
         kernels: that update.
         period: every how many steps a subgroup is rewritten.
     """
 
-    def __init__(self, extents: ExtentRing, table: ParamTable, kernels: KernelPool, period: int) -> None:
+    def __init__(
+        self, extents: ExtentRing, log_dtype_of: Callable[[int], torch.dtype], kernels: KernelPool, period: int
+    ) -> None:
         self.period = period
         self._extents = extents
         self._alignment = extents.alignment
-        self._table = table
+        self._log_dtype_of = log_dtype_of
         self._kernels = kernels
         self._formats: dict[int, tuple[Subgroup, EntryFormat]] = {}
 
@@ -53,7 +54,7 @@ class SlotLogs:
 
     def itemsize_of(self, record: ParamRecord) -> int:
         """Bytes of log that are read beside an element's state, at most."""
-        return (self.period - 1) * _grad_dtype(record).itemsize if self.is_logged(record) else 0
+        return (self.period - 1) * record.log_dtype.itemsize if self.is_logged(record) else 0
 
     def base_of(self, subgroup: Subgroup) -> ExtentLayout:
         """Where state, tail and trailer are in the base of a subgroup."""
@@ -259,7 +260,7 @@ class SlotLogs:
     def _format_of(self, subgroup: Subgroup) -> EntryFormat:
         known = self._formats.get(subgroup.index)
         if known is None or known[0] is not subgroup:
-            dtype = _grad_dtype(self._table[subgroup.runs[0].param])
+            dtype = self._log_dtype_of(subgroup.runs[0].param)
             known = self._formats[subgroup.index] = subgroup, EntryFormat.of(subgroup, dtype)
         return known[1]
 
@@ -274,9 +275,3 @@ def _entries(chain: Chain, memory: Memory) -> Iterator[tuple[Written, PartOfMemo
 
 def _is_replayable(form: MasterForm, rule: UpdateRule) -> bool:
     return form is not MasterForm.ITSELF and bool(rule.kernel) and not rule.whole
-
-
-def _grad_dtype(record: ParamRecord) -> torch.dtype:
-    """What a parameter's gradients are expected to be: those of others are not logged."""
-    parts = parts_of(record.leaf)
-    return parts.accumulate if parts is not None else record.param.dtype

@@ -91,7 +91,8 @@ class StateStore(StateBody):
             # Not a method of this object, which would live until the garbage collector runs.
             checksum = kernels.tile_checksums if config.aio.checksums else None
             if self.run is not None and self.tier is not None:
-                period = period_of(section, self.run, self.tier, rule, kernels.num_threads)
+                period, every = period_of(section, self.run, self.tier, rule, kernels.num_threads)
+                self.run.extents.period = every
                 self._placement = StatePlacement(config, rule, period)
                 self.sealing = Sealing(self.run, table, kernels, period)
                 self._placement.size_of = self.sealing.buffer_bytes
@@ -105,7 +106,7 @@ class StateStore(StateBody):
             )
             super().__init__(owner, table, kernels, pipeline, BlockTiers(config, kernels))
             if self.run is not None and self.run.found:
-                pipeline.discards = True
+                pipeline.discards = self.run.is_under_way
                 self.unfinished = UnfinishedStep.of_found_run(self.run.name, owner=owner)
         except BaseException:
             if self.tier is not None:
@@ -120,13 +121,22 @@ class StateStore(StateBody):
         Raises:
             ResumeError: the run that was found is of another model.
         """
-        if self.sealing is not None and self.sealing.run.found:
-            run = self.sealing.run
+        run = self.run
+        if self.sealing is not None and run is not None and run.is_under_way:
             layouts = [self.sealing.layout_of(slot.subgroup) for slot in self.slots]
             run.extents.adopt(run.found[0].tables, layouts, where=str(run.folder))
             run.found = []
             self.pipeline.discards = False
+        elif run is not None and run.found:
+            run.forget_commits()
         super().begin_load()
+
+    def begin_anew(self) -> None:
+        """Destroy what a durable run had committed first: training begins with the state that was born beside it."""
+        if self.sealing is not None:
+            assert not self.sealing.run.is_under_way
+            self.sealing.run.forget_commits()
+            self.unfinished = None
 
     def add_params(self, group: int, rule: UpdateRule, params: Mapping[torch.Tensor, str]) -> list[ParamRecord]:
         """Take parameters on, with their names, without giving them a place yet.
@@ -218,7 +228,11 @@ class StateStore(StateBody):
         if self.sealing is None:
             return [subgroup.size_bytes for subgroup in subgroups]
         run = self.sealing.run
-        return [] if run.found else bytes_needed(map(self.sealing.layout_of, subgroups), run.extents.steps_back)
+        return (
+            []
+            if run.is_under_way
+            else bytes_needed(map(self.sealing.layout_of, subgroups), run.extents.steps_back, run.extents.period)
+        )
 
     def _check_room(self, sizes: Sequence[int]) -> None:
         if self.tier is not None:
@@ -279,7 +293,7 @@ class StateStore(StateBody):
                 "without a native kernel, are rewritten in every step",
                 ConfigWarning,
             )
-        if not sealing.run.found:
+        if not sealing.run.is_under_way:
             sealing.run.extents.add(layouts)
         kept = set(slots) - set(moving)
         for slot in slots:

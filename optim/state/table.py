@@ -63,6 +63,12 @@ class ParamRecord:
         return FORM_OF_DTYPE[self.param.dtype]
 
     @property
+    def log_dtype(self) -> torch.dtype:
+        """What the parameter's gradients are expected to be: those that are wider are not logged."""
+        parts = parts_of(self.leaf)
+        return parts.accumulate if parts is not None else self.param.dtype
+
+    @property
     def entry_names(self) -> tuple[str, ...]:
         """Names of the parameter's entries in ``optimizer.state``."""
         master = () if self.form is MasterForm.ITSELF else ("master",)

@@ -37,8 +37,8 @@ def hindrance(store: StateStore, record: ParamRecord) -> str | None:
     """Why a parameter has to be updated inside `step()`; None where its gather can wait for the update."""
     if record.rule.whole:  # they are gathered over ranks, which no two threads of a process may do at once
         return f"{store.owner} updates whole parameters"
-    if store.blocks.exist:
-        return "parameters or gradients have a tier of their own (offload_param, offload_gradients)"
+    if store.blocks.pass_through_buffers:
+        return "parameters have a tier of their own (offload_param), or gradients are on NVMe (offload_gradients)"
     if not isinstance(parts_of(record.leaf), StateParts) and not record.is_awaited:
         return (
             "its parameters are neither of a plain module that optimizer.overlap_with(model) was told, nor shards in "
@@ -83,11 +83,12 @@ class UpdatesBehind:
         """Update the first subgroup that is in memory, if any is."""
         pipeline, pending = self._store.pipeline, self._step.pending
         ahead = self._ahead()
-        pipeline.advance(ahead)
-        slot = next((slot for slot in ahead if slot in pending and pipeline.is_here(slot)), None)
-        if slot is None:
-            return False
-        update_captured(self._store, self._meter, self._step, self._inputs, slot, ahead)
+        with pipeline.reads_first():
+            pipeline.advance(ahead)
+            slot = next((slot for slot in ahead if slot in pending and pipeline.is_here(slot)), None)
+            if slot is None:
+                return False
+            update_captured(self._store, self._meter, self._step, self._inputs, slot, ahead)
         self._meter.updates_behind += 1
         if not pending:
             self._finish()
@@ -116,6 +117,7 @@ class UpdatesBehind:
 
     def _finish(self) -> None:
         store, step = self._store, self._step
+        store.pipeline.start_writes()
         for index, count in step.counts.items():
             store.table[index].steps = count
         self._meter.changed_behind += step.changed_tiles

@@ -84,10 +84,13 @@ class UpdatesInBackward:
 
     def turn(self) -> bool:
         """Take a gradient in, or update the first subgroup that is ready and in memory."""
+        with self._store.pipeline.reads_first():
+            return self._turn()
+
+    def _turn(self) -> bool:
         pipeline, pending = self._store.pipeline, self.step.pending
         ahead = list(islice(self._upcoming(), LOOK_AHEAD))
-        if ahead:
-            pipeline.advance(ahead)
+        pipeline.advance(ahead)
         if self._inbox:
             self._take_in(*self._inbox.popleft())
             return True
@@ -192,7 +195,7 @@ class FinalGradients:
         if job is not None and record.index in job.step.final:
             self._take_back_or_refuse(record)
             return
-        may_begin = self.is_last_backward and self.begins_next and waits_for_updates(store, record)
+        may_begin = self.is_last_backward and self.begins_next and _may_begin(store, record)
         if store.is_closed or not may_begin or not _is_reduced(parts):
             return
         store.check_waited_for((record.index,))
@@ -339,7 +342,7 @@ class FinalGradients:
         expected = {
             record.index
             for record in store.table.members(self._groups)
-            if record.leaf.requires_grad and waits_for_updates(store, record)
+            if record.leaf.requires_grad and _may_begin(store, record)
         }
         factor = 1.0 if self._guesses is None else self._guesses.factor
         assert factor is not None
@@ -369,6 +372,11 @@ class FinalGradients:
         store.unfinished = step
         worker.job = job
         return job
+
+
+def _may_begin(store: StateStore, record: ParamRecord) -> bool:
+    """Whether an update may begin in backward: not with a gradient that is on its way from a device by then."""
+    return waits_for_updates(store, record) and not store.blocks.takes_gradient(record.leaf)
 
 
 def _is_reduced(parts: ShardParts | None) -> bool:

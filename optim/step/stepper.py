@@ -129,6 +129,8 @@ class Stepper:
                     self._step(number, groups, loss_scale, found_inf, interrupt)
             except BaseException as error:
                 error.add_note(self._where_it_stands(number))
+                if self._commits is not None:
+                    self._commits.explain(error)
                 raise
 
     def _step(

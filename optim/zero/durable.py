@@ -129,6 +129,7 @@ class DurableEngine(ABC):
         return {
             "loss_scale": self._scaler.state_dict() if self._scaler else None,
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler else None,
+            "lr_scheduler_type": type(self.lr_scheduler).__name__ if self.lr_scheduler else None,
             "buffers": {name: buffer.detach() for name, buffer in self._buffers().items()},
         }
 

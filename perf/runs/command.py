@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +15,14 @@ from typer.core import TyperGroup
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.inventory import RunFound, find_runs, remove_run, remove_snapshot
-from nvme_offload.offload.errors import ConfigError, StateError
-from nvme_offload.offload.units import format_bytes
+from nvme_offload.offload.errors import ConfigError, OffloadError, StateError
+from nvme_offload.offload.units import format_bytes, parse_bytes
+from nvme_offload.optim.checkpoint.committed_step import CommittedStep, open_step
+from nvme_offload.optim.checkpoint.run_export import export_checkpoint, export_weights
 
 _HEADINGS = ("NAME", "MODEL", "STEP", "AGE", "BYTES", "RANKS", "STATE")
+_SHOWN = 4
+_OF_ITS_OWN = "; it writes its own: engine.export_safetensors(dir), engine.save_checkpoint(dir, background=True)"
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 Paths = Annotated[
@@ -26,6 +31,13 @@ Paths = Annotated[
 Config = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A configuration section (.json or .toml): its folders.")
 ]
+
+
+class What(StrEnum):
+    """What is written of a step."""
+
+    WEIGHTS = "weights"
+    CHECKPOINT = "checkpoint"
 
 
 class _ListUnlessTold(TyperGroup):
@@ -43,7 +55,9 @@ runs = typer.Typer(
     help=(
         "List the durable runs below the given folders: model, step, age, bytes, and whether they are alive.\n\n"
         "A run is durable where `offload_optimizer.durable` says so; its directories stay when it ends, however it "
-        "ends. `offload runs PATH ...` lists, `offload runs remove NAME PATH ...` removes."
+        "ends. `offload runs PATH ...` lists, `offload runs remove NAME PATH ...` removes, and "
+        "`offload runs export NAME FOLDER PATH ...` writes what was committed as weights or as a checkpoint, without "
+        "the model."
     ),
 )
 
@@ -90,6 +104,69 @@ def remove(
     typer.echo(done if snapshot is None else f"removed snapshot {snapshot} of {name}: its next process uses the space")
 
 
+@runs.command("export")
+def export(
+    name: Annotated[str, typer.Argument(help="Of the run.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write: a folder that is new or empty.")],
+    paths: Paths = None,
+    config: Config = None,
+    step: Annotated[
+        int | None, typer.Option("--step", help="One that is held still.  [default: the newest that all ranks have]")
+    ] = None,
+    snapshot: Annotated[str | None, typer.Option("--snapshot", metavar="NAME", help="This snapshot of it.")] = None,
+    what: Annotated[
+        What, typer.Option("--what", help="Weights, or all that a checkpoint has, for `load_checkpoint`.")
+    ] = What.WEIGHTS,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of weights: fp32, bf16 or fp16.")] = "fp32",
+    max_shard: Annotated[str, typer.Option("--max-shard", metavar="BYTES", help="The most of one file.")] = "1GiB",
+    partly: Annotated[
+        bool, typer.Option("--partly", help="Also where parameters were frozen, which the run does not keep.")
+    ] = False,
+) -> None:
+    """Write a committed step as safetensors in the layout of Hugging Face, or as a checkpoint, without the model.
+
+    Every byte is verified. Nothing of the run is changed, and one that is alive is refused.
+    """
+    run = _named(name, paths, config)
+    _check_paths(run)
+    _check_folder(folder)
+    if snapshot is not None:
+        _check_one_of(step)
+        _check_snapshot(run, snapshot)
+    try:
+        with open_step(run, step=step, snapshot=snapshot) as committed:
+            if what is What.CHECKPOINT:
+                files = [*export_checkpoint(committed, folder).iterdir()]
+            else:
+                _check_kept(committed, partly=partly)
+                files = export_weights(committed, folder, dtype, parse_bytes(max_shard))
+            size_bytes = sum(file.stat().st_size for file in files)
+            typer.echo(f"exported step {committed.step} of {name}: {format_bytes(size_bytes)} in {len(files)} file(s)")
+    except (OffloadError, OSError, ValueError) as error:
+        typer.echo(f"{error}{_OF_ITS_OWN if run.is_alive and isinstance(error, StateError) else ''}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise typer.BadParameter(f"{folder} is there and is no empty folder: name a new one", param_hint="FOLDER")
+
+
+def _check_one_of(step: int | None) -> None:
+    if step is not None:
+        raise typer.BadParameter("a snapshot is of one step: leave out --step", param_hint="--snapshot")
+
+
+def _check_kept(step: CommittedStep, *, partly: bool) -> None:
+    missing = step.missing
+    if missing and not partly:
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise ValueError(
+            f"{step.name!r} does not keep {', '.join(missing[:_SHOWN])}{more}: parameters that were always frozen are "
+            "no state. Say --partly to have all others, and take these from where the training had them"
+        )
+
+
 def _named(name: str, paths: Sequence[Path] | None, config: Path | None) -> RunFound:
     run = next((run for run in _found(paths, config) if run.name == name), None)
     if run is None:
@@ -97,12 +174,12 @@ def _named(name: str, paths: Sequence[Path] | None, config: Path | None) -> RunF
     return run
 
 
-def _check_paths(run: RunFound, *, partly: bool = False) -> None:
+def _check_paths(run: RunFound, *, partly: bool | None = None) -> None:
     missing = [rank for rank in run.ranks if rank.num_paths > len(rank.folders)]
     if missing and not partly:
         raise typer.BadParameter(
             f"{run.name!r} has {missing[0].num_paths} paths, and {len(missing[0].folders)} of them are among these "
-            "folders: name all, or say --partly",
+            f"folders: name all{'' if partly is None else ', or say --partly'}",
             param_hint="PATH",
         )
 

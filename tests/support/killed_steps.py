@@ -3,6 +3,7 @@
 Runs in a process of its own, which imports torch once and forks each life of the training.
 """
 
+import faulthandler
 import hashlib
 import json
 import mmap
@@ -14,11 +15,17 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from nvme_offload import OffloadAdamW
+from tests.support.durable_engine import durable, whole
+from tests.support.resuming import steps_of
 from tests.support.training import params_of, section
 
 SHAPES = [(70_001,), (999,), (65_537,), (5,), (9_999,)]
@@ -46,38 +53,74 @@ def gradients_of(params, step):
         params[2].grad[0] = float("inf")
 
 
-def digest_of(optimizer, params):
+def digest_of(tensors):
     digest = hashlib.sha256()
-    state = optimizer.state_dict()["state"]
-    tensors = [*params, *(value for entries in state.values() for value in entries.values())]
     for tensor in tensors:
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def live(path, name, note, **more):
+def train_optimizer(path, name, note, **more):
     """Train to the end, from the latest step that is committed if there is one; the digest of all that came out."""
     torch.manual_seed(7)
     params = params_of(SHAPES, *DTYPES)
     groups = [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:]}]
     with OffloadAdamW(groups, offload=durable_section(path, name, **more)) as optimizer:
-        found = optimizer.resume() if name else None
-        step, position = (found[0], found[1]["position"]) if found else (0, 0)
-        assert step == position, (step, position)
-        note(step, 0, 0)
-        for number in range(step, NUM_STEPS):
-            note(step, number + 1, number)
+        for number in _steps_left(optimizer, name, note):
             gradients_of(params, number)
             optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)
-            if name:
-                optimizer.client_state["position"] = number + 1
             if number % 13 == 4:
                 with torch.no_grad():
                     params[0][:70] += 1
                     params[1][:7] -= 1
             optimizer.step()
-            note(step, number + 1, number + 1)
-        return digest_of(optimizer, params)
+        state = optimizer.state_dict()["state"]
+        return digest_of([*params, *(value for entries in state.values() for value in entries.values())])
+
+
+def train_engine(path, name, note, tiers="state"):
+    """The same of a sharded model, on the ranks of this process group."""
+    with durable("bf16", path, name, tiers) as engine:
+        for number in _steps_left(engine, name, note):
+            steps_of(engine, dist.get_rank(), [number])
+        state, scalars = whole(engine)
+        return digest_of(state.values()) + repr(sorted(scalars.items()))
+
+
+def _steps_left(trained, name, note):
+    found = trained.resume() if name else None
+    step, position = (found[0], found[1]["position"]) if found else (0, 0)
+    assert step == position, (step, position)
+    note(step, 0, 0)
+    for number in range(step, NUM_STEPS):
+        note(step, number + 1, number)
+        if name:
+            trained.client_state["position"] = number + 1
+        yield number
+        note(step, number + 1, number + 1)
+
+
+class Kind(NamedTuple):
+    """A training."""
+
+    train: Callable
+    num_ranks: int = 1
+    how: Mapping = {}
+    """It is made to last."""
+
+
+KINDS = {
+    "on-nvme": Kind(train_optimizer),
+    "in-memory-too": Kind(train_optimizer, how={"host_budget": "7MiB"}),
+    "logged": Kind(train_optimizer, how={"rewrite_every": 3, "buffers": 2}),
+    "logged-in-memory-too": Kind(train_optimizer, how={"rewrite_every": 3, "buffers": 2, "host_budget": "7MiB"}),
+    "everything": Kind(train_engine, how={"tiers": "everything"}),
+    "everything-logged": Kind(train_engine, how={"tiers": "everything, logged"}),
+    "parameters-logged": Kind(train_engine, how={"tiers": "parameters, logged"}),
+    "two-ranks": Kind(train_engine, 2),
+    "two-ranks-logged": Kind(train_engine, 2, {"tiers": "state, logged"}),
+    "two-ranks-everything": Kind(train_engine, 2, {"tiers": "everything"}),
+}
 
 
 def fork(life):
@@ -96,85 +139,105 @@ def fork(life):
 class Lives:
     """Lives of one run, and what they noted in memory that outlives them."""
 
-    def __init__(self, path, name, seed, **more):
-        self.path, self.name, self.more = path, name, more
+    def __init__(self, path, kind, name, seed, *, lasting=True):
+        self.path, self.kind, self.name, self.lasting = path, kind, name, lasting
         self.random = random.Random(seed)
-        self.page = mmap.mmap(-1, mmap.PAGESIZE)
-        self.end = path / f"{name or 'plain'}.end"
+        self.pages = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(kind.num_ranks)]
+        self.number = 0
         self.history = []
-
-    def _life(self):
-        def note(*numbers):
-            self.page[: _PAGE.size] = _PAGE.pack(*numbers)
-
-        self.end.write_text(live(self.path, self.name, note, **self.more))
 
     def digest(self, seconds=None):
         """Live once, killed after so many seconds; the digest of a life that came to its end, or None."""
-        finished = _PAGE.unpack(self.page[: _PAGE.size])[2]
-        self.page[: _PAGE.size] = _PAGE.pack(-1, 0, 0)
-        pid = fork(self._life)
-        killed = seconds is not None and self._kill(pid, seconds)
-        _, status = os.waitpid(pid, 0)
-        assert killed or status == 0, f"{self.name}: a life ended with status {status}"
-        resumed, _, returned = _PAGE.unpack(self.page[: _PAGE.size])
-        if resumed >= 0:
-            assert finished - 1 <= resumed <= finished + 1, f"{self.name}: {finished} steps done, resumed at {resumed}"
-            self.history.append(resumed)
-        if resumed < 0 or returned == 0:
-            self.page[: _PAGE.size] = _PAGE.pack(resumed, 0, finished if resumed < 0 else resumed)
-        return self.end.read_text() if status == 0 else None
+        finished = min(returned for _, _, returned in self._notes())
+        for rank in range(self.kind.num_ranks):
+            self._note(rank, -1, 0, 0)
+        self.number += 1
+        pids = [fork(partial(self._life, rank)) for rank in range(self.kind.num_ranks)]
+        killed = seconds is not None and self._kill(pids, seconds)
+        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+        assert killed or not any(statuses), f"{self.name}: a life ended with statuses {statuses}"
+        self._hold_resumed_to(finished)
+        return None if any(statuses) else self._ended()
 
-    def _kill(self, pid, seconds):
-        """After so many seconds; most of the time not before the training has begun."""
+    def _life(self, rank):
+        if self.kind.train is train_engine:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.kind.num_ranks))
+            met = f"file://{self.path}/{self.name}.{self.number}"
+            dist.init_process_group("gloo", init_method=met, rank=rank, world_size=self.kind.num_ranks)
+        name, how = (self.name, self.kind.how) if self.lasting else (None, {})
+        digest = self.kind.train(self.path, name, partial(self._note, rank), **how)
+        self._end_of(rank).write_text(digest)
+        if dist.is_initialized():
+            dist.barrier()  # who ends first may serve the others
+
+    def _hold_resumed_to(self, finished):
+        """What this life went on from, against what the one before had done."""
+        for rank, (resumed, _, returned) in enumerate(self._notes()):
+            if resumed >= 0:
+                said = f"{self.name}: {finished} steps done, rank {rank} resumed at {resumed}"
+                assert finished - 1 <= resumed <= finished + 1, said
+            if returned == 0:  # not one of its own
+                self._note(rank, resumed, 0, finished if resumed < 0 else resumed)
+        if (resumed := max(resumed for resumed, _, _ in self._notes())) >= 0:
+            self.history.append(resumed)
+
+    def _kill(self, pids, seconds):
+        """After so many seconds, one rank after another; most of the time not before the training has begun."""
         if self.random.random() < 0.8:
-            while _PAGE.unpack(self.page[: _PAGE.size])[0] < 0 and not _has_ended(pid):
+            while self._notes()[0][0] < 0 and not _has_ended(pids[0]):
                 time.sleep(0.001)
         time.sleep(seconds)
-        if _has_ended(pid):
+        if _has_ended(pids[0]):
             return False
-        os.kill(pid, signal.SIGKILL)
+        for pid in self.random.sample(pids, len(pids)):
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(self.random.choice([0, 0.01, 0.2]) if len(pids) > 1 else 0)
         return True
+
+    def _notes(self):
+        return [_PAGE.unpack(page[: _PAGE.size]) for page in self.pages]
+
+    def _note(self, rank, *numbers):
+        self.pages[rank][: _PAGE.size] = _PAGE.pack(*numbers)
+
+    def _end_of(self, rank):
+        return self.path / f"{self.name}.end{rank}"
+
+    def _ended(self):
+        return [self._end_of(rank).read_text() for rank in range(self.kind.num_ranks)]
 
 
 def _has_ended(pid):
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-KINDS = {
-    "on-nvme": {},
-    "in-memory-too": {"host_budget": "7MiB"},
-    "logged": {"rewrite_every": 3, "buffers": 2},
-    "logged-in-memory-too": {"rewrite_every": 3, "buffers": 2, "host_budget": "7MiB"},
-}
+def kill(root, name, num_kills, seed):
+    """Kill runs of this kind so often; how often, and what each life went on from."""
+    kind, begun = KINDS[name], time.monotonic()
+    expected = Lives(root, kind, f"{name}-plain", seed, lasting=False).digest()
+    seconds = time.monotonic() - begun
+    done = rounds = 0
+    history = []
+    while done < num_kills:
+        lives = Lives(root, kind, f"{name}-{rounds}", seed + rounds)
+        for _ in range(_ATTEMPTS):
+            digest = lives.digest(lives.random.uniform(0, 0.4 * seconds) if done < num_kills else None)
+            if digest is not None:
+                break
+            done += 1
+        assert digest == expected, f"{lives.name} (seed {seed + rounds}): other bits, resumed at {lives.history}"
+        history.append(lives.history)
+        rounds += 1
+    return {"kills": done, "history": history}
 
 
 def main(root, num_kills, seed, *names):
-    """Kill each of these kinds of run so often, and print how often, and which digests differ from that of no kill."""
+    """Kill runs of each of these kinds so often, and print what became of them."""
+    faulthandler.enable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.compiler.disable(lambda: None)()  # imports what every life would import once more
-    root = Path(root)
-    begun = time.monotonic()
-    expected = Lives(root, None, seed).digest()
-    seconds = time.monotonic() - begun
-    outcomes = {}
-    for name in names:
-        more = KINDS[name]
-        done = rounds = 0
-        history = []
-        while done < num_kills:
-            lives = Lives(root, f"{name}-{rounds}", seed + rounds, **more)
-            for _ in range(_ATTEMPTS):
-                digest = lives.digest(lives.random.uniform(0, 0.4 * seconds) if done < num_kills else None)
-                if digest is not None:
-                    break
-                done += 1
-            assert digest == expected, f"{lives.name} (seed {seed + rounds}): other bits, resumed at {lives.history}"
-            history.append(lives.history)
-            rounds += 1
-        outcomes[name] = {"kills": done, "history": history}
-    json.dump(outcomes, sys.stdout)
+    json.dump({name: kill(Path(root), name, num_kills, seed) for name in names}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ with open(path / "filler", "wb") as file:
 for step in (2, 3):
     small.write({slot: step for slot in range(3)})
     try:
-        small.run.commit(step, bytes(200_000), small.run.extents.tables)
+        small.run.commit(step, bytes(2_000_000), small.run.extents.tables)
     except OutOfSpaceError as error:
         print(error)
 assert [manifest.step for manifest in small.run.committed] == [1, 0], small.run.committed
@@ -233,5 +233,5 @@ def test_the_door_to_the_drive_is_used(tmp_path, monkeypatch):
     synced.clear()
     files.write(manifest(1))
     assert not synced
-    files.write(manifest(2, blob=bytes(100_000)))
+    files.write(manifest(2, blob=bytes(2_000_000)))
     assert len(synced) == 1

@@ -110,7 +110,7 @@ class Drive:
     def act(self, rng: random.Random, pin: str) -> None:
         """One thing that can happen to a run."""
         writers = [slot for slot in range(len(self.layouts)) if rng.random() < 0.8]
-        match rng.choice(["step"] * 6 + ["by hand", "failed", "rewind", "crash", "pin", "unpin"]):
+        match rng.choice(["step"] * 6 + ["by hand", "failed", "rewind", "crash", "pin", "unpin", "turns"]):
             case "step":
                 self.step(writers, tuple(slot for slot in writers if rng.random() < 0.1))
             case "by hand":
@@ -125,6 +125,8 @@ class Drive:
             case "pin":
                 self.ring.pin(pin, self.manifests[-1][0])
                 self.pins[pin] = self.manifests[-1]
+            case "turns":
+                self.ring.take_turns_every(rng.choice([1, 2, 3, 16]))
             case "unpin" if self.pins:
                 name = rng.choice(list(self.pins))
                 self.ring.unpin(name)
@@ -247,6 +249,20 @@ def test_slots_of_many_layouts_take_turns_too(space):
         drive.step(list(range(6)))
         if drive.number > 6:
             assert [len(record.current.log) for record in drive.ring.slots].count(0) == 2
+
+
+@pytest.mark.parametrize("period", [1, 2, 3])
+def test_who_goes_on_from_a_run_that_was_killed_needs_no_more_space_than_that_had(space, period):
+    """Also where extents of different slots are equally large: those of bf16, fp16 and fp32 parameters are."""
+    bases = [BASE, ExtentLayout(8 * PAGE, 4 * PAGE, PAGE), ExtentLayout(5 * PAGE, 2 * PAGE, PAGE)]
+    slots = [SlotLayout(base, ENTRY_BYTES if period > 1 else 0, period) for base in bases * 4]
+    drive = Drive(space, slots)
+    taken = total_bytes(space)
+    for _ in range(8):
+        for _ in range(3):
+            drive.step(list(range(len(slots))))
+        drive.crash(drive.manifests[-1])
+        assert total_bytes(space) == taken
 
 
 def test_where_a_write_goes_is_the_same_until_it_is_sealed_or_committed(space):

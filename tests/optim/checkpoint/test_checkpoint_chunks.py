@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nvme_offload.optim.checkpoint import places as checkpoint_places
-from nvme_offload.optim.checkpoint.geometry import Part, boxes
 from nvme_offload.optim.checkpoint.places import pieces
+from nvme_offload.optim.layout.geometry import Part, boxes
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.layout.subgroup import Run
 

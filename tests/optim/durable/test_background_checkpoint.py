@@ -8,7 +8,7 @@ import torch
 
 from nvme_offload.offload.errors import CheckpointWriteError, OutOfSpaceError, StateError
 from nvme_offload.optim.checkpoint import background, storage
-from tests.optim.durable.test_durable_engine import TIERS, assert_goes_on_to, durable, expected, whole
+from tests.support.durable_engine import TIERS, assert_goes_on_to, durable, expected, whole
 from tests.support.ranks import run_ranks
 from tests.support.resuming import fresh_engine, steps_of
 from tests.support.sharded_model import assert_same

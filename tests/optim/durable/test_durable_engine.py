@@ -1,73 +1,16 @@
 """A training engine whose steps last: schedule, loss scale, buffers and several ranks, in every precision and tier."""
 
 import errno
-import os
-import random
-import signal
-import threading
 import warnings
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from nvme_offload.offload.errors import ConfigWarning, StateError
+from nvme_offload.offload.errors import ConfigWarning, ResumeError, StateError
+from tests.support.durable_engine import TIERS, assert_goes_on_to, durable, settle, whole
 from tests.support.ranks import run_ranks
-from tests.support.resuming import fresh_engine, scalars_of, section, steps_of
-from tests.support.sharded_model import assert_same, full_state
-
-TIERS = {
-    "state": {},
-    "everything": {
-        "zero_optimization": {"offload_param": {"device": "nvme"}},
-        "offload_gradients": {"device": "nvme"},
-    },
-    "in memory too": {"host_budget": "8MiB"},
-    "off": {"overlap_step": "off"},
-    "backward": {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False},
-}
-TIERS |= {f"{name}, logged": {**more, "rewrite_every": 3} for name, more in TIERS.items()}
-
-
-def durable(mode, path, name, tiers="state"):
-    """An engine with this name of its run; None: one that ends with its process."""
-    more = {key: dict(value) if isinstance(value, dict) else value for key, value in TIERS[tiers].items()}
-    made = section(mode, path)
-    zero = made["zero_optimization"] | more.pop("zero_optimization", {})
-    period = more.pop("rewrite_every", 1)
-    if name:
-        zero["offload_optimizer"] |= {"durable": name, "rewrite_every": period}
-    if period > 1:
-        zero["offload_optimizer"]["staging_budget"] = "6MiB"
-    for part in (zero.get("offload_param"), more.get("offload_gradients")):
-        if part:
-            part["nvme_path"] = str(path)
-    return fresh_engine(mode, path, zero_optimization=zero, **more)
-
-
-def settle(engine):
-    """Have the latest step last, or be said to have failed, on all ranks."""
-    engine.optimizer.synchronize()
-    engine.optimizer.commits.settle()
-
-
-def whole(engine):
-    return full_state(engine.module, engine.optimizer), scalars_of(engine)
-
-
-def expected(mode, path, num_steps, tiers="state", rank=0):
-    with durable(mode, path, None, tiers) as engine:
-        losses = steps_of(engine, rank, range(num_steps))
-        return *whole(engine), losses
-
-
-def assert_goes_on_to(engine, mode, path, done, num_steps, tiers="state", rank=0):
-    losses = steps_of(engine, rank, range(done, num_steps))
-    state, scalars, all_losses = expected(mode, path, num_steps, tiers, rank)
-    found, found_scalars = whole(engine)
-    assert losses == all_losses[done:]
-    assert found_scalars == scalars
-    assert_same(found, state)
-
+from tests.support.resuming import steps_of
+from tests.support.sharded_model import assert_same
 
 QUICK = [("bf16", "state"), ("fp16", "state, logged"), ("bf16", "everything, logged")]
 SLOW = [("fp16", "state"), ("fp32", "state"), ("fp32", "everything"), ("fp32", "everything, logged")]
@@ -160,6 +103,47 @@ def test_ranks_go_on_from_the_latest_step_that_all_of_them_have(drive, tiers):
     run_ranks(go_on_with_one_rank_behind, 2, drive, tiers)
 
 
+def begin_anew_where_the_first_commit_was_on_one_rank(rank, world_size, path):
+    def end_after(num_steps):
+        with durable("bf16", path, "run") as engine:
+            assert engine.resume() is None
+            steps_of(engine, rank, range(num_steps))
+            settle(engine)
+
+    def lose_all():
+        with durable("bf16", path, "run") as engine:
+            if rank == 1:
+                engine.optimizer.commits.run.forget_commits()
+
+    end_after(1)
+    lose_all()
+    with durable("bf16", path, "run") as engine:
+        assert engine.resume() is None
+        assert_goes_on_to(engine, "bf16", path, 0, 3, rank=rank)
+        settle(engine)
+    lose_all()
+    with durable("bf16", path, "run") as engine, pytest.raises(ResumeError, match="rank 1 has nothing"):
+        engine.resume()
+
+
+def test_ranks_begin_anew_where_only_the_first_commit_of_all_was_under_way(drive):
+    run_ranks(begin_anew_where_the_first_commit_was_on_one_rank, 2, drive)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_is_loaded_over_a_run_of_one_commit(drive, tmp_path):
+    with durable("bf16", drive, None) as engine:
+        steps_of(engine, 0, range(2))
+        engine.save_checkpoint(tmp_path / "saved")
+    with durable("bf16", drive, "run") as engine:
+        steps_of(engine, 0, [7])
+    with durable("bf16", drive, "run") as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+    with durable("bf16", drive, "run") as engine:
+        assert engine.resume() == (2, {})
+        assert_goes_on_to(engine, "bf16", drive, 2, 4)
+
+
 def refuse_backward(rank, world_size, path):
     with pytest.warns(ConfigWarning, match="agree in step"):
         engine = durable("bf16", path, "run", "backward")
@@ -172,46 +156,3 @@ def refuse_backward(rank, world_size, path):
 @pytest.mark.slow
 def test_several_ranks_begin_no_update_in_backward_and_say_so(drive):
     run_ranks(refuse_backward, 2, drive)
-
-
-NUM_STEPS = 12
-
-
-def live_until_killed(rank, world_size, path, tiers, seconds):
-    """Train to the end; where there are `seconds`, this process is killed after so many."""
-    if seconds is not None:
-        threading.Timer(seconds[rank], os.kill, (os.getpid(), signal.SIGKILL)).start()
-    with durable("bf16", path, "run", tiers) as engine:
-        step, _ = engine.resume() or (0, {})
-        for number in range(step, NUM_STEPS):
-            steps_of(engine, rank, [number])
-            (path / f"rank{rank}.done").write_text(str(number + 1))
-        return step, *whole(engine)
-
-
-def live_unharmed(rank, world_size, path):
-    return expected("bf16", path, NUM_STEPS, rank=rank)[:2]
-
-
-def finished(path):
-    return min((int(file.read_text() or 0) for file in path.glob("rank?.done")), default=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tiers", ["state", "state, logged"])
-@pytest.mark.parametrize("seed", range(3))
-def test_two_ranks_that_are_killed_at_any_moment_go_on_together_and_end_with_the_same_bits(drive, seed, tiers):
-    chance, resumed = random.Random(seed), []
-    unharmed = run_ranks(live_unharmed, 2, drive)
-    for _ in range(8):
-        done, begun = finished(drive), chance.uniform(0.5, 6)
-        with suppress(AssertionError):  # which says how each rank ended
-            run_ranks(live_until_killed, 2, drive, tiers, [begun, begun + chance.choice([0, 0.01, 0.5])])
-        resumed.append(done)
-    done = finished(drive)
-    first, second = run_ranks(live_until_killed, 2, drive, tiers, None)
-    assert first[0] == second[0] >= done - 1
-    for (state, scalars), (_, found, found_scalars) in zip(unharmed, (first, second), strict=True):
-        assert found_scalars == scalars
-        assert_same(found, state)
-    assert max(resumed) > 0, "no life came to a step"

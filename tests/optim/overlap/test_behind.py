@@ -15,6 +15,8 @@ from nvme_offload import ConfigWarning, OffloadAdamW, get_full_param, set_full_p
 from nvme_offload.aio_native import Op
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.errors import StateError, SwapIOError
+from nvme_offload.optim.state.slots import Residency
+from nvme_offload.perf.hidden_step.paced import STANDS_IN_FOR, paced_drive
 from tests.support.failing_drive import Failing
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
@@ -213,6 +215,30 @@ def test_step_returns_before_the_updates_which_keep_the_gradients(alone, tmp_pat
         twin.step()
         assert_same(full_state(engine.module, optimizer), full_state(twin.module, twin.optimizer))
         twin.close()
+
+
+def test_reads_go_first_and_in_the_end_everything_is_written(alone, tmp_path, monkeypatch):
+    config = config_of(tmp_path, None, accumulation=1, aio={"engine": STANDS_IN_FOR})
+    config["zero_optimization"]["offload_optimizer"] |= {"buffer_count": 6, "staging_budget": "6MiB"}
+    with paced_drive() as pace, make(config, num_layers=LAYERS, width=129) as engine:
+        train_step(engine, 0)
+        optimizer, store = engine.optimizer, engine.optimizer.store
+        optimizer.synchronize()
+        engine.backward(loss_of(engine, 1))
+        pace.rate = 2e8  # some milliseconds each: nothing is done by the time that the next one begins
+        start, under_way = store.tier._start, []
+
+        def counting(op, *more):
+            if op is Op.WRITE and store.unfinished is not None and store.unfinished.pending:
+                under_way.append(sum(slot.transfer is not None for slot in store.pipeline.residents))
+            return start(op, *more)
+
+        monkeypatch.setattr(store.tier, "_start", counting)
+        engine.step()
+        store.worker.wait_until(lambda: store.worker.job is None)
+        assert len(under_way) > LAYERS
+        assert max(under_way) == 1, "writes beside the one transfer that keeps the drive busy"
+        assert not [slot for slot in store.pipeline.residents if slot.residency is Residency.DIRTY]
 
 
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=lambda op: op.name)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils import backend_registration
 
 from nvme_offload.offload.swapper import tensor_swapper
+from tests.support.late_device import autocast
 from tests.support.late_device.queues import (
     LATE,
     Event,
@@ -34,8 +35,8 @@ _REFUSED = 2  # cudaErrorMemoryAllocation
 
 def _register(address: int, size_bytes: int, flags: int) -> int:
     LATE.pinned_on.append(LATE.current)
-    if LATE.refusals:
-        LATE.refusals -= 1
+    if LATE.refusals or address in LATE.pinned:
+        LATE.refusals = max(0, LATE.refusals - 1)
         LATE.latest_error = _REFUSED
         return _REFUSED
     LATE.pinned[address] = size_bytes
@@ -152,10 +153,7 @@ def install() -> None:
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
     library.impl("_copy_from", copy_from, "PrivateUse1")
-    _kept.append(library)
-    autocast = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
-    autocast.fallback(torch.library.fallthrough_kernel)  # to it nothing is cast
-    _kept.append(autocast)
+    _kept.extend([library, *autocast.libraries()])
     dist.Backend.default_device_backend_map[NAME] = "gloo"
     _hide_from(torch._C, "_get_accelerator", torch.device("cpu"))
     _hide_from(torch._C, "_accelerator_getAccelerator", None)

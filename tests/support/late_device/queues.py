@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,21 @@ def poison(tensor: torch.Tensor) -> None:
     pattern = bytearray([POISON] * tensor.element_size())
     with torch.no_grad():
         tensor.copy_(torch.frombuffer(pattern, dtype=tensor.dtype)[0])
+
+
+@contextmanager
+def _saying() -> Iterator[None]:
+    """Say at once what goes wrong in a thread of autograd's: torch ends the process there.
+
+    It leaves its guard of the current stream while the error is pending, and the guard of a device of Python's asks
+    Python for the kind of device, in a function that must not raise (``PythonDeviceGuard::exchangeStream``).
+    """
+    try:
+        yield
+    except BaseException:
+        if isinstance(threading.current_thread(), threading._DummyThread):
+            traceback.print_exc()
+        raise
 
 
 @dataclass(eq=False)
@@ -127,7 +143,7 @@ class Stream:
         work = self.queue[self.done]
         self.done += 1
         try:
-            with torch.inference_mode():  # in which tensors of that mode can be written, and others, too
+            with torch.inference_mode(), _saying():  # a mode in which its own tensors can be written, and others, too
                 work.run()
         finally:
             del LATE.pending[work]

@@ -6,20 +6,16 @@ import sys
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
-
 from nvme_offload.perf.measure.child import serve
-from nvme_offload.perf.verify import training
 from nvme_offload.perf.verify.child import work
 from tests.support.late_device.module import late_device
 from tests.support.late_device.mutations import MUTATIONS
 
 
 def on_late_device(told: Any, send: Any) -> None:
-    """Make checks on it. Nothing is cast there for autocast."""
+    """Make checks on it."""
     mutation = sys.argv[1] if len(sys.argv) > 1 else ""
-    with late_device(), MUTATIONS[mutation]() if mutation else nullcontext(), pytest.MonkeyPatch.context() as patch:
-        patch.delitem(training.PRECISIONS, "autocast")  # type: ignore[arg-type]
+    with late_device(), MUTATIONS[mutation]() if mutation else nullcontext():
         work(told, send)
 
 

@@ -1,4 +1,4 @@
-"""Geometry of checkpoint items: boxes of a tensor that are contiguous runs of one rank's memory."""
+"""Geometry of sharded tensors: boxes of one that are contiguous runs of one rank's memory."""
 
 from __future__ import annotations
 

@@ -1,0 +1,102 @@
+"""Committed steps as somebody reads them who is in no run: nothing is changed, nor is anything made or promised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from nvme_offload.offload.durable.directory import read_about
+from nvme_offload.offload.durable.identity import Identity
+from nvme_offload.offload.durable.manifest import NAMES, Manifest
+from nvme_offload.offload.durable.ring import ExtentRing
+from nvme_offload.offload.durable.run import SNAPSHOT_PREFIX, read_identity
+from nvme_offload.offload.errors import ResumeError
+from nvme_offload.offload.storage.run_directory import SWAP_NAME
+from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
+from nvme_offload.offload.storage.swap_space import SwapSpace
+
+
+class CommittedRank:
+    """What one rank of a run has committed. Have the run `inventory.locked` as long as this is open.
+
+    Args:
+        folders: all directories of the rank, in any order.
+
+    Raises:
+        ResumeError: they are not all, not of one run, or of another version.
+        SwapIOError: a swap file cannot be opened.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        places = {folder: about for folder in folders if (about := read_about(folder)) is not None}
+        self._folders = sorted(places, key=lambda folder: int(places[folder]["path"]))
+        where = folders[0]
+        if not places:
+            raise ResumeError(where, "says nothing of its run: nothing was committed there")
+        if [places[folder]["path"] for folder in self._folders] != list(range(places[self._folders[0]]["num_paths"])):
+            raise ResumeError(where, "is of a run with further paths: name the folders of nvme_path that it had")
+        uuids = {str(about["uuid"]) for about in places.values()}
+        if len(uuids) > 1:
+            raise ResumeError(where, f"is of another run than {', '.join(str(folder) for folder in folders[1:])}")
+        (self.uuid,) = uuids
+        """Of the run, the same on all ranks."""
+        self.space = SwapSpace(self._folders, direct="disabled", directory=_ReadOnly)
+        """The swap files."""
+
+    @property
+    def folder(self) -> Path:
+        """The directory on the first path."""
+        return self._folders[0]
+
+    @property
+    def steps(self) -> list[Manifest]:
+        """The manifests that are whole, the newest first."""
+        paths = [self.folder / name for name in NAMES if (self.folder / name).exists()]
+        found = [manifest for path in paths if (manifest := Manifest.decode(path.read_bytes())) is not None]
+        return sorted(found, key=lambda manifest: manifest.sequence, reverse=True)
+
+    def snapshot(self, name: str) -> Manifest:
+        """The step that was kept under a name.
+
+        Raises:
+            ResumeError: there is none, or it is damaged.
+        """
+        path = self.folder / f"{SNAPSHOT_PREFIX}{name}"
+        try:
+            manifest = Manifest.decode(path.read_bytes())
+        except OSError as error:
+            raise ResumeError(path, f"cannot be read: {error.strerror}") from error
+        if manifest is None:
+            raise ResumeError(path, "is damaged")
+        return manifest
+
+    def identity(self, manifest: Manifest) -> Identity:
+        """What the run was when it committed this.
+
+        Raises:
+            ResumeError: nobody knows any more.
+        """
+        return read_identity(self.folder, manifest)
+
+    def extents(self, alignment: int) -> ExtentRing:
+        """Where slots are that were laid out with this alignment, for reading alone."""
+        ring = ExtentRing(self.space, incarnation=0, sequence=1)
+        ring.alignment = alignment
+        return ring
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        self.space.close()
+
+
+class _ReadOnly:
+    """A `SwapDirectory` of which nothing is changed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def open_swap(self, direct: DirectPolicy) -> SwapFile:
+        return SwapFile(self.path / SWAP_NAME, direct, read_only=True)
+
+    def leave(self) -> None:
+        """Keep it."""

@@ -1,0 +1,146 @@
+"""A committed step of a run that nobody is in, as all its ranks left it: read without a model, and not changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nvme_offload.offload.durable.committed import CommittedRank
+from nvme_offload.offload.durable.inventory import RunFound, locked
+from nvme_offload.offload.durable.manifest import Manifest
+from nvme_offload.offload.durable.ring import RingSlot
+from nvme_offload.offload.errors import ResumeError
+from nvme_offload.optim.checkpoint.pinned_state import PinnedState, SealedSlots
+from nvme_offload.optim.durable.content import Content
+from nvme_offload.optim.durable.recorded import RecordedRun
+from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.state.slot_logs import SlotLogs
+
+
+@dataclass(frozen=True)
+class RankOfStep:
+    """What one rank left of a step."""
+
+    run: RecordedRun
+    content: Content
+    state: PinnedState
+
+
+@dataclass(frozen=True)
+class CommittedStep:
+    """A step as all ranks of a run left it."""
+
+    name: str
+    """Of the run."""
+    ranks: list[RankOfStep]
+
+    @property
+    def step(self) -> int:
+        """Steps that the run had taken or skipped."""
+        return self.ranks[0].content.step
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of parameters that the run does not keep: they were frozen, or not the optimizer's."""
+        kept = {param.name for rank in self.ranks for param in rank.run.params if param.has_state}
+        named = [param.name for rank in self.ranks for param in rank.run.params]
+        named += [name for rank in self.ranks for name in rank.run.elsewhere]
+        return [name for name in dict.fromkeys(named) if name not in kept]
+
+
+class _Found(NamedTuple):
+    manifest: Manifest
+    content: Content
+
+
+@contextmanager
+def open_step(run: RunFound, *, step: int | None = None, snapshot: str | None = None) -> Iterator[CommittedStep]:
+    """A committed step of a run, for the time of the block; nobody can be in the run meanwhile.
+
+    What is read is verified; nothing is read before somebody asks for it.
+
+    Args:
+        run: with all its ranks and paths.
+        step: one that is held still; by default the newest that all ranks have.
+        snapshot: the name under which it was kept, in place of that.
+
+    Raises:
+        StateError: somebody is in the run; names the process.
+        ResumeError: it has no such step on all ranks, ranks or paths are missing, it is damaged, or of another version.
+        SwapIOError: a file cannot be opened.
+    """
+    with locked(run), ExitStack() as files:
+        ranks = {rank.rank: files.enter_context(closing(CommittedRank(rank.folders))) for rank in run.ranks}
+        if len({rank.uuid for rank in ranks.values()}) > 1:
+            raise ResumeError(run.name, "is the name of several runs here, with other ranks each: remove the others")
+        chosen = _chosen(run.name, ranks, step, snapshot)
+        recorded = {
+            number: RecordedRun.of(ranks[number].identity(found.manifest), ranks[number].folder)
+            for number, found in chosen.items()
+        }
+        _check_all_there(run.name, recorded)
+        _check_stages(run.name, recorded)
+        yield CommittedStep(
+            run.name,
+            [
+                RankOfStep(recorded[number], found.content, _state_of(ranks[number], recorded[number], found.manifest))
+                for number, found in chosen.items()
+            ],
+        )
+
+
+def _chosen(name: str, ranks: Mapping[int, CommittedRank], step: int | None, snapshot: str | None) -> dict[int, _Found]:
+    """The same commit of each rank: the newest of those that are asked for."""
+    of_ranks = {number: _commits_of(rank, snapshot) for number, rank in ranks.items()}
+    common = set.intersection(*(set(of_rank) for of_rank in of_ranks.values()))
+    first = next(iter(of_ranks.values()))
+    asked = [tick for tick in common if step is None or first[tick].content.step == step]
+    if not asked:
+        held = ", ".join(str(held) for held in sorted({first[tick].content.step for tick in common})) or "none"
+        what = "no step that all ranks have" if step is None else f"no step {step} that all ranks have"
+        raise ResumeError(name, f"has {what}; held are: {held}")
+    return {number: of_rank[max(asked)] for number, of_rank in of_ranks.items()}
+
+
+def _commits_of(rank: CommittedRank, snapshot: str | None) -> dict[int, _Found]:
+    """What a rank has, by number of the commit: that is the same on all ranks that have it."""
+    manifests = rank.steps if snapshot is None else [rank.snapshot(snapshot)]
+    found = [_Found(manifest, Content.decode(manifest.blob, rank.folder)) for manifest in manifests]
+    return {each.content.tick: each for each in found}
+
+
+def _check_all_there(name: str, recorded: Mapping[int, RecordedRun]) -> None:
+    num_ranks = max(run.num_ranks for run in recorded.values())
+    if missing := sorted(set(range(num_ranks)) - set(recorded)):
+        listed = _listed([str(rank) for rank in missing])
+        raise ResumeError(
+            name,
+            f"is a run of {num_ranks} ranks, and of {listed} no directory is here: name the folders that they had, or "
+            "copy theirs here",
+        )
+
+
+def _check_stages(name: str, recorded: Mapping[int, RecordedRun]) -> None:
+    """Stages of a pipeline must not call different parameters the same: each name is one tensor in what is written."""
+    stages: dict[str, int] = {}
+    for run in recorded.values():
+        for param in run.params:
+            if stages.setdefault(param.name, run.stage) != run.stage:
+                raise ResumeError(
+                    name,
+                    f"has two parameters {param.name!r}, on stages {stages[param.name]} and {run.stage} of a pipeline: "
+                    "stages need the names of the whole model",
+                )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"
+
+
+def _state_of(rank: CommittedRank, run: RecordedRun, manifest: Manifest) -> PinnedState:
+    extents = rank.extents(run.alignment)
+    logs = SlotLogs(extents, run.log_dtype_of, KernelPool(1), run.period)
+    extents.slots = [RingSlot(logs.layout_of(slot.subgroup), phase=0) for slot in run.slots]
+    return PinnedState(SealedSlots(run.slots, extents, rank.space, run.log_dtype_of, run.period), manifest)

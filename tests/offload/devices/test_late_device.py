@@ -1,0 +1,48 @@
+"""What the stand-in for a GPU does as a GPU does it."""
+
+import _thread
+import threading
+
+import pytest
+import torch
+
+from tests.support.late_device.queues import Work, current_stream
+from tests.support.training import assert_same_bits
+
+
+def test_autocast_casts_what_it_casts_on_the_cpu(late):
+    """Products of weights; with a gradient in the weight's own dtype, and nothing cast where it is switched off."""
+
+    def computed(device):
+        generator = torch.Generator().manual_seed(0)
+        weight, values = (torch.randn(8, 8, generator=generator).to(device) for _ in range(2))
+        weight.requires_grad_()
+        with torch.autocast(device, torch.bfloat16):
+            results = [torch.nn.functional.linear(values, weight), values @ weight, values * weight]
+            with torch.autocast(device, enabled=False):
+                results.append(values @ weight)
+        grads = [torch.autograd.grad(result.float().square().mean(), weight)[0] for result in results]
+        return [tensor.detach().cpu() for tensor in (*results, *grads)]
+
+    expected = computed("cpu")
+    assert [each.dtype for each in expected[:4]] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert_same_bits(computed("late"), expected)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_goes_wrong_in_a_thread_of_autograd_is_said(late, capfd, monkeypatch):
+    """Torch ends the process there, without a word of it."""
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)
+    ended = threading.Event()
+
+    def run():
+        try:
+            stream = current_stream()
+            stream.push(Work(lambda: 1 // 0))
+            stream.synchronize()
+        finally:
+            ended.set()
+
+    _thread.start_new_thread(run, ())
+    assert ended.wait(10)
+    assert "ZeroDivisionError" in capfd.readouterr().err

@@ -1,0 +1,389 @@
+"""A run that was killed, exported from its directories: what `resume()` would have had, without the model."""
+
+import json
+import os
+import shutil
+import signal
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from nvme_offload import OffloadAdamW
+from nvme_offload.offload.durable.manifest import Manifest
+from nvme_offload.offload.errors import ResumeError
+from nvme_offload.offload.weights import writer
+from nvme_offload.optim.checkpoint import storage
+from nvme_offload.perf.cli import app
+from tests.support import resuming
+from tests.support.durable_engine import TIERS, durable, settle, whole
+from tests.support.killed_steps import durable_section, gradients_of
+from tests.support.ranks import run_ranks
+from tests.support.resuming import steps_of
+from tests.support.sandbox import can_mount, run_python
+from tests.support.sharded_model import assert_same
+from tests.support.training import params_of
+
+FROZEN = {"blocks.1.0.weight", "blocks.1.0.bias"}
+DTYPES = ("fp32", "bf16")
+
+
+def offload(*arguments):
+    done = CliRunner().invoke(app, ["runs", *map(str, arguments)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, " ".join(done.output.replace("│", " ").split())
+
+
+def exported(*arguments):
+    code, output = offload("export", *arguments)
+    assert code == 0, output
+    return output
+
+
+def refused(*arguments):
+    """What is said where nothing is written."""
+    code, output = offload("export", *arguments)
+    assert code in (1, 2), output
+    return output
+
+
+def weights_in(folder):
+    """As the library that defines the format reads them."""
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def bits(tensor):
+    return tensor.dtype, tensor.shape, tensor.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+def assert_same_bits(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    wrong = [name for name, value in ours.items() if bits(value) != bits(theirs[name])]
+    assert not wrong
+
+
+# Runs that are killed.
+
+
+def train_until_killed(rank, world_size, path, mode, tiers):
+    with durable(mode, path, "run", tiers) as engine:
+        steps_of(engine, rank, range(2))
+        engine.snapshot("early")
+        steps_of(engine, rank, range(2, 5))
+        if world_size > 1:  # none of them waits for one that is dead
+            settle(engine)
+            torch.distributed.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume_and_export(rank, world_size, path, folder, mode, tiers):
+    with durable(mode, path, "run", tiers) as engine:
+        for snapshot in (None, "early"):
+            step, _ = engine.resume(snapshot)
+            for dtype in DTYPES:
+                engine.export_safetensors(folder / f"{snapshot}-{dtype}", dtype)
+            yield step
+
+
+def resumed(*arguments):
+    return list(resume_and_export(*arguments))
+
+
+QUICK = [(1, "fp16", "state, logged"), (2, "bf16", "everything, logged")]
+SLOW = [(ranks, mode, tiers) for ranks in (1, 2) for mode in ("bf16", "fp16", "fp32") for tiers in TIERS]
+SLOW = [case for case in SLOW if case not in QUICK and case[2].removesuffix(", logged") not in ("off", "backward")]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+
+
+@pytest.mark.parametrize(("world_size", "mode", "tiers"), CASES)
+def test_the_weights_of_a_run_that_was_killed_are_those_that_it_resumes_with(drive, tmp_path, world_size, mode, tiers):
+    with pytest.raises(AssertionError, match=rf"ranks ended with \[-{signal.SIGKILL:d}"):
+        run_ranks(train_until_killed, world_size, drive, mode, tiers)
+    before = {path: path.read_bytes() for path in drive.rglob("*") if path.is_file() and path.name != "owner"}
+    for snapshot in (None, "early"):
+        chosen = ["--snapshot", snapshot] if snapshot else []
+        for dtype in DTYPES:
+            exported("run", tmp_path / f"{snapshot}-{dtype}", drive, "--dtype", dtype, "--partly", *chosen)
+    assert {path: path.read_bytes() for path in before} == before
+    steps = run_ranks(resumed, world_size, drive, tmp_path / "resumed", mode, tiers)[0]
+    assert steps[0] in (4, 5)
+    assert steps[1] == 2
+    for snapshot in (None, "early"):
+        for dtype in DTYPES:
+            expected = weights_in(tmp_path / "resumed" / f"{snapshot}-{dtype}")
+            assert expected.keys() > FROZEN
+            kept = {name: value for name, value in expected.items() if name not in FROZEN}
+            assert_same_bits(weights_in(tmp_path / f"{snapshot}-{dtype}"), kept)
+
+
+# As a checkpoint.
+
+
+class Unfrozen(resuming.ResumedModel):
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(True)
+
+
+@contextmanager
+def engine_without_frozen_parameters(*arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resuming, "ResumedModel", Unfrozen)
+        with durable(*arguments) as engine:
+            yield engine
+
+
+def train_all_until_killed(rank, world_size, path, mode, tiers):
+    with engine_without_frozen_parameters(mode, path, "run", tiers) as engine:
+        engine.client_state["rank"] = rank
+        steps_of(engine, rank, range(4))
+        settle(engine)
+        torch.distributed.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume_all(rank, world_size, path, mode, tiers):
+    with engine_without_frozen_parameters(mode, path, "run", tiers) as engine:
+        assert engine.resume() == (4, {"rank": rank})
+        before = whole(engine)
+        return before, (steps_of(engine, rank, [4]), whole(engine))
+
+
+def load_all(rank, world_size, path, saved, mode, tiers):
+    with engine_without_frozen_parameters(mode, path, None, tiers) as engine:
+        assert engine.load_checkpoint(saved) == (str(saved / "global_step4"), {"rank": 0})
+        before = whole(engine)
+        return before, (steps_of(engine, rank, [4]), whole(engine))
+
+
+QUICK = [(2, 1, "bf16", "state, logged")]
+SLOW = [(1, 1, "bf16", "everything"), (1, 2, "fp16", "state"), (2, 2, "bf16", "everything, logged")]
+SLOW += [(3, 2, mode, "state, logged") for mode in ("bf16", "fp16", "fp32")] + [(2, 3, "fp32", "in memory too")]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+
+
+@pytest.mark.parametrize(("world_size", "after", "mode", "tiers"), CASES)
+def test_its_checkpoint_is_loaded_on_any_number_of_ranks(drive, tmp_path, world_size, after, mode, tiers):
+    with pytest.raises(AssertionError, match=rf"ranks ended with \[-{signal.SIGKILL:d}"):
+        run_ranks(train_all_until_killed, world_size, drive, mode, tiers)
+    assert "exported step 4 of run" in exported("run", tmp_path / "saved", drive, "--what", "checkpoint")
+    assert sorted(os.listdir(tmp_path / "saved")) == ["global_step4", "latest"]
+    resumed, resumed_on = run_ranks(resume_all, world_size, drive, mode, tiers)[0]
+    loaded, loaded_on = run_ranks(load_all, after, drive, tmp_path / "saved", mode, tiers)[0]
+    assert loaded[1] == resumed[1]
+    assert_same(loaded[0], resumed[0])
+    if world_size == after:
+        assert loaded_on[0] == resumed_on[0]
+        assert_same(loaded_on[1][0], resumed_on[1][0])
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_no_checkpoint_is_refused_and_leaves_nothing(small, drive, tmp_path, monkeypatch):
+    small.optimizer.close()
+    out = tmp_path / "out"
+    assert "is of an optimizer without an engine" in refused("small", out, drive, "--what", "checkpoint")
+    with durable("bf16", drive, "frozen") as engine:
+        steps_of(engine, 0, range(1))
+    output = refused("frozen", out, drive, "--what", "checkpoint")
+    assert "does not keep blocks.1.0.weight, blocks.1.0.bias, which were always frozen" in output
+    assert "does not keep blocks.1.0.weight, blocks.1.0.bias: parameters that were" in refused("frozen", out, drive)
+    with engine_without_frozen_parameters("bf16", drive, "run") as engine:
+        steps_of(engine, 0, range(1))
+
+    def full(*_):
+        raise OSError(28, "no space is left")
+
+    torch.distributed.destroy_process_group()
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_compact", full)
+        assert "failed: ENOSPC" in refused("run", out, drive, "--what", "checkpoint")
+    assert not out.exists()
+    damage(drive / "nvme-durable-run-rank0", "slots")
+    assert "the state of subgroup 0" in refused("run", out, drive, "--what", "checkpoint")
+    assert not out.exists()
+
+
+# One small run of an optimizer alone, for all else.
+
+
+@pytest.fixture
+def small(drive):
+    """Four steps of five parameters, of which a snapshot after the second; returns their values after each."""
+    torch.manual_seed(0)
+    params = params_of([(300, 235), (999,), (65_537,), (5,), (9_999,)], torch.bfloat16, torch.float32, torch.float16)
+    named = [(f"weights.{number}", param) for number, param in enumerate(params)]
+    truth = {}
+    with OffloadAdamW(named, lr=1e-2, offload=durable_section(drive, "small", rewrite_every=2)) as optimizer:
+        for step in range(1, 5):
+            gradients_of(params, step)
+            optimizer.step()
+            truth[step] = {name: param.detach().clone() for name, param in named}
+            if step == 2:
+                optimizer.snapshot("second")
+        optimizer.commits.settle()
+        small = SimpleNamespace(drive=drive, truth=truth, optimizer=optimizer)
+        small.rank = drive / "nvme-durable-small-rank0"
+        yield small
+
+
+def test_older_steps_and_snapshots_of_an_optimizer_alone(small, tmp_path):
+    small.optimizer.close()
+    asked = {"newest": (4, []), "older": (3, ["--step", 3]), "kept": (2, ["--snapshot", "second"])}
+    for name, (step, options) in asked.items():
+        output = exported("small", tmp_path / name, small.drive, "--dtype", "bf16", "--max-shard", "100KB", *options)
+        assert f"exported step {step} of small: " in output
+        found = weights_in(tmp_path / name)
+        of_16_bits = {name: value.bfloat16() for name, value in small.truth[step].items()}
+        names = [name for name, value in small.truth[step].items() if value.dtype is not torch.float16]
+        assert_same_bits({name: found[name] for name in names}, {name: of_16_bits[name] for name in names})
+        assert found.keys() == of_16_bits.keys()
+    index = json.loads((tmp_path / "newest" / writer.INDEX_FILE).read_text())
+    assert index["weight_map"].keys() == small.truth[4].keys()
+    exported("small", tmp_path / "masters", small.drive)
+    for name, master in weights_in(tmp_path / "masters").items():
+        assert master.dtype is torch.float32
+        rounded = master.to(small.truth[4][name].dtype)
+        torch.testing.assert_close(rounded, small.truth[4][name], rtol=2**-7, atol=0)  # ties of bf16 go away from zero
+
+
+def test_one_that_is_alive_is_refused_and_goes_on(small, tmp_path):
+    output = refused("small", tmp_path / "out", small.drive)
+    assert f"process {os.getpid()} on " in output
+    assert "is in it; it writes its own: engine.export_safetensors(dir)" in output
+    assert not (tmp_path / "out").exists()
+    small.optimizer.step()
+    small.optimizer.close()
+    assert "exported step 5" in exported("small", tmp_path / "out", small.drive)
+
+
+def test_what_it_wrote_down_of_itself_is_what_resume_compares(small):
+    small.optimizer.close()
+    named = [(f"others.{number}", torch.nn.Parameter(value)) for number, value in enumerate(small.truth[4].values())]
+    optimizer = OffloadAdamW(named, lr=1e-2, offload=durable_section(small.drive, "small", rewrite_every=2))
+    said = r"parameters.weights.0: \{.*\} was committed, nothing is here"
+    with optimizer, pytest.raises(ResumeError, match=said):
+        optimizer.resume()
+    (identity,) = small.rank.glob("identity.*.json")
+    identity.write_bytes(identity.read_bytes().replace(b'"offsets":[0', b'"offsets":[1', 1))
+    assert "is damaged: it is not what its name says" in refused("small", small.drive / "out", small.drive)
+
+
+def test_words_that_lead_nowhere_leave_nothing(small, tmp_path):
+    small.optimizer.close()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    out, drive = tmp_path / "out" / "deep", small.drive
+    assert "there is no durable run 'other'" in refused("other", out, drive)
+    assert "has no step 1 that all ranks have; held are: 3, 4" in refused("small", out, drive, "--step", 1)
+    assert "there are: second" in refused("small", out, drive, "--snapshot", "first")
+    assert "leave out --step" in refused("small", out, drive, "--snapshot", "second", "--step", 2)
+    assert "dtype 'int8': must be one of fp32, bf16, fp16" in refused("small", out, drive, "--dtype", "int8")
+    assert "write a whole number of bytes" in refused("small", out, drive, "--max-shard", "8G")
+    assert "is no empty folder: name a new one" in refused("small", tmp_path / "taken", drive)
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == ["notes.txt"]
+    assert not out.parent.exists()
+
+
+def damage(folder, table):
+    """Flip a bit of the first base or log entry that the newest manifest refers to."""
+    found = [Manifest.decode(file.read_bytes()) for file in folder.glob("manifest.?")]
+    newest = max((manifest for manifest in found if manifest), key=lambda manifest: manifest.sequence)
+    first = 3 if table == "slots" else 5  # columns before the first stripe
+    with (folder / "swap").open("r+b") as swap:
+        at = int(newest.tables[table][0][first + 1]) + 700
+        swap.seek(at)
+        byte = swap.read(1)[0]
+        swap.seek(at)
+        swap.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize(("table", "said"), [("slots", "the state of subgroup 0"), ("log", "the log of subgroup")])
+def test_a_flipped_bit_is_refused_by_name_and_leaves_nothing(small, tmp_path, table, said):
+    small.optimizer.close()
+    damage(small.rank, table)
+    output = refused("small", tmp_path / "out", small.drive)
+    assert said in output
+    assert "nvme-durable-small-rank0/swap" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_and_paths_that_are_missing_are_named(drive, tmp_path):
+    paths = [drive / name for name in "ab"]
+    run_ranks(train_a_little, 3, paths)
+    for rank in (0, 2):
+        shutil.move(paths[0] / f"nvme-durable-run-rank{rank}", tmp_path)
+        shutil.move(paths[1] / f"nvme-durable-run-rank{rank}", tmp_path / f"other{rank}")
+    output = refused("run", tmp_path / "out", *paths)
+    assert "is a run of 3 ranks, and of ranks 0, 2 no directory is here" in output
+    assert "has 2 paths, and 1 of them are among these folders: name all" in refused("run", tmp_path / "out", paths[1])
+    assert not (tmp_path / "out").exists()
+
+
+def train_a_little(rank, world_size, paths):
+    for path in paths:
+        path.mkdir(exist_ok=True)
+    params = params_of([(999,)], torch.bfloat16)
+    section = durable_section(paths[0], "run")
+    section["zero_optimization"]["offload_optimizer"]["nvme_path"] = list(map(str, paths))
+    with OffloadAdamW(params, offload=section) as optimizer:
+        gradients_of(params, 1)
+        optimizer.step()
+
+
+def test_directories_of_an_earlier_version_say_what_to_do(small, tmp_path):
+    small.optimizer.close()
+    about = json.loads((small.rank / "run.json").read_text())
+    (small.rank / "run.json").write_text(json.dumps(about | {"format": 1}))
+    said = "is of format 1, and this version reads 2: go on with the version that made it and save a checkpoint there"
+    assert said in refused("small", tmp_path / "out", small.drive)
+    assert said in offload(small.drive)[1]
+    assert offload("remove", "small", small.drive)[0] == 0
+
+
+def test_a_target_without_room_is_said_and_leaves_nothing(small, tmp_path, monkeypatch):
+    small.optimizer.close()
+    opened, calls = writer._Export._open, []
+
+    def fail_later(export, *arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        opened(export, *arguments)
+
+    monkeypatch.setattr(writer._Export, "_open", fail_later)
+    output = refused("small", tmp_path / "out", small.drive, "--max-shard", "100KB")
+    assert len(calls) == 3
+    assert "failed: ENOSPC" in output
+    assert not (tmp_path / "out").exists()
+
+
+FULL_DISK = """
+import ctypes, os, sys
+from typer.testing import CliRunner
+from nvme_offload.perf.cli import app
+drive, target = sys.argv[1:]
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.mount(b"tmpfs", os.fsencode(target), b"tmpfs", ctypes.c_ulong(32), b"size=200k") == 0
+done = CliRunner().invoke(app, ["runs", "export", "small", f"{target}/out", drive])
+assert done.exit_code == 1, done.output
+assert os.listdir(target) == [], os.listdir(target)
+print(done.output)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="mounting is not allowed here")
+def test_a_disk_that_is_full_is_said_with_the_bytes_that_it_needs(small, tmp_path):
+    small.optimizer.close()
+    (tmp_path / "target").mkdir()
+    done = run_python(FULL_DISK, small.drive, tmp_path / "target", mounts={tmp_path / "target": "tmpfs"})
+    assert done.returncode == 0, done.stderr
+    assert "needed 574." in done.stdout, done.stdout
+    assert "free 200 KiB" in done.stdout

@@ -1,0 +1,111 @@
+"""A full disk, or a drive that fails, while a durable run commits: it goes on, says so once, and loses no step."""
+
+import errno
+import os
+
+import pytest
+
+from nvme_offload.offload.durable import manifest
+from nvme_offload.offload.durable.extent_pool import ExtentPool
+from nvme_offload.offload.errors import OutOfSpaceError, ResumeError
+from tests.support.full_disk import fresh, settled, train, warned
+from tests.support.sandbox import can_mount, run_python
+from tests.support.training import assert_same_bits, snapshot
+
+CODE = """
+import sys
+import torch
+from tests.support import full_disk
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    getattr(full_disk, sys.argv[1])(sys.argv[2], int(sys.argv[3]))
+"""
+
+
+@pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
+@pytest.mark.parametrize("period", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("ranks", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.slow)])
+def test_a_full_disk_while_committing_loses_no_committed_step(tmp_path, ranks, period):
+    child = run_python(CODE, ranks, tmp_path, period, mounts={tmp_path: "tmpfs"})
+    assert child.returncode == 0, child.stderr
+    assert "commits succeed again" in child.stderr
+
+
+@pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
+@pytest.mark.slow
+def test_a_step_that_finds_no_room_while_commits_fail_says_both_and_is_finished(tmp_path):
+    child = run_python(CODE, "nothing_left", tmp_path, 3, mounts={tmp_path: "tmpfs"})
+    assert child.returncode == 0, child.stderr
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_a_manifest_that_the_drive_does_not_take_is_said_once_until_it_does(drive, monkeypatch, period):
+    written = os.pwrite
+
+    def broken(fd, content, offset):
+        if os.readlink(f"/proc/self/fd/{fd}").rpartition("/")[2].startswith("manifest."):
+            raise OSError(errno.EIO, "Input/output error")
+        return written(fd, content, offset)
+
+    params, optimizer = fresh(drive, "run", period)
+    with optimizer:
+        train(optimizer, params, range(3))
+        assert settled(optimizer).committed_step == 3
+        with monkeypatch.context() as patch, warned() as texts:
+            patch.setattr(manifest.os, "pwrite", broken)
+            for step in range(3, 9):
+                train(optimizer, params, [step])
+                found = settled(optimizer)
+                assert (found.committed_step, found.failed_commits) == (3, step - 2)
+        [said] = texts
+        for part in ("/manifest.", "failed: EIO", "smartctl"):
+            assert part in found.commit_failure
+            assert part in said
+        assert "training goes on (step 3 lasts):" in said
+        train(optimizer, params, [9])
+        found = settled(optimizer)
+        assert (found.committed_step, found.commit_failure) == (10, None)
+        with monkeypatch.context() as patch, warned() as texts:
+            patch.setattr(manifest.os, "pwrite", broken)
+            train(optimizer, params, [10])
+            settled(optimizer)
+        assert "training goes on (step 10 lasts):" in texts[0]
+        train(optimizer, params, [11])
+        after = snapshot(optimizer)
+    params, optimizer = fresh(drive, "run", period)
+    with optimizer:
+        assert optimizer.resume()[0] == 12
+        assert_same_bits(snapshot(optimizer), after)
+
+
+def test_where_there_is_no_room_to_go_on_nothing_is_taken_for_damaged(drive, monkeypatch):
+    def full(*_):
+        raise OutOfSpaceError(path=drive, needed_bytes=1, free_bytes=0)
+
+    params, optimizer = fresh(drive, "run", 3)
+    with optimizer:
+        train(optimizer, params, range(3))
+        after = snapshot(optimizer)
+    with monkeypatch.context() as patch, fresh(drive, "run", 3)[1] as optimizer:
+        patch.setattr(ExtentPool, "want", full)
+        with warned() as texts, pytest.raises(ResumeError, match="finds no room for what further steps need"):
+            optimizer.resume()
+        assert not texts
+    with fresh(drive, "run", 3)[1] as optimizer:
+        assert optimizer.resume()[0] == 3
+        assert_same_bits(snapshot(optimizer), after)
+
+
+def test_a_run_that_ends_while_commits_fail_says_which_step_is_there(drive, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space is left")
+
+    params, optimizer = fresh(drive, "run", 1)
+    with warned() as texts, optimizer:
+        train(optimizer, params, range(2))
+        settled(optimizer)
+        monkeypatch.setattr(manifest.ManifestFiles, "write", full)
+        train(optimizer, params, range(2, 5))
+    assert "training goes on (step 2 lasts" in texts[0]
+    assert "step 5 was the latest, and is not committed (step 2 lasts)" in texts[1]
+    assert len(texts) == 2

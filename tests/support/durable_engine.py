@@ -1,0 +1,58 @@
+"""An engine whose steps last, on every tier, and what it must have brought forth."""
+
+from tests.support.resuming import fresh_engine, scalars_of, section, steps_of
+from tests.support.sharded_model import assert_same, full_state
+
+TIERS = {
+    "state": {},
+    "everything": {
+        "zero_optimization": {"offload_param": {"device": "nvme"}},
+        "offload_gradients": {"device": "nvme"},
+    },
+    "parameters": {"zero_optimization": {"offload_param": {"device": "nvme"}}},
+    "in memory too": {"host_budget": "8MiB"},
+    "off": {"overlap_step": "off"},
+    "backward": {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False},
+}
+TIERS |= {f"{name}, logged": {**more, "rewrite_every": 3} for name, more in TIERS.items()}
+
+
+def durable(mode, path, name, tiers="state"):
+    """An engine with this name of its run; None: one that ends with its process."""
+    more = {key: dict(value) if isinstance(value, dict) else value for key, value in TIERS[tiers].items()}
+    made = section(mode, path)
+    zero = made["zero_optimization"] | more.pop("zero_optimization", {})
+    period = more.pop("rewrite_every", 1)
+    if name:
+        zero["offload_optimizer"] |= {"durable": name, "rewrite_every": period}
+    if period > 1:
+        zero["offload_optimizer"]["staging_budget"] = "6MiB"
+    for part in (zero.get("offload_param"), more.get("offload_gradients")):
+        if part:
+            part["nvme_path"] = str(path)
+    return fresh_engine(mode, path, zero_optimization=zero, **more)
+
+
+def settle(engine):
+    """Have the latest step last, or be said to have failed, on all ranks."""
+    engine.optimizer.synchronize()
+    engine.optimizer.commits.settle()
+
+
+def whole(engine):
+    return full_state(engine.module, engine.optimizer), scalars_of(engine)
+
+
+def expected(mode, path, num_steps, tiers="state", rank=0):
+    with durable(mode, path, None, tiers) as engine:
+        losses = steps_of(engine, rank, range(num_steps))
+        return *whole(engine), losses
+
+
+def assert_goes_on_to(engine, mode, path, done, num_steps, tiers="state", rank=0):
+    losses = steps_of(engine, rank, range(done, num_steps))
+    state, scalars, all_losses = expected(mode, path, num_steps, tiers, rank)
+    found, found_scalars = whole(engine)
+    assert losses == all_losses[done:], (losses, all_losses)
+    assert found_scalars == scalars
+    assert_same(found, state)
