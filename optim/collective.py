@@ -16,12 +16,24 @@ from nvme_offload.offload.devices.device import HOST, current_of
 T = TypeVar("T")
 
 
+def is_alone() -> bool:
+    """Whether there is no process group at all, and this process takes no part in anything with others."""
+    return not dist.is_initialized()
+
+
+def is_first_rank(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether what one rank does for all is up to this one."""
+    return is_alone() or dist.get_rank(group) == 0
+
+
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run `action` on every rank and wait for all; returns this rank's result.
+    """Run `action` on every rank and wait for all; returns this rank's result. Without a process group, just run it.
 
     Raises:
         Whatever it raised on this rank, or else what it raised on the first rank on which it failed.
     """
+    if is_alone():
+        return action()
     error: BaseException | None = None
     try:
         result = action()
@@ -44,8 +56,10 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     Raises:
         Whatever it raised there, on every rank.
     """
+    if is_alone():
+        return action()
     results: list[T] = []
-    on_every_rank(lambda: results.append(action()) if dist.get_rank(group) == 0 else None, group)
+    on_every_rank(lambda: results.append(action()) if is_first_rank(group) else None, group)
     box: list[T | None] = [results[0] if results else None]
     dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]  # type: ignore[return-value]  # what the first rank returned

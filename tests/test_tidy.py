@@ -55,8 +55,9 @@ FOLDERS_BOTTOM_UP = {
     "perf": (
         {"measure"},
         {"report"},
-        {"bench", "benchmarks", "demo", "doctor", "planning", "runs", "tune"},
+        {"bench", "demo", "doctor", "planning", "runs", "tune"},
         {"cli", "compare", "hidden_step", "init", "top", "verify"},
+        {"benchmarks"},
     ),
 }
 """The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""

@@ -191,8 +191,9 @@ class OffloadOptimizerConfig(Section):
     the state once more; nothing more is moved."""
 
     wear_limit: WearLimit = key(None, 'bytes a day, as "1TB/day"', "", "bytes/day")
-    """How much the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run is rewritten as seldom
-    as that wants; one that writes more says so, with what writes less. `offload plan --durable` chooses by it."""
+    """How much the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run is rewritten as
+    seldom as that wants; one that writes more says so, with what writes less. `offload plan --durable` chooses by
+    it."""
     endurance: Endurance | None = key(None, '1 B or more, as "600TB"', "", "bytes")
     """What the drives of `nvme_path` may still be written together, 1 B or more: their rated TBW, less
     what `offload doctor` says was written. With it `stats()` and `offload plan` say how long they last."""
@@ -269,8 +270,8 @@ class OffloadConfig(Section):
     steps, while the latest steps did neither; what was guessed wrong is taken back from what a `durable` run, which it
     needs, has committed. The bits are the same. Left out, it is `forward` for shards
     in parts of FSDP2 (what `initialize` makes of all) and plain modules given to `optimizer.overlap_with`, with state
-    on NVMe, and `off` for the rest: other modules, Muon, and where parameters or gradients have a tier of their own
-    (on a GPU also in host memory). One warning says where it does nothing."""
+    on NVMe, and `off` for the rest: other modules, Muon, where parameters have a tier of their own (beside a GPU also
+    host memory), and where gradients are on NVMe. One warning says where it does nothing."""
     skip_non_finite: bool = key(True, "true or false")
     """Skip a step with a gradient that is not finite, and count it. `false`: such a gradient is an error."""
     host_budget: ByteBudget | None = key(None, '"auto", or 4 KiB or more, as "8GiB"', "", "bytes")

@@ -81,6 +81,7 @@ def open_step(run: RunFound, *, step: int | None = None, snapshot: str | None = 
             for number, found in chosen.items()
         }
         _check_all_there(run.name, recorded)
+        _check_stages(run.name, recorded)
         yield CommittedStep(
             run.name,
             [
@@ -119,6 +120,19 @@ def _check_all_there(name: str, recorded: Mapping[int, RecordedRun]) -> None:
             f"is a run of {num_ranks} ranks, and of {listed} no directory is here: name the folders that they had, or "
             "copy theirs here",
         )
+
+
+def _check_stages(name: str, recorded: Mapping[int, RecordedRun]) -> None:
+    """Stages of a pipeline must not call different parameters the same: each name is one tensor in what is written."""
+    stages: dict[str, int] = {}
+    for run in recorded.values():
+        for param in run.params:
+            if stages.setdefault(param.name, run.stage) != run.stage:
+                raise ResumeError(
+                    name,
+                    f"has two parameters {param.name!r}, on stages {stages[param.name]} and {run.stage} of a pipeline: "
+                    "stages need the names of the whole model",
+                )
 
 
 def _listed(names: Sequence[str]) -> str:

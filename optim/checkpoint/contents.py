@@ -45,10 +45,12 @@ from nvme_offload.optim.checkpoint.places import (
 )
 from nvme_offload.optim.layout.flat import is_dense
 from nvme_offload.optim.layout.geometry import Chunk, Part
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.slots import SlotRecord
 
-_MODEL, _OPTIMIZER = "model", "optim.state"
+MODEL, OPTIMIZER = "model", "optim.state"
+"""What the names of a model's tensors, and of an optimizer's, begin with."""
 
 
 class Kind(NamedTuple):
@@ -91,6 +93,20 @@ class Contents:
         self.kinds[name], self.paths[name] = kind, path
         return name
 
+    def add_state(self, name: str, shape: torch.Size, step: torch.Tensor, rule: UpdateRule) -> None:
+        """Take on the state of a parameter; where it lies, `tier_items` says.
+
+        Args:
+            name: of the parameter.
+            shape: of the whole one.
+            step: how many updates it has had, fp32 scalar.
+            rule: its own.
+        """
+        entry = self.add(Kind(torch.Size(()), torch.float32), OPTIMIZER, name, "step")
+        self.items += plain_items(entry, step)
+        for state in rule.states:
+            self.add(Kind(shape, torch.float32), OPTIMIZER, name, state.name)
+
 
 def contents_of(model: nn.Module, body: StateBody, reach: Reach) -> Contents:
     """What a checkpoint of this model and this optimizer consists of.
@@ -105,7 +121,7 @@ def contents_of(model: nn.Module, body: StateBody, reach: Reach) -> Contents:
     """
     contents = Contents()
     tensors, tied = named_tensors(model)
-    contents.tied = {f"{_MODEL}.{alias}": f"{_MODEL}.{name}" for alias, name in tied.items()}
+    contents.tied = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in tied.items()}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"the model's state dict holds {name!r}, a {type(value).__name__}; only tensors are saved")
@@ -116,19 +132,16 @@ def contents_of(model: nn.Module, body: StateBody, reach: Reach) -> Contents:
         if record is not None:
             contents.names[record.index] = name
         has_master = record is not None and "master" in record.entry_names
-        entry = contents.add(Kind(value.shape, torch.float32 if has_master else value.dtype), _MODEL, name)
+        entry = contents.add(Kind(value.shape, torch.float32 if has_master else value.dtype), MODEL, name)
         if not has_master:
             part = None if record is None else partial(reach.part, record.index)
-            contents.items += _plain_items(entry, value, part or _nowhere_else)
+            contents.items += plain_items(entry, value, part or _nowhere_else)
     for record in body.table:
         if record.is_placed and record.index not in contents.names:
             raise ValueError(f"{record.name} of the optimizer is not in the model's state dict")
     for index, name in contents.names.items():
         contents.steps[index] = torch.tensor(float(body.table[index].steps), device="cpu")
-        entry = contents.add(Kind(torch.Size(()), torch.float32), _OPTIMIZER, name, "step")
-        contents.items += _plain_items(entry, contents.steps[index])
-        for state in body.table[index].rule.states:
-            contents.add(Kind(body.table[index].leaf.shape, torch.float32), _OPTIMIZER, name, state.name)
+        contents.add_state(name, body.table[index].leaf.shape, contents.steps[index], body.table[index].rule)
     parts = {index: Part.of(body.table[index].leaf) for index in contents.names}
     contents.items += tier_items(body.slots, parts, contents.names, reach)
     return contents
@@ -138,7 +151,7 @@ def _nowhere_else(start: int, stop: int) -> Place | None:
     return None
 
 
-def _plain_items(
+def plain_items(
     name: str, tensor: torch.Tensor, elsewhere: Callable[[int, int], Place | None] = _nowhere_else
 ) -> Iterator[Item]:
     """The items of a tensor that is not in the optimizer's state."""
@@ -183,7 +196,7 @@ def tier_items(
             for piece in pieces(run):
                 for section in slot.subgroup.sections:
                     name = names[run.param]
-                    entry = f"{_MODEL}.{name}" if section == "master" else f"{_OPTIMIZER}.{name}.{section}"
+                    entry = f"{MODEL}.{name}" if section == "master" else f"{OPTIMIZER}.{name}.{section}"
                     place = reach.section(slot, piece, section)
                     for chunk in parts[run.param].chunks(piece.start, piece.stop):
                         yield Item(entry, chunk, place)

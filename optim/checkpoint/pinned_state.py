@@ -78,7 +78,11 @@ class PinnedState:
 
     def part(self, param: int, start: int, stop: int) -> Place | None:
         """See `Reach`."""
-        return _PinnedPart(self, self._own[param], start, stop) if param in self._own else None
+        return self.part_of(param, start, stop) if param in self._own else None
+
+    def part_of(self, param: int, start: int, stop: int) -> Place:
+        """Of elements of a parameter that is known to be its own master."""
+        return _PinnedPart(self, self._own[param], start, stop)
 
     def weights(self, slot: SlotRecord, run: Run, dtype: torch.dtype) -> torch.Tensor:
         """Weights of a run, 1D [run.numel]: where `dtype` is that of a split parameter what it was computed with.

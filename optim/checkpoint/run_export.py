@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,12 +15,19 @@ import torch
 
 from nvme_offload.offload.errors import ResumeError
 from nvme_offload.optim.checkpoint.committed_step import CommittedStep, RankOfStep
+from nvme_offload.optim.checkpoint.contents import MODEL, Contents, Item, Kind, part_items, plain_items, tier_items
 from nvme_offload.optim.checkpoint.export import checked_cast, write_weights
+from nvme_offload.optim.checkpoint.files import check_tag
 from nvme_offload.optim.checkpoint.places import pieces
+from nvme_offload.optim.checkpoint.run_state import Scalars, objects_bytes, state_json
+from nvme_offload.optim.checkpoint.save_load import AgreedSave, save_alone
 from nvme_offload.optim.durable.recorded import RecordedParam
 from nvme_offload.optim.layout.geometry import Part
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MasterForm
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.state.slots import SlotRecord
+
+_SHOWN = 4
 
 
 class _Piece(NamedTuple):
@@ -86,9 +95,7 @@ class _Weights:
                 box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
                 whole[box].copy_(chunk.view(values, piece.run.start))
                 filled[tuple(offsets)] = math.prod(sizes)
-        if sum(filled.values()) != whole.numel():
-            have = f"{sum(filled.values())} of its {whole.numel()} elements"
-            raise ResumeError(self._name, f"has of {name} {have}: parts of it are on no rank that is here")
+        _check_whole(self._name, name, sum(filled.values()), whole.numel())
         return whole
 
 
@@ -109,6 +116,97 @@ def _buffers_of(step: CommittedStep) -> dict[str, torch.Tensor]:
             if name not in tied:
                 buffers.setdefault(name, buffer)
     return buffers
+
+
+def export_checkpoint(step: CommittedStep, root: Path, tag: str | None = None) -> Path:
+    """Write a step of a training engine as the checkpoint that it could have saved then; see `save_load.save`.
+
+    `load_checkpoint` of an engine on any number of ranks and any tier reads it. `client_state` is that of rank 0.
+
+    Args:
+        step: that is open.
+        root: made if it is missing. If this raises, nothing of it is left.
+        tag: ``global_step`` and the number of steps where it is None.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        ResumeError: it is of an optimizer alone, or the model has parameters that the run does not keep.
+        CorruptionError, SwapIOError: an extent is damaged or cannot be read; names it.
+        ValueError, FileExistsError, StateError, CheckpointWriteError: see `save_load.save`.
+    """
+    first = step.ranks[0]
+    if not first.content.engine:
+        raise ResumeError(step.name, "is of an optimizer without an engine, which has no checkpoints: export weights")
+    if missing := step.missing:
+        listed = ", ".join(missing[:_SHOWN]) + (" ..." if len(missing) > _SHOWN else "")
+        raise ResumeError(
+            step.name,
+            f"does not keep {listed}, which were always frozen, and a checkpoint has all parameters: start the run "
+            "once more, resume(), and save_checkpoint()",
+        )
+    own_tag = f"global_step{step.step}" if tag is None else tag
+    check_tag(own_tag)
+    contents, scalars = _contents_of(step), _scalars_of(step)
+    objects = objects_bytes(scalars, first.content.client_state)
+    with _nothing_left(root), torch.no_grad():
+        return save_alone(root, AgreedSave(own_tag, contents, state_json(scalars, contents), objects))
+
+
+def _scalars_of(step: CommittedStep) -> Scalars:
+    content = step.ranks[0].content
+    return Scalars(
+        optimizer=step.ranks[0].run.rule,
+        global_steps=content.step,
+        groups=content.groups,
+        loss_scale=content.engine["loss_scale"],
+        lr_scheduler_type=content.engine["lr_scheduler_type"],
+        lr_scheduler=content.engine["lr_scheduler"],
+    )
+
+
+def _contents_of(step: CommittedStep) -> Contents:
+    """All of a checkpoint, in the order in which the subgroups of one rank after the other are read."""
+    contents = Contents(group_names=[[] for _ in step.ranks[0].content.groups])
+    for rank in step.ranks:
+        contents.tied |= {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in rank.run.tied.items()}
+        for param, steps in zip(rank.run.params, rank.content.steps, strict=True):
+            if f"{MODEL}.{param.name}" not in contents.kinds:
+                contents.add(Kind(param.part.whole, torch.float32), MODEL, param.name)
+                contents.add_state(param.name, param.part.whole, steps.float(), param.rule)
+                contents.group_names[param.group].append(param.name)
+    for name, buffer in _buffers_of(step).items():
+        contents.items += plain_items(contents.add(Kind(buffer.shape, buffer.dtype), MODEL, name), buffer)
+    found = {(item.name, item.chunk.saved.offsets): item for item in contents.items}
+    for item in chain.from_iterable(map(_items_of, step.ranks)):
+        found.setdefault((item.name, item.chunk.saved.offsets), item)  # ranks may have copies
+    contents.items = list(found.values())
+    numels = Counter[str]()
+    for item in contents.items:
+        numels[item.name] += item.chunk.numel
+    for name, kind in contents.kinds.items():
+        _check_whole(step.name, name, numels[name], kind.size.numel())
+    return contents
+
+
+def _items_of(rank: RankOfStep) -> Iterator[Item]:
+    """Parameters and states of one rank, as `contents_of` has them."""
+    params = rank.run.params
+    for index, param in enumerate(params):
+        if FORM_OF_DTYPE[param.dtype] is MasterForm.ITSELF:
+            reached = partial(rank.state.part_of, index)
+            yield from part_items(f"{MODEL}.{param.name}", param.part, math.prod(param.part.shape), reached)
+    parts = {index: param.part for index, param in enumerate(params)}
+    names = {index: param.name for index, param in enumerate(params)}
+    yield from tier_items(rank.run.slots, parts, names, rank.state)
+
+
+def _check_whole(run: str, name: str, numel: int, whole_numel: int) -> None:
+    if numel != whole_numel:
+        raise ResumeError(
+            run, f"has {numel} of {whole_numel} elements of {name}: the others are on no rank that is here"
+        )
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -42,6 +42,35 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Scalars:
+    """What a checkpoint says of a run beside tensors, but for the user's own."""
+
+    optimizer: str
+    """Name of the optimizer's rule."""
+    global_steps: int
+    groups: Sequence[Mapping[str, Any]]
+    """Parameter groups with their hyperparameters."""
+    loss_scale: dict[str, Any] | None
+    lr_scheduler_type: str | None
+    """Name of the schedule's class; None: there is no schedule."""
+    lr_scheduler: dict[str, Any] | None
+    """Its state."""
+
+    @classmethod
+    def of(cls, training: Training) -> Scalars:
+        """Those of a training, as they are now."""
+        scheduler, scaler = training.lr_scheduler, training.loss_scaler
+        return cls(
+            optimizer=training.optimizer.rule.name,
+            global_steps=training.global_steps,
+            groups=training.optimizer.param_groups,
+            loss_scale=scaler.state_dict() if scaler else None,
+            lr_scheduler_type=type(scheduler).__name__ if scheduler else None,
+            lr_scheduler=scheduler.state_dict() if scheduler else None,
+        )
+
+
+@dataclass(frozen=True)
 class RunState:
     """What a checkpoint holds beside tensors, checked against the `Training` it is for."""
 
@@ -53,41 +82,34 @@ class RunState:
     """Hyperparameters of each parameter group."""
 
 
-def state_json(training: Training, contents: Contents) -> bytes:
+def state_json(scalars: Scalars, contents: Contents) -> bytes:
     """Counters, loss scale and hyperparameters.
 
     Raises:
         ValueError: a hyperparameter is neither number, string, bool, None nor a sequence of them.
     """
-    scheduler = training.lr_scheduler
     content = {
         "format": FORMAT,
-        "global_steps": training.global_steps,
-        "loss_scale": training.loss_scaler.state_dict() if training.loss_scaler else None,
-        "lr_scheduler": type(scheduler).__name__ if scheduler else None,
-        "optimizer": training.optimizer.rule.name,
+        "global_steps": scalars.global_steps,
+        "loss_scale": scalars.loss_scale,
+        "lr_scheduler": scalars.lr_scheduler_type,
+        "optimizer": scalars.optimizer,
         "param_groups": [
             {"params": names, "options": _options(group, number)}
-            for number, (group, names) in enumerate(
-                zip(training.optimizer.param_groups, contents.group_names, strict=True)
-            )
+            for number, (group, names) in enumerate(zip(scalars.groups, contents.group_names, strict=True))
         ],
         "tied": contents.tied,
     }
     return json.dumps(content, indent=1).encode()
 
 
-def objects_bytes(training: Training, client_state: Mapping[str, Any] | None) -> bytes:
+def objects_bytes(scalars: Scalars, client_state: Mapping[str, Any] | None) -> bytes:
     """The schedule and what the user adds, as ``torch.save`` writes them.
 
     Raises:
         ValueError: they cannot be loaded again without running code.
     """
-    scheduler = training.lr_scheduler
-    objects = {
-        "client_state": dict(client_state or {}),
-        "lr_scheduler": scheduler.state_dict() if scheduler else None,
-    }
+    objects = {"client_state": dict(client_state or {}), "lr_scheduler": scalars.lr_scheduler}
     for name, value in objects.items():
         try:
             torch.load(io.BytesIO(_saved(value)), weights_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from nvme_offload.optim.checkpoint.run_state import (
     OBJECTS,
     STATE,
     RunState,
+    Scalars,
     Training,
     apply_state,
     check_same_optimizer,
@@ -52,7 +54,7 @@ from nvme_offload.optim.checkpoint.storage import (
     write_items,
     write_metadata,
 )
-from nvme_offload.optim.collective import on_every_rank, on_first_rank
+from nvme_offload.optim.collective import is_alone, is_first_rank, on_every_rank, on_first_rank
 from nvme_offload.optim.warn import warn_user
 
 
@@ -92,6 +94,19 @@ def _save(training: Training, root: Path, tag: str | None, client_state: Mapping
         said = [""] * dist.get_world_size(group)
         dist.all_gather_object(said, own.as_json(), group=group)
         return on_first_rank(lambda: finish(partial, save, items, map(Written.from_json, said)), group)
+
+
+def save_alone(root: Path, save: AgreedSave) -> Path:
+    """Write a checkpoint whose items are all this process's, where there is no process group. Returns its folder.
+
+    Raises:
+        FileExistsError, StateError, CheckpointWriteError, SwapIOError, CorruptionError: see `save`.
+    """
+    with partial_folder(root, save.tag, None) as partial:
+        items = plan_items(partial, save.contents, None)
+        with progress("writing the checkpoint", items.size_bytes) as advance:
+            written = items.write(advance)
+        return finish(partial, save, items, [written])
 
 
 @dataclass(frozen=True)
@@ -135,7 +150,8 @@ def agree(
 
     def describe() -> tuple[bytes, bytes]:
         take_on_stages(contents, stages)
-        return state_json(training, contents), objects_bytes(training, client_state)
+        scalars = Scalars.of(training)
+        return state_json(scalars, contents), objects_bytes(scalars, client_state)
 
     state, objects = on_every_rank(describe, group)
     tag = on_first_rank(lambda: own_tag, group)
@@ -179,7 +195,9 @@ def plan_items(partial: Path, contents: Contents, group: dist.ProcessGroup | Non
     """
     on_every_rank(lambda: _check_shared(partial), group)
     plan, planner = PlanOfSave(partial), StreamedSavePlanner(contents)
-    with _one_error(group):
+    with _one_error(group), warnings.catch_warnings():
+        if is_alone():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
         save_items({}, storage_writer=plan, planner=planner, process_group=group)
     return PlannedItems(partial, plan, planner)
 
@@ -290,7 +308,7 @@ def partial_folder(root: Path, tag: str, group: dist.ProcessGroup | None) -> Ite
         try:
             yield partial
         except BaseException as error:
-            if dist.get_rank(group) == 0:
+            if is_first_rank(group):
                 with suppress(OSError):  # the drive has failed; the next save removes it
                     files.discard(partial, tag)
             if isinstance(error, OSError) and not isinstance(error, SwapIOError | CheckpointWriteError):
@@ -308,7 +326,7 @@ def _one_error(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        if rank != dist.get_rank(group):
+        if not is_alone() and rank != dist.get_rank(group):
             cause.add_note(f"on rank {rank}")
         raise cause from None
 

@@ -20,7 +20,7 @@ from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.errors import OutOfSpaceError, StateError
 from nvme_offload.optim.durable.content import Content
-from nvme_offload.optim.durable.identity import ModelNames, identity_of
+from nvme_offload.optim.durable.identity import ModelRecord, identity_of
 from nvme_offload.optim.durable.ranks import Ranks
 from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.state.masters import read_master, write_master
@@ -63,8 +63,8 @@ class Commits:
         """How much of a checkpoint in the background is written, 0 to 1; None where there is none."""
         self.of_engine = False
         """Whether a training engine says when a step is over, and adds to it."""
-        self.names = ModelNames()
-        """What a training engine calls the tensors of its model."""
+        self.model = ModelRecord()
+        """What a training engine says of its model."""
         self.store = store
         self.sealing = sealing
         self.run: DurableRun = sealing.run
@@ -300,7 +300,7 @@ class Commits:
 
     def identity(self) -> dict[str, Any]:
         """What the run is now: see `identity_of`."""
-        return identity_of(self.store, self.sealing, self.names)
+        return identity_of(self.store, self.sealing, self.model)
 
     def note_adopted(self, content: Content) -> None:
         """The run goes on from here."""

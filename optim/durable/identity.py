@@ -23,8 +23,8 @@ from nvme_offload.optim.state.sealing import Sealing
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
 
 
-class ModelNames(NamedTuple):
-    """What a run calls the tensors of its model; of an optimizer alone there is none."""
+class ModelRecord(NamedTuple):
+    """What a training engine knows of its model, and an optimizer alone does not."""
 
     params: Mapping[int, str] = {}
     """Qualified names by index of the parameter, as the state dict has them first."""
@@ -34,10 +34,14 @@ class ModelNames(NamedTuple):
     """Parameters that the optimizer does not have."""
     precision: str = ""
     """Mode in which the model computes: ``bf16``, ``autocast-bf16`` ..."""
+    rule: str = ""
+    """Name of the optimizer's rule; single groups may have others."""
+    stage: int = 0
+    """Which stage of a pipeline the model is."""
 
     @classmethod
-    def of(cls, model: nn.Module, table: ParamTable, precision: str) -> ModelNames:
-        """The names of a model whose parameters are in a table."""
+    def of(cls, model: nn.Module, table: ParamTable, *, precision: str, rule: str, stage: int) -> ModelRecord:
+        """Of a model whose parameters are in a table."""
         tensors, tied = named_tensors(model)
         records = {name: table.find(tensor) for name, tensor in tensors.items()}
         buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -46,16 +50,18 @@ class ModelNames(NamedTuple):
             tied=tied,
             elsewhere=tuple(name for name, record in records.items() if record is None and name not in buffers),
             precision=precision,
+            rule=rule,
+            stage=stage,
         )
 
 
-def identity_of(body: StateBody, sealing: Sealing, names: ModelNames) -> dict[str, Any]:
+def identity_of(body: StateBody, sealing: Sealing, model: ModelRecord) -> dict[str, Any]:
     """JSON that is equal for the same parameters, groups, rules, ranks, subgroups and kind of log.
 
     Args:
         body: the optimizer's state.
         sealing: says how subgroups lie on the drive.
-        names: of the model; what it does not name is called as the optimizer calls it.
+        model: what it does not name is called as the optimizer calls it.
     """
     table = body.table
     rules: list[dict[str, Any]] = []
@@ -63,8 +69,10 @@ def identity_of(body: StateBody, sealing: Sealing, names: ModelNames) -> dict[st
         rules += [rule] if rule not in rules else []
     return {
         "model": _in_words(table),
-        "precision": names.precision,
+        "precision": model.precision,
         "optimizer": body.owner,
+        "rule": model.rule,
+        "stage": model.stage,
         "rank": dist.get_rank() if dist.is_initialized() else 0,
         "num_ranks": dist.get_world_size() if dist.is_initialized() else 1,
         "kernel_revision": REVISION,
@@ -72,10 +80,10 @@ def identity_of(body: StateBody, sealing: Sealing, names: ModelNames) -> dict[st
         "alignment": sealing.run.space.alignment,
         "rules": rules,
         "parameters": {
-            name: _param_as_json(record, rules) for name, record in zip(_named(table, names), table, strict=True)
+            name: _param_as_json(record, rules) for name, record in zip(_named(table, model), table, strict=True)
         },
-        "tied": dict(names.tied),
-        "elsewhere": list(names.elsewhere),
+        "tied": dict(model.tied),
+        "elsewhere": list(model.elsewhere),
         "subgroups": [[list(run) for run in slot.subgroup.runs] for slot in body.slots],
     }
 
@@ -87,9 +95,9 @@ def _in_words(table: Iterable[ParamRecord]) -> str:
     return f"{len(leaves)} parameters ({listed}), {sum(leaf.numel() for leaf in leaves):,} elements"
 
 
-def _named(table: ParamTable, names: ModelNames) -> list[str]:
+def _named(table: ParamTable, model: ModelRecord) -> list[str]:
     """A name for each parameter, and no name twice: an optimizer alone may have been given one for several."""
-    named = [names.params.get(record.index, record.name) for record in table]
+    named = [model.params.get(record.index, record.name) for record in table]
     known = Counter(named)
     return [name if known[name] == 1 else f"{name} ({index})" for index, name in enumerate(named)]
 

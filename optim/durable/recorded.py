@@ -59,7 +59,10 @@ class RecordedRun:
     """Further names of parameters and buffers, with the first one."""
     elsewhere: list[str]
     """Parameters of the model that the optimizer did not have."""
-    rank: int
+    rule: str
+    """Name of a training engine's optimizer; empty where there was none."""
+    stage: int
+    """Which stage of a pipeline this rank had."""
     num_ranks: int
     period: int
     """Every how many steps a subgroup was rewritten."""
@@ -92,7 +95,8 @@ class RecordedRun:
                 slots=[_slot_of(index, runs, by_index) for index, runs in enumerate(identity["subgroups"])],
                 tied=dict(identity["tied"]),
                 elsewhere=list(identity["elsewhere"]),
-                rank=int(identity["rank"]),
+                rule=str(identity["rule"]),
+                stage=int(identity["stage"]),
                 num_ranks=int(identity["num_ranks"]),
                 period=int(identity["rewrite_every"]),
                 alignment=int(identity["alignment"]),

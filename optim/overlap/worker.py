@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -91,11 +91,13 @@ class Worker:
         told: SimpleQueue[None] = SimpleQueue()
         try:
             self._waiting.append(told)
+            self.wake()
             with self._counted():
                 while not condition():
-                    self.wake()
-                    with suppress(Empty):
+                    try:
                         told.get(timeout=_LOOK_AGAIN_SECONDS)
+                    except Empty:
+                        self.wake()  # not after every turn: it would have nothing to do, and tell of that turn, too
         finally:
             if told in self._waiting:
                 self._waiting.remove(told)

@@ -76,8 +76,8 @@ class DeviceMirror:
             for mirror in self._mirrors:  # or the first would stay pinned
                 mirror.close()
             raise
-        self._next = 0
         self._ready: dict[int, MirroredRuns] = {}
+        """Mirrors that were filled and not taken yet, by the subgroup's index; the one filled first comes first."""
 
     @property
     def size_bytes(self) -> int:
@@ -108,18 +108,25 @@ class DeviceMirror:
     def fetch(self, subgroup: Subgroup, params: Sequence[torch.Tensor], grads: Mapping[int, torch.Tensor]) -> None:
         """Start copying the parameters and gradients of a subgroup to the host; what is there already, not.
 
-        At most one further subgroup may be fetched before one is taken. Where another one comes then, what was fetched
-        before may be given up, and is fetched again.
+        Fetch the subgroup that is taken next, then at most one further. Where that one does not come next, others are
+        fetched beside it; where no mirror is free, what was fetched first is given up, and fetched again when it comes.
         """
         if subgroup.index in self._ready:
             return
-        mirror = self._mirrors[self._next]
-        self._next = (self._next + 1) % _NUM_MIRRORS
-        self._ready = {index: known for index, known in self._ready.items() if known is not mirror}
+        mirror = self._unused()
         if mirror.left is not None:
             self._down.come_after(mirror.left)
         mirror.arrived = self._down.copy_all(_down_pairs(mirror, subgroup, params, grads))
         self._ready[subgroup.index] = mirror
+
+    def _unused(self) -> MirroredRuns:
+        """The mirror whose bytes have probably left: the one that was filled the longest ago of those that are free."""
+        if len(self._ready) == _NUM_MIRRORS:
+            del self._ready[next(iter(self._ready))]
+        mirror = next(each for each in self._mirrors if each not in self._ready.values())
+        self._mirrors.remove(mirror)
+        self._mirrors.append(mirror)
+        return mirror
 
     def take(self, subgroup: Subgroup) -> MirroredRuns:
         """The mirror that ``fetch`` filled, when its bytes have arrived."""

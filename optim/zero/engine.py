@@ -20,7 +20,7 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.units import parse_bytes
 from nvme_offload.optim.checkpoint.export import export_safetensors
 from nvme_offload.optim.checkpoint.run_state import Training
-from nvme_offload.optim.durable.identity import ModelNames
+from nvme_offload.optim.durable.identity import ModelRecord
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
@@ -91,7 +91,13 @@ class OffloadEngine(CheckpointEngine):
         self._scaler = LossScaler.of(config.fp16) if precision_plan.loss_scaling else None
         if optimizer.is_durable:
             optimizer.commits.of_engine = True
-            optimizer.commits.names = ModelNames.of(module, optimizer.store.table, precision_plan.mode)
+            optimizer.commits.model = ModelRecord.of(
+                module,
+                optimizer.store.table,
+                precision=precision_plan.mode,
+                rule=optimizer.rule.name,
+                stage=roles.pipeline.get_local_rank() if roles.pipeline is not None else 0,
+            )
         if self.is_pipelined:  # whose schedule scales gradients that have been reduced
             optimizer.expect_step(False)
         self._set_sync()

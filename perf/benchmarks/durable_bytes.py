@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 
-from nvme_offload import OffloadAdamW
+from nvme_offload import OffloadAdamW, OffloadOptimizer
 from nvme_offload.offload.durable.inventory import find_runs, remove_run
 
 _WARM_STEPS = 2
 _TENSORS = 8
-_NAME = "benchmark-"
+NAME = "benchmark-"
+"""With which the names of their runs begin."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def optimizer_of(path: str, *, millions: int, durable: bool, rewrite_every: int 
                 "nvme_path": path,
                 "buffer_count": 4,
                 "staging_budget": "320MiB",
-                "durable": f"{_NAME}{time.time_ns()}" if durable else False,
+                "durable": f"{NAME}{time.time_ns()}" if durable else False,
                 "rewrite_every": rewrite_every if durable else 1,
             },
         },
@@ -74,7 +75,7 @@ def optimizer_of(path: str, *, millions: int, durable: bool, rewrite_every: int 
     return OffloadAdamW(params, lr=1e-3, offload=section)
 
 
-def settle(optimizer: OffloadAdamW) -> None:
+def settle(optimizer: OffloadOptimizer) -> None:
     """Wait until the latest step is done, and lasts."""
     optimizer.synchronize()
     if optimizer.is_durable:
@@ -90,7 +91,7 @@ def block_io() -> tuple[int, int]:
 def remove_runs(folder: str) -> None:
     """Delete the runs of benchmarks that have ended."""
     for run in find_runs([Path(folder)]):
-        if run.name.startswith(_NAME):
+        if run.name.startswith(NAME):
             remove_run(run)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch.distributed as dist
 import typer
@@ -104,40 +104,55 @@ def drive(
     overlap_step: Schedule = None,
     quads: Annotated[int, typer.Option(min=1, help="Rounds for each schedule.")] = 10,
     real: Annotated[bool, typer.Option(help="269 million parameters that compute; else layers that sleep.")] = False,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a batch of the model that computes.")] = schedules.REAL_TOKENS,
     buffers: Buffers = 4,
     width: Annotated[int, typer.Option(min=64, help="Of the matrices of layers that sleep.")] = 1024,
     save_to: Save = None,
 ) -> None:
-    """A real drive: iterations with a schedule and without, in turn; sleeping as long as the drive moves the state."""
-    progress = Progress(Console(stderr=True))
+    """A real drive: iterations with a schedule and without, in turn; sleeping as long as the drive moves the state.
+
+    What is known is saved after every round, under one name.
+    """
+    progress, facts = Progress(Console(stderr=True)), environment([path])
     setup = Setup(width=width, buffers=buffers)
-    outcomes = []
-    for name in OVERLAPS[1:] if overlap_step is None else (overlap_step,):
-        rounds = []
-        for one in schedules.real(name, buffers, quads, path) if real else schedules.sleeping(setup, name, quads, path):
-            rounds.append(one)
-            progress.say(
-                f"{name}: {one.quad.ratio:.3f}, control {one.control.ratio:.3f}{'' if one.counts else ', left out'}"
-            )
-        outcomes.append(schedules.Outcome(name, tuple(rounds)))
-    dist.destroy_process_group()
     what = (
-        "269 million parameters, computed" if real else f"{setup.numel:,} parameters, layers sleep as long as the I/O"
+        f"269 million parameters, computed for {tokens} tokens"
+        if real
+        else f"{setup.numel:,} parameters, layers sleep as long as the I/O"
     )
     notes = [
         f"{what}; {buffers} staging buffers; {schedules.ITERATIONS} iterations each time, and all waited for between",
         f"left out: rounds in which an iteration in memory was off by more than {schedules.TOLERANCE:.0%}",
     ]
+    outcomes: dict[OverlapStep, schedules.Outcome] = {}
+    files: list[Path] = []
+    for name in OVERLAPS[1:] if overlap_step is None else (overlap_step,):
+        if real:
+            rounds = schedules.real(name, tokens, buffers, quads, path)
+        else:
+            rounds = schedules.sleeping(setup, name, quads, path)
+        for one in rounds:
+            before = outcomes[name].rounds if name in outcomes else ()
+            outcomes[name] = schedules.Outcome(name, (*before, one))
+            progress.say(
+                f"{name}: {one.quad.ratio:.3f}, control {one.control.ratio:.3f}{'' if one.counts else ', left out'}"
+            )
+            if save_to:
+                files = _save_outcomes(save_to, "real" if real else "sleeping", facts, list(outcomes.values()), notes)
+    dist.destroy_process_group()
+    _show(Console(), schedules.HEAD, [outcome.row() for outcome in outcomes.values()], notes)
+    for file in files:
+        progress.say(f"saved {file.name}")
+
+
+def _save_outcomes(
+    folder: Path, what: str, facts: dict[str, Any], outcomes: list[schedules.Outcome], notes: list[str]
+) -> list[Path]:
+    """Write what is known, over what was known before."""
     rows = [outcome.row() for outcome in outcomes]
-    _show(Console(), schedules.HEAD, rows, notes)
-    if save_to:
-        facts = environment([path])
-        document = {"environment": facts, "results": [outcome.to_dict() for outcome in outcomes]}
-        text = page("Iterations on a drive, beside the plain order", facts, schedules.HEAD, rows, notes)
-        for file in save(
-            save_to, f"hidden-step-{'real' if real else 'sleeping'}", json.loads(json.dumps(document)), text
-        ):
-            progress.say(f"saved {file.name}")
+    document = {"environment": facts, "results": [outcome.to_dict() for outcome in outcomes]}
+    text = page("Iterations on a drive, beside the plain order", facts, schedules.HEAD, rows, notes)
+    return save(folder, f"hidden-step-{what}", json.loads(json.dumps(document)), text)
 
 
 def _show(console: Console, head: tuple[str, ...], rows: list[list[str]], notes: list[str]) -> None:

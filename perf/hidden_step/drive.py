@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nvme_offload.perf.bench.comparison import Comparison, Quad, compare, comparison_of
-from nvme_offload.perf.hidden_step.training import Setup, Training, section
+from nvme_offload.perf.hidden_step.training import Iteration, Setup, Training, section
 from nvme_offload.perf.planning.schedule import OverlapStep
 
 TOLERANCE = 0.1
@@ -22,8 +22,10 @@ TOLERANCE = 0.1
 ITERATIONS = 2
 """Measured each time, after one that is not."""
 HEAD = ("overlap_step", "over off (95 %)", "control", "quads", "compute s", "off s", "its own s")
-REAL_WIDTH, REAL_LAYERS, REAL_TOKENS = 2048, 8, 16
+REAL_WIDTH, REAL_LAYERS = 2048, 8
 """269 million parameters."""
+REAL_TOKENS = 256
+"""With which two processors compute about as long as a drive of 5 GB/s moves the state."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,9 @@ def real_model() -> nn.Module:
 
 
 def sleeping(setup: Setup, overlap_step: OverlapStep, quads: int, path: Path) -> Iterator[Round]:
-    """Quads of a model that sleeps for as long as the drive moves its state, measured anew in each round.
+    """Quads of a model that computes for as long as the drive moves its state, measured anew in each round.
 
-    What ``speculate`` is compared with is durable, too.
+    That is how long ``step()`` takes with ``off``. What ``speculate`` is compared with is durable, too.
     """
     kept = overlap_step == "speculate"
     with ExitStack() as stack:
@@ -123,15 +125,15 @@ def sleeping(setup: Setup, overlap_step: OverlapStep, quads: int, path: Path) ->
         for _ in range(quads):
             for model in models.values():
                 model.compute_for(0.0)
-            own, wanted = _seconds(trainings["memory"]), _seconds(trainings["off"])
+            own, wanted = _seconds(trainings["memory"]), mean(one.step for one in _iterations(trainings["off"]))
             for model in models.values():
                 model.compute_for(max(0.0, wanted - own))
             yield _round(trainings, wanted)
 
 
-def real(overlap_step: OverlapStep, buffers: int, quads: int, path: Path) -> Iterator[Round]:
-    """Quads of a model that computes on the processor, of about as much as updates do."""
-    batch, kept = torch.randn(REAL_TOKENS, REAL_WIDTH), overlap_step == "speculate"
+def real(overlap_step: OverlapStep, tokens: int, buffers: int, quads: int, path: Path) -> Iterator[Round]:
+    """Quads of a model that computes on the processors, which also update."""
+    batch, kept = torch.randn(tokens, REAL_WIDTH), overlap_step == "speculate"
     size = REAL_WIDTH**2 * 2
     with ExitStack() as stack:
         path = Path(stack.enter_context(TemporaryDirectory(prefix="nvme-offload-hidden-step-", dir=path)))
@@ -153,5 +155,10 @@ def _round(trainings: dict[str, Training], wanted: float) -> Round:
 
 
 def _seconds(training: Training) -> float:
-    """Mean seconds of an iteration. Nothing runs before or after it: `Training.iterations` waits for all."""
-    return mean(one.seconds for one in training.iterations(1 + ITERATIONS)[1:])
+    """Mean seconds of an iteration."""
+    return mean(one.seconds for one in _iterations(training))
+
+
+def _iterations(training: Training) -> list[Iteration]:
+    """Iterations before and after which nothing runs: `Training.iterations` waits for all."""
+    return training.iterations(1 + ITERATIONS)[1:]

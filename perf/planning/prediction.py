@@ -460,12 +460,13 @@ def _copies(job: Job, machine: Machine) -> Copies:
 def overlap_of(config: OffloadConfig, machine: Machine) -> OverlapStep:
     """The schedule that `initialize` runs with this section: see `Stepper`, which decides parameter by parameter."""
     on_device, zero = machine.device_memory is not None, config.zero_optimization
-    leaves = on_device and "cpu" in (zero.offload_param.device, config.offload_gradients.device)
-    hindered = config.has_block_tiers or rule_of(config.optimizer).whole or leaves
+    params_leave = on_device and zero.offload_param.device == "cpu"
+    hindered = config.has_block_tiers or rule_of(config.optimizer).whole or params_leave
     if hindered or not config.hides_steps:
         return "off"
     agree_in_step = zero.offload_optimizer.durable and machine.ranks > 1
-    return "forward" if agree_in_step else config.overlap_step or "forward"
+    grads_are_on_way = on_device and config.offload_gradients.device == "cpu"
+    return "forward" if agree_in_step or grads_are_on_way else config.overlap_step or "forward"
 
 
 def _without_repetitions(visits: list[int]) -> list[int]:

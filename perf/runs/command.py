@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +18,11 @@ from nvme_offload.offload.durable.inventory import RunFound, find_runs, remove_r
 from nvme_offload.offload.errors import ConfigError, OffloadError, StateError
 from nvme_offload.offload.units import format_bytes, parse_bytes
 from nvme_offload.optim.checkpoint.committed_step import CommittedStep, open_step
-from nvme_offload.optim.checkpoint.run_export import export_weights
+from nvme_offload.optim.checkpoint.run_export import export_checkpoint, export_weights
 
 _HEADINGS = ("NAME", "MODEL", "STEP", "AGE", "BYTES", "RANKS", "STATE")
 _SHOWN = 4
+_OF_ITS_OWN = "; it writes its own: engine.export_safetensors(dir), engine.save_checkpoint(dir, background=True)"
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 Paths = Annotated[
@@ -29,6 +31,13 @@ Paths = Annotated[
 Config = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A configuration section (.json or .toml): its folders.")
 ]
+
+
+class What(StrEnum):
+    """What is written of a step."""
+
+    WEIGHTS = "weights"
+    CHECKPOINT = "checkpoint"
 
 
 class _ListUnlessTold(TyperGroup):
@@ -47,7 +56,8 @@ runs = typer.Typer(
         "List the durable runs below the given folders: model, step, age, bytes, and whether they are alive.\n\n"
         "A run is durable where `offload_optimizer.durable` says so; its directories stay when it ends, however it "
         "ends. `offload runs PATH ...` lists, `offload runs remove NAME PATH ...` removes, and "
-        "`offload runs export NAME FOLDER PATH ...` writes what was committed as weights, without the model."
+        "`offload runs export NAME FOLDER PATH ...` writes what was committed as weights or as a checkpoint, without "
+        "the model."
     ),
 )
 
@@ -104,13 +114,16 @@ def export(
         int | None, typer.Option("--step", help="One that is held still.  [default: the newest that all ranks have]")
     ] = None,
     snapshot: Annotated[str | None, typer.Option("--snapshot", metavar="NAME", help="This snapshot of it.")] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="Of the weights: fp32, bf16 or fp16.")] = "fp32",
+    what: Annotated[
+        What, typer.Option("--what", help="Weights, or all that a checkpoint has, for `load_checkpoint`.")
+    ] = What.WEIGHTS,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of weights: fp32, bf16 or fp16.")] = "fp32",
     max_shard: Annotated[str, typer.Option("--max-shard", metavar="BYTES", help="The most of one file.")] = "1GiB",
     partly: Annotated[
         bool, typer.Option("--partly", help="Also where parameters were frozen, which the run does not keep.")
     ] = False,
 ) -> None:
-    """Write the weights of a committed step as safetensors, in the layout of Hugging Face, without the model.
+    """Write a committed step as safetensors in the layout of Hugging Face, or as a checkpoint, without the model.
 
     Every byte is verified. Nothing of the run is changed, and one that is alive is refused.
     """
@@ -122,12 +135,15 @@ def export(
         _check_snapshot(run, snapshot)
     try:
         with open_step(run, step=step, snapshot=snapshot) as committed:
-            _check_kept(committed, partly=partly)
-            files = export_weights(committed, folder, dtype, parse_bytes(max_shard))
+            if what is What.CHECKPOINT:
+                files = [*export_checkpoint(committed, folder).iterdir()]
+            else:
+                _check_kept(committed, partly=partly)
+                files = export_weights(committed, folder, dtype, parse_bytes(max_shard))
             size_bytes = sum(file.stat().st_size for file in files)
             typer.echo(f"exported step {committed.step} of {name}: {format_bytes(size_bytes)} in {len(files)} file(s)")
     except (OffloadError, OSError, ValueError) as error:
-        typer.echo(str(error), err=True)
+        typer.echo(f"{error}{_OF_ITS_OWN if run.is_alive and isinstance(error, StateError) else ''}", err=True)
         raise typer.Exit(1) from error
 
 

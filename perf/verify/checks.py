@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nvme_offload.perf.doctor.command import examine
 from nvme_offload.perf.doctor.findings import Level
-from nvme_offload.perf.verify import races, ranks, rates, training, updates
+from nvme_offload.perf.verify import process, races, ranks, rates, training, updates
 from nvme_offload.perf.verify.outcome import Check, Found, Site, WrongError
 
 
@@ -29,6 +29,9 @@ CHECKS = {
         Check("gradients", "off the device, runs have the CPU's bits", training.gradients, 300),
         Check("parameters", "off the device, they are gathered with the CPU's bits", training.parameters, 300),
         Check("precisions", "NVMe and memory have the same bits", training.precisions, 300),
+        Check("birth", "from meta, weights are those of a construction", training.birth, 180),
+        Check("compiled", "blocks are compiled, and have the same bits", process.compiled, 480),
+        Check("process", "default devices, forks and refusals change nothing", process.process, 180),
         Check("checkpoint", "what is saved goes on, on the CPU too", training.checkpoint, 240),
         Check("ranks", "several have the bits of one", ranks.ranks, ranks.LIMIT + 30),
         Check("copies", "between host and device", rates.copies, 120, measures=True),

@@ -12,6 +12,7 @@ from torch import nn
 from nvme_offload.optim.full_values import get_full_optimizer_state, get_full_param
 from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.initialize import initialize
+from nvme_offload.optim.zero.sharding import default_mesh
 from nvme_offload.perf.verify.bits import must_be_near, must_equal
 from nvme_offload.perf.verify.outcome import Found, Site
 from nvme_offload.perf.verify.updates import section, values_of
@@ -147,17 +148,21 @@ def precisions(site: Site) -> Found:
     losses = {}
     for name, mode in PRECISIONS.items():
         with site.drive() as drive:
-            on_nvme = _layered_run(site, section(drive, clip=0.1, **mode))
-        in_memory = _layered_run(site, section(None, clip=0.1, **mode))
+            on_nvme = layered_run(site, section(drive, clip=0.1, **mode))
+        in_memory = layered_run(site, section(None, clip=0.1, **mode))
         must_equal(on_nvme, in_memory, f"{name}, on NVMe and in memory")
         losses[name] = on_nvme[0]
     return Found(f"{', '.join(PRECISIONS)}: the same bits", {"losses": losses})
 
 
-def _layered_run(site: Site, config: dict[str, Any]) -> tuple[list[float], list[float], Values]:
+def layered_run(site: Site, config: dict[str, Any], backend: str = "") -> tuple[list[float], list[float], Values]:
+    """Losses, norms and values after a few steps of `Layered`, whose layers a backend of ``torch.compile`` compiles."""
     torch.manual_seed(0)
     width, losses, norms = 512 if site.large else 96, [], []
-    with initialize(Layered(width, LAYERS).to(site.device), config) as engine:
+    model = Layered(width, LAYERS).to(site.device)
+    for layer in model.layers if backend else ():
+        layer.compile(backend=backend)
+    with initialize(model, config) as engine:
         for step in range(STEPS):
             batch = values_of((64, width), step, 1.0).to(site.device)
             loss = engine(batch).float().square().mean()
@@ -166,6 +171,28 @@ def _layered_run(site: Site, config: dict[str, Any]) -> tuple[list[float], list[
             losses.append(loss.item())
             norms.append(engine.get_global_grad_norm())
         return losses, norms, full(engine)
+
+
+def birth(site: Site) -> Found:
+    """A model on meta has, on the device or on its tier, the weights of one that was built there."""
+    for where in ("none", "cpu", "nvme"):
+        weights = []
+        for place in ("meta", "cpu"):
+            torch.manual_seed(0)
+            with torch.device(place):
+                model = Layered(96, LAYERS)
+            torch.manual_seed(0)
+            if place == "cpu":
+                model.to(site.device)
+            with site.drive() as drive:
+                config = section(drive, **BF16)
+                config["zero_optimization"]["offload_param"] = {"device": where, "nvme_path": str(drive)}
+                with initialize(model, config, mesh=default_mesh(site.device)) as engine:
+                    weights.append(
+                        {name: get_full_param(each).cpu() for name, each in engine.module.named_parameters()}
+                    )
+        must_equal(weights[0], weights[1], f"parameters on {where}")
+    return Found("on the device, in host memory and on NVMe: the same weights", {})
 
 
 def checkpoint(site: Site) -> Found:

@@ -3,6 +3,7 @@
 Runs in a process of its own, which imports torch once and forks each life of the training.
 """
 
+import faulthandler
 import hashlib
 import json
 import mmap
@@ -232,6 +233,7 @@ def kill(root, name, num_kills, seed):
 
 def main(root, num_kills, seed, *names):
     """Kill runs of each of these kinds so often, and print what became of them."""
+    faulthandler.enable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.compiler.disable(lambda: None)()  # imports what every life would import once more

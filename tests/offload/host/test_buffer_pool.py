@@ -130,7 +130,7 @@ def test_regions_can_be_registered_and_no_buffer_crosses_one(num_buffers, buffer
 
 
 def test_huge_pages_are_registered_apart_from_small_ones():
-    # Of a registered region with pages of both sizes the kernel makes a list of small ones, and a drive gets requests cut.
+    # Of a registered region with pages of both sizes the kernel makes a list of small ones: a drive gets requests cut.
     pool = BufferPool(3, (3 << 20) + 4096)
     (start, size), (rest, rest_size) = pool.regions
     assert start % HUGE_PAGE_BYTES == 0

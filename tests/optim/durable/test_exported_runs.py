@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +14,17 @@ from typer.testing import CliRunner
 
 from nvme_offload import OffloadAdamW
 from nvme_offload.offload.durable.manifest import Manifest
+from nvme_offload.offload.errors import ResumeError
 from nvme_offload.offload.weights import writer
+from nvme_offload.optim.checkpoint import storage
 from nvme_offload.perf.cli import app
-from tests.optim.durable.test_durable_engine import TIERS, durable, settle
+from tests.support import resuming
+from tests.support.durable_engine import TIERS, durable, settle, whole
 from tests.support.killed_steps import durable_section, gradients_of
 from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of
 from tests.support.sandbox import can_mount, run_python
+from tests.support.sharded_model import assert_same
 from tests.support.training import params_of
 
 FROZEN = {"blocks.1.0.weight", "blocks.1.0.bias"}
@@ -118,6 +123,93 @@ def test_the_weights_of_a_run_that_was_killed_are_those_that_it_resumes_with(dri
             assert_same_bits(weights_in(tmp_path / f"{snapshot}-{dtype}"), kept)
 
 
+# As a checkpoint.
+
+
+class Unfrozen(resuming.ResumedModel):
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(True)
+
+
+@contextmanager
+def engine_without_frozen_parameters(*arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resuming, "ResumedModel", Unfrozen)
+        with durable(*arguments) as engine:
+            yield engine
+
+
+def train_all_until_killed(rank, world_size, path, mode, tiers):
+    with engine_without_frozen_parameters(mode, path, "run", tiers) as engine:
+        engine.client_state["rank"] = rank
+        steps_of(engine, rank, range(4))
+        settle(engine)
+        torch.distributed.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume_all(rank, world_size, path, mode, tiers):
+    with engine_without_frozen_parameters(mode, path, "run", tiers) as engine:
+        assert engine.resume() == (4, {"rank": rank})
+        before = whole(engine)
+        return before, (steps_of(engine, rank, [4]), whole(engine))
+
+
+def load_all(rank, world_size, path, saved, mode, tiers):
+    with engine_without_frozen_parameters(mode, path, None, tiers) as engine:
+        assert engine.load_checkpoint(saved) == (str(saved / "global_step4"), {"rank": 0})
+        before = whole(engine)
+        return before, (steps_of(engine, rank, [4]), whole(engine))
+
+
+QUICK = [(2, 1, "bf16", "state, logged")]
+SLOW = [(1, 1, "bf16", "everything"), (1, 2, "fp16", "state"), (2, 2, "bf16", "everything, logged")]
+SLOW += [(3, 2, mode, "state, logged") for mode in ("bf16", "fp16", "fp32")] + [(2, 3, "fp32", "in memory too")]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+
+
+@pytest.mark.parametrize(("world_size", "after", "mode", "tiers"), CASES)
+def test_its_checkpoint_is_loaded_on_any_number_of_ranks(drive, tmp_path, world_size, after, mode, tiers):
+    with pytest.raises(AssertionError, match=rf"ranks ended with \[-{signal.SIGKILL:d}"):
+        run_ranks(train_all_until_killed, world_size, drive, mode, tiers)
+    assert "exported step 4 of run" in exported("run", tmp_path / "saved", drive, "--what", "checkpoint")
+    assert sorted(os.listdir(tmp_path / "saved")) == ["global_step4", "latest"]
+    resumed, resumed_on = run_ranks(resume_all, world_size, drive, mode, tiers)[0]
+    loaded, loaded_on = run_ranks(load_all, after, drive, tmp_path / "saved", mode, tiers)[0]
+    assert loaded[1] == resumed[1]
+    assert_same(loaded[0], resumed[0])
+    if world_size == after:
+        assert loaded_on[0] == resumed_on[0]
+        assert_same(loaded_on[1][0], resumed_on[1][0])
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_no_checkpoint_is_refused_and_leaves_nothing(small, drive, tmp_path, monkeypatch):
+    small.optimizer.close()
+    out = tmp_path / "out"
+    assert "is of an optimizer without an engine" in refused("small", out, drive, "--what", "checkpoint")
+    with durable("bf16", drive, "frozen") as engine:
+        steps_of(engine, 0, range(1))
+    output = refused("frozen", out, drive, "--what", "checkpoint")
+    assert "does not keep blocks.1.0.weight, blocks.1.0.bias, which were always frozen" in output
+    assert "does not keep blocks.1.0.weight, blocks.1.0.bias: parameters that were" in refused("frozen", out, drive)
+    with engine_without_frozen_parameters("bf16", drive, "run") as engine:
+        steps_of(engine, 0, range(1))
+
+    def full(*_):
+        raise OSError(28, "no space is left")
+
+    torch.distributed.destroy_process_group()
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_compact", full)
+        assert "failed: ENOSPC" in refused("run", out, drive, "--what", "checkpoint")
+    assert not out.exists()
+    damage(drive / "nvme-durable-run-rank0", "slots")
+    assert "the state of subgroup 0" in refused("run", out, drive, "--what", "checkpoint")
+    assert not out.exists()
+
+
 # One small run of an optimizer alone, for all else.
 
 
@@ -162,11 +254,25 @@ def test_older_steps_and_snapshots_of_an_optimizer_alone(small, tmp_path):
 
 
 def test_one_that_is_alive_is_refused_and_goes_on(small, tmp_path):
-    assert f"process {os.getpid()} on " in refused("small", tmp_path / "out", small.drive)
+    output = refused("small", tmp_path / "out", small.drive)
+    assert f"process {os.getpid()} on " in output
+    assert "is in it; it writes its own: engine.export_safetensors(dir)" in output
     assert not (tmp_path / "out").exists()
     small.optimizer.step()
     small.optimizer.close()
     assert "exported step 5" in exported("small", tmp_path / "out", small.drive)
+
+
+def test_what_it_wrote_down_of_itself_is_what_resume_compares(small):
+    small.optimizer.close()
+    named = [(f"others.{number}", torch.nn.Parameter(value)) for number, value in enumerate(small.truth[4].values())]
+    optimizer = OffloadAdamW(named, lr=1e-2, offload=durable_section(small.drive, "small", rewrite_every=2))
+    said = r"parameters.weights.0: \{.*\} was committed, nothing is here"
+    with optimizer, pytest.raises(ResumeError, match=said):
+        optimizer.resume()
+    (identity,) = small.rank.glob("identity.*.json")
+    identity.write_bytes(identity.read_bytes().replace(b'"offsets":[0', b'"offsets":[1', 1))
+    assert "is damaged: it is not what its name says" in refused("small", small.drive / "out", small.drive)
 
 
 def test_words_that_lead_nowhere_leave_nothing(small, tmp_path):
@@ -185,23 +291,23 @@ def test_words_that_lead_nowhere_leave_nothing(small, tmp_path):
     assert not out.parent.exists()
 
 
-def place_of(small, name, table, row=0):
-    """Where in the swap file the first byte of a base or of an entry is, by the newest manifest."""
-    manifests = [Manifest.decode((small.rank / file).read_bytes()) for file in ("manifest.0", "manifest.1")]
-    newest = max(manifests, key=lambda manifest: manifest.sequence)
+def damage(folder, table):
+    """Flip a bit of the first base or log entry that the newest manifest refers to."""
+    found = [Manifest.decode(file.read_bytes()) for file in folder.glob("manifest.?")]
+    newest = max((manifest for manifest in found if manifest), key=lambda manifest: manifest.sequence)
     first = 3 if table == "slots" else 5  # columns before the first stripe
-    return int(newest.tables[table][row][first + 1])
+    with (folder / "swap").open("r+b") as swap:
+        at = int(newest.tables[table][0][first + 1]) + 700
+        swap.seek(at)
+        byte = swap.read(1)[0]
+        swap.seek(at)
+        swap.write(bytes([byte ^ 4]))
 
 
 @pytest.mark.parametrize(("table", "said"), [("slots", "the state of subgroup 0"), ("log", "the log of subgroup")])
 def test_a_flipped_bit_is_refused_by_name_and_leaves_nothing(small, tmp_path, table, said):
     small.optimizer.close()
-    with (small.rank / "swap").open("r+b") as swap:
-        at = place_of(small, "swap", table) + 700
-        swap.seek(at)
-        byte = swap.read(1)[0]
-        swap.seek(at)
-        swap.write(bytes([byte ^ 4]))
+    damage(small.rank, table)
     output = refused("small", tmp_path / "out", small.drive)
     assert said in output
     assert "nvme-durable-small-rank0/swap" in output

@@ -1,6 +1,7 @@
 """Parameters and gradients on a device, updated on the host: the same bits, whatever happens as late as it may."""
 
 import contextlib
+import random
 from unittest.mock import Mock
 
 import pytest
@@ -126,10 +127,30 @@ def test_what_was_fetched_and_did_not_come_next_is_fetched_again(make_adamw, lat
     mirror, subgroups = optimizer.store.mirror, [slot.subgroup for slot in optimizer.store.slots]
     grads = {0: torch.arange(5.0 * 65536).to("late")}
     mirror.begin_step()
-    for first, ahead in ((0, 1), (2, 3), (4, 3), (1, 3), (3, 3)):
+    chosen = random.Random(0)
+    orders = [(chosen.randrange(5), chosen.randrange(5)) for _ in range(40)]
+    for first, ahead in ((0, 1), (2, 3), (1, 4), *orders):
         for place in (first, ahead):
             mirror.fetch(subgroups[place], params, grads)
         [run] = subgroups[first].runs
         copies = mirror.take(subgroups[first])
         assert torch.equal(copies.grad(run, torch.float32), torch.arange(float(run.start), run.stop))
         mirror.copy_back(subgroups[first], copies, params, grads)
+
+
+def test_what_comes_down_does_not_wait_for_what_goes_up(make_adamw, late):
+    """But for the bytes in the mirror that it is to fill."""
+    params = [torch.nn.Parameter(p.detach().to("late")) for p in params_of([(5 * 65536,)], torch.float32)]
+    optimizer = make_adamw(params, "cpu", sub_group_size=65536)
+    optimizer.place()
+    mirror, subgroups = optimizer.store.mirror, [slot.subgroup for slot in optimizer.store.slots]
+    grads = {0: torch.arange(5.0 * 65536).to("late")}
+    mirror.begin_step()
+    gone = []
+    for place in range(4):
+        for each in subgroups[place : place + 2]:
+            mirror.fetch(each, params, grads)
+        copies = mirror.take(subgroups[place])
+        gone.append(mirror._up._stream.done)
+        mirror.copy_back(subgroups[place], copies, params, grads)
+    assert gone == [0, 0, 0, 1]

@@ -119,6 +119,24 @@ def test_rounds_in_which_computing_was_disturbed_are_left_out():
     assert drive.Outcome("forward", (rounds[1],)).row()[3] == "1 of 1"
 
 
+def test_a_run_that_is_cut_short_has_saved_what_it_knows(tmp_path, monkeypatch):
+    quad, control = Quad((0.8, 1.0, 1.0, 0.8)), Quad((1.0, 1.0, 1.0, 1.0))
+
+    def rounds(*_):
+        yield drive.Round(quad, control, 1.0, 1.0)
+        yield drive.Round(quad, control, 1.3, 1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drive, "sleeping", rounds)
+    CliRunner().invoke(app, ["drive", "--path", str(tmp_path), "--save", str(tmp_path / "results")])
+    [page] = (tmp_path / "results").glob("*-hidden-step-sleeping.md")
+    [document] = (tmp_path / "results").glob("*-hidden-step-sleeping.json")
+    assert "| forward | 0.800 (0.800 to 0.800) | 1.000 | 1 of 2 |" in page.read_text()
+    [outcome] = json.loads(document.read_text())["results"]
+    assert len(outcome["rounds"]) == 2
+    assert str(tmp_path) not in document.read_text()
+
+
 def test_a_folder_that_is_not_there_is_refused_in_words():
     result = CliRunner().invoke(app, ["drive", "--path", "/nowhere"])
     assert result.exit_code == 2

@@ -29,7 +29,7 @@ def verified(folder, *options):
     return CliRunner().invoke(app, ["verify", "--path", str(folder), *options])
 
 
-@pytest.mark.parametrize("name", ["update", "clipping", "scaler", "swapper", "races", "checkpoint"])
+@pytest.mark.parametrize("name", ["update", "clipping", "scaler", "swapper", "races", "process", "checkpoint"])
 def test_what_is_right_is_found_right(name, tmp_path):
     outcome = outcome_of(CHECKS[name], site(tmp_path))
     assert outcome.status == "ok", outcome.found
@@ -95,6 +95,16 @@ def test_on_the_stand_in_a_missing_wait_is_found(tmp_path):
     assert outcome_of(CHECKS["scaler"], site(tmp_path, "late")).status == "ok"
     with OF_MIRROR["the kernel does not wait for its copies"]():
         assert outcome_of(CHECKS["update"], site(tmp_path, "late")).status == "wrong"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("late")
+def test_on_the_stand_in_an_error_that_pinning_leaves_is_found(tmp_path, monkeypatch):
+    assert outcome_of(CHECKS["process"], site(tmp_path, "late")).status == "ok"
+    monkeypatch.setattr("nvme_offload.offload.devices.device._take_latest_error", lambda device: None)
+    outcome = outcome_of(CHECKS["process"], site(tmp_path, "late"))
+    assert outcome.status == "wrong"
+    assert "the next kernel raised" in outcome.found
 
 
 CHILD = """

@@ -35,8 +35,8 @@ _REFUSED = 2  # cudaErrorMemoryAllocation
 
 def _register(address: int, size_bytes: int, flags: int) -> int:
     LATE.pinned_on.append(LATE.current)
-    if LATE.refusals:
-        LATE.refusals -= 1
+    if LATE.refusals or address in LATE.pinned:
+        LATE.refusals = max(0, LATE.refusals - 1)
         LATE.latest_error = _REFUSED
         return _REFUSED
     LATE.pinned[address] = size_bytes
