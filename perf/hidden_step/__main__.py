@@ -80,7 +80,7 @@ def clipped(
     iterations: Annotated[int, typer.Option(min=2, help="Measured each time.")] = 20,
     io_seconds: Annotated[
         float, typer.Option(help="That the drive, and as long computing, takes in an iteration.")
-    ] = 0.75,
+    ] = 0.3,
 ) -> None:
     """Steps most of which clip, over a paced drive: iterations with speculate over those with forward, both durable."""
     progress, setup = Progress(Console(stderr=True)), Setup(width=width, subgroups=subgroups, buffers=buffers)
