@@ -51,6 +51,7 @@ class Segment:
     log: list[LoggedStep]
     base: int
     offsets: int
+    tail: int
     def __init__(
         self,
         *,
@@ -68,12 +69,21 @@ class Segment:
         log: Sequence[LoggedStep],
         base: int,
         offsets: int,
+        tail: int,
     ) -> None: ...
+
+class SummedMemory:
+    def __init__(self, *, address: int, size_bytes: int, sums: int) -> None: ...
 
 def available_isas() -> list[str]: ...
 def rules() -> list[str]: ...
 def update(
-    pool: ThreadPool, isa: str, segments: Sequence[Segment], entry: int, entry_bytes: int
+    pool: ThreadPool,
+    isa: str,
+    segments: Sequence[Segment],
+    entry: int,
+    entry_bytes: int,
+    summed: Sequence[SummedMemory],
 ) -> tuple[list[int], int]: ...
 def split(pool: ThreadPool, isa: str, src: int, hi: int, lo: int, numel: int) -> None: ...
 def join(pool: ThreadPool, isa: str, hi: int, lo: int, dst: int, numel: int) -> None: ...

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 import nvme_offload.optim._kernels as _kernels
-from nvme_offload.optim._kernels import LoggedStep, Segment
+from nvme_offload.optim._kernels import LoggedStep, Segment, SummedMemory
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, num_tiles
 from nvme_offload.optim.rules.rule import UpdateRule
 
@@ -82,11 +82,11 @@ def make_segment(
     log: Sequence[LoggedStep] = (),
     base: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
+    tail: torch.Tensor | None = None,
 ) -> Segment:
     """Describe one run of elements to `KernelPool.update`.
 
-    A segment holds addresses: keep the tensors alive. Its fields can be set anew for every step, for instance
-    when the states lie in another staging buffer.
+    A segment holds addresses: keep the tensors alive. Its fields can be set anew for every step.
 
     Args:
         param: bf16, fp16 or fp32 [numel]; its dtype decides the `MasterForm`.
@@ -104,6 +104,7 @@ def make_segment(
             Not used without a log, nor beside fp16, whose master is whole. ``param`` itself is not looked at by them.
         offsets: int64 [num_tiles(numel), 2]: gets where `KernelPool.update_and_log` has put each tile's gradient, and
             the parameter where somebody had changed it, in bytes from the beginning of the entry. None: not logged.
+        tail: gets a copy of ``param`` as the step leaves it, in the same dtype. None: not wanted. May be ``base``.
 
     Raises:
         ValueError: for a rule without a kernel, a wrong dtype, a wrong number of tensors or elements, or a tensor not
@@ -111,7 +112,7 @@ def make_segment(
     """
     if param.dtype not in FORM_OF_DTYPE:
         raise ValueError(f"param is {param.dtype}; the kernels take bfloat16, float16 and float32")
-    form = FORM_OF_DTYPE[param.dtype]
+    form, numel = FORM_OF_DTYPE[param.dtype], param.numel()
     master_dtype = MASTER_DTYPE[form]
     if (master is None) != (master_dtype is None):
         wanted = "an fp32 parameter is its own master" if master_dtype is None else f"{master_dtype} is needed"
@@ -120,7 +121,6 @@ def make_segment(
         raise ValueError(f"{rule.name} has no native kernel; those are of {', '.join(_RULES)}")
     if len(states) != len(rule.states):
         raise ValueError(f"{rule.name} has {len(rule.states)} states, not {len(states)}")
-    numel = param.numel()
     named = zip(rule.states, states, strict=True)
     return Segment(
         param=_address("param", param, param.dtype, numel),
@@ -137,6 +137,7 @@ def make_segment(
         log=log,
         base=0 if base is None else _address("base", base, param.dtype, numel),
         offsets=0 if offsets is None else _address("offsets", offsets, torch.int64, 2 * num_tiles(numel)),
+        tail=0 if tail is None else _address("tail", tail, param.dtype, numel),
     )
 
 
@@ -229,11 +230,18 @@ class KernelPool:
         """End the threads. The pool stays usable: a later call starts them again."""
         self._threads.end_workers()
 
-    def update(self, segments: Sequence[Segment]) -> list[int]:
+    def update(
+        self, segments: Sequence[Segment], summed: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    ) -> list[int]:
         """Update parameters, masters and states in place: what the log has, then one step for every gradient.
 
         A tile whose parameter no longer matches its checksum was changed by somebody else: before the update its
         master is made from the parameter as found.
+
+        Args:
+            segments: what to update.
+            summed: memory, 1D int32, and what gets its `tile_checksums`, as they are after the update: int64
+                [num_tiles(memory)]. They are taken on the way, while the memory is in the cache.
 
         Returns:
             The number of such tiles, per segment.
@@ -241,7 +249,7 @@ class KernelPool:
         Raises:
             ValueError: for a segment that cannot be right (null or unaligned address, unknown rule, form or dtype).
         """
-        return _kernels.update(self._threads, self._isa, segments, 0, 0)[0]
+        return _kernels.update(self._threads, self._isa, segments, 0, 0, [_summed(*pair) for pair in summed])[0]
 
     def update_and_log(self, segments: Sequence[Segment], entry: torch.Tensor) -> tuple[list[int], int]:
         """`update`, and keep what it takes to do the same again: of each tile its gradient, unless every bit is zero.
@@ -261,7 +269,7 @@ class KernelPool:
             ValueError: as `update` does.
         """
         address = _address("entry", entry, torch.uint8, entry.numel())
-        return _kernels.update(self._threads, self._isa, segments, address, entry.numel())
+        return _kernels.update(self._threads, self._isa, segments, address, entry.numel(), [])
 
     def split(
         self, src: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -399,6 +407,16 @@ class KernelPool:
         sums_address = _address("out", sums, torch.float64, num_tiles(numel))
         _kernels.grad_sq_sums(self._threads, self._isa, address, grad_dtype, numel, sums_address)
         return sums
+
+
+def _summed(memory: torch.Tensor, sums: torch.Tensor) -> SummedMemory:
+    numel = memory.numel()
+    address = _address("summed memory", memory, torch.int32, numel)
+    return SummedMemory(
+        address=address,
+        size_bytes=numel * memory.element_size(),
+        sums=_address("sums", sums, torch.int64, num_tiles(numel)),
+    )
 
 
 def _address(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, numel: int) -> int:

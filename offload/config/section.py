@@ -270,8 +270,8 @@ class OffloadConfig(Section):
     steps, while the latest steps did neither; what was guessed wrong is taken back from what a `durable` run, which it
     needs, has committed. The bits are the same. Left out, it is `forward` for shards
     in parts of FSDP2 (what `initialize` makes of all) and plain modules given to `optimizer.overlap_with`, with state
-    on NVMe, and `off` for the rest: other modules, Muon, and where parameters or gradients have a tier of their own
-    (on a GPU also in host memory). One warning says where it does nothing."""
+    on NVMe, and `off` for the rest: other modules, Muon, where parameters have a tier of their own (beside a GPU also
+    host memory), and where gradients are on NVMe. One warning says where it does nothing."""
     skip_non_finite: bool = key(True, "true or false")
     """Skip a step with a gradient that is not finite, and count it. `false`: such a gradient is an error."""
     host_budget: ByteBudget | None = key(None, '"auto", or 4 KiB or more, as "8GiB"', "", "bytes")

@@ -150,13 +150,16 @@ class ExtentRing:
         with suppress(OutOfSpaceError):
             self._pool.want(_wanted_by(self.slots, self.steps_back, period))
 
-    def is_due(self, slot: int) -> bool:
+    def is_due(self, slot: int, *, turns_ahead: int = 0) -> bool:
         """Whether what this slot writes in this turn is a base: its turn has come, or there is nothing to add to."""
         record = self.slots[slot]
-        is_full = record.current.base is None or len(record.current.log) >= record.layout.period - 1
-        return (
-            is_full or slot in self.suspects or (self.turn + record.phase) % min(self.period, record.layout.period) == 0
-        )
+        if record.current.base is None or len(record.current.log) >= record.layout.period - 1 or slot in self.suspects:
+            return True
+        return (self.turn + turns_ahead + record.phase) % min(self.period, record.layout.period) == 0
+
+    def num_logged_next(self, slot: int) -> int:
+        """Entries that the log of this slot will have when the turn that comes next has written it."""
+        return 0 if self.is_due(slot, turns_ahead=1) else len(self.slots[slot].current.log) + 1
 
     def to_rewrite(self, slot: int) -> Extent:
         """Where a new base of this slot goes, in its turn or out of it: the same until that is committed.
@@ -204,16 +207,15 @@ class ExtentRing:
         self.suspects.discard(slot)
 
     def seal_entry(self, slot: int, memory: Memory, size_bytes: int, sums: Sums) -> int:
-        """Write the trailer of an entry; the chain of the slot goes on with what is about to go to `to_append`.
+        """Write the trailer of an entry; returns the bytes to write, the trailer included.
+
+        The chain of the slot goes on with what is about to go to `to_append`.
 
         Args:
             slot: which one.
             memory: with the entry.
             size_bytes: of the entry without its trailer.
             sums: of these bytes, as the sums of a state without a tail.
-
-        Returns:
-            Bytes to write, the trailer included.
         """
         record = self.slots[slot]
         content = ExtentLayout(size_bytes, 0, record.layout.base.alignment)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <deque>
 #include <numeric>
 #include <stdexcept>
 
@@ -96,6 +97,13 @@ void check(const Segment& s, const KernelTable& kernels) {
   check_address("grad", s.grad, kGradSize[s.grad_dtype], s.numel);
   if (s.checksums != 0) check_address("checksums", s.checksums, sizeof(std::uint64_t), s.numel);
   if (s.offsets != 0) check_address("offsets", s.offsets, sizeof(std::int64_t), s.numel);
+  if (s.tail != 0) check_address("tail", s.tail, kParamSize[s.form], s.numel);
+}
+
+void check(const SummedMemory& summed) {
+  check_numel(summed.size_bytes);
+  check_address("summed memory", summed.address, 1, summed.size_bytes);
+  check_address("sums", summed.sums, sizeof(std::uint64_t), summed.size_bytes);
 }
 
 // Memory for tiles of an entry, handed out in the order in which threads ask.
@@ -118,6 +126,69 @@ class EntrySpace {
   const LogEntry entry_;
   std::atomic<std::int64_t> used_ = 0;
 };
+
+// Checksums of blocks of memory, each taken as soon as nothing more will be written in it. `expect` everything that will
+// be, before the first `note_written`.
+class BlockSums {
+ public:
+  BlockSums(const KernelTable& kernels, const SummedMemory& memory)
+      : kernels_(kernels),
+        memory_(memory),
+        missing_((static_cast<std::size_t>(memory.size_bytes) + kSummedBytes - 1) / kSummedBytes) {}
+
+  void expect(Address begin, std::size_t size_bytes) {
+    each_block(begin, size_bytes, [this](std::size_t block, std::int64_t part) {
+      missing_[block].fetch_add(part, std::memory_order_relaxed);
+    });
+  }
+
+  // Takes the sums of what nobody writes.
+  void begin() {
+    for (std::size_t block = 0; block < missing_.size(); ++block) {
+      if (missing_[block].load(std::memory_order_relaxed) == 0) take(block);
+    }
+  }
+
+  void note_written(Address begin, std::size_t size_bytes) {
+    each_block(begin, size_bytes, [this](std::size_t block, std::int64_t part) {
+      if (missing_[block].fetch_sub(part, std::memory_order_acq_rel) == part) take(block);
+    });
+  }
+
+ private:
+  // The parts of [begin, begin + size_bytes) that lie in this memory, block by block.
+  template <class Visit>
+  void each_block(Address begin, std::size_t size_bytes, const Visit& visit) {
+    const Address end = std::min(begin + size_bytes, memory_.address + static_cast<Address>(memory_.size_bytes));
+    for (Address at = std::max(begin, memory_.address); at < end;) {
+      const std::size_t block = (at - memory_.address) / kSummedBytes;
+      const Address next = std::min<Address>(memory_.address + (block + 1) * kSummedBytes, end);
+      visit(block, static_cast<std::int64_t>(next - at));
+      at = next;
+    }
+  }
+
+  void take(std::size_t block) {
+    const std::size_t at = block * kSummedBytes;
+    const std::size_t size = std::min(kSummedBytes, static_cast<std::size_t>(memory_.size_bytes) - at);
+    *pointer<std::uint64_t>(memory_.sums, block) = kernels_.checksum(bytes_at(memory_.address, at), size);
+  }
+
+  const KernelTable& kernels_;
+  const SummedMemory memory_;
+  std::vector<std::atomic<std::int64_t>> missing_;  // bytes of each block that are still to be written
+};
+
+// Calls visit(address, size_bytes) with all that the updates of some elements of a segment write beside its parameter.
+template <class Visit>
+void each_written(const Segment& s, std::size_t first, std::size_t numel, const Visit& visit) {
+  const auto part = [&](Address address, std::size_t itemsize) {
+    if (address != 0 && itemsize != 0) visit(address + first * itemsize, numel * itemsize);
+  };
+  part(s.master, kMasterSize[s.form]);
+  for (const Address state : s.states) part(state, sizeof(float));
+  if (s.grad != 0) part(s.tail, kParamSize[s.form]);
+}
 
 // Elements that go through all of their updates before the next ones do: what they touch is then in the cache.
 constexpr std::size_t kStripNumel = 4096;
@@ -197,7 +268,8 @@ void log_tile(const Segment& s, const Tile& tile, std::size_t index, const void*
 }
 
 // Returns whether the parameter was found changed.
-bool update_tile(const KernelTable& kernels, const Segment& s, std::size_t index, EntrySpace& entry) {
+bool update_tile(const KernelTable& kernels, const Segment& s, std::size_t index, EntrySpace& entry,
+                 std::deque<BlockSums>& summed) {
   const Tile tile(index, s.numel);
   const std::size_t param_bytes = tile.numel * kParamSize[s.form];
   void* param = bytes_at(s.param, tile.first * kParamSize[s.form]);
@@ -214,10 +286,31 @@ bool update_tile(const KernelTable& kernels, const Segment& s, std::size_t index
     if (s.grad) strip.step(param_strip);
   }
   if (stored) *stored = kernels.checksum(param, param_bytes);
+  if (s.tail && s.grad) std::memcpy(bytes_at(s.tail, tile.first * kParamSize[s.form]), param, param_bytes);
+  each_written(s, tile.first, tile.numel, [&](Address begin, std::size_t size_bytes) {
+    for (BlockSums& sums : summed) sums.note_written(begin, size_bytes);
+  });
   return changed;
 }
 
 bool has_work(const Segment& s) { return s.grad != 0 || !s.log.empty(); }
+
+// A deque, for its elements stay where they are.
+std::deque<BlockSums> begin_sums(const KernelTable& kernels, const std::vector<Segment>& segments,
+                                 const std::vector<SummedMemory>& summed) {
+  std::deque<BlockSums> begun;
+  for (const SummedMemory& memory : summed) {
+    check(memory);
+    BlockSums& sums = begun.emplace_back(kernels, memory);
+    for (const Segment& s : segments) {
+      if (!has_work(s)) continue;
+      each_written(s, 0, static_cast<std::size_t>(s.numel),
+                   [&](Address begin, std::size_t size_bytes) { sums.expect(begin, size_bytes); });
+    }
+    sums.begin();
+  }
+  return begun;
+}
 
 }  // namespace
 
@@ -228,7 +321,8 @@ std::vector<std::string> rules() {
   return names;
 }
 
-Updated update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments, const LogEntry& entry) {
+Updated update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments, const LogEntry& entry,
+               const std::vector<SummedMemory>& summed) {
   const KernelTable& kernels = kernel_table(isa);
   EntrySpace space(entry);
   // Tiles of all segments in one row, so that many small segments share the threads as well as one large segment does.
@@ -237,11 +331,12 @@ Updated update(ThreadPool& pool, const std::string& isa, const std::vector<Segme
     if (has_work(s)) check(s, kernels);
     first_block.push_back(first_block.back() + (has_work(s) ? num_tiles(s.numel) : 0));
   }
+  std::deque<BlockSums> sums = begin_sums(kernels, segments, summed);
   std::vector<std::uint8_t> changed(first_block.back());
   pool.parallel_for(changed.size(), [&](std::size_t i) {
     const auto after = std::upper_bound(first_block.begin(), first_block.end(), i);
     const auto segment = static_cast<std::size_t>(after - first_block.begin()) - 1;
-    changed[i] = update_tile(kernels, segments[segment], i - first_block[segment], space);
+    changed[i] = update_tile(kernels, segments[segment], i - first_block[segment], space, sums);
   });
   Updated updated = {{}, space.used()};
   for (std::size_t k = 0; k < segments.size(); ++k) {

@@ -49,6 +49,7 @@ struct Segment {
   std::vector<LoggedStep> log;  // steps that master and states lack, the oldest first
   Address base;    // the parameter before those, which becomes what it was after them; kFull does without: 0
   Address offsets;  // TileOffsets per tile, which get where the entry has the gradient; 0: it is not wanted there
+  Address tail;     // gets the parameter as the step leaves it; 0: it is not wanted there
 };
 
 // Memory that gets the gradients of the segments that have offsets, and the parameters that were found changed.
@@ -57,6 +58,14 @@ struct LogEntry {
   std::int64_t size_bytes;
 };
 
+// Memory whose checksums are taken while it is in the cache: of each block by the thread that writes the last of it.
+struct SummedMemory {
+  Address address;
+  std::int64_t size_bytes;
+  Address sums;  // uint64 per block of kSummedBytes
+};
+constexpr std::size_t kSummedBytes = kTileNumel * sizeof(std::uint32_t);
+
 struct Updated {
   std::vector<std::int64_t> num_changed;
   std::int64_t log_bytes;  // what the entry takes; more than there is room for: it holds nothing that can be used
@@ -64,8 +73,9 @@ struct Updated {
 
 // One optimizer step for every segment, after those of its log. num_changed is, per segment, the number of tiles whose
 // parameter somebody changed since the checksums were taken: there the parameter as found is the truth, and the master
-// is made from it before the update.
-Updated update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments, const LogEntry& entry);
+// is made from it before the update. Checksums are of what is in their memory when everything is updated.
+Updated update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments, const LogEntry& entry,
+               const std::vector<SummedMemory>& summed);
 
 void split(ThreadPool& pool, const std::string& isa, Address src, Address hi, Address lo, std::int64_t numel);
 void join(ThreadPool& pool, const std::string& isa, Address hi, Address lo, Address dst, std::int64_t numel);

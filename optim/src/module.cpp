@@ -43,7 +43,7 @@ void bind_types(nb::module_& m) {
           "__init__",
           [](Segment* self, Address param, Address grad, Address master, std::vector<Address> states,
              Address checksums, std::int64_t numel, int form, int grad_dtype, int rule, float grad_scale,
-             std::vector<float> scalars, std::vector<LoggedStep> log, Address base, Address offsets) {
+             std::vector<float> scalars, std::vector<LoggedStep> log, Address base, Address offsets, Address tail) {
             new (self) Segment{param,
                                grad,
                                master,
@@ -57,10 +57,12 @@ void bind_types(nb::module_& m) {
                                std::move(scalars),
                                std::move(log),
                                base,
-                               offsets};
+                               offsets,
+                               tail};
           },
           nb::kw_only(), "param"_a, "grad"_a, "master"_a, "states"_a, "checksums"_a, "numel"_a, "form"_a,
-          "grad_dtype"_a, "rule"_a, "grad_scale"_a, "scalars"_a, "log"_a, "base"_a, "offsets"_a)
+          "grad_dtype"_a, "rule"_a, "grad_scale"_a, "scalars"_a, "log"_a, "base"_a, "offsets"_a,
+          "tail"_a)
       .def_rw("param", &Segment::param)
       .def_rw("grad", &Segment::grad)
       .def_rw("master", &Segment::master)
@@ -74,7 +76,11 @@ void bind_types(nb::module_& m) {
       .def_rw("scalars", &Segment::scalars)
       .def_rw("log", &Segment::log)
       .def_rw("base", &Segment::base)
-      .def_rw("offsets", &Segment::offsets);
+      .def_rw("offsets", &Segment::offsets)
+      .def_rw("tail", &Segment::tail);
+
+  nb::class_<SummedMemory>(m, "SummedMemory")
+      .def(nb::init<Address, std::int64_t, Address>(), nb::kw_only(), "address"_a, "size_bytes"_a, "sums"_a);
 }
 
 void bind_functions(nb::module_& m) {
@@ -85,11 +91,11 @@ void bind_functions(nb::module_& m) {
   m.def(
       "update",
       [](ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments, Address entry,
-         std::int64_t entry_bytes) {
-        const Updated updated = update(pool, isa, segments, LogEntry{entry, entry_bytes});
+         std::int64_t entry_bytes, const std::vector<SummedMemory>& summed) {
+        const Updated updated = update(pool, isa, segments, LogEntry{entry, entry_bytes}, summed);
         return std::make_pair(updated.num_changed, updated.log_bytes);
       },
-      "pool"_a, "isa"_a, "segments"_a, "entry"_a, "entry_bytes"_a, ReleaseGil());
+      "pool"_a, "isa"_a, "segments"_a, "entry"_a, "entry_bytes"_a, "summed"_a, ReleaseGil());
   m.def("split", &split, "pool"_a, "isa"_a, "src"_a, "hi"_a, "lo"_a, "numel"_a, ReleaseGil());
   m.def("join", &join, "pool"_a, "isa"_a, "hi"_a, "lo"_a, "dst"_a, "numel"_a, ReleaseGil());
   m.def("fp16_to_fp32", &fp16_to_fp32, "pool"_a, "isa"_a, "src"_a, "dst"_a, "numel"_a, ReleaseGil());

@@ -68,23 +68,23 @@ struct ThreadPool::Workers {
       body = &work_on_block;
       num_tiles = count;
       next_tile = 0;
-      num_busy = threads.size();
       ++job;
     }
     job_ready.notify_all();
-    drain();
+    drain(work_on_block);
     std::unique_lock lock(mutex);
+    body = nullptr;
     job_done.wait(lock, [this] { return num_busy == 0; });
   }
 
   std::vector<std::thread> threads;
 
  private:
-  void drain() {
+  void drain(const std::function<void(std::size_t)>& work_on_block) {
     for (;;) {
       const std::size_t tile = next_tile.fetch_add(1, std::memory_order_relaxed);
       if (tile >= num_tiles) return;
-      (*body)(tile);
+      work_on_block(tile);
     }
   }
 
@@ -93,11 +93,13 @@ struct ThreadPool::Workers {
     std::uint64_t last_job = 0;
     std::unique_lock lock(mutex);
     for (;;) {
-      job_ready.wait(lock, [&] { return stopping || job != last_job; });
+      job_ready.wait(lock, [&] { return stopping || (body && job != last_job); });
       if (stopping) return;
       last_job = job;
+      ++num_busy;
+      const auto* work_on_block = body;
       lock.unlock();
-      drain();
+      drain(*work_on_block);
       lock.lock();
       if (--num_busy == 0) job_done.notify_one();
     }
@@ -115,10 +117,12 @@ struct ThreadPool::Workers {
 
   std::mutex mutex;
   std::condition_variable job_ready, job_done;
+  // Of the job under way; null when all of its tiles are taken. On a busy machine a worker may wake after that: nobody
+  // waits for it, and it goes back to sleep.
   const std::function<void(std::size_t)>* body = nullptr;
   std::size_t num_tiles = 0;
   std::atomic<std::size_t> next_tile = 0;
-  std::size_t num_busy = 0;
+  std::size_t num_busy = 0;  // workers in the job
   std::uint64_t job = 0;
   bool stopping = false;
 };

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.gradient_log.entry import PartOfMemory
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm
-from nvme_offload.optim.layout.subgroup import Run, Subgroup
+from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.state.masters import section_view
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slot_logs import SlotLogs
@@ -70,6 +70,20 @@ class Sealing:
         """How much of a base a step reads. At least a page, also where the rule has no state."""
         return self.logs.base_of(subgroup).state_span or self._alignment
 
+    def in_order_of_reading(self, slots: Sequence[SlotRecord]) -> list[SlotRecord]:
+        """Subgroups in the order in which a step had better go through them, where their updates can be logged.
+
+        What is in a buffer comes first, and last what would have the longest log to read in the step after it: what
+        comes last stays in the buffers. Those in memory of their own keep their places among the others.
+        """
+        if self.logs.period == 1:
+            return list(slots)
+        extents = self.run.extents
+        visitors = [slot for slot in slots if not slot.is_resident]
+        visitors.sort(key=lambda slot: (slot.buffer is None, extents.num_logged_next(slot.index)))
+        following = iter(visitors)
+        return [slot if slot.is_resident else next(following) for slot in slots]
+
     def begin_writing(self) -> None:
         """Wait until extents may be chosen; call it before the log of a subgroup is asked where its entry goes."""
         self.before_write()
@@ -91,7 +105,7 @@ class Sealing:
         else:
             target = self._seal_base(slot, slot.buffer)
         # No call in between: a signal handler sees what is sealed, or what is to be.
-        slot.draft = None
+        slot.draft = slot.sums = None
         slot.target = target
         self.point(slot)
         return target
@@ -114,24 +128,23 @@ class Sealing:
         return WriteTarget(extent, draft.start, size_bytes)
 
     def _seal_base(self, slot: SlotRecord, memory: Memory) -> WriteTarget:
-        if slot.is_behind:
-            self.replay(slot)
-        self._complete(slot, memory)
-        sums = self._sums(slot.subgroup, memory)
+        sums = slot.sums or self._completed(slot, memory)
         extent = self.run.extents.to_rewrite(slot.index)
         self.run.extents.seal_base(slot.index, memory, sums)
         slot.checksums = sums.state
         self._note_tail(slot, sums)
         return WriteTarget(extent)
 
-    def _complete(self, slot: SlotRecord, memory: Memory) -> None:
-        """Put what the parameters have besides the state into the tail.
+    def _completed(self, slot: SlotRecord, memory: Memory) -> Sums:
+        """Put what the parameters have besides the state into the tail, where the update has not, and take the sums.
 
         One that somebody changed and that had no gradient is its own master from here on, as its next update would
         have it: what it was split from is nowhere any more.
         """
+        if slot.is_behind:
+            self.replay(slot)
         self._fill_tail(slot, memory)
-        for run, tail in self._tails(slot.subgroup, memory):
+        for run, tail in self.logs.tails(slot.subgroup, memory):
             known = None if run.param in slot.updated else self._table[run.param].checksums_of(run)
             if known is None:
                 continue
@@ -141,10 +154,11 @@ class Sealing:
             for tile in (found != known).nonzero().flatten().tolist():
                 lower[tile * TILE_NUMEL : (tile + 1) * TILE_NUMEL] = 0
             known.copy_(found)
+        return self._sums(slot.subgroup, memory)
 
     def _fill_tail(self, slot: SlotRecord, memory: Memory) -> None:
         self.settle_params()
-        for run, tail in self._tails(slot.subgroup, memory):
+        for run, tail in self.logs.tails(slot.subgroup, memory):
             with self._table[run.param].reaching(run, change=False) as param:
                 _copy(tail[: run.numel], param)
             tail[run.numel :].zero_()
@@ -232,7 +246,7 @@ class Sealing:
 
     def _restore(self, slot: SlotRecord, memory: Memory) -> None:
         subgroup = slot.subgroup
-        tails = dict(self._tails(subgroup, memory))
+        tails = dict(self.logs.tails(subgroup, memory))
         for run in subgroup.runs:
             record = self._table[run.param]
             if subgroup.form is MasterForm.FULL:
@@ -251,16 +265,6 @@ class Sealing:
         """Note that the parameters are as these sums say, where nobody else does: those in fp32 have no log."""
         if slot.subgroup.form is MasterForm.ITSELF:
             self._tail_sums[slot.index] = sums.tail
-
-    def _tails(self, subgroup: Subgroup, memory: Memory) -> Iterator[tuple[Run, torch.Tensor]]:
-        """The part of the tail of every run, up to the next one's; none where the state has all."""
-        dtype = subgroup.tail_dtype
-        if dtype is None:
-            return
-        at = self.logs.base_of(subgroup).tail_at
-        ends = [*(run.at for run in subgroup.runs[1:]), subgroup.padded_numel]
-        for run, end in zip(subgroup.runs, ends, strict=True):
-            yield run, memory.view(dtype, at + run.at * dtype.itemsize, end - run.at)
 
     def _sums(self, subgroup: Subgroup, memory: Memory) -> Sums:
         layout = self.logs.base_of(subgroup)

@@ -1,4 +1,4 @@
-"""The logs of subgroups: what a step did to one is kept beside its base, and done again when that is read."""
+"""Updates of subgroups that are written completely or logged: what a step did is kept beside a base, and done again."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import torch
 
 from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
 from nvme_offload.offload.durable.ring import ExtentRing
-from nvme_offload.offload.durable.seal import ExtentLayout, check_sums
+from nvme_offload.offload.durable.seal import ExtentLayout, Sums, check_sums
 from nvme_offload.offload.errors import OutOfSpaceError
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.gradient_log.entry import MAX_SCALARS, EntryFormat, PartOfMemory
 from nvme_offload.optim.kernels import KernelPool, LoggedStep, Segment, make_segment
-from nvme_offload.optim.layout.master import DTYPE_OF_FORM, MasterForm
+from nvme_offload.optim.layout.master import DTYPE_OF_FORM, MasterForm, num_tiles
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.masters import section_view, state_views
 from nvme_offload.optim.state.slots import Draft, SlotRecord
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.tiles import RunTensors, StepScalars
+
+Parts = tuple[torch.Tensor, torch.Tensor]
+"""State and tail of a base, 1D int32 each."""
 
 
 class SlotLogs:
@@ -86,7 +89,8 @@ class SlotLogs:
     def update_of(self, slot: SlotRecord, memory: Memory, work: Mapping[int, RunTensors]) -> Callable[[], int]:
         """What updates a subgroup, after what the log has; where it is not due to be rewritten, an entry is drafted.
 
-        Nothing is changed before it is called. What the update cannot be put into the log of is rewritten.
+        Nothing is changed before it is called. What the update cannot be put into the log of is rewritten: where all of
+        it has a gradient, the update completes it for that, too.
 
         Args:
             slot: of the subgroup.
@@ -103,25 +107,40 @@ class SlotLogs:
         chain = self._extents.slots[slot.index].current if slot.is_behind else Chain()
         steps = self._steps(slot.subgroup, chain, memory)
         entry = self._begin_entry(slot, memory, work)
+        completes = entry is None and all(run.param in work for run in slot.subgroup.runs)
         segments = []
         for number, run in enumerate(slot.subgroup.runs):
             tensors, offsets = work.get(run.param), None
             if tensors is not None and entry is not None:
                 offsets = self._note(slot, entry, number, tensors)
             if tensors is not None or steps[number]:
-                segments.append(self._segment(slot.subgroup, memory, run, tensors, steps[number], offsets))
-        return lambda: self._update(slot, segments, entry)
+                segments.append(
+                    self._segment(slot.subgroup, memory, run, tensors, steps[number], offsets, completes=completes)
+                )
+        if entry is not None:
+            return lambda: self._update_and_log(slot, segments, entry)
+        return lambda: self._update(slot, segments, self._parts(slot.subgroup, memory) if completes else None)
 
-    def _update(self, slot: SlotRecord, segments: list[Segment], entry: PartOfMemory | None) -> int:
-        if entry is None:
-            changed, draft = self._kernels.update(segments), None
+    def _update(self, slot: SlotRecord, segments: list[Segment], parts: Parts | None) -> int:
+        """Update; with the state and the tail take the sums that they are written with."""
+        sums = None
+        if parts is None:
+            changed = self._kernels.update(segments)
         else:
-            format_ = self._format_of(slot.subgroup)
-            data = format_.data(entry, format_.most_bytes)
-            changed, data_bytes = self._kernels.update_and_log(segments, data)
-            fits = data_bytes <= data.numel()
-            draft = Draft(entry.start, format_.finish(entry, data_bytes)) if fits else None
+            sums = Sums(*(torch.empty(num_tiles(part.numel()), dtype=torch.int64, device="cpu") for part in parts))
+            changed = self._kernels.update(segments, list(zip(parts, (sums.state, sums.tail), strict=True)))
         # No call in between: a signal handler sees state with what it is written as.
+        slot.is_behind = False
+        slot.sums = sums
+        return sum(changed)
+
+    def _update_and_log(self, slot: SlotRecord, segments: list[Segment], entry: PartOfMemory) -> int:
+        format_ = self._format_of(slot.subgroup)
+        data = format_.data(entry, format_.most_bytes)
+        changed, data_bytes = self._kernels.update_and_log(segments, data)
+        fits = data_bytes <= data.numel()
+        draft = Draft(entry.start, format_.finish(entry, data_bytes)) if fits else None
+        # No call in between, as in `_update`.
         slot.is_behind = False
         slot.draft = draft
         return sum(changed)
@@ -131,7 +150,7 @@ class SlotLogs:
         format_ = self._format_of(slot.subgroup)
         is_wide = any(run.grad.dtype.itemsize > format_.grad_itemsize for run in work.values())
         has_many = any(len(run.scalars.of_rule) > MAX_SCALARS for run in work.values())
-        if not (is_wide or has_many or self._extents.is_due(slot.index)):
+        if not (self._extents.is_due(slot.index) or is_wide or has_many):
             try:
                 self._extents.to_append(slot.index)
             except OutOfSpaceError:
@@ -160,6 +179,8 @@ class SlotLogs:
         tensors: RunTensors | None,
         log: list[LoggedStep],
         offsets: torch.Tensor | None,
+        *,
+        completes: bool = False,
     ) -> Segment:
         base = self._base_view(subgroup, memory, run)
         scalars = tensors.scalars if tensors is not None else StepScalars((), 1.0)
@@ -175,6 +196,7 @@ class SlotLogs:
             log=log,
             base=base,
             offsets=offsets,
+            tail=base if completes else None,
         )
 
     def _base_view(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor | None:
@@ -182,8 +204,25 @@ class SlotLogs:
         dtype = subgroup.tail_dtype
         if dtype is None:
             return None
+        return memory.view(dtype, self.base_of(subgroup).tail_at + run.at * dtype.itemsize, run.numel)
+
+    def tails(self, subgroup: Subgroup, memory: Memory) -> Iterator[tuple[Run, torch.Tensor]]:
+        """The part of the tail of every run, up to the next one's; none where the state has all."""
+        dtype = subgroup.tail_dtype
+        if dtype is None:
+            return
         at = self.base_of(subgroup).tail_at
-        return memory.view(dtype, at + run.at * dtype.itemsize, run.numel)
+        ends = [*(run.at for run in subgroup.runs[1:]), subgroup.padded_numel]
+        for run, end in zip(subgroup.runs, ends, strict=True):
+            yield run, memory.view(dtype, at + run.at * dtype.itemsize, end - run.at)
+
+    def _parts(self, subgroup: Subgroup, memory: Memory) -> Parts:
+        """State and tail, in which nothing is left of what was between runs before."""
+        for run, tail in self.tails(subgroup, memory):
+            tail[run.numel :].zero_()
+        layout = self.base_of(subgroup)
+        state = memory.view(torch.int32, 0, layout.state_bytes // 4)
+        return state, memory.view(torch.int32, layout.tail_at, layout.tail_bytes // 4)
 
     def _any_param(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor:
         """Memory of the parameter's kind, which a replay alone does not look at."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from nvme_offload.offload.durable.seal import Sums
 from nvme_offload.offload.staging.slot import Residency, Slot, WriteTarget
 from nvme_offload.offload.storage.device_tier import DeviceTier
 from nvme_offload.offload.storage.extent import Extent
@@ -40,6 +41,8 @@ class SlotRecord(Slot):
         """Parameters that had a gradient in the update that the buffer is to be written for, by index."""
         self.draft: Draft | None = None
         """What that update appends to the log; None: all of the buffer is written."""
+        self.sums: Sums | None = None
+        """Of all that is in the buffer, which that update has completed for writing; None: it is to be completed."""
         self.target: WriteTarget | None = None
         """Where what is in the buffer was sealed for; None: it has changed since."""
 
@@ -47,6 +50,7 @@ class SlotRecord(Slot):
         """What was to be written is not what comes next."""
         self.target = None
         self.draft = None
+        self.sums = None
         self.updated = frozenset()
 
     def begin_anew(self) -> None:

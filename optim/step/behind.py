@@ -37,8 +37,8 @@ def hindrance(store: StateStore, record: ParamRecord) -> str | None:
     """Why a parameter has to be updated inside `step()`; None where its gather can wait for the update."""
     if record.rule.whole:  # they are gathered over ranks, which no two threads of a process may do at once
         return f"{store.owner} updates whole parameters"
-    if store.blocks.exist:
-        return "parameters or gradients have a tier of their own (offload_param, offload_gradients)"
+    if store.blocks.pass_through_buffers:
+        return "parameters have a tier of their own (offload_param), or gradients are on NVMe (offload_gradients)"
     if not isinstance(parts_of(record.leaf), StateParts) and not record.is_awaited:
         return (
             "its parameters are neither of a plain module that optimizer.overlap_with(model) was told, nor shards in "

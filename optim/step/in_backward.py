@@ -195,7 +195,7 @@ class FinalGradients:
         if job is not None and record.index in job.step.final:
             self._take_back_or_refuse(record)
             return
-        may_begin = self.is_last_backward and self.begins_next and waits_for_updates(store, record)
+        may_begin = self.is_last_backward and self.begins_next and _may_begin(store, record)
         if store.is_closed or not may_begin or not _is_reduced(parts):
             return
         store.check_waited_for((record.index,))
@@ -342,7 +342,7 @@ class FinalGradients:
         expected = {
             record.index
             for record in store.table.members(self._groups)
-            if record.leaf.requires_grad and waits_for_updates(store, record)
+            if record.leaf.requires_grad and _may_begin(store, record)
         }
         factor = 1.0 if self._guesses is None else self._guesses.factor
         assert factor is not None
@@ -372,6 +372,11 @@ class FinalGradients:
         store.unfinished = step
         worker.job = job
         return job
+
+
+def _may_begin(store: StateStore, record: ParamRecord) -> bool:
+    """Whether an update may begin in backward: not with a gradient that is on its way from a device by then."""
+    return waits_for_updates(store, record) and not store.blocks.takes_gradient(record.leaf)
 
 
 def _is_reduced(parts: ShardParts | None) -> bool:

@@ -151,9 +151,9 @@ class Stepper:
         store.ensure_placed([store.table[index] for index in grads])
         if not was_settled:
             self.watch(groups)
-        if self._commits is not None:
-            self._commits.settle()
         grad_scale = self._grad_scale(grads, loss_scale, found_inf)
+        if self._commits is not None:  # not earlier: the writes of the step before go on while the norm is taken
+            self._commits.settle()
         begun = self.final.begun(grad_scale) if self.final is not None and grads else None
         if not grads or grad_scale is None:
             return
@@ -303,7 +303,11 @@ class Stepper:
             slots.sort(key=lambda slot: slot.subgroup.runs[0].param)
         if self._store.blocks.exist:  # those of one block one after the other, also where groups share the block
             slots.sort(key=lambda slot: slot.subgroup.block)
-        return slots if self._is_forward else slots[::-1]
+        ordered = slots if self._is_forward else slots[::-1]
+        sealing = self._store.sealing
+        if sealing is None or self._rule.whole or self._store.blocks.exist:
+            return ordered
+        return sealing.in_order_of_reading(ordered)
 
     def _whole_params(self, grads: Mapping[int, torch.Tensor]) -> WholeParams:
         """Parameters that will be updated whole, in the order of `_ordered`; on ranks that have nothing of one, too."""

@@ -132,7 +132,7 @@ def _by_rule(
 ) -> Callable[[], int]:
     """What updates runs, by parameter index, in whichever way the rule is written; returns tiles found changed."""
     pool, rule = store.kernels, slot.subgroup.rule
-    if store.sealing is not None and store.sealing.is_logged(slot):
+    if store.sealing is not None and rule.kernel and not rule.whole:
         store.sealing.begin_writing()
         return store.sealing.logs.update_of(slot, memory, work)
     if rule.whole:

@@ -125,6 +125,19 @@ class BlockTiers:
         """Whether there is a parameter tier or a gradient tier."""
         return self.params is not None or self.grads is not None
 
+    @property
+    def pass_through_buffers(self) -> bool:
+        """Whether an update needs a block that may have to be read first, or that a gather has: one thread's work.
+
+        Gradients in host memory beside a device have one place for good. What comes there next is of a parameter that
+        was gathered, and so updated, before.
+        """
+        return self.params is not None or bool(self._grad_blocks)
+
+    def takes_gradient(self, leaf: torch.Tensor) -> bool:
+        """Whether the gradient of a parameter comes to a tier when it arrives."""
+        return self.grads is not None and self.grads.takes(leaf)
+
     def number_of(self, leaf: torch.Tensor) -> int:
         """The block of a parameter, wherever it lives; -1 where there is no tier for such."""
         parts = parts_of(leaf) if self.exist else None
@@ -135,8 +148,8 @@ class BlockTiers:
         if parts_of(leaf) is None or self._config.zero_optimization.offload_param.device == "none":
             return False
         has_no_room = self.number_of(leaf) in self._grad_blocks.keys() | self._host_grads.keys()
-        takes = self.grads is not None and self.grads.takes(leaf)
-        return self._config.offload_gradients.device != "none" and (takes or not has_no_room)
+        takes = self.takes_gradient(leaf) or not has_no_room
+        return self._config.offload_gradients.device != "none" and takes
 
     def admit(self, trained: Iterable[torch.Tensor], frozen: Iterable[torch.Tensor]) -> Admission:
         """Number the groups that these parameters belong to, and find those that have no place yet.

@@ -2,56 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from nvme_offload.offload.durable.rewrite_every import (
+    MAX_PERIOD,
     USUAL_PERIOD,
     Choice,
-    DurableBytes,
-    DurableRates,
     choices,
     choose,
 )
-from nvme_offload.offload.storage.tier_plan import Tier
 from nvme_offload.offload.units import TB, format_bytes
-from nvme_offload.optim.layout.master import DTYPE_OF_FORM, MasterForm, state_itemsize
-from nvme_offload.optim.precision.plan import precision_of
-from nvme_offload.optim.rules.registry import rule_of
-from nvme_offload.optim.state.pipeline import KIND as STATE
+from nvme_offload.perf.planning.kept_state import rates_of
 from nvme_offload.perf.planning.prediction import Prediction
 
 PERIODS = range(1, USUAL_PERIOD + 1)
 
 
-def bytes_of(prediction: Prediction, tier: Tier) -> DurableBytes:
-    """The state of one rank on a tier. An extent rounded up is that of a few parameters more."""
-    config = prediction.job.config
-    precision, rule = precision_of(config), rule_of(config.optimizer)
-    state = prediction.tiers.bytes_on(tier, STATE)
-    itemsize = state_itemsize(precision.master, rule.states)
-    numel = state / itemsize if itemsize else 0.0
-    held = 0 if precision.master is MasterForm.FULL else DTYPE_OF_FORM[precision.master].itemsize
-    return DurableBytes(state=state, tail=held * numel, grad=precision.accumulate.itemsize * numel, numel=numel)
-
-
-def durable_choices(prediction: Prediction) -> list[Choice]:
-    """What each of a few periods comes to; empty without drives, or with no state there."""
-    drives, ranks = prediction.machine.drives, prediction.machine.ranks_per_node
-    size, resident = bytes_of(prediction, "nvme"), bytes_of(prediction, "host")
-    if drives is None or not size.numel:
+def durable_choices(prediction: Prediction, periods: Sequence[int] = PERIODS) -> list[Choice]:
+    """What each of some periods comes to; empty without drives, or with no state there."""
+    rates, size = rates_of(prediction.machine), prediction.state.get("nvme")
+    if rates is None or size is None:
         return []
-    rates = DurableRates(
-        read=drives.read / ranks,
-        write=drives.write / ranks,
-        mixed=drives.mixed / ranks,
-        update=prediction.machine.update_rate,
-    )
     compute = prediction.time.work.compute if prediction.time is not None else 0.0
-    held = resident if resident.numel else None
-    return choices(size, rates, resident=held, compute_seconds=compute, periods=PERIODS)
+    return choices(size, rates, resident=prediction.state.get("host"), compute_seconds=compute, periods=periods)
 
 
 def to_dict(prediction: Prediction) -> list[dict[str, Any]]:
@@ -89,7 +65,8 @@ def show_durable(prediction: Prediction) -> Iterator[Table | str]:
     yield table
     limit = prediction.job.config.zero_optimization.offload_optimizer.wear_limit
     try:
-        best = choose(found, limit and limit / prediction.machine.ranks_per_node)
+        among = found if limit is None else durable_choices(prediction, range(1, MAX_PERIOD + 1))
+        best = choose(among, limit and limit / prediction.machine.ranks_per_node)
     except ValueError as error:
         yield str(error)
         return

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY, DurableBytes, period_within
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.shards.param_tier import Padded
 from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
-from nvme_offload.optim.layout.master import TILE_NUMEL, state_itemsize
+from nvme_offload.optim.layout.master import TILE_NUMEL, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.optim.rules.registry import rule_of
@@ -27,14 +28,13 @@ from nvme_offload.optim.state.pipeline import KIND as STATE
 from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
+from nvme_offload.perf.planning.kept_state import KeptState
 from nvme_offload.perf.planning.machine import Machine
 from nvme_offload.perf.planning.residents import Residents
 from nvme_offload.perf.planning.schedule import OVERLAPS, IterationTime, OverlapStep, iteration_time
 from nvme_offload.perf.planning.shape import ModelShape
 from nvme_offload.perf.planning.traffic import Phase, StepTraffic, Traffic, of_gradients, of_parameters, of_state
 from nvme_offload.perf.planning.work import Copies, on_one_processor, work_of
-
-SECONDS_PER_DAY = 86_400
 
 MAX_SUBGROUPS = 4096
 """Most subgroups of a plan; beyond, they are larger. A plan of ten terabytes is no better for being made of 100,000."""
@@ -81,6 +81,10 @@ class Prediction:
     """The schedule that will run."""
     times: dict[OverlapStep, IterationTime]
     """Time from one step to the next with each schedule; empty where the machine's rates are not known."""
+    kept: KeptState | None
+    """How the state outlives a kill; None where it ends with the process."""
+    state: dict[Tier, DurableBytes]
+    """What there is of the state of one rank, by tier, if it were kept."""
 
     @property
     def time(self) -> IterationTime | None:
@@ -141,6 +145,7 @@ class Prediction:
                 for kind, moved in self.traffic.items()
             },
             "iteration": None if self.time is None else self.time.to_dict(),
+            "rewrite_every": None if self.kept is None else self.kept.period,
             "written_per_node_and_day": self.written_per_day,
             "days_of_life": self.days_of_life,
         }
@@ -154,6 +159,8 @@ class _StatePlan:
     tiers: TierPlan
     buffer_bytes: int
     """Bytes of one staging buffer."""
+    kept: KeptState | None
+    """How it outlives a kill; None where it does not."""
 
     @property
     def tiers_of_state(self) -> list[Tier]:
@@ -163,8 +170,8 @@ class _StatePlan:
 
     @property
     def on_nvme(self) -> list[int]:
-        """Bytes of each extent of state that is on NVMe, in order."""
-        return [unit.size_bytes for unit in self.tiers.units_on("nvme", STATE)]
+        """Bytes of state of each subgroup that is on NVMe, in order."""
+        return [unit.bytes_read for unit in self.tiers.units_on("nvme", STATE)]
 
     def blocks_on_nvme(self, kind: str) -> dict[int, Unit]:
         """Blocks of a kind that are on NVMe, by the number of their group."""
@@ -176,10 +183,39 @@ class _StatePlan:
 def predict(job: Job, machine: Machine) -> Prediction:
     """Plan a job on a machine.
 
+    A durable run with a limit of wear whose period may be chosen has the one that it comes to.
+
     Raises:
         ConfigError: a budget of the section is too small for what must be within it.
     """
-    state = _state_plan(job, machine)
+    kept = KeptState.of(job.config, machine)
+    found = _predict(job, machine, kept)
+    while kept is not None and (longer := _within_limit(found, kept)) != kept:
+        kept = longer
+        found = _predict(job, machine, kept)
+    return found
+
+
+def _within_limit(found: Prediction, kept: KeptState) -> KeptState:
+    """With a longer period, where the limit of wear asks for one: see `optim.wear`."""
+    section, ranks = found.job.config.zero_optimization.offload_optimizer, found.machine.ranks_per_node
+    if section.rewrite_every != "auto" or section.wear_limit is None or found.time is None:
+        return kept
+    steps = SECONDS_PER_DAY / found.time.seconds
+    longer = period_within(
+        sum(found.state.values(), DurableBytes(state=0, tail=0, grad=0, numel=0)),
+        now=kept.period,
+        fastest=kept.period,
+        most=kept.longest,
+        steps=steps,
+        written=found.total_traffic.written * steps,
+        wear_limit=section.wear_limit / ranks,
+    )
+    return replace(kept, period=longer.period)
+
+
+def _predict(job: Job, machine: Machine, kept: KeptState | None) -> Prediction:
+    state = _state_plan(job, machine, kept)
     traffic = _traffic(job, machine, state)
     return Prediction(
         job=job,
@@ -188,7 +224,18 @@ def predict(job: Job, machine: Machine) -> Prediction:
         traffic=traffic,
         overlap_step=overlap_of(job.config, machine),
         times=_times(job, machine, state, traffic),
+        kept=kept,
+        state=_bytes_by_tier(job, state),
     )
+
+
+def _bytes_by_tier(job: Job, state: _StatePlan) -> dict[Tier, DurableBytes]:
+    kept = state.kept or KeptState(1, 1, precision_of(job.config).accumulate.itemsize)
+    found: dict[Tier, DurableBytes] = {}
+    for subgroup, tier in zip(state.subgroups, state.tiers_of_state, strict=True):
+        size = kept.size_of(subgroup)
+        found[tier] = found[tier] + size if tier in found else size
+    return found
 
 
 def excess_of(job: Job, machine: Machine) -> dict[Tier, int]:
@@ -197,7 +244,7 @@ def excess_of(job: Job, machine: Machine) -> dict[Tier, int]:
     Raises:
         ConfigError: see `predict`.
     """
-    tiers = _tier_plan(job, machine, _state_plan(job, machine))
+    tiers = _tier_plan(job, machine, _state_plan(job, machine, KeptState.of(job.config, machine)))
     return {tier: missing for tier in TIERS if (missing := tiers.excess(tier))}
 
 
@@ -255,44 +302,57 @@ def _tier_plan(job: Job, machine: Machine, state: _StatePlan) -> TierPlan:
     )
     units = [Unit("process", "process", job.baseline_bytes, tiers=("host",)), *residents.units()]
     pairs = zip(state.tiers.units, state.tiers.tiers, strict=True)
-    units += [replace(unit, tiers=(tier,)) for unit, tier in pairs]
+    for unit, tier in pairs:
+        visits = unit.kind == STATE and tier == "nvme"  # a buffer, where logs have their place, too
+        units.append(replace(unit, tiers=(tier,), size_bytes=unit.bytes_read if visits else unit.size_bytes))
+    if state.kept is not None:
+        units.append(state.kept.unit(state.subgroups, sum(state.on_nvme)))
     return plan_tiers(units, _budgets(machine))
 
 
-def _state_plan(job: Job, machine: Machine) -> _StatePlan:
+def _state_plan(job: Job, machine: Machine, kept: KeptState | None) -> _StatePlan:
     """Plan the optimizer's state as the optimizer itself would."""
     config, section = job.config, job.config.zero_optimization.offload_optimizer
     rule = rule_of(config.optimizer)
-    placement = StatePlacement(config, rule)
+    placement = StatePlacement(config, rule, kept.longest if kept is not None else 1)
+    placement.size_of = kept.buffer_bytes if kept is not None else None
     has_mirrors = _copies(job, machine).update > 0
     blocks = _block_units(job, machine)
     precision = precision_of(config)
     num_shards = job.num_shards(machine)
     shards = [
         ParamToPlace(
-            number, 0, -(-numel // num_shards), precision.storage, rule, number if config.has_block_tiers else -1
+            number,
+            0,
+            -(-numel // num_shards),
+            precision.storage,
+            rule,
+            number if config.has_block_tiers else -1,
+            kept.log_itemsize if kept is not None else 0,
         )
         for number, group in enumerate(job.shape.groups)
         for numel in group
     ]
     for shard in shards:
-        needed = shard.numel * state_itemsize(precision.master, rule.states)
+        itemsize_of = state_itemsize if kept is None else sealed_itemsize
+        needed = shard.numel * itemsize_of(precision.master, rule.states)
         placement.check_whole(rule, needed, f"a parameter of {shard.numel * num_shards} elements")
     fixed = sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
     max_bytes = placement.max_subgroup_bytes(fixed, has_mirrors)
-    itemsize = max(state_itemsize(precision.master, rule.states), 1)  # none at all: as many elements as one may have
+    # None at all: as many elements as one may have.
+    itemsize = max(itemsize_of(precision.master, rule.states) + (kept.log_itemsize if kept is not None else 0), 1)
     max_numel = config.zero_optimization.sub_group_size
-    subgroups = _cut(shards, max_bytes, max_numel, itemsize)
+    subgroups = _cut(shards, max_bytes, max_numel, itemsize, sealed=kept is not None)
     # Of a subgroup as the optimizer will cut it, which may be smaller than what is planned in one piece.
     most_numel = min(max_bytes // itemsize, -(-max_numel // TILE_NUMEL) * TILE_NUMEL)
-    largest = min(max(subgroup.size_bytes for subgroup in subgroups), most_numel * itemsize)
+    largest = min(max(map(placement.size_bytes, subgroups)), most_numel * itemsize)
     buffer_bytes = _whole_pages(largest) if section.device == "nvme" else 0
     staging = section.buffer_count * buffer_bytes
     if has_mirrors:
         staging += DeviceMirror.BYTES_PER_ELEMENT * (largest // itemsize)
     on_device = machine.device_memory is not None
     tiers = placement.plan([], subgroups, staging, mmap.PAGESIZE, blocks, on_device=on_device)
-    return _StatePlan(subgroups, tiers, buffer_bytes)
+    return _StatePlan(subgroups, tiers, buffer_bytes, kept)
 
 
 def _block_units(job: Job, machine: Machine) -> list[Unit]:
@@ -318,10 +378,10 @@ def _block_units(job: Job, machine: Machine) -> list[Unit]:
     return units
 
 
-def _cut(shards: list[ParamToPlace], max_bytes: int, max_numel: int, itemsize: int) -> list[Subgroup]:
+def _cut(shards: list[ParamToPlace], max_bytes: int, max_numel: int, itemsize: int, *, sealed: bool) -> list[Subgroup]:
     pieces = sum(shard.numel for shard in shards) // max(1, min(max_bytes // itemsize, max_numel))
     coarser = 1 + pieces // MAX_SUBGROUPS
-    return plan_subgroups(shards, max_bytes * coarser, max_numel * coarser)
+    return plan_subgroups(shards, max_bytes * coarser, max_numel * coarser, sealed=sealed)
 
 
 def _traffic(job: Job, machine: Machine, state: _StatePlan) -> dict[str, StepTraffic]:
@@ -334,6 +394,9 @@ def _traffic(job: Job, machine: Machine, state: _StatePlan) -> dict[str, StepTra
         buffers = zero.offload_optimizer.buffer_count
         alternates = overlap_of(config, machine) == "off"
         traffic[STATE] = of_state(state.on_nvme, buffers, state.buffer_bytes, alternates=alternates)
+    if state.kept is not None:
+        in_place = traffic.get(STATE, StepTraffic())
+        traffic[STATE] = state.kept.traffic(in_place, state.subgroups, state.tiers_of_state)
     for kind, buffers in (
         (PARAMS, zero.offload_param.buffer_count),
         (GRADS, config.offload_gradients.buffer_count),
@@ -365,6 +428,7 @@ def _times(
         operations=_operations(job),
         subgroups=state.subgroups,
         state_on=state.tiers_of_state,
+        kept=state.kept,
         tiers=[moved for kind, moved in traffic.items() if kind != STATE],
         num_buffers=zero.offload_optimizer.buffer_count,
         micro_batches=job.micro_batches,
@@ -396,12 +460,13 @@ def _copies(job: Job, machine: Machine) -> Copies:
 def overlap_of(config: OffloadConfig, machine: Machine) -> OverlapStep:
     """The schedule that `initialize` runs with this section: see `Stepper`, which decides parameter by parameter."""
     on_device, zero = machine.device_memory is not None, config.zero_optimization
-    leaves = on_device and "cpu" in (zero.offload_param.device, config.offload_gradients.device)
-    hindered = config.has_block_tiers or rule_of(config.optimizer).whole or leaves
+    params_leave = on_device and zero.offload_param.device == "cpu"
+    hindered = config.has_block_tiers or rule_of(config.optimizer).whole or params_leave
     if hindered or not config.hides_steps:
         return "off"
     agree_in_step = zero.offload_optimizer.durable and machine.ranks > 1
-    return "forward" if agree_in_step else config.overlap_step or "forward"
+    grads_are_on_way = on_device and config.offload_gradients.device == "cpu"
+    return "forward" if agree_in_step or grads_are_on_way else config.overlap_step or "forward"
 
 
 def _without_repetitions(visits: list[int]) -> list[int]:

@@ -72,6 +72,8 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
         yield f"By overlap_step, which is {prediction.overlap_step} here: {others}"
     if machine.device_memory is not None and machine.pcie is None:
         yield "Copies between GPU and host are not counted: they need --pcie, or a GPU here to measure"
+    if prediction.kept is not None:
+        yield f"Every step survives; the state is rewritten every {prediction.kept.period} step(s)"
     if prediction.written_per_day:
         wear = f"Wear: {prediction.written_per_day / TB:.3g} TB written per node and day"
         days = prediction.days_of_life

@@ -8,6 +8,7 @@ from math import inf
 
 from nvme_offload.offload.storage.tier_plan import Tier
 from nvme_offload.optim.layout.subgroup import Subgroup
+from nvme_offload.perf.planning.kept_state import KeptState
 from nvme_offload.perf.planning.machine import Drives, Machine
 from nvme_offload.perf.planning.schedule import GroupTime, OverlapStep, SubgroupTime, Work
 from nvme_offload.perf.planning.traffic import Phase, StepTraffic, Traffic
@@ -32,6 +33,7 @@ def work_of(
     operations: Mapping[Phase, float],
     subgroups: Sequence[Subgroup],
     state_on: Sequence[Tier],
+    kept: KeptState | None,
     tiers: Sequence[StepTraffic],
     num_buffers: int,
     micro_batches: int,
@@ -46,6 +48,7 @@ def work_of(
         operations: floating-point operations of "forward" and "backward" of one rank in one step.
         subgroups: of one rank. The parameters of their runs are numbered as the groups are.
         state_on: where each subgroup has its state. On a device an update takes next to no time.
+        kept: how the state outlives a kill: what is written, and what updates are done again; None: it does not.
         tiers: traffic of parameters and of gradients in one step.
         num_buffers: staging buffers of the state.
         micro_batches: forwards and backwards of a step.
@@ -73,7 +76,7 @@ def work_of(
             for share, numel in zip(shares, group_numels, strict=True)
         ),
         subgroups=tuple(
-            _subgroup_time(subgroup, machine, tier, of_blocks, copies)
+            _subgroup_time(subgroup, machine, tier, kept, of_blocks, copies)
             for subgroup, tier in zip(subgroups, state_on, strict=True)
         ),
         num_buffers=num_buffers,
@@ -114,18 +117,25 @@ def _seconds(machine: Machine, tiers: Sequence[StepTraffic], phase: Phase) -> fl
     return seconds_of(machine.drives, moved * machine.ranks_per_node)
 
 
-def _subgroup_time(subgroup: Subgroup, machine: Machine, tier: Tier, of_blocks: float, copies: Copies) -> SubgroupTime:
+def _subgroup_time(
+    subgroup: Subgroup, machine: Machine, tier: Tier, kept: KeptState | None, of_blocks: float, copies: Copies
+) -> SubgroupTime:
     """Times of one subgroup; `of_blocks`: of parameters and gradients that are read and written for its update."""
-    seconds = of_blocks
-    if tier == "nvme" and machine.drives is not None:
-        seconds += subgroup.size_bytes * machine.ranks_per_node / machine.drives.mixed
+    read = written = float(subgroup.size_bytes) if tier == "nvme" else 0.0
+    updates = 1.0
+    if kept is not None:
+        costs = kept.costs_of(subgroup)
+        read, written = costs.read if tier == "nvme" else 0.0, costs.written
+        updates = costs.updates if tier == "nvme" else 1.0
+    drives = machine.drives
+    rate = machine.ranks_per_node / drives.mixed if drives is not None else 0.0
     groups = [run.param for run in subgroup.runs]
     by_host = subgroup.numel * (tier != "device")
     return SubgroupTime(
         first=min(groups),
         last=max(groups),
-        read=seconds,
-        update=by_host / machine.update_rate,
-        write=seconds,
+        read=of_blocks + read * rate,
+        update=by_host * updates / machine.update_rate,
+        write=of_blocks + written * rate,
         pcie=by_host * copies.update / (machine.pcie or inf),
     )

@@ -209,6 +209,40 @@ def test_an_entry_without_room_says_what_it_takes_and_the_step_is_done():
         assert state.differs_from(twin) == []
 
 
+@pytest.mark.parametrize("num_logged", [0, 2])
+def test_sums_taken_on_the_way_are_those_of_what_is_there_when_all_is_updated(num_logged):
+    # Three runs with gaps between them, so that blocks of sums begin and end anywhere in a tile and in a section.
+    live, rounded = random_grads(torch.bfloat16)[-1], NUMEL + 23
+    starts, padded = (0, rounded, 2 * rounded + 32), 3 * rounded + 64
+    base, _, before, entries = logged_run(CASES[0], MasterForm.SPLIT, random_grads(torch.bfloat16)[:num_logged])
+    itemsizes = (2, *(4 for _ in before.states))
+    for pool in POOLS:
+        state, tail = empty_entry(padded * sum(itemsizes)).fill_(7), empty_entry(padded * 2).fill_(7)
+        runs, segments = [], []
+        for start in starts:
+            run, places, at = before.copied(), [], 0
+            for itemsize, tensor in zip(itemsizes, (base.master, *base.states), strict=True):
+                places.append(state[at + start * itemsize :][: NUMEL * itemsize].view(tensor.dtype))
+                places[-1].copy_(tensor)
+                at += padded * itemsize
+            run.master, *run.states = places
+            upper = tail[2 * start :][: 2 * NUMEL].view(torch.bfloat16)
+            upper.copy_(base.param)
+            runs.append((run, upper))
+            log = [entry.logged for entry in entries]
+            segments.append(run.segment(live, scalars_at(9), log=log, base=upper, tail=upper))
+        words = [memory.view(torch.int32) for memory in (state, tail)]
+        sums = [torch.zeros(num_tiles(part.numel()), dtype=torch.int64) for part in words]
+        assert pool.update(segments, list(zip(words, sums, strict=True))) == [0, 0, 0]
+        assert all(torch.equal(*pair) for pair in zip(sums, map(pool.tile_checksums, words), strict=True))
+        alone = before.copied()
+        replay(alone, base.copied(), entries, pool, live, scalars_at(9))
+        for run, upper in runs:
+            assert same_bits(upper, run.param)
+            assert same_bits(run.param, alone.param)
+            assert all(same_bits(*pair) for pair in zip(run.states, alone.states, strict=True))
+
+
 def test_several_segments_share_an_entry_and_one_without_a_gradient_has_no_part():
     grads = [*random_grads(torch.bfloat16, 2), None, torch.zeros(NUMEL, dtype=torch.float16)]
     entry = empty_entry(8 * NUMEL)

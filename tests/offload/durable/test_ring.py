@@ -169,6 +169,15 @@ def total_bytes(space: SwapSpace) -> int:
     return sum(file.end for file in space._files)
 
 
+@pytest.mark.parametrize("period", [1, 2, 3, 4])
+def test_how_long_a_log_will_be_is_known_a_turn_before(space, period):
+    drive = Drive(space, layouts(5, period))
+    for _ in range(3 * period + 2):
+        foreseen = [drive.ring.num_logged_next(slot) for slot in range(5)]
+        drive.step(list(range(5)))
+        assert [len(record.current.log) for record in drive.ring.slots] == foreseen
+
+
 @pytest.mark.parametrize("period", [1, 2, 3, 4, 16])
 def test_a_period_writes_each_base_once_into_space_that_was_there_from_the_start(space, period):
     count = 2 * period + 1

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import threading
 import warnings
 
 import pytest
@@ -12,6 +13,8 @@ from nvme_offload import OffloadAdamW, OffloadLion, OffloadSGD
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.durable.manifest import ManifestFiles
 from nvme_offload.offload.errors import ResumeError, StateError
+from nvme_offload.offload.sync import sync_data
+from nvme_offload.optim.grad_norm import total_norm
 from tests.support.failing_drive import Failing
 from tests.support.killed_steps import durable_section, fork
 from tests.support.training import assert_same_bits, bits, params_of, section, set_grads, snapshot
@@ -57,6 +60,28 @@ def test_a_durable_run_has_the_bits_of_another_and_goes_on_where_it_ended(drive,
         train(optimizer, params, range(3, 5))
         assert_same_bits(snapshot(optimizer), expected(drive, 5, kind=kind, host_budget=host_budget))
         assert optimizer.stats().commits >= 1
+
+
+def test_a_step_takes_its_norm_while_the_one_before_is_made_to_last(drive, monkeypatch):
+    norms, second_norm, came = [], threading.Event(), []
+
+    def norm(*args, **more):
+        norms.append(total_norm(*args, **more))
+        if len(norms) == 2:
+            second_norm.set()
+        return norms[-1]
+
+    def sync(fd):
+        came.append(second_norm.wait(10.0))
+        sync_data(fd)
+
+    params, optimizer = fresh(drive)
+    with optimizer:
+        monkeypatch.setattr("nvme_offload.optim.step.stepper.total_norm", norm)
+        monkeypatch.setattr("nvme_offload.offload.durable.run.sync_data", sync)
+        train(optimizer, params, range(2))
+    assert len(came) >= 2
+    assert all(came)
 
 
 def test_what_is_committed_with_a_step_comes_back_with_it(drive):

@@ -115,6 +115,21 @@ def pairs(drive):
             pair.close()
 
 
+def test_what_would_be_the_longest_to_read_stays_in_the_buffers(drive):
+    params = params_of([(TILE_NUMEL,)] * 12, torch.bfloat16)
+    with OffloadAdamW(params, offload=durable_section(drive, "run", rewrite_every=3, buffers=2)) as optimizer:
+        extents = optimizer.commits.sealing.run.extents
+        for step in range(12):
+            due = {slot for slot in range(len(extents.slots)) if extents.num_logged_next(slot) == 0}
+            set_grads(params, step)
+            optimizer.step()
+            optimizer.synchronize()
+            read = {span.subgroup for span in optimizer.timeline() if span.kind == "read"}
+            if step > 4:
+                assert len(read) == 10
+                assert due > set(range(12)) - read
+
+
 @pytest.mark.parametrize(
     ("case", "period"), [(ADAMW, 2), (ADAMW, 4), *((case, 3) for case in CASES if case.rule.kernel)], ids=str
 )

@@ -77,16 +77,20 @@ def assert_same(expected, found):
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-12)
 
 
-def behind(schedule, *arguments, **more):
+def behind(schedule, *arguments, gradients="none", **more):
     clips = {} if schedule == "forward" else {"gradient_clipping": 0.0, "skip_non_finite": False}
-    return section("none", *arguments, overlap_step=schedule, **{"model": {"num_layers": 6}, **more}) | clips
+    return section(gradients, *arguments, overlap_step=schedule, **{"model": {"num_layers": 6}, **more}) | clips
 
 
 SIZES = {
     "host memory": [section("cpu", params="cpu", model={"num_layers": number}, **BF16) for number in (4, 12)],
     "nvme": [section("nvme", "nvme", 1, "nvme", model={"num_layers": number, "meta": True}) for number in (4, 12)],
 }
-BEHIND = {"forward": behind("forward", "nvme"), "backward": behind("backward", "nvme", 2, **BF16)}
+BEHIND = {
+    "forward": behind("forward", "nvme"),
+    "backward": behind("backward", "nvme", 2, **BF16),
+    "forward, gradients in host memory": behind("forward", "nvme", gradients="cpu", **BF16),
+}
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +128,8 @@ def test_updates_behind_a_step_and_in_backward_wait_for_the_norm_alone(results, 
     expected, found = results[schedule]
     assert_same(expected, found)
     assert max(found["waits"]) <= 1, "in each step"
+    if schedule.startswith("forward"):
+        assert found["updates_behind"] > 0
 
 
 @pytest.mark.slow
@@ -134,6 +140,11 @@ def test_schedules_of_updates():
             ("forward", "backward"), ("cpu", "nvme"), (1, 2), (BF16, {}, {"model": {"tied": True, "recomputed": True}})
         )
     ]
+    sections += [
+        behind(schedule, state, 2, gradients="cpu", **more)
+        for schedule, state, more in itertools.product(("forward", "backward"), ("cpu", "nvme"), (BF16, {}))
+    ]
+    sections += [behind("forward", "nvme", gradients="cpu", **FP16)]
     sections += [behind("forward", "nvme", **FP16), behind("forward", "nvme", device_budget="40KiB", **BF16)]
     durable = behind("forward", **BF16) | {"overlap_step": "speculate", "gradient_clipping": 1000.0}
     durable["zero_optimization"]["offload_optimizer"] = {**DRIVE, "durable": True}

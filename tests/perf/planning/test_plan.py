@@ -246,6 +246,31 @@ def test_models_on_gpus(model, ranks, kept):
     assert iteration["seconds"] >= longest * 0.99
 
 
+@pytest.mark.parametrize(
+    ("params", "grads", "asked", "expected"),
+    [
+        ("none", "cpu", "backward", "forward"),  # a gradient is on its way when backward might use it
+        pytest.param("none", "none", "backward", "backward", marks=pytest.mark.slow),
+        pytest.param("none", "cpu", None, "forward", marks=pytest.mark.slow),
+        pytest.param("cpu", "cpu", "forward", "off", marks=pytest.mark.slow),
+        pytest.param("none", "nvme", "forward", "off", marks=pytest.mark.slow),
+    ],
+)
+def test_the_schedule_of_what_leaves_a_gpu(tmp_path, params, grads, asked, expected):
+    drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": drive, "offload_param": {"device": params}},
+        "offload_gradients": drive if grads == "nvme" else {"device": grads},
+        "skip_non_finite": asked != "backward",
+        **({"overlap_step": asked} if asked else {}),
+    }
+    (tmp_path / "section.json").write_text(json.dumps(config))
+    result = plan(
+        f"--params 1e8 --layers 4 --hidden 1024 {H100} --tokens 16384 --json --config {tmp_path / 'section.json'}"
+    )
+    assert json.loads(result.stdout)["iteration"]["overlap_step"] == expected
+
+
 def test_a_slow_pcie_is_what_limits():
     said = " ".join(plan(f"{LLAMA_8B} {H100}".replace("55GB/s", "2GB/s")).stdout.split())
     assert "limited by: PCIe" in said

@@ -96,7 +96,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
             waits[-1] += LATE.num_waits
             norms.append(engine.get_global_grad_norm())
         peak_bytes = LATE.peak_bytes
-        kept = engine.optimizer.stats().device_state_bytes
+        stats = engine.optimizer.stats()
         digest = hashlib.sha256()
         for parameter in engine.module.parameters():
             for values in (get_full_param(parameter), get_full_optimizer_state(parameter, "exp_avg_sq")):
@@ -109,7 +109,8 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         "born_bytes": born_bytes - before_bytes,
         "peak_bytes": peak_bytes - before_bytes,
         "waits": waits,
-        "device_state_bytes": kept,
+        "device_state_bytes": stats.device_state_bytes,
+        "updates_behind": stats.updates_behind,
     }
 
 

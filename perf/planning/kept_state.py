@@ -1,0 +1,146 @@
+"""What the state of a durable run moves and takes, by how often it is rewritten."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.durable.chain import SlotLayout
+from nvme_offload.offload.durable.rewrite_every import (
+    MAX_PERIOD,
+    USUAL_PERIOD,
+    DurableBytes,
+    DurableRates,
+    PeriodCosts,
+    choices,
+    choose,
+    costs_of,
+)
+from nvme_offload.offload.durable.seal import ExtentLayout
+from nvme_offload.offload.durable.turns import bytes_needed
+from nvme_offload.offload.storage.tier_plan import Tier, Unit
+from nvme_offload.optim.layout.master import DTYPE_OF_FORM, TILE_NUMEL, MasterForm, state_itemsize
+from nvme_offload.optim.layout.subgroup import Subgroup
+from nvme_offload.optim.precision.plan import precision_of
+from nvme_offload.optim.rules.registry import rule_of
+from nvme_offload.perf.planning.machine import Machine
+from nvme_offload.perf.planning.traffic import StepTraffic, Traffic
+
+_OF_TILE = 16  # bytes of an entry, for each tile
+
+KIND = "durable state"
+"""What its space on the drives is counted as, beyond that of state which ends with the process."""
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """How often it is rewritten, and what that costs."""
+
+    period: int
+    """Every how many steps, where updates are logged; else in every one."""
+    longest: int
+    """The longest period that logs, and staging buffers, have room for."""
+    grad_itemsize: int
+    """Bytes of a gradient in a log."""
+    steps_back: int = 1
+    """How many steps can be gone back to."""
+
+    @classmethod
+    def of(cls, config: OffloadConfig, machine: Machine) -> KeptState | None:
+        """As the optimizer would begin; None where the state ends with the process.
+
+        "auto" takes what suits the drives; where they are not known, 1.
+        """
+        section = config.zero_optimization.offload_optimizer
+        if not section.durable:
+            return None
+        precision, rule = precision_of(config), rule_of(config.optimizer)
+        is_logged = precision.master is not MasterForm.ITSELF and bool(rule.kernel) and not rule.whole
+        period = section.rewrite_every
+        if period == "auto":
+            period = _suiting(config, machine)
+            longest = period if section.wear_limit is None else MAX_PERIOD
+        else:
+            longest = period
+        itemsize = precision.accumulate.itemsize
+        if not is_logged:
+            period = longest = 1
+        return cls(period, longest, itemsize, section.rewind_steps)
+
+    def size_of(self, subgroup: Subgroup) -> DurableBytes:
+        """What there is of a subgroup."""
+        return DurableBytes(
+            state=subgroup.size_bytes,
+            tail=_tail_itemsize(subgroup.form) * subgroup.numel,
+            grad=self.grad_itemsize * subgroup.numel,
+            numel=subgroup.numel,
+        )
+
+    def costs_of(self, subgroup: Subgroup) -> PeriodCosts:
+        """What an average step costs of a subgroup."""
+        return costs_of(self.size_of(subgroup), self.period)
+
+    def buffer_bytes(self, subgroup: Subgroup) -> int:
+        """Bytes that a subgroup takes in memory: its base, and the longest log that is read with it."""
+        size = self.size_of(subgroup)
+        return round(size.base + size.grad * (self.longest - 1))
+
+    @property
+    def log_itemsize(self) -> int:
+        """Bytes of log that are read beside an element's state, at most."""
+        return self.grad_itemsize * (self.longest - 1)
+
+    def traffic(self, in_place: StepTraffic, subgroups: Sequence[Subgroup], tiers: Sequence[Tier]) -> StepTraffic:
+        """What a step moves: all is written, and of what is on the drives as much read as `in_place` does of its state.
+
+        Args:
+            in_place: of the state on the drives, if it were to end with the process.
+            subgroups: of one rank.
+            tiers: where each of them is.
+        """
+        pairs = [(subgroup, self.costs_of(subgroup), tier) for subgroup, tier in zip(subgroups, tiers, strict=True)]
+        on_drives = sum(subgroup.size_bytes for subgroup, _, tier in pairs if tier == "nvme")
+        share = in_place.total.read / on_drives if on_drives else 0.0
+        read = share * sum(costs.read for _, costs, tier in pairs if tier == "nvme")
+        return StepTraffic({"update": Traffic(read, sum(costs.written for _, costs, _ in pairs))})
+
+    def unit(self, subgroups: Sequence[Subgroup], on_drives: int) -> Unit:
+        """The space that bases and logs take besides the state that is counted on the drives already."""
+        space = sum(bytes_needed(map(self._layout_of, subgroups), self.steps_back, self.period))
+        return Unit(KIND, KIND, space - on_drives, tiers=("nvme",))
+
+    def _layout_of(self, subgroup: Subgroup) -> SlotLayout:
+        tail = _tail_itemsize(subgroup.form) * subgroup.padded_numel
+        base = ExtentLayout(subgroup.size_bytes, tail, mmap.PAGESIZE)
+        if self.longest == 1:
+            return SlotLayout(base)
+        gradients = self.grad_itemsize * subgroup.numel + _OF_TILE * -(-subgroup.numel // TILE_NUMEL)
+        return SlotLayout(base, ExtentLayout(gradients, 0, mmap.PAGESIZE).size_bytes, self.longest)
+
+
+def rates_of(machine: Machine) -> DurableRates | None:
+    """What one rank has of a machine; None without drives."""
+    drives, ranks = machine.drives, machine.ranks_per_node
+    if drives is None:
+        return None
+    return DurableRates(
+        read=drives.read / ranks, write=drives.write / ranks, mixed=drives.mixed / ranks, update=machine.update_rate
+    )
+
+
+def _suiting(config: OffloadConfig, machine: Machine) -> int:
+    rates, precision, rule = rates_of(machine), precision_of(config), rule_of(config.optimizer)
+    if rates is None:
+        return 1
+    size = DurableBytes(
+        state=state_itemsize(precision.master, rule.states),
+        tail=_tail_itemsize(precision.master),
+        grad=precision.accumulate.itemsize,
+    )
+    return choose(choices(size, rates, periods=range(1, USUAL_PERIOD + 1))).period
+
+
+def _tail_itemsize(form: MasterForm) -> int:
+    return 0 if form is MasterForm.FULL else DTYPE_OF_FORM[form].itemsize
