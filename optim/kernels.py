@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 import nvme_offload.optim._kernels as _kernels
+from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.optim._kernels import LoggedStep, Segment, SummedMemory
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, num_tiles
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -30,6 +31,7 @@ __all__ = [
     "available_isas",
     "make_logged_step",
     "make_segment",
+    "num_threads_of_rank",
     "ordered_sum",
 ]
 
@@ -183,6 +185,13 @@ def ordered_sum(values: torch.Tensor) -> float:
         ValueError: if ``values`` is not contiguous fp64 on the CPU.
     """
     return _kernels.ordered_sum(_address("values", values, torch.float64, values.numel()), values.numel())
+
+
+def num_threads_of_rank() -> int:
+    """As many as torch uses; under torchrun, which sets that to 1, this rank's share of the CPUs."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return max(torch.get_num_threads(), len(os.sched_getaffinity(0)) // ranks_on_host())
+    return torch.get_num_threads()
 
 
 class KernelPool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs
 from nvme_offload.offload.errors import ResumeError
 from nvme_offload.offload.storage.extent import Extent, Stripe
+from nvme_offload.offload.storage.swap_space import Size
 
 Stripes = tuple[Stripe, ...]
 WriteId = tuple[int, int, int]
@@ -82,6 +83,26 @@ class Chain:
         sizes = [base_bytes, *(entry.content.size_bytes for entry in self.log)]
         stripes = [stripe for part, size in zip(self, sizes, strict=True) for stripe in _beginning(part.extent, size)]
         return Extent(sum(sizes), tuple(stripes))
+
+
+@dataclass(eq=False)
+class RingSlot:
+    """One slot of the ring."""
+
+    layout: SlotLayout
+    phase: int
+    """It is rewritten in every turn that leaves nothing when this is added and it is divided by the ring's period."""
+    current: Chain = field(default_factory=Chain)
+    """As of the newest write."""
+    committed: Chain = field(default_factory=Chain)
+    """What the newest committed manifest refers to; an empty one where it knows nothing of this slot."""
+    target: tuple[Size, Extent] | None = None
+    """Where its next write goes, with the size, until that is noted."""
+
+    def extents(self, chain: Chain) -> Iterator[tuple[Size, Extent]]:
+        """What a chain of this slot lies in, with the sizes."""
+        for written in chain:
+            yield (self.layout.base.parts if written is chain.base else self.layout.entry_bytes), written.extent
 
 
 class ChainRows:

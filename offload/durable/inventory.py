@@ -85,10 +85,12 @@ def find_runs(paths: Iterable[Path]) -> list[RunFound]:
             if (parsed := parse_directory(folder)) is not None and folder.is_dir():
                 name, rank = parsed
                 found[name][rank].append(folder)
-    return [
-        RunFound(name, tuple(_look_at(rank, folders) for rank, folders in sorted(ranks.items())))
-        for name, ranks in sorted(found.items())
-    ]
+    runs = []
+    for name, ranks in sorted(found.items()):
+        of_ranks = [there for rank, folders in sorted(ranks.items()) if (there := _found_in(rank, folders)) is not None]
+        if of_ranks:
+            runs.append(RunFound(name, tuple(of_ranks)))
+    return runs
 
 
 def remove_run(run: RunFound) -> None:
@@ -118,6 +120,16 @@ def remove_snapshot(run: RunFound, name: str) -> None:
         for folder in folders:
             _delete(folder, (SNAPSHOT_PREFIX + name,), ())
             sync_folder(folder)
+
+
+def _found_in(rank: int, folders: Sequence[Path]) -> RankFound | None:
+    """What is there of a rank; None where somebody removes it at this moment."""
+    while folders:
+        try:
+            return _look_at(rank, folders)
+        except FileNotFoundError:  # also of a run that lives and replaces a file
+            folders = [folder for folder in folders if folder.is_dir()]
+    return None
 
 
 def _look_at(rank: int, folders: Sequence[Path]) -> RankFound:

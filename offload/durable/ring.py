@@ -18,13 +18,12 @@ further step that can be gone back to there is besides what one step sets free.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from nvme_offload.offload.durable.chain import BASES, Chain, ChainRows, SlotLayout, Stripes, WriteId, Written
+from nvme_offload.offload.durable.chain import BASES, Chain, ChainRows, RingSlot, SlotLayout, Stripes, WriteId, Written
 from nvme_offload.offload.durable.extent_pool import ExtentPool
 from nvme_offload.offload.durable.rewrite_every import MAX_PERIOD
 from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs, Sums, open_sealed, seal
@@ -33,26 +32,6 @@ from nvme_offload.offload.errors import OutOfSpaceError, ResumeError, StateError
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.swap_space import Size, SwapSpace
 from nvme_offload.offload.storage.tier import Memory
-
-
-@dataclass(eq=False)
-class RingSlot:
-    """One slot of the ring."""
-
-    layout: SlotLayout
-    phase: int
-    """It is rewritten in every turn that leaves nothing when this is added and it is divided by the ring's period."""
-    current: Chain = field(default_factory=Chain)
-    """As of the newest write."""
-    committed: Chain = field(default_factory=Chain)
-    """What the newest committed manifest refers to; an empty one where it knows nothing of this slot."""
-    target: tuple[Size, Extent] | None = None
-    """Where its next write goes, with the size, until that is noted."""
-
-    def extents(self, chain: Chain) -> Iterator[tuple[Size, Extent]]:
-        """What a chain of this slot lies in, with the sizes."""
-        for written in chain:
-            yield (self.layout.base.parts if written is chain.base else self.layout.entry_bytes), written.extent
 
 
 class ExtentRing:
@@ -97,6 +76,8 @@ class ExtentRing:
         self._rows = ChainRows(space.fds)
         self._waiting: deque[list[tuple[Size, Extent]]] = deque()
         """What only older manifests refer to, which are still to stay whole, by the commit that set it free."""
+        self._given_up: list[list[tuple[Size, Extent]]] = []
+        """What does not wait any more since the newest commit, likewise."""
         self._claimed: dict[Stripes, Extent] = {}
         """What found manifests refer to, until one of them is adopted."""
         self._latest: dict[Stripes, WriteId] = {}
@@ -295,8 +276,9 @@ class ExtentRing:
                 before, record.committed = record.committed, record.current
                 free += self._set_free(record, before)
         self._waiting.append(free)
-        while len(self._waiting) >= self.steps_back:
-            self._pool.give_back(self._waiting.popleft())
+        num_older = max(0, len(self._waiting) + 1 - self.steps_back)
+        self._given_up = [self._waiting.popleft() for _ in range(num_older)]
+        self._pool.give_back(pair for pairs in self._given_up for pair in pairs)
         self.sequence += 1
 
     def take_back_commit(self, tables: Mapping[str, np.ndarray]) -> None:
@@ -313,13 +295,16 @@ class ExtentRing:
             before, record.committed = record.committed, record.current.where_equal(chain)
             self._release(record, before)
         again = {extent.stripes for record in self.slots for _, extent in record.extents(record.committed)}
-        self._pool.take_out(again)
         if self._waiting:
             self._pool.give_back(pair for pair in self._waiting.pop() if pair[1].stripes not in again)
+            self._waiting.extendleft(reversed(self._given_up))  # nothing was written there since
+            again |= {extent.stripes for pairs in self._given_up for _, extent in pairs}
+        self._pool.take_out(again)
+        self._given_up = []
 
     def forget_commits(self) -> None:
         """No manifest but those of snapshots refers to anything any more."""
-        self._claimed = {}
+        self._claimed, self._given_up = {}, []
         while self._waiting:
             self._pool.give_back(self._waiting.popleft())
         for record in self.slots:
@@ -392,6 +377,7 @@ class ExtentRing:
                 ages[age].append((size, extent))
         num_waiting = min(self.steps_back - 1, len(older))
         self._waiting = deque(reversed(ages[:num_waiting]))
+        self._given_up = ages[num_waiting : len(older)]
         self._pool.admit(size for waiting in self._waiting for size, _ in waiting)
         for pairs in reversed(ages[num_waiting:]):
             self._pool.keep(pairs)

@@ -277,9 +277,10 @@ class DurableRun:
 
     def _unpin(self, name: str) -> None:
         self.extents.unpin(name)
-        for manifest in self._files.newest_first()[1:]:
-            if self.extents.written_over(manifest.tables):
-                self._files.destroy(manifest)
+        older = self._files.newest_first()[1:]
+        lost = next((place for place, found in enumerate(older) if self.extents.written_over(found.tables)), len(older))
+        for manifest in older[lost:]:  # those before it, too: what is kept for them goes by the number of commits
+            self._files.destroy(manifest)
 
     def close(self) -> None:
         """Close everything and let the lock fall. All files stay. Idempotent; not before transfers are done."""

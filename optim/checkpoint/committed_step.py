@@ -7,10 +7,10 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nvme_offload.offload.durable.chain import RingSlot
 from nvme_offload.offload.durable.committed import CommittedRank
 from nvme_offload.offload.durable.inventory import RunFound, locked
 from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.durable.ring import RingSlot
 from nvme_offload.offload.errors import ResumeError
 from nvme_offload.optim.checkpoint.pinned_state import PinnedState, SealedSlots
 from nvme_offload.optim.durable.content import Content

@@ -16,7 +16,6 @@ from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.turns import bytes_needed
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
-from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.shards.param_tier import TieredShard
@@ -26,7 +25,7 @@ from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan, Unit, plan_tiers
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.kernels import KernelPool, num_threads_of_rank
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -81,7 +80,7 @@ class StateStore(StateBody):
         """What lives where."""
         self._arrived: list[ParamRecord] = []
         """Placed, with something still where it was before: see `_tidy_up`."""
-        table, kernels = ParamTable(), KernelPool(_num_kernel_threads())
+        table, kernels = ParamTable(), KernelPool(num_threads_of_rank())
         if section.device == "nvme":
             self.pool = BufferPool(self._num_buffers, 1)
             # With a finalizer of its own, should anything after it fail.
@@ -499,10 +498,3 @@ def _open_run(config: OffloadConfig) -> DurableRun | None:
         weights=aio.path_weights,
         steps_back=section.rewind_steps,
     )
-
-
-def _num_kernel_threads() -> int:
-    """As many as torch uses; under torchrun, which sets that to 1, this rank's share of the CPUs."""
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        return max(torch.get_num_threads(), len(os.sched_getaffinity(0)) // ranks_on_host())
-    return torch.get_num_threads()
