@@ -197,8 +197,10 @@ class StepPipeline:
         return len(window)
 
     def is_here(self, slot: SlotRecord) -> bool:
-        """Whether `acquire` of this subgroup would wait for nothing."""
-        return slot.memory is not None or (slot.buffer is not None and slot.transfer is None)
+        """Whether `acquire` of this subgroup, for a change, would wait for nothing: not for an old write either."""
+        if slot.memory is not None:
+            return True
+        return slot.buffer is not None and slot.transfer is None and slot.residency is not Residency.DIRTY
 
     @property
     def is_quiet(self) -> bool:

@@ -102,9 +102,21 @@ class KeptState:
         """
         pairs = [(subgroup, self.costs_of(subgroup), tier) for subgroup, tier in zip(subgroups, tiers, strict=True)]
         on_drives = sum(subgroup.size_bytes for subgroup, _, tier in pairs if tier == "nvme")
-        share = in_place.total.read / on_drives if on_drives else 0.0
-        read = share * sum(costs.read for _, costs, tier in pairs if tier == "nvme")
+        stays = 1 - in_place.total.read / on_drives if on_drives else 0.0
+        read = sum(costs.read - self._staying(group, stays) for group, costs, tier in pairs if tier == "nvme")
         return StepTraffic({"update": Traffic(read, sum(costs.written for _, costs, _ in pairs))})
+
+    def _staying(self, subgroup: Subgroup, share: float) -> float:
+        """What a step need not read, for each of equal subgroups, of which this share stays in the buffers.
+
+        A step ends with those that have the longest logs: see `Sealing.in_order_of_reading`.
+        """
+        size, period, bytes_kept = self.size_of(subgroup), self.period, 0.0
+        reads = [size.state, *(size.base + size.grad * logged for logged in range(1, period))]
+        for read in reversed(reads):
+            part = min(share, 1 / period)
+            bytes_kept, share = bytes_kept + part * read, share - part
+        return bytes_kept
 
     def unit(self, subgroups: Sequence[Subgroup], on_drives: int) -> Unit:
         """The space that bases and logs take besides the state that is counted on the drives already."""

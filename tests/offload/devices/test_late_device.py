@@ -6,27 +6,34 @@ import threading
 import pytest
 import torch
 
+from tests.support.late_device.module import late_device
 from tests.support.late_device.queues import Work, current_stream
-from tests.support.training import assert_same_bits
+from tests.support.training import assert_same_bits, run_child
 
 
-def test_autocast_casts_what_it_casts_on_the_cpu(late):
+def autocast_on(device):
     """Products of weights; with a gradient in the weight's own dtype, and nothing cast where it is switched off."""
+    generator = torch.Generator().manual_seed(0)
+    weight, values = (torch.randn(8, 8, generator=generator).to(device) for _ in range(2))
+    weight.requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        results = [torch.nn.functional.linear(values, weight), values @ weight, values * weight]
+        with torch.autocast(device, enabled=False):
+            results.append(values @ weight)
+    grads = [torch.autograd.grad(result.float().square().mean(), weight)[0] for result in results]
+    return [tensor.detach().cpu() for tensor in (*results, *grads)]
 
-    def computed(device):
-        generator = torch.Generator().manual_seed(0)
-        weight, values = (torch.randn(8, 8, generator=generator).to(device) for _ in range(2))
-        weight.requires_grad_()
-        with torch.autocast(device, torch.bfloat16):
-            results = [torch.nn.functional.linear(values, weight), values @ weight, values * weight]
-            with torch.autocast(device, enabled=False):
-                results.append(values @ weight)
-        grads = [torch.autograd.grad(result.float().square().mean(), weight)[0] for result in results]
-        return [tensor.detach().cpu() for tensor in (*results, *grads)]
 
-    expected = computed("cpu")
-    assert [each.dtype for each in expected[:4]] == [torch.bfloat16] * 2 + [torch.float32] * 2
-    assert_same_bits(computed("late"), expected)
+def compare_autocast():
+    with late_device():
+        expected = autocast_on("cpu")
+        assert [each.dtype for each in expected[:4]] == [torch.bfloat16] * 2 + [torch.float32] * 2
+        assert_same_bits(autocast_on("late"), expected)
+
+
+def test_autocast_casts_what_it_casts_on_the_cpu():
+    """In a process of its own: after a backward on the CPU torch takes no further type of device."""
+    run_child("from tests.offload.devices.test_late_device import compare_autocast; compare_autocast()")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

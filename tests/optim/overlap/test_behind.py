@@ -241,6 +241,19 @@ def test_reads_go_first_and_in_the_end_everything_is_written(alone, tmp_path, mo
         assert not [slot for slot in store.pipeline.residents if slot.residency is Residency.DIRTY]
 
 
+def test_what_an_earlier_step_could_not_write_yet_is_not_ready_for_the_next_update(alone, tmp_path):
+    with make(config_of(tmp_path, None, accumulation=1), num_layers=LAYERS, width=129) as engine:
+        train_step(engine, 0)
+        engine.optimizer.synchronize()
+        pipeline = engine.optimizer.store.pipeline
+        with engine.optimizer.store.worker.kept_away():
+            slot = next(slot for slot in pipeline.residents if pipeline.is_here(slot))
+            pipeline.will_change(slot)
+            assert not pipeline.is_here(slot)
+            pipeline.synchronize()
+            assert pipeline.is_here(slot)
+
+
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=lambda op: op.name)
 @pytest.mark.parametrize("where", ["forward", "step", "state_dict", "synchronize", "close"])
 def test_an_error_behind_a_step_is_said_where_somebody_waits_next_and_can_be_made_good(
