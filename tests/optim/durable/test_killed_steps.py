@@ -47,7 +47,7 @@ BESIDE = CHILD.replace("killed_steps", "bystanders")
 
 @pytest.mark.parametrize(
     ("num_kills", "kinds"),
-    [(8, ["logged"]), pytest.param(40, ["on-nvme", "logged-in-memory-too"], marks=pytest.mark.slow)],
+    [(4, ["logged"]), pytest.param(40, ["on-nvme", "logged-in-memory-too"], marks=pytest.mark.slow)],
 )
 def test_who_trains_beside_one_that_is_killed_has_the_bits_of_a_run_alone(drive, num_kills, kinds):
     """Two runs that last, one that does not, and a stranger's files, all on one path."""
