@@ -119,14 +119,21 @@ def test_cuda_parameters_follow_the_same_kernel(make_adamw):
     assert_same_bits(seen, expected)
 
 
-def test_what_was_fetched_and_did_not_come_next_is_fetched_again(make_adamw, late):
-    """Behind a step whoever waits for a subgroup has it updated first: others were fetched before."""
+@pytest.fixture
+def five(make_adamw, late):
+    """The mirror of one parameter in five subgroups in a step, with these, the parameter and its gradient."""
     params = [torch.nn.Parameter(p.detach().to("late")) for p in params_of([(5 * 65536,)], torch.float32)]
     optimizer = make_adamw(params, "cpu", sub_group_size=65536)
     optimizer.place()
     mirror, subgroups = optimizer.store.mirror, [slot.subgroup for slot in optimizer.store.slots]
     grads = {0: torch.arange(5.0 * 65536).to("late")}
     mirror.begin_step()
+    return mirror, subgroups, params, grads
+
+
+def test_what_was_fetched_and_did_not_come_next_is_fetched_again(five):
+    """Behind a step whoever waits for a subgroup has it updated first: others were fetched before."""
+    mirror, subgroups, params, grads = five
     chosen = random.Random(0)
     orders = [(chosen.randrange(5), chosen.randrange(5)) for _ in range(40)]
     for first, ahead in ((0, 1), (2, 3), (1, 4), *orders):
@@ -138,14 +145,9 @@ def test_what_was_fetched_and_did_not_come_next_is_fetched_again(make_adamw, lat
         mirror.copy_back(subgroups[first], copies, params, grads)
 
 
-def test_what_comes_down_does_not_wait_for_what_goes_up(make_adamw, late):
+def test_what_comes_down_does_not_wait_for_what_goes_up(five):
     """But for the bytes in the mirror that it is to fill."""
-    params = [torch.nn.Parameter(p.detach().to("late")) for p in params_of([(5 * 65536,)], torch.float32)]
-    optimizer = make_adamw(params, "cpu", sub_group_size=65536)
-    optimizer.place()
-    mirror, subgroups = optimizer.store.mirror, [slot.subgroup for slot in optimizer.store.slots]
-    grads = {0: torch.arange(5.0 * 65536).to("late")}
-    mirror.begin_step()
+    mirror, subgroups, params, grads = five
     gone = []
     for place in range(4):
         for each in subgroups[place : place + 2]:
