@@ -239,8 +239,13 @@ class OffloadOptimizer(DurableMethods, Optimizer):
     def expect_step(self, after_next_backward: bool) -> None:
         """Say whether `step` follows the next backward, or others come before it that add to the same gradients.
 
-        It matters with ``overlap_step = "backward"`` alone, and the engine does it. In a loop without one every
-        backward is taken for the last, where ``gradient_accumulation_steps`` of the section is 1 or left out, or none.
+        It matters with ``overlap_step`` ``"backward"`` and ``"speculate"`` alone, and the engine does it. In a loop
+        without one every backward is taken for the last, where ``gradient_accumulation_steps`` of the section is 1 or
+        left out, or none. Of a durable run on several ranks none is: there every rank calls this before the last
+        backward of each step, and they agree in it that the step before lasts on all of them.
+
+        Raises:
+            SwapIOError, CorruptionError, StateError: what stopped the updates of the step before.
         """
         self._stepper.expect_step(after_next_backward)
 

@@ -68,22 +68,19 @@ class Stepper:
         self._commits = commits
         self._has_said_that_nothing_overlaps = False
         guesses = Guesses() if config.overlap_step == "speculate" else None
-        self.final = FinalGradients(store, meter, rule, guesses) if self._begins_in_backward else None
+        begins = config.overlap_step in ("backward", "speculate")
+        self.final = FinalGradients(store, meter, rule, guesses) if begins else None
         """Begins the updates in backward, where the section asks for that."""
+        self._has_agreed = False
+        """Whether the ranks of a durable run know that the step before lasts on all of them, so that each may write."""
+        self._has_said_that_nobody_agreed = False
+        if self.final is not None and self._must_agree:
+            self.final.is_last_backward = False
 
     @property
-    def _begins_in_backward(self) -> bool:
-        """Whether updates may begin before the step, which several ranks of a durable run begin together."""
-        asked = self._config.overlap_step in ("backward", "speculate")
-        if not asked or self._commits is None or not dist.is_initialized() or dist.get_world_size() == 1:
-            return asked
-        warn_user(
-            f'overlap_step = "{self._config.overlap_step}" is done as with "forward" here: the ranks of a durable run '
-            "agree in step() that the one before lasts on all of them, before any of them writes. The bits are the "
-            "same",
-            ConfigWarning,
-        )
-        return False
+    def _must_agree(self) -> bool:
+        """Whether other ranks of a durable run have to have committed the step before when this one writes."""
+        return self._commits is not None and dist.is_initialized() and dist.get_world_size() > 1
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Note that these are the optimizer's groups from now on."""
@@ -92,8 +89,24 @@ class Stepper:
 
     def expect_step(self, after_next_backward: bool) -> None:
         """See `OffloadOptimizer.expect_step`."""
-        if self.final is not None:
-            self.final.is_last_backward = after_next_backward
+        if self.final is None:
+            return
+        if after_next_backward and self._must_agree and not self._has_agreed:
+            with self._store.at_rest():
+                self._agree()
+        self.final.is_last_backward = after_next_backward
+
+    def _agree(self) -> None:
+        """Settle the commit of the step before. Collective where several ranks step together."""
+        if self._commits is not None and not self._has_agreed:
+            self._commits.settle()
+        self._has_agreed = True
+
+    def _end_agreement(self) -> None:
+        """What was agreed on was of the step that ends here."""
+        self._has_agreed = False
+        if self.final is not None and self._must_agree:
+            self.final.is_last_backward = False
 
     def drop_begun(self) -> None:
         """Note that the gradients are dropped: where updates have begun in backward, the step cannot be completed."""
@@ -152,8 +165,10 @@ class Stepper:
         if not was_settled:
             self.watch(groups)
         grad_scale = self._grad_scale(grads, loss_scale, found_inf)
-        if self._commits is not None:  # not earlier: the writes of the step before go on while the norm is taken
-            self._commits.settle()
+        if self.final is not None and self._must_agree and not self._has_agreed:
+            self._say_once_that_nobody_agreed()
+        self._agree()  # not earlier, if it may be: the writes of the step before go on while the norm is taken
+        self._end_agreement()
         begun = self.final.begun(grad_scale) if self.final is not None and grads else None
         if not grads or grad_scale is None:
             return
@@ -294,6 +309,18 @@ class Stepper:
         warn_user(
             f'overlap_step = "{self._config.overlap_step}" does nothing here: {hindrance(self._store, record)}. Steps '
             'are taken as with "off", with the same bits; leave the key out to hide them wherever that is possible',
+            ConfigWarning,
+        )
+
+    def _say_once_that_nobody_agreed(self) -> None:
+        if self._has_said_that_nobody_agreed:
+            return
+        self._has_said_that_nobody_agreed = True
+        warn_user(
+            f'overlap_step = "{self._config.overlap_step}" is done as with "forward" here: ranks of a durable run '
+            "write in backward once they have agreed that the step before lasts on all of them. Call "
+            "optimizer.expect_step(True) before the last backward of each step, on every rank, as the engine does. The "
+            "bits are the same",
             ConfigWarning,
         )
 

@@ -228,13 +228,13 @@ class OffloadEngine(CheckpointEngine):
             )
         check_loss(loss)
         share = self.gradient_accumulation_steps if scale_wrt_gas else 1
-        self.optimizer.expect_step(self._accumulation.is_boundary)
         # Somebody's autocast context around this call is none of backward's.
         with (
             self._passes.run("backward", self._drop_gradients),
             self.optimizer.passing("backward"),
             torch.autocast(self.mesh.device_type, enabled=False),
         ):
+            self.optimizer.expect_step(self._accumulation.is_boundary)
             self._set_sync()  # once more: an exception may have come before the call that belongs here
             torch.autograd.backward(self._scaled(loss, share), retain_graph=retain_graph)
             self._accumulation.has_backward = True

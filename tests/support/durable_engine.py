@@ -13,6 +13,8 @@ TIERS = {
     "in memory too": {"host_budget": "8MiB"},
     "off": {"overlap_step": "off"},
     "backward": {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False},
+    "unclipped": {"overlap_step": "off", "gradient_clipping": 0.0},
+    "speculate": {"overlap_step": "speculate"},
 }
 TIERS |= {f"{name}, logged": {**more, "rewrite_every": 3} for name, more in TIERS.items()}
 
@@ -25,6 +27,8 @@ def durable(mode, path, name, tiers="state"):
     period = more.pop("rewrite_every", 1)
     if name:
         zero["offload_optimizer"] |= {"durable": name, "rewrite_every": period}
+    elif more.get("overlap_step") == "speculate":  # which has nothing to go back to
+        more["overlap_step"] = "off"
     if period > 1:
         zero["offload_optimizer"]["staging_budget"] = "6MiB"
     for part in (zero.get("offload_param"), more.get("offload_gradients")):

@@ -107,6 +107,8 @@ class Kind(NamedTuple):
     num_ranks: int = 1
     how: Mapping = {}
     """It is made to last."""
+    plain: Mapping = {}
+    """How the one is made that it is compared with, which does not last."""
 
 
 KINDS = {
@@ -116,10 +118,12 @@ KINDS = {
     "logged-in-memory-too": Kind(train_optimizer, how={"rewrite_every": 3, "buffers": 2, "host_budget": "7MiB"}),
     "everything": Kind(train_engine, how={"tiers": "everything"}),
     "everything-logged": Kind(train_engine, how={"tiers": "everything, logged"}),
+    "in-backward": Kind(train_engine, how={"tiers": "backward"}, plain={"tiers": "unclipped"}),
     "parameters-logged": Kind(train_engine, how={"tiers": "parameters, logged"}),
     "two-ranks": Kind(train_engine, 2),
     "two-ranks-logged": Kind(train_engine, 2, {"tiers": "state, logged"}),
     "two-ranks-everything": Kind(train_engine, 2, {"tiers": "everything"}),
+    "two-ranks-in-backward": Kind(train_engine, 2, {"tiers": "backward, logged"}, {"tiers": "unclipped"}),
 }
 
 
@@ -164,7 +168,7 @@ class Lives:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.kind.num_ranks))
             met = f"file://{self.path}/{self.name}.{self.number}"
             dist.init_process_group("gloo", init_method=met, rank=rank, world_size=self.kind.num_ranks)
-        name, how = (self.name, self.kind.how) if self.lasting else (None, {})
+        name, how = (self.name, self.kind.how) if self.lasting else (None, self.kind.plain)
         digest = self.kind.train(self.path, name, partial(self._note, rank), **how)
         self._end_of(rank).write_text(digest)
         if dist.is_initialized():

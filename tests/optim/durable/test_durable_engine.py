@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from nvme_offload.offload.errors import ConfigWarning, ResumeError, StateError
+from nvme_offload.offload.errors import ResumeError, StateError
 from tests.support.durable_engine import TIERS, assert_goes_on_to, durable, settle, whole
 from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of
@@ -142,17 +142,3 @@ def test_a_checkpoint_is_loaded_over_a_run_of_one_commit(drive, tmp_path):
     with durable("bf16", drive, "run") as engine:
         assert engine.resume() == (2, {})
         assert_goes_on_to(engine, "bf16", drive, 2, 4)
-
-
-def refuse_backward(rank, world_size, path):
-    with pytest.warns(ConfigWarning, match="agree in step"):
-        engine = durable("bf16", path, "run", "backward")
-    with engine:
-        steps_of(engine, rank, range(2))
-        assert engine.optimizer.stats().updates_in_backward == 0
-        assert engine.optimizer.stats().updates_behind > 0
-
-
-@pytest.mark.slow
-def test_several_ranks_begin_no_update_in_backward_and_say_so(drive):
-    run_ranks(refuse_backward, 2, drive)

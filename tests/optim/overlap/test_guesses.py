@@ -1,16 +1,20 @@
 """Updates that begin in backward with a guess: the bits of the plain order, whether it was right or taken back."""
 
+import errno
 import shutil
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from nvme_offload import OffloadAdamW, OffloadConfig
+from nvme_offload import ConfigWarning, OffloadAdamW, OffloadConfig
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.errors import ConfigError, SwapIOError
 from nvme_offload.optim.step import guess
 from nvme_offload.optim.step.guess import Guesses
 from tests.support.failing_drive import Failing
+from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import loss_of, make, section
 
@@ -65,7 +69,7 @@ def wait_for_updates(optimizer):
 
 
 def backward(engine, step, scale=1):
-    loss = loss_of(engine, step)
+    loss = loss_of(engine, step, rank=dist.get_rank() if dist.is_initialized() else 0)
     engine.backward(loss * scale)
     return loss.item()
 
@@ -336,3 +340,86 @@ def test_it_needs_a_durable_run(tmp_path):
     config["zero_optimization"]["offload_optimizer"]["durable"] = False
     with pytest.raises(ConfigError, match=r"overlap_step = \"speculate\".*durable = true"):
         OffloadConfig.from_dict(config)
+
+
+LOST = 6
+"""The step whose commit fails on one rank."""
+
+
+def fail_once(engine):
+    """Have this rank's next commit fail."""
+    run = engine.optimizer.commits.run
+    commit = run.commit
+
+    def fail(*_):
+        run.commit = commit
+        raise OSError(errno.EIO, "it is broken")
+
+    run.commit = fail
+
+
+def train_with_others(rank, world_size, path, schedule, period):
+    """Between the backward after a commit that failed on one rank and its step, everybody dies, and others go on."""
+    exact = {"gradient_clipping": 0.0, "skip_non_finite": False} if schedule == "backward" else {}
+    scales = (1,) * len(SCALES) if schedule == "backward" else SCALES
+
+    def lasting(where):
+        config = config_of(where, schedule, period=period, **exact)
+        config["zero_optimization"]["offload_optimizer"] |= {"durable": "run", "rewrite_every": period}
+        return config
+
+    def lose_and_die(engine, step):
+        if step == LOST and rank == 1:
+            fail_once(engine)
+        if step == LOST + 1:
+            with engine.optimizer.store.worker.kept_away():
+                engine.optimizer.store.pipeline.synchronize()
+                dist.barrier()
+                if rank == 0:
+                    shutil.copytree(path, path / "found", ignore=lambda *_: {"found"})
+                dist.barrier()
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(guess, "_LEAST_RUN", 1)
+        patch.setattr(guess, "_LONGEST_RUN", 1)
+        plain, _, _ = trained(config_of(path, "off", **exact), scales)
+        ours, stats, num_begun = trained(lasting(path), scales, lose_and_die)
+        before, _, _ = trained(config_of(path, "off", **exact), scales[:LOST])
+        with model(lasting(path / "found")) as engine:
+            assert engine.resume()[0] == LOST
+            assert_same(full_state(engine.module, engine.optimizer), {n: v for n, v in before.items() if n != "seen"})
+    assert_same(ours, plain)
+    assert num_begun
+    assert stats.failed_commits == (rank == 1)
+    assert stats.updates_in_backward > 0
+    assert (stats.wrong_guesses > 0) == (schedule == "speculate")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "period"), [("backward", 1), pytest.param("speculate", 3, marks=pytest.mark.slow)]
+)
+def test_ranks_of_a_durable_run_begin_in_backward(tmp_path, schedule, period):
+    run_ranks(train_with_others, 2, tmp_path, schedule, period)
+
+
+def train_without_asking(rank, world_size, path):
+    config = config_of(path, "backward", gradient_clipping=0.0, skip_non_finite=False)
+    config["zero_optimization"]["offload_optimizer"]["durable"] = "run"
+    with model(config) as engine, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ConfigWarning)
+        for step in range(3):
+            loss_of(engine, step).backward()
+            engine.optimizer.step()
+        assert engine.optimizer.stats().updates_in_backward == 0
+        for _ in range(2):
+            engine.optimizer.expect_step(True)
+            loss_of(engine, step).backward()
+            assert wait_for_updates(engine.optimizer)
+            engine.optimizer.step()
+        assert engine.optimizer.stats().updates_in_backward > 0
+    assert [str(warning.message).count("expect_step") for warning in said] == [1]
+
+
+def test_ranks_that_do_not_say_which_backward_is_the_last_begin_in_the_step(tmp_path):
+    run_ranks(train_without_asking, 2, tmp_path)
