@@ -105,6 +105,7 @@ class Departures:
         try:
             memory = self._hold(block, departure)
         except BaseException:
+            self._release(block, departure)
             self._on_way.remove(departure)
             raise
         departure.copy, departure.mark = sent(memory.view(torch.uint8, 0, block.size_bytes), self._device)

@@ -330,9 +330,14 @@ class ParamTier:
                 self._end(gather)
             gather = _Gather(block)
             self.cache.order.note(block.index)
-        if gather not in self._gathers:
-            self.cache.hold(block, by=gather, is_new=is_new)
-            self._gathers.append(gather)
+        try:
+            if gather not in self._gathers:
+                self._gathers.append(gather)
+            if gather not in block.holders:
+                self.cache.hold(block, by=gather, is_new=is_new)
+        except BaseException:
+            self._let_go(gather)
+            raise
         gather.asked.add(shard)
         self._latest = gather
 
@@ -396,8 +401,14 @@ class ParamTier:
 
     def _end(self, gather: _Gather | None) -> None:
         if gather is not None:
-            self._gathers.remove(gather)
+            self._let_go(gather)
             self.cache.release(gather.block, by=gather)
+
+    def _let_go(self, gather: _Gather) -> None:
+        """Hold nothing for a gather. The hold goes first: one that is in the list and holds nothing, holds anew."""
+        gather.block.holders.discard(gather)
+        if gather in self._gathers:
+            self._gathers.remove(gather)
 
     def _give_up_stale(self) -> None:
         """End all but the latest gather: FSDP2 copied those before it asked for anything else; or wait for a device.

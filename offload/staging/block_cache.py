@@ -166,14 +166,14 @@ class BlockCache:
         try:
             block.holders.add(by)  # nothing that follows takes its buffer, or gives it one
             self._bring(block, change=change, load=load, in_order=in_order)
+            assert block.buffer is not None
+            block.unused = False
+            self._staging.touch(block)
+            if in_order:
+                self._read_ahead()
         except BaseException:
             block.holders.discard(by)
             raise
-        assert block.buffer is not None
-        block.unused = False
-        self._staging.touch(block)
-        if in_order:
-            self._read_ahead()
         return block.buffer
 
     def _bring(self, block: Block, *, change: bool, load: bool, in_order: bool) -> None:

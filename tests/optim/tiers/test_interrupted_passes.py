@@ -65,3 +65,23 @@ def test_a_step_is_done_again_or_finished_or_refused(alone, tmp_path, stage, str
             engine.optimizer.synchronize()
             check_buffers(engine, interrupt.place)
     assert not list(drive.iterdir())
+
+
+def test_a_gather_that_is_cut_short_holds_no_buffer_that_nobody_gives_back(alone, tmp_path):
+    with make(section(tmp_path, **EVERYTHING), num_layers=2) as engine:
+        for number in range(3):  # from then on it is known what is used next, and read ahead
+            train_step(engine, number)
+        tier = engine.optimizer.store.blocks.params
+        first, second = [shards[0] for shards in tier._shards.values()][:2]
+        for interrupt in every(3, raise_struck):
+            for shard in (first, second):
+                try:
+                    with interrupt:
+                        tier.begin_gather(shard)
+                except Struck:
+                    pass
+                holders = [gather for gather in tier._gathers if gather.block is shard.block]
+                assert list(shard.block.holders) == holders, interrupt.place
+            for gather in list(tier._gathers):
+                tier._end(gather)
+            tier._latest = None
