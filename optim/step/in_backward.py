@@ -164,6 +164,9 @@ class FinalGradients:
         self._found: dict[int, tuple[int, ...]] = {}
         self._is_taken_back = False
         self._hooked: set[int] = set()
+        self._places: dict[int, int] = {}
+        self._held: dict[torch.Tensor, ParamRecord] = {}
+        self._held_in: int | None = None
         self._num_early: int | None = None
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -190,8 +193,12 @@ class FinalGradients:
             StateError: it was final before, or comes of weights that were perhaps old.
             SwapIOError, CorruptionError: it was final before, and what was updated with it cannot be taken back now.
         """
-        store, job = self._store, self._job
+        store = self._store
         record, parts = store.table.of(leaf), parts_of(leaf)
+        memory = self._memory_added_to(record, leaf)
+        if memory != self._held_in:
+            self._hand_in_held()
+        job = self._job
         if job is not None and record.index in job.step.final:
             self._take_back_or_refuse(record)
             return
@@ -199,7 +206,36 @@ class FinalGradients:
         if store.is_closed or not may_begin or not _is_reduced(parts):
             return
         store.check_waited_for((record.index,))
-        job = job or self._begin()
+        if memory is None:
+            self._hand_in(record, leaf)
+        else:
+            self._held_in = memory
+            self._held[leaf] = record
+
+    def _memory_added_to(self, record: ParamRecord, leaf: torch.Tensor) -> int | None:
+        """Address of the memory in which a gradient was added up with others of its unit; None for one by itself.
+
+        FSDP2 reduces the gradients of a unit into one tensor and, where there were some already, adds to them one after
+        the other. They share a version, which says that one has changed when another is added to.
+        """
+        if leaf.grad is None:
+            return None
+        local = local_tensor(leaf.grad)
+        place, memory = local.data_ptr(), local.untyped_storage()
+        is_old, self._places[record.index] = self._places.get(record.index) == place, place
+        return memory.data_ptr() if is_old and memory.nbytes() > local.nbytes else None
+
+    def _hand_in_held(self) -> None:
+        """Hand in the gradients of a unit, to which nothing is added any more once there is one of another unit.
+
+        Those of the last unit are left to the step.
+        """
+        held, self._held, self._held_in = self._held, {}, None
+        for leaf, record in held.items():
+            self._hand_in(record, leaf)
+
+    def _hand_in(self, record: ParamRecord, leaf: torch.Tensor) -> None:
+        job = self._job or self._begin()
         if job is not None and (grad := flat_grad(leaf, record.name)) is not None:
             self._found[record.index] = _identity_of(leaf)
             job.take(record.index, grad)
@@ -228,6 +264,7 @@ class FinalGradients:
             StateError: a hyperparameter or a gradient has changed since. What was guessed is taken back instead.
             SwapIOError, CorruptionError: that failed.
         """
+        self._held.clear()
         begun = self._open
         if begun is None:
             return
@@ -303,6 +340,7 @@ class FinalGradients:
             SwapIOError, CorruptionError: that failed.
         """
         store = self._store
+        self._held.clear()
         if self._guess is not None:
             self.take_back()
             return

@@ -358,13 +358,14 @@ def fail_once(engine):
     run.commit = fail
 
 
-def train_with_others(rank, world_size, path, schedule, period):
+def train_with_others(rank, world_size, path, schedule, period, precision, accumulation):
     """Between the backward after a commit that failed on one rank and its step, everybody dies, and others go on."""
     exact = {"gradient_clipping": 0.0, "skip_non_finite": False} if schedule == "backward" else {}
     scales = (1,) * len(SCALES) if schedule == "backward" else SCALES
+    more = {**PRECISIONS[precision], **exact}
 
     def lasting(where):
-        config = config_of(where, schedule, period=period, **exact)
+        config = config_of(where, schedule, accumulation, period, **more)
         config["zero_optimization"]["offload_optimizer"] |= {"durable": "run", "rewrite_every": period}
         return config
 
@@ -383,9 +384,9 @@ def train_with_others(rank, world_size, path, schedule, period):
         warnings.simplefilter("ignore")
         patch.setattr(guess, "_LEAST_RUN", 1)
         patch.setattr(guess, "_LONGEST_RUN", 1)
-        plain, _, _ = trained(config_of(path, "off", **exact), scales)
+        plain, _, _ = trained(config_of(path, "off", accumulation, **more), scales)
         ours, stats, num_begun = trained(lasting(path), scales, lose_and_die)
-        before, _, _ = trained(config_of(path, "off", **exact), scales[:LOST])
+        before, _, _ = trained(config_of(path, "off", accumulation, **more), scales[:LOST])
         with model(lasting(path / "found")) as engine:
             assert engine.resume()[0] == LOST
             assert_same(full_state(engine.module, engine.optimizer), {n: v for n, v in before.items() if n != "seen"})
@@ -397,10 +398,15 @@ def train_with_others(rank, world_size, path, schedule, period):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "period"), [("backward", 1), pytest.param("speculate", 3, marks=pytest.mark.slow)]
+    ("schedule", "period", "precision", "accumulation"),
+    [
+        ("backward", 1, "fp32", 2),  # whose gradients are added up in the memory that a unit was reduced into
+        pytest.param("speculate", 1, "mixed", 2, marks=pytest.mark.slow),
+        pytest.param("speculate", 3, "bf16", 1, marks=pytest.mark.slow),
+    ],
 )
-def test_ranks_of_a_durable_run_begin_in_backward(tmp_path, schedule, period):
-    run_ranks(train_with_others, 2, tmp_path, schedule, period)
+def test_ranks_of_a_durable_run_begin_in_backward(tmp_path, schedule, period, precision, accumulation):
+    run_ranks(train_with_others, 2, tmp_path, schedule, period, precision, accumulation)
 
 
 def train_without_asking(rank, world_size, path):
