@@ -27,6 +27,7 @@ R = TypeVar("R")
 # ``torch.utils._pytree``: how every tensor subclass in torch itself walks the arguments of an operator.
 __all__ = [
     "METADATA_GLOBALS",
+    "base_of",
     "compute_on_shards",
     "drop_unsharded_grads",
     "foreach_of",
@@ -66,6 +67,14 @@ def version_of(tensor: torch.Tensor) -> int:
     show in it.
     """
     return tensor._version
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that another one is a view of; None where it is none.
+
+    ``Tensor._base``: all views of one share its `version_of`.
+    """
+    return tensor._base
 
 
 def is_view(op: Any) -> bool:

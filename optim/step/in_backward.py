@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nvme_offload.offload._torch_private import local_tensor, num_backwards_left, version_of
+from nvme_offload.offload._torch_private import base_of, local_tensor, num_backwards_left, version_of
 from nvme_offload.offload.devices.device import Event, is_host, queued
 from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.durable.taking_back import take_back
@@ -166,7 +166,7 @@ class FinalGradients:
         self._hooked: set[int] = set()
         self._places: dict[int, int] = {}
         self._held: dict[torch.Tensor, ParamRecord] = {}
-        self._held_in: int | None = None
+        self._held_in: torch.Tensor | None = None
         self._num_early: int | None = None
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -195,8 +195,8 @@ class FinalGradients:
         """
         store = self._store
         record, parts = store.table.of(leaf), parts_of(leaf)
-        memory = self._memory_added_to(record, leaf)
-        if memory != self._held_in:
+        whole = self._added_up_in(record, leaf)
+        if whole is not self._held_in:
             self._hand_in_held()
         job = self._job
         if job is not None and record.index in job.step.final:
@@ -206,14 +206,14 @@ class FinalGradients:
         if store.is_closed or not may_begin or not _is_reduced(parts):
             return
         store.check_waited_for((record.index,))
-        if memory is None:
+        if whole is None:
             self._hand_in(record, leaf)
         else:
-            self._held_in = memory
+            self._held_in = whole
             self._held[leaf] = record
 
-    def _memory_added_to(self, record: ParamRecord, leaf: torch.Tensor) -> int | None:
-        """Address of the memory in which a gradient was added up with others of its unit; None for one by itself.
+    def _added_up_in(self, record: ParamRecord, leaf: torch.Tensor) -> torch.Tensor | None:
+        """The tensor that a gradient was added up in with others of its unit; None for one by itself.
 
         FSDP2 reduces the gradients of a unit into one tensor and, where there were some already, adds to them one after
         the other. They share a version, which says that one has changed when another is added to.
@@ -221,18 +221,21 @@ class FinalGradients:
         if leaf.grad is None:
             return None
         local = local_tensor(leaf.grad)
-        place, memory = local.data_ptr(), local.untyped_storage()
-        is_old, self._places[record.index] = self._places.get(record.index) == place, place
-        return memory.data_ptr() if is_old and memory.nbytes() > local.nbytes else None
+        is_old, self._places[record.index] = self._places.get(record.index) == local.data_ptr(), local.data_ptr()
+        return base_of(local) if is_old else None
 
     def _hand_in_held(self) -> None:
         """Hand in the gradients of a unit, to which nothing is added any more once there is one of another unit.
 
         Those of the last unit are left to the step.
         """
-        held, self._held, self._held_in = self._held, {}, None
-        for leaf, record in held.items():
+        held = list(self._held.items())
+        self._drop_held()
+        for leaf, record in held:
             self._hand_in(record, leaf)
+
+    def _drop_held(self) -> None:
+        self._held, self._held_in = {}, None
 
     def _hand_in(self, record: ParamRecord, leaf: torch.Tensor) -> None:
         job = self._job or self._begin()
@@ -264,7 +267,7 @@ class FinalGradients:
             StateError: a hyperparameter or a gradient has changed since. What was guessed is taken back instead.
             SwapIOError, CorruptionError: that failed.
         """
-        self._held.clear()
+        self._drop_held()
         begun = self._open
         if begun is None:
             return
@@ -340,7 +343,7 @@ class FinalGradients:
             SwapIOError, CorruptionError: that failed.
         """
         store = self._store
-        self._held.clear()
+        self._drop_held()
         if self._guess is not None:
             self.take_back()
             return

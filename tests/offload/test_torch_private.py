@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload import _torch_private
 from nvme_offload.offload._torch_private import (
     METADATA_GLOBALS,
+    base_of,
     compute_on_shards,
     drop_unsharded_grads,
     foreach_of,
@@ -47,6 +48,18 @@ from nvme_offload.offload._torch_private import (
 from tests.support.ranks import run_ranks
 
 aten = torch.ops.aten
+
+
+def test_base_of():
+    """Views of one tensor share its version, those that FSDP2 makes without autograd, too."""
+    with torch.no_grad():
+        whole = torch.zeros(4)
+        first, second = torch.as_strided(whole, (2,), (1,), 0), torch.as_strided(whole, (2,), (1,), 2)
+    assert base_of(first) is base_of(second) is whole
+    assert base_of(whole) is None
+    before = version_of(first)
+    second += 1
+    assert version_of(first) > before
 
 
 def test_version_of_counts_in_place_changes():
