@@ -191,10 +191,14 @@ class OffloadOptimizer(DurableMethods, Optimizer):
             self.__dict__.pop("grad_scale", None)
             self.__dict__.pop("found_inf", None)
             raise
+        self._end_step()
+        return loss
+
+    def _end_step(self) -> None:
+        """A step was taken: sum up its iteration, have it last, and note how the run is."""
         self._meter.end_iteration(self._moved())
         self._commit_step()
         self._record.note(self._said)
-        return loss
 
     def try_step(self, loss_scale: float | None = None) -> bool:
         """`step` for a training engine, which has to know whether it was taken.
@@ -323,7 +327,7 @@ class OffloadOptimizer(DurableMethods, Optimizer):
             if (unfinished := self.store.unfinished) is None:
                 raise StateError(type(self).__name__, "a step that stopped halfway", "no such step")
             self._stepper.finish(unfinished)
-        self._commit_step()
+        self._end_step()
 
     def synchronize(self) -> None:
         """Wait for the updates, writes and reads that still run behind the latest step.

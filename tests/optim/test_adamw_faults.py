@@ -175,6 +175,22 @@ def test_what_failed_before_the_cause_was_removed_is_not_reported_again(make_ada
     expected.assert_equals(optimizer)
 
 
+def test_an_iteration_ends_with_the_step_that_was_finished(make_adamw, monkeypatch):
+    """What its timeline has is forgotten then, however many steps in a row are finished."""
+    params, optimizer, tier = make_faulty(make_adamw, None, buffers=2)
+    drive = Failing(tier, monkeypatch, Op.WRITE)
+    lengths = []
+    for step in range(8):
+        drive.healthy = False
+        set_grads(params, step)
+        with pytest.raises(SwapIOError):
+            optimizer.step()
+        drive.healthy = True
+        optimizer.finish_step()
+        lengths.append(len(optimizer.timeline()))
+    assert max(lengths[4:]) < 2 * max(lengths[1:4]), lengths
+
+
 def test_a_failed_step_goes_back_to_a_checkpoint(make_adamw, monkeypatch):
     params, optimizer, tier = make_faulty(make_adamw, None, buffers=2)
     _, other, _ = make_faulty(make_adamw, None, buffers=4)
