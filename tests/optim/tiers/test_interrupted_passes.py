@@ -34,7 +34,7 @@ def check_buffers(engine, place):
 
 @pytest.mark.parametrize("strike", [raise_struck, send_sigint])
 @pytest.mark.parametrize(
-    ("stage", "stride"), [(3, 1501), *(pytest.param(stage, 17, marks=pytest.mark.slow) for stage in (1, 3))]
+    ("stage", "stride"), [(3, 1501), *(pytest.param(stage, 101, marks=pytest.mark.slow) for stage in (1, 3))]
 )
 def test_a_step_is_done_again_or_finished_or_refused(alone, tmp_path, stage, strike, stride):
     drive, root = tmp_path / "drive", tmp_path / "checkpoints"
