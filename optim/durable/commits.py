@@ -74,7 +74,8 @@ class Commits:
         self._pending: tuple[int, bytes] | None = None
         self._has_failed = False
         self._has_begun = False
-        self._is_settled = True
+        self.is_settled = True
+        """Whether every rank knows of the latest commit whether it lasts on all, so that each may write."""
         self._said: tuple[object, ...] | None = None
         """What has been said of the commits that fail, until one lasts."""
         self._num_agreed = self._num_identified = -1
@@ -129,9 +130,9 @@ class Commits:
         if not self._num_placed:  # nothing has had a gradient so far
             return
         self.tick += 1  # whatever fails here: ranks that end the same step have the same one
-        if not self._is_settled:  # a step without gradients, which had nothing to wait for
+        if not self.is_settled:  # a step without gradients, which had nothing to wait for
             self.settle()
-        self._is_settled = False
+        self.is_settled = False
         try:
             with torch.no_grad():
                 self._prepare()
@@ -153,7 +154,7 @@ class Commits:
         Collective where several ranks step together: it lasts on all of them, or on none.
         """
         had_begun = self._has_begun
-        lasts, self._has_begun, self._is_settled = self._settle_own(), False, True
+        lasts, self._has_begun, self.is_settled = self._settle_own(), False, True
         ranks = self.ranks()
         if ranks.several and not ranks.all(lasts):
             if lasts and had_begun:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from nvme_offload.offload._torch_private import base_of, local_tensor, num_backwards_left, version_of
 from nvme_offload.offload.devices.device import Event, is_host, queued
 from nvme_offload.offload.errors import StateError
+from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.taking_back import take_back
 from nvme_offload.optim.grad_norm import sums_from_device, tile_sums
 from nvme_offload.optim.layout.flat import flat_grad
@@ -149,15 +150,24 @@ class FinalGradients:
         rule: the optimizer's.
         guesses: of what steps multiply gradients by. What is begun with a wrong one, or would be an error because of
             what somebody did after backward, is taken back. None: nothing is guessed.
+        commits: of a durable run on several ranks: none of them writes before all know of the latest one.
     """
 
-    def __init__(self, store: StateStore, meter: Meter, rule: UpdateRule, guesses: Guesses | None = None) -> None:
+    def __init__(
+        self,
+        store: StateStore,
+        meter: Meter,
+        rule: UpdateRule,
+        guesses: Guesses | None = None,
+        commits: Commits | None = None,
+    ) -> None:
         self.is_last_backward = (store.config.gradient_accumulation_steps or 1) == 1
         """Whether the backward that runs, or runs next, is the last one of its step."""
         self._store = store
         self._meter = meter
         self._rule = rule
         self._guesses = guesses
+        self._commits = commits
         self._groups: Sequence[Mapping[str, Any]] = ()
         self._begun_with: list[dict[str, Any]] = []
         self._guess: Guess | None = None
@@ -177,6 +187,11 @@ class FinalGradients:
             if record.index not in self._hooked and param.requires_grad:
                 self._hooked.add(record.index)
                 param.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
+
+    @property
+    def must_agree(self) -> bool:
+        """Whether the ranks have to agree that the step before lasts on all of them before an update begins."""
+        return self._commits is not None and not self._commits.is_settled
 
     @property
     def begins_next(self) -> bool:
@@ -202,7 +217,7 @@ class FinalGradients:
         if job is not None and record.index in job.step.final:
             self._take_back_or_refuse(record)
             return
-        may_begin = self.is_last_backward and self.begins_next and _may_begin(store, record)
+        may_begin = self.is_last_backward and self.begins_next and not self.must_agree and _may_begin(store, record)
         if store.is_closed or not may_begin or not _is_reduced(parts):
             return
         store.check_waited_for((record.index,))

@@ -68,19 +68,11 @@ class Stepper:
         self._commits = commits
         self._has_said_that_nothing_overlaps = False
         guesses = Guesses() if config.overlap_step == "speculate" else None
-        begins = config.overlap_step in ("backward", "speculate")
-        self.final = FinalGradients(store, meter, rule, guesses) if begins else None
-        """Begins the updates in backward, where the section asks for that."""
-        self._has_agreed = False
-        """Whether the ranks of a durable run know that the step before lasts on all of them, so that each may write."""
         self._has_said_that_nobody_agreed = False
-        if self.final is not None and self._must_agree:
-            self.final.is_last_backward = False
-
-    @property
-    def _must_agree(self) -> bool:
-        """Whether other ranks of a durable run have to have committed the step before when this one writes."""
-        return self._commits is not None and dist.is_initialized() and dist.get_world_size() > 1
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        begins = config.overlap_step in ("backward", "speculate")
+        self.final = FinalGradients(store, meter, rule, guesses, commits if several else None) if begins else None
+        """Begins the updates in backward, where the section asks for that."""
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Note that these are the optimizer's groups from now on."""
@@ -91,22 +83,15 @@ class Stepper:
         """See `OffloadOptimizer.expect_step`."""
         if self.final is None:
             return
-        if after_next_backward and self._must_agree and not self._has_agreed:
+        if after_next_backward and self.final.must_agree:
             with self._store.at_rest():
-                self._agree()
+                self._settle_commit()
         self.final.is_last_backward = after_next_backward
 
-    def _agree(self) -> None:
-        """Settle the commit of the step before. Collective where several ranks step together."""
-        if self._commits is not None and not self._has_agreed:
+    def _settle_commit(self) -> None:
+        """Know of the commit of the step before whether it lasts. Collective where several ranks step together."""
+        if self._commits is not None and not self._commits.is_settled:
             self._commits.settle()
-        self._has_agreed = True
-
-    def _end_agreement(self) -> None:
-        """What was agreed on was of the step that ends here."""
-        self._has_agreed = False
-        if self.final is not None and self._must_agree:
-            self.final.is_last_backward = False
 
     def drop_begun(self) -> None:
         """Note that the gradients are dropped: where updates have begun in backward, the step cannot be completed."""
@@ -165,10 +150,9 @@ class Stepper:
         if not was_settled:
             self.watch(groups)
         grad_scale = self._grad_scale(grads, loss_scale, found_inf)
-        if self.final is not None and self._must_agree and not self._has_agreed:
+        if self.final is not None and self.final.is_last_backward and self.final.must_agree:
             self._say_once_that_nobody_agreed()
-        self._agree()  # not earlier, if it may be: the writes of the step before go on while the norm is taken
-        self._end_agreement()
+        self._settle_commit()  # not earlier, if it may be: the writes of the step before go on while the norm is taken
         begun = self.final.begun(grad_scale) if self.final is not None and grads else None
         if not grads or grad_scale is None:
             return
