@@ -155,14 +155,21 @@ class ExtentRing:
             return base.extent  # nobody refers to it yet
         return self._target(slot, record.layout.base.parts)
 
-    def to_append(self, slot: int) -> Extent:
+    def to_append(self, slot: int, place: int | None = None) -> Extent:
         """Where the next entry goes: the same until it is sealed, or the next turn begins.
+
+        Args:
+            slot: which one.
+            place: of the entry in the log. One that was sealed, and not written, goes where it was to go. None: behind
+                all there are.
 
         Raises:
             StateError: there is nothing to add to.
             OutOfSpaceError: chains are longer than turns make them, and there is no room for more.
         """
         record = self.slots[slot]
+        if place is not None and place < len(record.current.log):
+            return record.current.log[place].extent
         if record.current.base is None or len(record.current.log) >= record.layout.period - 1:
             raise StateError(f"slot {slot}", "a base, and room in its log", f"{len(record.current.log)} entries")
         return self._target(slot, record.layout.entry_bytes)
@@ -187,7 +194,7 @@ class ExtentRing:
         self._rows.set_base(slot, base)
         self.suspects.discard(slot)
 
-    def seal_entry(self, slot: int, memory: Memory, size_bytes: int, sums: Sums) -> int:
+    def seal_entry(self, slot: int, memory: Memory, size_bytes: int, sums: Sums, *, place: int | None = None) -> int:
         """Write the trailer of an entry; returns the bytes to write, the trailer included.
 
         The chain of the slot goes on with what is about to go to `to_append`.
@@ -197,10 +204,12 @@ class ExtentRing:
             memory: with the entry.
             size_bytes: of the entry without its trailer.
             sums: of these bytes, as the sums of a state without a tail.
+            place: as in `to_append`: an exception may have kept from the caller that the entry is sealed.
         """
         record = self.slots[slot]
         content = ExtentLayout(size_bytes, 0, record.layout.base.alignment)
-        entry, log = self._sealed(slot, self.to_append(slot), memory, content, sums), record.current.log
+        log = record.current.log[:place]
+        entry = self._sealed(slot, self.to_append(slot, place), memory, content, sums)
         self._become(slot, Chain(record.current.base, (*log, entry)))
         self._rows.set_entry(slot, len(log), entry)
         return content.size_bytes

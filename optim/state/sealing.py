@@ -104,10 +104,10 @@ class Sealing:
             target = self._seal_entry(slot, slot.buffer, slot.draft)
         else:
             target = self._seal_base(slot, slot.buffer)
-        # No call in between: a signal handler sees what is sealed, or what is to be.
+        self.point(slot)
+        # No call in between: a signal handler sees what is sealed, or what is to be, which is then sealed once more.
         slot.draft = slot.sums = None
         slot.target = target
-        self.point(slot)
         return target
 
     def point(self, slot: SlotRecord) -> None:
@@ -123,8 +123,8 @@ class Sealing:
     def _seal_entry(self, slot: SlotRecord, memory: Memory, draft: Draft) -> WriteTarget:
         part, extents = PartOfMemory(memory, draft.start), self.run.extents
         sums = Sums(self._kernels.tile_checksums(part.view(torch.int32, 0, draft.size_bytes // 4)), _NO_SUMS)
-        extent = extents.to_append(slot.index)
-        size_bytes = extents.seal_entry(slot.index, part, draft.size_bytes, sums)
+        extent = extents.to_append(slot.index, draft.place)
+        size_bytes = extents.seal_entry(slot.index, part, draft.size_bytes, sums, place=draft.place)
         return WriteTarget(extent, draft.start, size_bytes)
 
     def _seal_base(self, slot: SlotRecord, memory: Memory) -> WriteTarget:

@@ -139,7 +139,8 @@ class SlotLogs:
         data = format_.data(entry, format_.most_bytes)
         changed, data_bytes = self._kernels.update_and_log(segments, data)
         fits = data_bytes <= data.numel()
-        draft = Draft(entry.start, format_.finish(entry, data_bytes)) if fits else None
+        place = len(self._extents.slots[slot.index].current.log)
+        draft = Draft(entry.start, format_.finish(entry, data_bytes), place) if fits else None
         # No call in between, as in `_update`.
         slot.is_behind = False
         slot.draft = draft

@@ -21,6 +21,8 @@ class Draft(NamedTuple):
     """Byte of the buffer at which it begins."""
     size_bytes: int
     """Without its trailer."""
+    place: int
+    """Which entry of the log it is."""
 
 
 class SlotRecord(Slot):

@@ -317,6 +317,23 @@ def test_nothing_is_added_to_a_slot_without_a_base_or_with_a_full_log(space):
         ring.to_append(0)
 
 
+def test_an_entry_that_is_sealed_again_takes_the_place_that_it_had(space):
+    """As where an exception came before anybody knew of it. Twice in the log, its step would be done twice."""
+    drive = Drive(space, layouts(1, 4))
+    for _ in range(2):
+        drive.step([0])
+    ring, place = drive.ring, len(drive.ring.slots[0].current.log)
+    ring.begin_turn()
+    extents = []
+    for number in (3, 4):
+        extents.append(ring.to_append(0, place))
+        ring.seal_entry(0, MEMORY, CONTENT.state_bytes, Sums(torch.full((1,), number), NO_SUMS), place=place)
+    log = ring.slots[0].current.log
+    assert [entry.extent for entry in log[place:]] == extents[:1] == extents[1:]
+    assert len(ring.tables["log"]) == place + 1
+    assert log[-1].root in ring.tables["log"][-1], "the latter's trailer"
+
+
 def test_slots_of_a_failed_sync_are_due_until_they_are_rewritten(space):
     drive = Drive(space, layouts(4, 4))
     drive.step([0, 1, 2, 3])
