@@ -10,6 +10,7 @@ import torch
 from nvme_offload.offload.durable.chain import Chain
 from nvme_offload.offload.errors import StateError, SwapIOError
 from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.storage.extent import NOWHERE
 from nvme_offload.offload.storage.swap_space import SwapSpace
 
 
@@ -40,7 +41,8 @@ class PinnedReader:
             self._memory = HostRegion(extent.size_bytes)
         at = 0
         for fd, offset, size_bytes in extent.stripes:
-            self._fill(fd, offset, at, size_bytes)
+            if fd != NOWHERE:
+                self._fill(fd, offset, at, size_bytes)
             at += size_bytes
         return self._memory
 
