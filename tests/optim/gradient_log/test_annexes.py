@@ -63,19 +63,17 @@ def test_five_subgroups_stay_in_the_memory_of_four(optimizer):
 )
 def test_the_bits_are_those_of_a_training_in_place(pairs, period, more):
     pair = pairs(ADAMW, period, seed=period, **{**ANNEXED, **more})
-    for number in range(12):
+    for number in range(9):
         pair.step()
-        if number in (3, 9):
+        if number == 6:
             pair.reopen()
-        if number % 4 == 0:
-            pair.check()
     pair.check()
     annexed(pair.logged)
     assert pair.chains
     assert pair.logged.stats().failed_commits == 0
 
 
-@pytest.mark.parametrize("first", range(1, 14, 3))
+@pytest.mark.parametrize("first", [1, 4, 10])
 def test_what_the_drive_did_not_take_is_kept_with_the_annex_that_it_is_in(pairs, monkeypatch, first):
     pair = pairs(ADAMW, 3, seed=1, dtypes=BF16, **FOUR)
     for _ in range(3):
@@ -163,7 +161,7 @@ def test_an_optimizer_that_is_told_later_overlaps_with_the_buffers_that_it_has(d
         assert later.stats().updates_behind > 0
 
 
-@pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [797, pytest.param(13, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("strike", [raise_struck, send_sigint])
 def test_a_step_that_is_cut_short_leaves_each_annex_with_one_owner(pairs, strike, stride):
     pair = pairs(ADAMW, 3, seed=2, dtypes=BF16, shapes=[(TILE_NUMEL,)] * 7, **FOUR)
@@ -187,7 +185,7 @@ def test_a_step_that_is_cut_short_leaves_each_annex_with_one_owner(pairs, strike
         check(pair, interrupt)
 
 
-@pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [797, pytest.param(13, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("read", ["state_dict", "synchronize"])
 def test_a_reader_that_is_cut_short_changes_nothing(pairs, read, stride):
     pair = pairs(ADAMW, 3, seed=2, dtypes=BF16, shapes=[(TILE_NUMEL,)] * 7, **FOUR)
