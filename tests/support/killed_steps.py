@@ -35,7 +35,7 @@ _PAGE = struct.Struct("<qqq")  # resumed at, steps begun, steps that returned
 _ATTEMPTS = 400
 
 
-ANNEXED = {"buffers": 6, "staging_budget": "24MiB", "queue_depth": 1, "block_size": 4096}
+ANNEXED = {"buffers": 6, "staging_budget": "24MiB", "queue_depth": 2, "block_size": "64KiB"}
 """Of a section: so little keeps such a drive busy that staging buffers share annexes, where updates are logged."""
 
 
