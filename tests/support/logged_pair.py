@@ -1,5 +1,6 @@
 """The same training twice: in place, and as a durable run with a log."""
 
+import contextlib
 import random
 
 import torch
@@ -48,6 +49,11 @@ class Pair:
 
     def plain_step(self, **more):
         self.step(missing=0, zeros=0, hands=0, **more)
+
+    def step_and_wait_on_a_drive_that_fails(self):
+        for call in (self.logged.step, self.logged.synchronize):
+            with contextlib.suppress(OSError):  # the one or the other finds it
+                call()
 
     def rate_of_step(self):
         for optimizer in (self.own, self.logged):

@@ -80,17 +80,10 @@ def test_what_the_drive_did_not_take_is_kept_with_the_annex_that_it_is_in(pairs,
         pair.plain_step()
     pair.logged.synchronize()
     annexed(pair.logged)
-    pair.number += 1
-    for params in (pair.plain, pair.params):
-        set_grads(params, 7)
-    pair.rate_of_step()
-    pair.own.step()
     failing = Failing(pair.logged.store.tier, monkeypatch, Op.WRITE, first=first)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for call in (pair.logged.step, pair.logged.synchronize):
-            with contextlib.suppress(OSError):
-                call()
+        pair.plain_step(by=pair.step_and_wait_on_a_drive_that_fails)
         if not pair.logged.has_unfinished_step:
             pair.check()  # a drive that takes no writes keeps nobody from what is in memory
         failing.healthy = True

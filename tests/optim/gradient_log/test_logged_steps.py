@@ -179,18 +179,10 @@ def test_an_entry_that_the_drive_did_not_take_is_written_once(pairs, monkeypatch
     pair = pairs(ADAMW, 4, seed=1)
     pair.plain_step()
     pair.logged.synchronize()
-    pair.number += 1
-    for params in (pair.plain, pair.params):
-        set_grads(params, 1)
-    pair.rate_of_step()
-    pair.own.step()
     failing = Failing(pair.logged.store.tier, monkeypatch, Op.WRITE, first=first)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with contextlib.suppress(OSError):  # or the next call finds it
-            pair.logged.step()
-        with contextlib.suppress(OSError):
-            pair.logged.synchronize()
+        pair.plain_step(by=pair.step_and_wait_on_a_drive_that_fails)
         assert failing.left <= 0
         failing.healthy = True
         if pair.logged.has_unfinished_step:
