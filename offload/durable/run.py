@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import secrets
 import time
@@ -12,7 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
+from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable import identity as identities
 from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.directory import DurableDirectory, check_name
@@ -61,6 +64,17 @@ class DurableRun:
         ResumeError: what is there was made for other paths, or is damaged.
         SwapIOError: a path cannot be used.
     """
+
+    @classmethod
+    def of(cls, config: OffloadConfig) -> DurableRun | None:
+        """This rank's part of the run that a section names; None where its state ends with the process."""
+        section, aio = config.zero_optimization.offload_optimizer, config.aio
+        if section.run_name is None:
+            return None
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        name, steps_back = section.run_name, section.rewind_steps
+        paths, weights = config.nvme_paths, aio.path_weights
+        return cls(paths, name=name, rank=rank, direct=aio.direct, weights=weights, steps_back=steps_back)
 
     def __init__(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -84,7 +83,7 @@ class StateStore(StateBody):
         if section.device == "nvme":
             self.pool = BufferPool(self._num_buffers, 1)
             # With a finalizer of its own, should anything after it fail.
-            self.run = _open_run(config)
+            self.run = DurableRun.of(config)
             self.tier = NvmeTier(config, space=self.run.space) if self.run is not None else NvmeTier(config)
         try:
             # Not a method of this object, which would live until the garbage collector runs.
@@ -492,19 +491,3 @@ def _only(devices: set[torch.device]) -> torch.device:
         raise ValueError(f"parameters are on several devices ({', '.join(map(str, devices))}): use one per process")
     (device,) = devices
     return device
-
-
-def _open_run(config: OffloadConfig) -> DurableRun | None:
-    section = config.zero_optimization.offload_optimizer
-    if section.run_name is None:
-        return None
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    aio = config.aio
-    return DurableRun(
-        config.nvme_paths,
-        name=section.run_name,
-        rank=rank,
-        direct=aio.direct,
-        weights=aio.path_weights,
-        steps_back=section.rewind_steps,
-    )
