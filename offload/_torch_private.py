@@ -151,8 +151,12 @@ def make_wrapper(cls: Any, like: torch.Tensor, device: torch.device, dtype: torc
     """A tensor of class `cls` that declares `dtype` and the shape and strides of `like`, and holds no data.
 
     ``Tensor._make_wrapper_subclass``: the documented way to write such a class, with an undocumented name.
+    ``torch._C._set_throw_on_mutable_data_ptr``: without it C++ (DLPack, storages) hands out address 0, and who reads
+    there is killed. With it there is an error.
     """
-    return torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=device)
+    tensor = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=device)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
 
 
 def sharded_like(local: torch.Tensor, like: DTensor) -> DTensor:

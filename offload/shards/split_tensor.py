@@ -9,6 +9,7 @@ import torch
 from torch.profiler import record_function
 
 from nvme_offload.offload._torch_private import is_view, make_wrapper, tree_flatten, tree_unflatten, written_tensors
+from nvme_offload.offload.shards.memoryless import MemorylessTensor
 
 
 class Parts(Protocol):
@@ -87,12 +88,13 @@ class _Source:
         copied.copy_(self.joined())
 
 
-class SplitTensor(torch.Tensor):
+class SplitTensor(MemorylessTensor):
     """A read-through, write-through fp32 tensor.
 
     It holds no data of its own. Every operator joins the parts first; an operator that works in place splits the
     result back; views stay views. So state dicts are fp32 and conventional, and ``copy_``, ``load_state_dict`` and
-    stock optimizers do what they say. Clones and factories (``zeros_like``) give plain tensors, as does serialization.
+    stock optimizers do what they say. Clones and factories (``zeros_like``) give plain tensors, as do serialization
+    and DLPack.
     FSDP2 gathers what is stored for it alone, through its all-gather extension.
 
     Reading one costs a pass over its parts, which may have to come from a drive: the training step never does it.
@@ -129,6 +131,20 @@ class SplitTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.plain()
+
+    def __dlpack__(self, *, copy: bool | None = None, **asked: Any) -> Any:
+        """Give a capsule of a plain fp32 copy; who writes to it changes the copy alone.
+
+        Raises:
+            BufferError: `copy` is False, and there is no memory to share; or the tensor requires grad.
+        """
+        if copy is False:
+            raise BufferError(str(self._refusal("DLPack with copy=False")))
+        plain = self.plain().requires_grad_(self.requires_grad)  # torch refuses to export a tensor that requires grad
+        return plain.__dlpack__(**asked)
+
+    def _whose(self) -> tuple[str, str]:
+        return "a parameter whose parts live apart", "read a copy of it (`.clone()`), and write with `.copy_()`"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

@@ -9,10 +9,10 @@ import torch
 
 from nvme_offload.offload._torch_private import foreach_of, make_wrapper
 from nvme_offload.offload.devices.device import HOST
-from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.shards.memoryless import MemorylessTensor
 
 
-class StandIn(torch.Tensor):
+class StandIn(MemorylessTensor):
     """Declares dtype, shape, strides and device. Operators raise, in words, but for those it was given handlers for.
 
     A tensor without data that answered operators would be a trap: what is written to it would be lost.
@@ -54,6 +54,9 @@ class StandIn(torch.Tensor):
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
         return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype}: {self._name} is on a tier)"
 
+    def _whose(self) -> tuple[str, str]:
+        return self._name, self._remedy
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -71,9 +74,8 @@ class StandIn(torch.Tensor):
             for item in args[0]:
                 cls.__torch_dispatch__(single, types, (item, *args[1:]), kwargs)
             return None
-        stand_in = next((leaf for leaf in _flat(args) if isinstance(leaf, StandIn)), None)
-        name, remedy = (stand_in._name, stand_in._remedy) if stand_in is not None else ("a tensor", "")
-        raise StateError(name, f"an access that does not need its data in memory; {remedy}", f"{func} on a stand-in")
+        given = _flat([*args, *(kwargs or {}).values()])
+        raise next(leaf for leaf in given if isinstance(leaf, StandIn))._refusal(f"{func} on a stand-in")
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:

@@ -150,6 +150,8 @@ def test_make_wrapper():
     assert isinstance(wrapper, Wrapper)
     assert (wrapper.shape, wrapper.stride(), wrapper.dtype) == (like.shape, like.stride(), torch.float32)
     assert make_wrapper(Wrapper, like, torch.device("cpu"), torch.bfloat16).dtype is torch.bfloat16
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(wrapper)
 
 
 class Doubling(Wrapper):

@@ -3,10 +3,15 @@
 import copy
 import io
 
+import numpy
 import pytest
 import torch
+from accelerate.utils.modeling import find_tied_parameters
+from safetensors.torch import save
 
+from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.offload.shards.stand_in import StandIn
 
 
 class PlainParts:
@@ -145,3 +150,52 @@ def test_one_operator_reads_the_parts_once(split, parts):
 def test_the_parts_alone_are_not_copied(split):
     with pytest.raises(TypeError, match="copy the parameter"):
         copy.deepcopy(split.__dict__)
+
+
+@pytest.mark.parametrize("take", [torch.from_dlpack, numpy.from_dlpack, lambda t: torch.from_dlpack(t[2:])])
+def test_dlpack_gives_a_copy_of_the_joined_value(take, split, values):
+    taken = torch.as_tensor(take(split))
+    assert torch.equal(taken, values[-len(taken) :])
+    taken.zero_()
+    assert torch.equal(split.plain(), values)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda t: torch.from_dlpack(t, copy=False),
+        lambda t: torch.from_dlpack(torch.nn.Parameter(t)),
+        torch.utils.dlpack.to_dlpack,
+        lambda t: t.share_memory_(),
+        lambda t: t.__cuda_array_interface__,
+        lambda t: t.numpy(),
+        numpy.asarray,
+        memoryview,
+        lambda t: t.untyped_storage().data_ptr(),
+        lambda t: t.untyped_storage().copy_(torch.zeros(t.shape).untyped_storage()),
+        lambda t: save({"weight": t}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["split", "stand-in"])
+def test_what_needs_an_address_raises_and_nobody_is_killed(kind, use, split, parts):
+    tensor = split if kind == "split" else StandIn(split, torch.float32, name="weight", remedy="use x")
+    with pytest.raises((RuntimeError, BufferError, AttributeError, TypeError)):
+        use(tensor)
+    assert parts.num_reads <= 1
+
+
+def test_what_needs_an_address_says_what_to_use_instead(split):
+    with pytest.raises(StateError, match=r"parts live apart.*\.clone\(\)"):
+        split.share_memory_()
+    with pytest.raises(StateError, match=r"weight: .*use x, actual DLPack"):
+        torch.from_dlpack(StandIn(split, torch.float32, name="weight", remedy="use x"))
+
+
+def test_scans_for_tied_weights_find_it_nowhere_in_memory(split, parts):
+    assert (split.data_ptr(), split[1:].data_ptr(), split.is_pinned(), split.is_shared()) == (0, 0, False, False)
+    model = torch.nn.Module()
+    model.a, model.b = torch.nn.Parameter(split), torch.nn.Parameter(SplitTensor(parts, split))
+    assert find_tied_parameters(model) == []
+    model.c = model.a
+    assert find_tied_parameters(model) == [["a", "c"]]
+    assert parts.num_reads == 0
