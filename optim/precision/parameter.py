@@ -30,11 +30,13 @@ class ParameterPrecision:
     """Where the fp32 master weight is."""
     in_parts: bool = False
     """Whether the shard is in parts, each of which may be on a tier (`optim.tiers.parts`)."""
+    kept_as: torch.dtype | None = None
+    """Dtype of a parameter that is none of `DTYPES`, as of a quantized base: it is kept as it came, in memory."""
 
     @property
     def storage(self) -> torch.dtype:
         """What this rank keeps of the parameter between steps, and gathers it from."""
-        return DTYPE_OF_FORM[self.master]
+        return self.kept_as or DTYPE_OF_FORM[self.master]
 
     @property
     def reduces_every_micro_batch(self) -> bool:

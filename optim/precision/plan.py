@@ -18,7 +18,7 @@ from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS, ParameterPrecision
-from nvme_offload.optim.precision.text import PlanRow, as_text, name_pattern
+from nvme_offload.optim.precision.text import PlanRow, as_text, name_of, name_pattern
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.warn import warn_user
@@ -95,9 +95,11 @@ class PrecisionPlan:
                 safe=param in safe,
                 beside_fp32=param in beside,
                 leaves_device=leaves_device,
+                kept_as=None if param.dtype in NAMES else param.dtype,
             )
             if precision.accumulate in SIXTEEN_BITS and param in kept:
                 raise ConfigError([_fp32_accumulated_in_16_bits(config, name)])
+        _say_what_stays(config, model)
         return cls(
             config,
             parameters,
@@ -157,6 +159,7 @@ def precision_of(
     safe: bool = False,
     beside_fp32: bool = False,
     leaves_device: bool = False,
+    kept_as: torch.dtype | None = None,
 ) -> ParameterPrecision:
     """The rule: a key that is set holds for every parameter; one that is unset follows the parameter's own dtype.
 
@@ -166,6 +169,7 @@ def precision_of(
         safe: its class is one of ``lower_precision_safe_modules``.
         beside_fp32: its module also has parameters that stay fp32; FSDP2 reduces a module's own parameters together.
         leaves_device: it is computed with on a device, and it or its gradient is kept in host memory.
+        kept_as: its dtype, where that is none of `DTYPES`.
     """
     reduce, accumulate = config.communication_data_type, config.gradient_accumulation_dtype
     if config.autocast_dtype:
@@ -173,14 +177,16 @@ def precision_of(
     else:
         gather = compute = torch.float32 if kept else DTYPES[config.compute_dtype]
     # Autocast rounds fp32 parameters, to even, where upper halves round ties away from zero: there they stay whole.
-    master = FORM_OF_DTYPE[compute or torch.float32]
+    master = MasterForm.ITSELF if kept_as else FORM_OF_DTYPE[compute or torch.float32]
+    tiered = master is not MasterForm.ITSELF or config.has_block_tiers or config.hides_steps or leaves_device
     return ParameterPrecision(
         compute=compute,
         gather=gather,
         reduce=DTYPES[reduce] if reduce else torch.float32 if beside_fp32 else gather,
         accumulate=DTYPES[accumulate] if accumulate else compute or torch.float32,
         master=master,
-        in_parts=master is not MasterForm.ITSELF or config.has_block_tiers or config.hides_steps or leaves_device,
+        in_parts=tiered and not kept_as,
+        kept_as=kept_as,
     )
 
 
@@ -212,6 +218,8 @@ def _bytes(
     zero = config.zero_optimization
     memory = param.device.type if is_device(param.device) else "memory"  # one on meta is born in memory
     storage = {"none": memory, "cpu": "memory", "nvme": "nvme"}[zero.offload_param.device]
+    if precision.kept_as:
+        return {memory: precision.kept_as.itemsize}
     if not param.requires_grad:
         rest_dtype = MASTER_DTYPE[precision.master]
         rest = 0 if rest_dtype is None or param.dtype is precision.storage else rest_dtype.itemsize
@@ -228,6 +236,17 @@ def _bytes(
     ):
         sizes[tier] = sizes.get(tier, 0) + size
     return sizes
+
+
+def _say_what_stays(config: OffloadConfig, model: nn.Module) -> None:
+    """Warn of parameters that the section would have on a tier, and that stay in memory because of their dtype."""
+    numels: dict[torch.dtype, list[int]] = {}
+    for param in model.parameters():
+        if param.dtype not in NAMES and config.zero_optimization.offload_param.device != "none":
+            numels.setdefault(param.dtype, []).append(param.numel())
+    for dtype, numel in numels.items():
+        what = f"{len(numel)} parameters of {name_of(dtype)}, {sum(numel)} elements, stay in memory"
+        warn_user(f"offload_param: {what}: only those of fp32, bf16 and fp16 go to the tier")
 
 
 def _is_mixed(config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None) -> bool:

@@ -33,9 +33,11 @@ class PlanRow:
     def to_dict(self) -> dict[str, Any]:
         """One entry of ``parameters`` in the plan's JSON."""
         precision = self.precision
-        dtypes = {name: _NAMES[getattr(precision, name)] for name in _COLUMNS[:-1]}
+        dtypes = {name: name_of(getattr(precision, name)) for name in _COLUMNS[:-1]}
         if not self.trainable:
             dtypes |= dict.fromkeys(("reduce", "accumulate"), "-")
+        if precision.kept_as and not precision.kept_as.is_floating_point:  # which nobody casts
+            dtypes |= dict.fromkeys(("compute", "gather"), dtypes["storage"])
         return {
             "names": self.names,
             "tensors": self.tensors,
@@ -45,6 +47,11 @@ class PlanRow:
             "master": _MASTERS[precision.master],
             "bytes_per_parameter": self.bytes,
         }
+
+
+def name_of(dtype: torch.dtype | None) -> str:
+    """What the plan calls a dtype; None is what autocast chooses."""
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def name_pattern(name: str, most: int = 0) -> str:

@@ -114,7 +114,7 @@ def _groups(
     """The name of each block, and its parameters: of one policy, and all of them trainable or frozen."""
     module_names = {module: name for name, module in model.named_modules()}
     param_names = {param: name for name, param in model.named_parameters()}
-    taken: set[nn.Parameter] = set()
+    taken = {param for param, name in param_names.items() if precision[name].kept_as}
     for block in (*blocks, model):
         params = [param for param in dict.fromkeys(block.parameters()) if param not in taken]
         taken.update(params)
