@@ -55,6 +55,16 @@ def current_of(kind: str) -> torch.device:
     return HOST if kind == HOST.type else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
+def use(device: torch.device) -> None:
+    """Make a device this thread's own, as every thread of ours does that works for one before it does anything else.
+
+    A thread begins with the first device of the process. What leaves a stream goes back to that, and so opens a context
+    there, which keeps memory that this process does not use.
+    """
+    if not is_host(device):
+        torch.get_device_module(device).set_device(device)
+
+
 def queued(device: torch.device) -> Event:
     """A mark behind all that this thread has queued on a device so far."""
     event: Event = torch.get_device_module(device).current_stream(device).record_event()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nvme_offload.offload.devices.device import CopyQueue, Event
+from nvme_offload.offload.devices.device import CopyQueue, Event, use
 from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError
 from nvme_offload.offload.host.buffer_pool import StagingBuffer
 from nvme_offload.offload.storage.tier import Tier
@@ -94,7 +94,9 @@ class CopyQueues:
         self._queues: dict[torch.device, CopyQueue] = {}
 
     def of(self, device: torch.device) -> CopyQueue:
-        """The queue of a device."""
+        """The queue of a device. The first one's is the device of this thread from then on."""
+        if not self._queues:
+            use(device)
         if device not in self._queues:
             self._queues[device] = CopyQueue(device)
         return self._queues[device]

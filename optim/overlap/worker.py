@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 
 from nvme_offload.aio_native.bell import Bell
+from nvme_offload.offload.devices.device import HOST, use
 
 _LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a change and the word of it
 
@@ -52,9 +53,14 @@ class Worker:
 
     Args:
         counted: entered for the time that somebody waits.
+        device: says which one the thread works for when it begins.
     """
 
-    def __init__(self, counted: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(
+        self,
+        counted: Callable[[], AbstractContextManager[None]] = nullcontext,
+        device: Callable[[], torch.device] = lambda: HOST,
+    ) -> None:
         self.bell = Bell()
         """Ring it when there may be something to do, as `wake` does."""
         self.job: Job | None = None
@@ -66,6 +72,7 @@ class Worker:
         self.wait_seconds = 0.0
         """Seconds that others waited for it."""
         self._counted = counted
+        self._device = device
         self._lock = threading.RLock()
         self._waiting: list[SimpleQueue[None]] = []
         self._end = threading.Event()
@@ -76,7 +83,10 @@ class Worker:
         """Have the worker look whether there is something to do."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
-                target=_work, args=(weakref.ref(self), self.bell, self._end), name="nvme_offload: updates", daemon=True
+                target=_work,
+                args=(weakref.ref(self), self.bell, self._end, self._device()),
+                name="nvme_offload: updates",
+                daemon=True,
             )
             # Made after the tiers, and so before them when the interpreter ends: no turn finds its buffers gone.
             self._finalizer = weakref.finalize(self, _end, self._thread, self.bell, self._end)
@@ -157,9 +167,10 @@ class Worker:
             self.pastime = None
 
 
-def _work(of: weakref.ref[Worker], bell: Bell, end: threading.Event) -> None:
+def _work(of: weakref.ref[Worker], bell: Bell, end: threading.Event, device: torch.device) -> None:
     """The thread: turns, and sleep when there is nothing to do."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    use(device)
     with torch.no_grad():
         while not end.is_set():
             worker = of()

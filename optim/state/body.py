@@ -45,7 +45,7 @@ class StateBody(ABC):
         self.unfinished: UnfinishedStep | None = None
         """Set while a step or a load is under way, and left behind by one that stopped early."""
         self.is_closed = False
-        self.worker = Worker(pipeline.waiting)
+        self.worker = Worker(pipeline.waiting, lambda: table.device)
         """Does what is left of a step when it returns."""
         self.after_updates: Callable[[], None] = lambda: None
         """Called when the updates behind a step are done, by who did them: in a turn of the worker."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nvme_offload.offload.devices.device import HOST, is_device
 from nvme_offload.offload.shards.param_tier import TieredShard
 from nvme_offload.optim.device_tiles import tile_sums
 from nvme_offload.optim.kernels import KernelPool
@@ -190,6 +191,11 @@ class ParamTable:
     def leaves(self) -> list[torch.Tensor]:
         """All parameters, as the user knows them."""
         return [record.leaf for record in self._records]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters; the CPU, where none is on one."""
+        return next((record.param.device for record in self._records if is_device(record.param.device)), HOST)
 
     @property
     def params(self) -> list[torch.Tensor]:
