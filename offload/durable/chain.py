@@ -9,7 +9,7 @@ import numpy as np
 
 from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs
 from nvme_offload.offload.errors import ResumeError
-from nvme_offload.offload.storage.extent import NOWHERE, Extent, Stripe
+from nvme_offload.offload.storage.extent import Extent, Stripe
 from nvme_offload.offload.storage.swap_space import Size
 
 Stripes = tuple[Stripe, ...]
@@ -76,19 +76,13 @@ class Chain:
     def reading(self, *, base_bytes: int) -> Extent:
         """All of it as one extent, to be read with one transfer: the beginning of the base, then each entry.
 
-        An entry that is shorter than its extent leaves a hole in memory, so that each begins at a place of its own.
-
         Args:
             base_bytes: how much of the base; a multiple of the alignment.
         """
         assert self.base is not None
-        stripes = list(_beginning(self.base.extent, base_bytes))
-        hole = 0
-        for entry in self.log:
-            stripes += [Stripe(NOWHERE, 0, hole)] if hole else []
-            stripes += _beginning(entry.extent, entry.content.size_bytes)
-            hole = entry.extent.size_bytes - entry.content.size_bytes
-        return Extent(sum(stripe.size_bytes for stripe in stripes), tuple(stripes))
+        sizes = [base_bytes, *(entry.content.size_bytes for entry in self.log)]
+        stripes = [stripe for part, size in zip(self, sizes, strict=True) for stripe in _beginning(part.extent, size)]
+        return Extent(sum(sizes), tuple(stripes))
 
 
 @dataclass(eq=False)

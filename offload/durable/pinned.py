@@ -10,7 +10,6 @@ import torch
 from nvme_offload.offload.durable.chain import Chain
 from nvme_offload.offload.errors import StateError, SwapIOError
 from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.storage.extent import NOWHERE
 from nvme_offload.offload.storage.swap_space import SwapSpace
 
 
@@ -41,8 +40,7 @@ class PinnedReader:
             self._memory = HostRegion(extent.size_bytes)
         at = 0
         for fd, offset, size_bytes in extent.stripes:
-            if fd != NOWHERE:
-                self._fill(fd, offset, at, size_bytes)
+            self._fill(fd, offset, at, size_bytes)
             at += size_bytes
         return self._memory
 

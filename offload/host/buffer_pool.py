@@ -25,8 +25,6 @@ class BufferOwner(Protocol):
     """Who holds a buffer; the pool sets and clears what he holds."""
 
     buffer: StagingBuffer | None
-    splits: tuple[int, ...]
-    """Where in his bytes the parts of it begin that are there for a while only: see `annexed_pool`."""
 
 
 @dataclass(eq=False)
@@ -34,26 +32,6 @@ class Lease:
     """The owner of a buffer that was acquired without one."""
 
     buffer: StagingBuffer | None = None
-    splits: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a buffer holds of a unit, in bytes: all of it, or what stays in it and what is there for a while only."""
-
-    whole_bytes: int
-    body_bytes: int
-    """What stays in it."""
-    num_annexes: int = 0
-    """How many parts do not: see `annexed_pool`."""
-    annex_bytes: int = 0
-    """The most that one of these has."""
-
-    def scaled(self, factor: float) -> Parts:
-        """The same of a unit that is so many times as large."""
-        sizes = (round(size * factor) for size in (self.whole_bytes, self.body_bytes, self.annex_bytes))
-        whole_bytes, body_bytes, annex_bytes = sizes
-        return Parts(whole_bytes, body_bytes, self.num_annexes, annex_bytes)
 
 
 class StagingBuffer:
@@ -65,44 +43,12 @@ class StagingBuffer:
         self._pool = weakref.ref(pool)  # no cycle: the memory goes with its last user, not with the garbage collector
         self._region = region
         self._byte_offset = byte_offset
-        self._own_bytes = size_bytes
+        self.size_bytes = size_bytes
         self.address = region.address + byte_offset
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of it."""
-        return self._own_bytes
 
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
         """1D tensor [numel] of `dtype` over the buffer's bytes from `byte_offset`."""
         return self._region.view(dtype, self._byte_offset + byte_offset, numel)
-
-    def places(self, start: int, size_bytes: int) -> list[tuple[int, int]]:
-        """Where so many bytes from byte `start` on are in memory: (address, size in bytes), one after the other."""
-        return [(self.address + start, size_bytes)]
-
-    def prepare_for(self, owner: BufferOwner) -> None:
-        """Called before it is leased."""
-
-    @property
-    def is_extended(self) -> bool:
-        """Whether all of it is there, also what a buffer has for a while only: see `annexed_pool`."""
-        return True
-
-    @property
-    def has_annex(self) -> bool:
-        """Whether it has anything of what a buffer has for a while only."""
-        return False
-
-    def extend(self) -> bool:
-        """Get what it lacks, where that is free; whether all of it is there."""
-        return True
-
-    def shrink(self, start: int = 0, end: int = 0) -> None:
-        """Give back what it has for a while only, but for where bytes from `start` to `end` are.
-
-        No request may be using it any more.
-        """
 
     def release(self) -> None:
         """Give the buffer back. No request may be using it any more."""
@@ -127,32 +73,22 @@ class BufferPool:
         buffer_bytes: size of each, in bytes; rounded up to whole pages.
     """
 
-    _kind_of_buffer: type[StagingBuffer] = StagingBuffer
-
     def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
         page = HostRegion(1).size_bytes
         self.buffer_bytes = -(-buffer_bytes // page) * page
         self.num_buffers = num_buffers
-        self.most_bytes = self.buffer_bytes
-        """The most that one of the buffers holds."""
-        self.num_whole = num_buffers
-        """How many of them can have all that belongs to one at one time."""
         self._regions = _map_regions(num_buffers, self.buffer_bytes)
         places = [
             (region, offset) for region in self._regions for offset in range(0, region.size_bytes, self.buffer_bytes)
         ]
         self._buffers = [
-            self._kind_of_buffer(self, place, region, offset, self.buffer_bytes)
+            StagingBuffer(self, place, region, offset, self.buffer_bytes)
             for place, (region, offset) in enumerate(places)
         ]
         self._owners: list[BufferOwner | None] = [None] * num_buffers
         self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
         self._released = threading.Condition(self._lock)
         self._closed = False
-
-    def holds(self, parts: Parts) -> bool:
-        """Whether each of the buffers holds such parts, one behind the other."""
-        return parts.whole_bytes <= self.most_bytes
 
     @property
     def pinned(self) -> bool:
@@ -201,7 +137,6 @@ class BufferPool:
             self._check_open()
             for buffer in self._buffers:
                 if self._owners[buffer.place] is None:
-                    buffer.prepare_for(owner)
                     # No call in between: a signal handler sees both ends of the lease or neither.
                     owner.buffer = buffer
                     self._owners[buffer.place] = owner
@@ -236,7 +171,6 @@ class BufferPool:
             owner = self._owners[buffer.place]
             if owner is None:
                 raise AssertionError("a staging buffer was released twice")
-            buffer.shrink()
             # No call in between, as in `try_acquire`.
             owner.buffer = None
             self._owners[buffer.place] = None

@@ -93,8 +93,6 @@ class Slot:
     """A buffer that nobody else gets: bytes that are in it stay there. None: the slot visits those of all."""
     read_bytes: int | None = None
     """How many of the extent's first bytes are read, a multiple of the alignment; None: all."""
-    splits: tuple[int, ...] = ()
-    """Where the parts of it begin that need no place in a buffer but while they are read, changed or written."""
     residency: Residency = Residency.UNBORN
     buffer: StagingBuffer | None = field(default=None, init=False)
     """The staging buffer that is leased to the slot: the pool sets this."""
@@ -119,11 +117,6 @@ class Slot:
         self.residency = residency
 
     @property
-    def has_all_of_buffer(self) -> bool:
-        """Whether it holds a buffer, with all that belongs to one."""
-        return self.buffer is not None and self.buffer.is_extended
-
-    @property
     def needs_read(self) -> bool:
         """Whether its bytes are in its extent only, and nothing brings them."""
         return self.residency is Residency.ON_TIER
@@ -146,11 +139,6 @@ class WriteTarget(NamedTuple):
     """Byte of the buffer that comes first."""
     size_bytes: int | None = None
     """How many; None: as many as the extent has."""
-
-    @property
-    def end(self) -> int:
-        """Byte of the buffer behind the last one."""
-        return self.start + (self.extent.size_bytes if self.size_bytes is None else self.size_bytes)
 
 
 class Sealer(Protocol[S_in]):
@@ -216,19 +204,17 @@ class Staging(Generic[S]):
         slot.touched = next(self._clock)
 
     def lease(self, slot: S) -> bool:
-        """Give a slot all of a buffer, or what it lacks of the one that it has; False if that is not free."""
+        """Give a slot a buffer that is free; False if none is."""
         self.touch(slot)
         if slot.own_pool is not None:
             self._own_pools[slot.own_pool] = None
         pool = slot.own_pool or self.pool
-        if slot.buffer is None and (pool is None or pool.try_acquire(slot) is None):
-            return False
-        return slot.has_all_of_buffer or (slot.buffer is not None and slot.buffer.extend())
+        return pool is not None and pool.try_acquire(slot) is not None
 
     def lease_spare(self, slot: S) -> bool:
         """Give a slot a buffer outside the pool: a reader can rescue bytes with it when the drive takes no writes."""
         if self._spare is None and self.pool is not None:
-            self._spare = BufferPool(1, self.pool.most_bytes)
+            self._spare = BufferPool(1, self.pool.buffer_bytes)
         self.touch(slot)
         return self._spare is not None and self._spare.try_acquire(slot) is not None
 
@@ -249,16 +235,14 @@ class Staging(Generic[S]):
 
     def complete(self, slot: S) -> None:
         """Complete what is in the buffer of a changed slot, as it is now: for who starts to write it later."""
-        if self.sealer is not None and slot.buffer is not None:
-            target = self.sealer.seal(slot)
-            slot.buffer.shrink(target.start, target.end)
+        if self.sealer is not None:
+            self.sealer.seal(slot)
 
     def start_write(self, slot: S) -> None:
         """Start writing a changed slot to its extent. Raises as `start_read` does."""
         assert self.tier is not None
         assert slot.buffer is not None
         target = self._target_of(slot) if self.sealer is None else self.sealer.seal(slot)
-        slot.buffer.shrink(target.start, target.end)
         slot.become(Residency.WRITING)
         slot.transfer = self.tier.write(
             target.extent,
@@ -305,13 +289,6 @@ class Staging(Generic[S]):
                 self.give_up(slot)
             raise
         slot.become(Residency.STAGED)
-        if not reading:
-            self.shrink(slot)
-
-    def shrink(self, slot: S) -> None:
-        """Let go of what a staged slot has in a buffer for a while only."""
-        if slot.residency is Residency.STAGED and slot.buffer is not None:
-            slot.buffer.shrink()
 
     def give_up(self, slot: S) -> None:
         """End the lease of a slot that is `evictable`.

@@ -7,9 +7,6 @@ from typing import NamedTuple
 
 from nvme_offload.aio_native import Segment
 
-NOWHERE = -1
-"""In place of a descriptor: bytes of memory between stripes that nothing is moved to or from."""
-
 
 class Stripe(NamedTuple):
     """The part of an extent that lies on one path."""
@@ -46,7 +43,7 @@ class Extent:
         for stripe in self.stripes:
             stripe_stop = stripe_start + stripe.size_bytes
             low, high = max(start, stripe_start), min(stop, stripe_stop)
-            if low < high and stripe.fd != NOWHERE:
+            if low < high:
                 offset = stripe.offset + low - stripe_start
                 segments.append(Segment(stripe.fd, offset, address + low - start, high - low))
             stripe_start = stripe_stop

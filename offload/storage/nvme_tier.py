@@ -27,7 +27,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ClosedError, EngineLostError, ForkError, SwapIOError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.storage.engine_in_use import EngineInUse
-from nvme_offload.offload.storage.extent import NOWHERE, Extent
+from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.storage.transfer import Transfer
 
@@ -150,7 +150,7 @@ class NvmeTier:
 
     def describe(self, extent: Extent) -> str:
         """Name every stripe of an extent: its bytes, offset and file."""
-        stripes = [stripe for stripe in extent.stripes if stripe.fd != NOWHERE]
+        stripes = extent.stripes
         return ", ".join(f"{size} bytes at offset {offset} of {self.space.path_of(fd)}" for fd, offset, size in stripes)
 
     @property
@@ -243,12 +243,10 @@ class NvmeTier:
         except SwapIOError as error:
             error.extent = f"{what}; {error.extent}"
             raise
-        moved, segments, done = size_bytes or extent.size_bytes, [], 0
-        if start + moved > buffer.size_bytes:
-            raise ValueError(f"{what}: {moved} bytes from byte {start} on, and the buffer has {buffer.size_bytes}")
-        for address, part_bytes in buffer.places(start, moved):
-            segments += extent.segments(address, done, part_bytes)
-            done += part_bytes
+        if start + (size_bytes or extent.size_bytes) > buffer.size_bytes:
+            moved = f"{size_bytes or extent.size_bytes} bytes from byte {start} on"
+            raise ValueError(f"{what}: {moved}, and the buffer has {buffer.size_bytes}")
+        segments = extent.segments(buffer.address + start, 0, size_bytes)
         flight = _Flight(op, extent, segments, buffer, self.engine)
         with self._lock:
             # Held here, the buffer's memory cannot go away under the kernel when the caller drops the transfer.

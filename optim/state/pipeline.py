@@ -131,15 +131,14 @@ class StepPipeline:
         self._read_ahead(window, load)
         if (memory := slot.memory) is not None:
             return self._in_host_memory(slot, memory)
-        while not self._is_ready(slot, for_change):
-            with self._meter.waiting("drive" if slot.has_all_of_buffer else "staging buffers"):
+        while slot.buffer is None or slot.transfer is not None:
+            with self._meter.waiting("staging buffers" if slot.buffer is None else "drive"):
                 if any(other.transfer for other in self.residents):
                     self._await_completion()
-                elif not self._evict_another(slot):  # every buffer holds state that could not be written
+                else:  # every buffer holds state that could not be written
                     self._take_spare_buffer(slot, load)
                 self._settle_finished(slot)
                 self._read_ahead(window, load)
-        assert slot.buffer is not None
         if slot.residency is Residency.UNBORN:
             self._give_birth(slot, slot.buffer)
         if replay and slot.is_behind and self._seal is not None:
@@ -165,11 +164,8 @@ class StepPipeline:
             SwapIOError, CorruptionError: as in `acquire` of ``ahead[0]``.
         """
         self._settle_finished(ahead[0] if ahead else None)
-        window = self._window(ahead, 0)
-        self._read_ahead(window)
+        self._read_ahead(self._window(ahead, 0))
         self.start_writes()
-        while ahead and self.is_quiet and not self.is_here(ahead[0]) and self._evict_another(ahead[0]):
-            self._read_ahead(window)
 
     def start_writes(self) -> None:
         """Begin to write what was changed and is not being written, also what could not be written before.
@@ -184,8 +180,8 @@ class StepPipeline:
                 self._staging.start_write(slot)
 
     def window(self, order: Sequence[SlotRecord]) -> list[SlotRecord]:
-        """The first subgroups on NVMe, as many as can have all of a staging buffer at one time."""
-        return self._window(order, 0, self.pool.num_whole if self.pool else 0)
+        """The first subgroups on NVMe, as many as there are staging buffers."""
+        return self._window(order, 0)
 
     def read_into_free_buffers(self, window: Sequence[SlotRecord], first: int) -> int:
         """Start reads of ``window[first:]`` as far as there are buffers, without waiting; where to go on.
@@ -195,7 +191,7 @@ class StepPipeline:
         """
         self._settle_finished()
         for place in range(first, len(window)):
-            if not self._lease(window[place], window):
+            if window[place].buffer is None and not self._lease(window[place], window):
                 return place
             self._begin(window[place], load=True)
         return len(window)
@@ -204,7 +200,7 @@ class StepPipeline:
         """Whether `acquire` of this subgroup, for a change, would wait for nothing: not for an old write either."""
         if slot.memory is not None:
             return True
-        return self._is_ready(slot, for_change=True) and slot.residency is not Residency.DIRTY
+        return slot.buffer is not None and slot.transfer is None and slot.residency is not Residency.DIRTY
 
     @property
     def is_quiet(self) -> bool:
@@ -242,8 +238,6 @@ class StepPipeline:
                 self._staging.complete(slot)
             else:
                 self._staging.start_write(slot)
-        elif not slot.is_behind:
-            self._staging.shrink(slot)
 
     def writes_under_way(self) -> list[Transfer[StagingBuffer]]:
         """Transfers of all that is being written now; what could not be written before is begun once more.
@@ -311,15 +305,12 @@ class StepPipeline:
         """Let the memory go, and what waiting needs. Nothing may be under way any more."""
         self._staging.close()
 
-    def _window(self, order: Sequence[SlotRecord], position: int, room: int | None = None) -> list[SlotRecord]:
+    def _window(self, order: Sequence[SlotRecord], position: int) -> list[SlotRecord]:
         """The next subgroups on NVMe, as many as there are staging buffers, and those in between with one of their own.
 
-        Of the latter only those that have to be read first, or that are wanted now. With `room` it is so many of the
-        former.
+        Of the latter only those that have to be read first, or that are wanted now.
         """
-        window: list[SlotRecord] = []
-        if room is None:
-            room = self.pool.num_buffers if self.pool else 0
+        window, room = [], self.pool.num_buffers if self.pool else 0
         for i in range(position, len(order)):
             if not room:
                 break
@@ -340,20 +331,12 @@ class StepPipeline:
 
     def _read_ahead(self, window: Sequence[SlotRecord], load: bool = True) -> None:
         for slot in window:
-            if not self._lease(slot, window):
+            if slot.buffer is None and not self._lease(slot, window):
                 return
             self._begin(slot, load)
 
-    def _is_ready(self, slot: SlotRecord, for_change: bool) -> bool:
-        """Whether the state is in the buffer, or may be put there, with room for what a change needs besides."""
-        there = slot.has_all_of_buffer or (slot.buffer is not None and not for_change and not slot.needs_read)
-        return there and slot.transfer is None
-
     def _lease(self, slot: SlotRecord, window: Sequence[SlotRecord]) -> bool:
-        while not (slot.has_all_of_buffer or self._staging.lease(slot)):
-            if not self._evict_outside(window, with_annex=slot.buffer is not None):
-                return False
-        return True
+        return self._staging.lease(slot) or (self._evict_outside(window) and self._staging.lease(slot))
 
     def _begin(self, slot: SlotRecord, load: bool) -> None:
         if slot.needs_read:
@@ -363,25 +346,16 @@ class StepPipeline:
 
     def _take_spare_buffer(self, slot: SlotRecord, load: bool) -> None:
         """For a reader when the drive takes no writes: a buffer outside the pool, so that state can be rescued."""
-        if slot.buffer is not None:
-            self._staging.give_up(slot)
-        while not self._staging.lease_spare(slot):  # another reader's, who is done with it
-            if not self._evict_outside([slot], with_annex=False):
-                raise StateError(slot.name, "a staging buffer", "all of them hold state that the drive does not take")
+        if not self._staging.lease_spare(slot):
+            raise StateError(slot.name, "a staging buffer", "all of them hold state that the drive does not take")
         self._begin(slot, load)
 
-    def _evict_outside(self, window: Sequence[SlotRecord], *, with_annex: bool) -> bool:
+    def _evict_outside(self, window: Sequence[SlotRecord]) -> bool:
         for slot in self.residents:
             if slot.evictable and slot.own_pool is None and slot not in window:
-                if with_annex and not (slot.buffer and slot.buffer.has_annex):
-                    continue
                 self._staging.give_up(slot)
                 return True
         return False
-
-    def _evict_another(self, wanted: SlotRecord) -> bool:
-        """Where one has a body, and those that come after it have all annexes, as after a change of the order."""
-        return wanted.buffer is not None and self._evict_outside([wanted], with_annex=True)
 
     def _await_completion(self) -> None:
         self._staging.wait()

@@ -5,13 +5,10 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise, zip_longest
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.offload.host.annexed_pool import PoolShape
 from nvme_offload.offload.host.available_memory import auto_host_budget
-from nvme_offload.offload.host.buffer_pool import Parts
 from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit, plan_tiers
 from nvme_offload.offload.units import MiB, format_bytes
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, state_itemsize
@@ -43,9 +40,6 @@ class StatePlacement:
         """Entries of a log that are read beside a subgroup of a durable run, at most; None where there is none."""
         self.size_of: Callable[[Subgroup], int] | None = None
         """Bytes that a durable run's subgroups take in a buffer; None: they hold the state and nothing else."""
-        self.splits_of: Callable[[Subgroup], tuple[int, ...]] = lambda _: ()
-        """Where in them the parts begin that are not worth keeping from one step to the next."""
-        self._moving_bytes = config.aio.queue_depth * config.aio.block_size * config.aio.rings
         # A master that is not beside its parameter has it in a tail: sealed or not, the widest form is the same.
         widest = state_itemsize(MasterForm.FULL, rule.widest_states) + (self._num_logged or 0) * _GRAD_ITEMSIZE
         self._largest_block_bytes = TILE_NUMEL * widest
@@ -84,25 +78,6 @@ class StatePlacement:
     def size_bytes(self, subgroup: Subgroup) -> int:
         """Bytes that a subgroup takes in memory: its state, in a durable run also what is written beside it."""
         return subgroup.size_bytes if self.size_of is None else self.size_of(subgroup)
-
-    def parts_of(self, subgroups: Sequence[Subgroup]) -> Parts:
-        """What staging buffers for such subgroups hold of the largest of them."""
-        ends = [(*self.splits_of(each), self.size_bytes(each)) for each in subgroups]
-        sizes = [[end - start for start, end in pairwise((0, *each))] for each in ends]
-        body_bytes, *behind = (_whole_pages(max(of_part)) for of_part in zip_longest(*sizes, fillvalue=0))
-        whole_bytes = _whole_pages(max(map(self.size_bytes, subgroups)))
-        return Parts(whole_bytes, body_bytes, len(behind), max(behind, default=0))
-
-    def pool_shape(self, parts: Parts, *, keeps: bool) -> PoolShape:
-        """The staging buffers for such parts.
-
-        Args:
-            parts: of a buffer.
-            keeps: what one step leaves in them is what the next one begins with, so that it pays to have more of them,
-                not all of which are whole at any time. Otherwise they are read into as far ahead as there are any.
-        """
-        count = self._section.buffer_count
-        return PoolShape.within(count, parts, self._moving_bytes) if keeps else PoolShape.whole(count, parts)
 
     def check_whole(self, rule: UpdateRule, needed_bytes: int, name: str) -> None:
         """Look whether a staging buffer holds the state of a parameter that its rule needs whole.
@@ -223,10 +198,6 @@ class StatePlacement:
             f"{self._shown}: the {self._section.buffer_count} staging buffers take {own}{more}{beside}; write at least "
             f"{needed}, or a smaller buffer_count"
         )
-
-
-def _whole_pages(size_bytes: int) -> int:
-    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _tier_of(slot: SlotRecord) -> Tier:

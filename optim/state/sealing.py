@@ -62,12 +62,6 @@ class Sealing:
         layout = self.layout_of(subgroup)
         return layout.base.size_bytes + (layout.period - 1) * layout.entry_bytes
 
-    def splits(self, subgroup: Subgroup) -> tuple[int, ...]:
-        """Where in such a buffer the parts begin that need not stay there: what the base has besides, each entry."""
-        layout = self.layout_of(subgroup)
-        beside = (layout.base.state_span,) if layout.base.state_span and layout.base.tail_bytes else ()
-        return *beside, *(layout.base.size_bytes + place * layout.entry_bytes for place in range(layout.period - 1))
-
     def is_logged(self, slot: SlotRecord) -> bool:
         """Whether updates of a subgroup are logged, and it is not rewritten in every step."""
         return self.run.extents.slots[slot.index].layout.period > 1

@@ -256,7 +256,7 @@ class SlotLogs:
     def _end_of_log(self, slot: SlotRecord) -> int:
         """Where the next entry begins in the buffer: behind those that an update still needs."""
         log = self._extents.slots[slot.index].current.log if slot.is_behind else ()
-        return self.base_of(slot.subgroup).size_bytes + sum(written.extent.size_bytes for written in log)
+        return self.base_of(slot.subgroup).size_bytes + sum(written.content.size_bytes for written in log)
 
     def _format_of(self, subgroup: Subgroup) -> EntryFormat:
         known = self._formats.get(subgroup.index)
@@ -271,7 +271,7 @@ def _entries(chain: Chain, memory: Memory) -> Iterator[tuple[Written, PartOfMemo
     start = chain.base.content.size_bytes if chain.base is not None else 0
     for written in chain.log:
         yield written, PartOfMemory(memory, start)
-        start += written.extent.size_bytes
+        start += written.content.size_bytes
 
 
 def _is_replayable(form: MasterForm, rule: UpdateRule) -> bool:

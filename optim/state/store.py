@@ -94,7 +94,6 @@ class StateStore(StateBody):
                 self._placement = StatePlacement(config, rule, period)
                 self.sealing = Sealing(self.run, table, kernels, period)
                 self._placement.size_of = self.sealing.buffer_bytes
-                self._placement.splits_of = self.sealing.splits
             pipeline = StepPipeline(
                 lambda slot, memory: give_birth(slot, memory, table, kernels),
                 meter,
@@ -270,7 +269,7 @@ class StateStore(StateBody):
         moving = on["nvme"]
         if moving:
             self.pipeline.synchronize()  # a write that failed says so before anything is promised
-            self._fit_pool(moving)
+            self._fit_pool(max(self._placement.size_bytes(slot.subgroup) for slot in moving))
         if len(on["device"]) < len(subgroups):
             self._fit_mirror(devices, [slot.subgroup for slot in (*on["host"], *moving)])
         # Last, because it is what would have to be given back.
@@ -298,7 +297,6 @@ class StateStore(StateBody):
         for slot in slots:
             slot.tier = self.tier
             slot.read_bytes = sealing.read_bytes_of(slot.subgroup)
-            slot.splits = sealing.splits(slot.subgroup)
             if slot in kept:
                 slot.own_pool = BufferPool(1, self._placement.size_bytes(slot.subgroup))
 
@@ -431,7 +429,7 @@ class StateStore(StateBody):
         if self.pool is not None and self.tier is not None:
             page = self.tier.alignment
             largest = max(map(self._placement.size_bytes, subgroups), default=0)
-            staging = self._num_buffers * max(self.pool.most_bytes, -(-largest // page) * page)
+            staging = self._num_buffers * max(self.pool.buffer_bytes, -(-largest // page) * page)
         if self._devices:
             staging += DeviceMirror.BYTES_PER_ELEMENT * self._largest_numel(subgroups)
         on_device = self._params_stay_on_device
@@ -453,25 +451,17 @@ class StateStore(StateBody):
     def _largest_numel(self, subgroups: Sequence[Subgroup]) -> int:
         return max(subgroup.padded_numel for subgroup in [*subgroups, *(slot.subgroup for slot in self.slots)])
 
-    def _fit_pool(self, slots: Sequence[SlotRecord]) -> None:
+    def _fit_pool(self, buffer_bytes: int) -> None:
         """Buffers are as large as the largest subgroup and no larger: a small model takes little memory."""
         assert self.tier is not None
-        visitors = [slot.subgroup for slot in (*self.slots, *slots) if not slot.is_resident]
-        parts = self._placement.parts_of(visitors)
-        if self.pool is not None and self.pool.holds(parts):
+        if self.pool is not None and buffer_bytes <= self.pool.buffer_bytes:
             return
-        larger = self._placement.pool_shape(parts, keeps=not self._hides_updates_of(slots)).pool()
+        larger = BufferPool(self._num_buffers, buffer_bytes)
         self.pipeline.drop_copies()
         self.tier.register([larger])
         if self.pool is not None:
             self.pool.close()
         self.pool = self.pipeline.pool = larger
-
-    def _hides_updates_of(self, slots: Sequence[SlotRecord]) -> bool:
-        """Whether some of them will be updated behind a step, as far as one can say now."""
-        records = [self.table[run.param] for slot in slots for run in slot.subgroup.runs]
-        waits = any(record.is_awaited or split_shard(record.leaf) is not None for record in records)
-        return waits and self.config.hides_steps and not self.config.has_block_tiers
 
     def _fit_mirror(self, devices: set[torch.device], subgroups: Sequence[Subgroup]) -> None:
         if not devices:

@@ -87,12 +87,6 @@ class KeptState:
         size = self.size_of(subgroup)
         return round(size.base + size.grad * (self.longest - 1))
 
-    def splits(self, subgroup: Subgroup) -> tuple[int, ...]:
-        """Where in them the parts begin that need not stay there: see `Sealing.splits`."""
-        size = self.size_of(subgroup)
-        beside = (round(size.state),) if size.tail else ()
-        return *beside, *(round(size.base + size.grad * place) for place in range(self.longest - 1))
-
     @property
     def log_itemsize(self) -> int:
         """Bytes of log that are read beside an element's state, at most."""

@@ -157,10 +157,8 @@ class _StatePlan:
 
     subgroups: list[Subgroup]
     tiers: TierPlan
-    num_buffers: int
-    """Staging buffers: more than the section says where not all are whole at any time."""
     buffer_bytes: int
-    """Bytes of one of them, if it is whole."""
+    """Bytes of one staging buffer."""
     kept: KeptState | None
     """How it outlives a kill; None where it does not."""
 
@@ -317,8 +315,7 @@ def _state_plan(job: Job, machine: Machine, kept: KeptState | None) -> _StatePla
     config, section = job.config, job.config.zero_optimization.offload_optimizer
     rule = rule_of(config.optimizer)
     placement = StatePlacement(config, rule, kept.longest if kept is not None else 1)
-    if kept is not None:
-        placement.size_of, placement.splits_of = kept.buffer_bytes, kept.splits
+    placement.size_of = kept.buffer_bytes if kept is not None else None
     has_mirrors = _copies(job, machine).update > 0
     blocks = _block_units(job, machine)
     precision = precision_of(config)
@@ -348,18 +345,14 @@ def _state_plan(job: Job, machine: Machine, kept: KeptState | None) -> _StatePla
     subgroups = _cut(shards, max_bytes, max_numel, itemsize, sealed=kept is not None)
     # Of a subgroup as the optimizer will cut it, which may be smaller than what is planned in one piece.
     most_numel = min(max_bytes // itemsize, -(-max_numel // TILE_NUMEL) * TILE_NUMEL)
-    parts = placement.parts_of(subgroups)
-    largest = min(parts.whole_bytes, most_numel * itemsize)
+    largest = min(max(map(placement.size_bytes, subgroups)), most_numel * itemsize)
     buffer_bytes = _whole_pages(largest) if section.device == "nvme" else 0
     staging = section.buffer_count * buffer_bytes
     if has_mirrors:
         staging += DeviceMirror.BYTES_PER_ELEMENT * (largest // itemsize)
     on_device = machine.device_memory is not None
     tiers = placement.plan([], subgroups, staging, mmap.PAGESIZE, blocks, on_device=on_device)
-    shape = placement.pool_shape(
-        parts.scaled(largest / max(1, parts.whole_bytes)), keeps=overlap_of(config, machine) == "off"
-    )
-    return _StatePlan(subgroups, tiers, shape.num_buffers, buffer_bytes, kept)
+    return _StatePlan(subgroups, tiers, buffer_bytes, kept)
 
 
 def _block_units(job: Job, machine: Machine) -> list[Unit]:
@@ -398,8 +391,9 @@ def _traffic(job: Job, machine: Machine, state: _StatePlan) -> dict[str, StepTra
     visits = _without_repetitions([subgroup.block for subgroup in state.subgroups])
     traffic = {}
     if state.on_nvme:
+        buffers = zero.offload_optimizer.buffer_count
         alternates = overlap_of(config, machine) == "off"
-        traffic[STATE] = of_state(state.on_nvme, state.num_buffers, state.buffer_bytes, alternates=alternates)
+        traffic[STATE] = of_state(state.on_nvme, buffers, state.buffer_bytes, alternates=alternates)
     if state.kept is not None:
         in_place = traffic.get(STATE, StepTraffic())
         traffic[STATE] = state.kept.traffic(in_place, state.subgroups, state.tiers_of_state)
@@ -436,7 +430,7 @@ def _times(
         state_on=state.tiers_of_state,
         kept=state.kept,
         tiers=[moved for kind, moved in traffic.items() if kind != STATE],
-        num_buffers=state.num_buffers,
+        num_buffers=zero.offload_optimizer.buffer_count,
         micro_batches=job.micro_batches,
         tier_ahead=zero.offload_param.buffer_count - 1,
         copies=_copies(job, machine),

@@ -35,14 +35,10 @@ _PAGE = struct.Struct("<qqq")  # resumed at, steps begun, steps that returned
 _ATTEMPTS = 400
 
 
-ANNEXED = {"buffers": 6, "staging_budget": "24MiB", "queue_depth": 2, "block_size": "64KiB"}
-"""Of a section: so little keeps such a drive busy that staging buffers share annexes, where updates are logged."""
-
-
-def durable_section(path, name, *, rewind_steps=1, rewrite_every=1, staging_budget="8MiB", **more):
+def durable_section(path, name, *, rewind_steps=1, rewrite_every=1, **more):
     made = section(path, sub_group_size=65536, clip=1.0, **more)
     offload = made["zero_optimization"]["offload_optimizer"]
-    offload["staging_budget"] = staging_budget
+    offload["staging_budget"] = "8MiB"
     if name:
         offload |= {"durable": name, "rewind_steps": rewind_steps, "rewrite_every": rewrite_every}
     return made
@@ -120,7 +116,6 @@ KINDS = {
     "in-memory-too": Kind(train_optimizer, how={"host_budget": "7MiB"}),
     "logged": Kind(train_optimizer, how={"rewrite_every": 3, "buffers": 2}),
     "logged-in-memory-too": Kind(train_optimizer, how={"rewrite_every": 3, "buffers": 2, "host_budget": "7MiB"}),
-    "logged-in-bodies-and-annexes": Kind(train_optimizer, how={"rewrite_every": 8, **ANNEXED}),
     "everything": Kind(train_engine, how={"tiers": "everything"}),
     "everything-logged": Kind(train_engine, how={"tiers": "everything, logged"}),
     "in-backward": Kind(train_engine, how={"tiers": "backward"}, plain={"tiers": "unclipped"}),

@@ -1,8 +1,6 @@
 """The ring of bases and entries: what a committed manifest refers to stays; and the space that takes."""
 
 import itertools
-import mmap
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
-from nvme_offload.offload.durable.pinned import PinnedReader
 from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.seal import ExtentLayout, Sums
 from nvme_offload.offload.durable.turns import num_needed
@@ -360,26 +357,6 @@ def test_a_chain_is_read_as_one_extent(space):
         assert any(
             f == stripe.fd and o <= stripe.offset and stripe.offset + stripe.size_bytes <= o + n for f, o, n in inside
         )
-
-
-def test_each_entry_of_a_chain_begins_at_a_place_of_its_own_however_short_the_one_before_is(space):
-    extents = space.allocate_all([BASE.parts, ENTRY_BYTES, ENTRY_BYTES])
-    base, *entries = (Written(extent, BASE, None, 0) for extent in extents)
-    short = ExtentLayout(PAGE, 0, PAGE)
-    assert short.size_bytes < ENTRY_BYTES
-    chain = Chain(base, tuple(Written(entry.extent, short, None, 0) for entry in entries))
-    for number, extent in enumerate(extents):
-        for fd, offset, size_bytes in extent.stripes:
-            aligned = mmap.mmap(-1, size_bytes)
-            aligned.write(bytes([number + 1]) * size_bytes)
-            os.pwrite(fd, aligned, offset)
-    memory, ends = PinnedReader(space).read(chain), [BASE.size_bytes, BASE.size_bytes + ENTRY_BYTES]
-    for number, start in enumerate([0, *ends]):
-        length = short.size_bytes if number else BASE.size_bytes
-        assert memory.view(torch.uint8, start, length).unique().tolist() == [number + 1]
-    reading = chain.reading(base_bytes=BASE.size_bytes)
-    assert reading.size_bytes == ends[-1] + short.size_bytes
-    assert sum(s.size_bytes for s in reading.segments(0)) == BASE.size_bytes + 2 * short.size_bytes, "no more is read"
 
 
 def test_a_manifest_of_bases_alone_may_have_no_table_of_entries(space):
