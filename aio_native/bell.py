@@ -38,9 +38,10 @@ class Bell:
         return False
 
     def ring(self) -> None:
-        """Wake who waits. From any thread."""
+        """Wake who waits. From any thread; does nothing once it is closed."""
         with suppress(BlockingIOError):  # its counter is full: it has been rung
-            os.eventfd_write(self._eventfd, 1)
+            if (eventfd := self._descriptor.fileno()) >= 0:
+                os.eventfd_write(eventfd, 1)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the bell rings or `timeout` seconds have passed; what rang before counts. Signals are handled.

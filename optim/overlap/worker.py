@@ -6,7 +6,9 @@ Who owns what the job works on (the pipeline of the state, its staging buffers, 
 - Between two turns nobody, or who is in `kept_away`: that one waits for drives as long as he likes.
 
 Signals arrive in the main thread alone, and may raise out of anything it does. So nothing here has to be undone there:
-a job begins with one assignment, who waits only waits, and the lock is held by ``with`` alone.
+a job begins with one assignment, who waits only waits, and the lock is taken and given back by C alone. CPython runs
+handlers after every call, but not inside a ``with`` or a ``for`` that calls C: between the lock and the block that gives
+it back there is no such place, as there are many in contextlib and at the entry of any ``__exit__`` in Python.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -76,22 +78,27 @@ class Worker:
         self._lock = threading.RLock()
         self._waiting: list[SimpleQueue[None]] = []
         self._end = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._finalizer: weakref.finalize[[threading.Thread, Bell, threading.Event], Worker] | None = None
+        self._starting = threading.RLock()
+        self._at_work = threading.Lock()
+        """Held by the thread as long as it works."""
+        self._threads: list[threading.Thread] = []
+        """The thread. After a start that was cut short there may be another, which takes no turn before this one ends."""
+        self._finalizer: weakref.finalize[..., Worker] | None = None
 
     def wake(self) -> None:
-        """Have the worker look whether there is something to do."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=_work,
-                args=(weakref.ref(self), self.bell, self._end, self._device()),
-                name="nvme_offload: updates",
-                daemon=True,
-            )
-            # Made after the tiers, and so before them when the interpreter ends: no turn finds its buffers gone.
-            self._finalizer = weakref.finalize(self, _end, self._thread, self.bell, self._end)
-            self._thread.start()
+        """Have the worker look whether there is something to do. From any thread."""
+        with self._starting:
+            if not (self._threads and self._threads[-1].is_alive()) and not self._end.is_set():
+                self._start()
         self.bell.ring()
+
+    def _start(self) -> None:
+        if self._finalizer is None:
+            # Made after the tiers, and so before them when the interpreter ends: no turn finds its buffers gone.
+            self._finalizer = weakref.finalize(self, _end, self._threads, self.bell, self._end)
+        arguments = weakref.ref(self), self.bell, self._end, self._at_work, self._device()
+        self._threads.append(threading.Thread(target=_work, args=arguments, name="nvme_offload: updates", daemon=True))
+        self._threads[-1].start()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds, which is looked at after every turn. Signals are handled."""
@@ -113,11 +120,13 @@ class Worker:
                 self._waiting.remove(told)
             self.wait_seconds += time.monotonic() - start
 
-    @contextmanager
-    def kept_away(self) -> Iterator[None]:
-        """No turn is taken during the block. Re-entrant."""
-        with self._lock:
-            yield
+    def kept_away(self) -> AbstractContextManager[object]:
+        """Have no turn taken during the block: ``with worker.kept_away():``. Re-entrant."""
+        return self._lock
+
+    def at_rest(self, wait: Callable[[], None]) -> AbstractContextManager[None]:
+        """`kept_away` from a moment on when no job is left; `wait` waits for that, again where another has come."""
+        return _AtRest(self, self._lock, wait)
 
     def raise_failure(self) -> None:
         """Raise what ended the latest job, once."""
@@ -127,8 +136,9 @@ class Worker:
 
     def stop(self) -> None:
         """End the thread for good; a job that is under way is left where it is. Idempotent."""
+        _end(self._threads, self.bell, self._end)  # not through the finalizer, which forgets before it calls
         if self._finalizer is not None:
-            self._finalizer()
+            self._finalizer.detach()
         self.bell.close()
 
     @property
@@ -167,11 +177,34 @@ class Worker:
             self.pastime = None
 
 
-def _work(of: weakref.ref[Worker], bell: Bell, end: threading.Event, device: torch.device) -> None:
+class _AtRest(AbstractContextManager[None]):
+    """See `Worker.at_rest`, and the first lines above: nothing is called with the lock held, and C gives it back."""
+
+    def __init__(self, worker: Worker, lock: threading.RLock, wait: Callable[[], None]) -> None:
+        self._worker = worker
+        self._lock = lock
+        self._wait = wait
+
+    def __enter__(self) -> None:
+        while True:
+            self._wait()
+            for _ in map(self._lock.acquire, (True,)):
+                if self._worker.job is None:  # else another thread took a step
+                    return
+                self._lock.release()
+
+    @property
+    def __exit__(self) -> Callable[..., None]:
+        return self._lock.__exit__
+
+
+def _work(
+    of: weakref.ref[Worker], bell: Bell, end: threading.Event, at_work: threading.Lock, device: torch.device
+) -> None:
     """The thread: turns, and sleep when there is nothing to do."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     use(device)
-    with torch.no_grad():
+    with at_work, torch.no_grad():
         while not end.is_set():
             worker = of()
             if worker is None:
@@ -183,8 +216,9 @@ def _work(of: weakref.ref[Worker], bell: Bell, end: threading.Event, device: tor
                 bell.wait(None if idle else _LOOK_AGAIN_SECONDS)
 
 
-def _end(thread: threading.Thread, bell: Bell, end: threading.Event) -> None:
+def _end(threads: list[threading.Thread], bell: Bell, end: threading.Event) -> None:
     end.set()
     bell.ring()
-    if thread.is_alive() and thread is not threading.current_thread():
-        thread.join()
+    for thread in threads:
+        if thread.is_alive() and thread is not threading.current_thread():
+            thread.join()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -108,35 +108,36 @@ class StateBody(ABC):
         """Begin a load: the state is neither old nor new until somebody sets `unfinished` to None again."""
         self.unfinished = UnfinishedStep.of_load(split=self.table.has_split_params, owner=self.owner)
 
-    @contextmanager
-    def at_rest(self, *, forgiving: bool = False) -> Iterator[None]:
-        """The state as it is between two steps, for the time of the block: nobody updates, reads or writes meanwhile.
+    def at_rest(
+        self, *, forgiving: bool = False, meanwhile: Callable[[], None] = lambda: None
+    ) -> AbstractContextManager[None]:
+        """Have the state as it is between two steps, for the time of a ``with``: nobody updates, reads or writes it.
 
         Waits for the updates behind the latest step. Re-entrant. Who reaches for state or its pipeline does it in here.
 
         Args:
             forgiving: do not raise what stopped them; for who makes good for it.
+            meanwhile: called now and then while it waits; what it raises ends that.
 
         Raises:
             ClosedError, ForkError: see `check_usable`.
             SwapIOError, CorruptionError, StateError: what stopped these updates, or a write behind them. Said once.
         """
-        while True:
-            self.wait_for_updates(forgiving=forgiving)
-            with self.worker.kept_away():
-                if self.worker.job is None:  # else another thread took a step
-                    yield
-                    return
+        return self.worker.at_rest(lambda: self.wait_for_updates(forgiving=forgiving, meanwhile=meanwhile))
 
-    def wait_for_updates(self, *, forgiving: bool = False) -> None:
+    def wait_for_updates(self, *, forgiving: bool = False, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait until all updates behind the latest step are done; see `at_rest`."""
         self.check_usable()
         if self.unfinished is not None and self.unfinished.is_open and not self._goes_back(self.unfinished):
             begun = "updates that have begun in backward (overlap_step)"
             raise StateError(self.owner, "parameters and state as they are between two steps", f"{begun}: call step()")
         worker = self.worker
-        if worker.job is not None:
-            worker.wait_until(lambda: worker.job is None)
+
+        def is_done() -> bool:
+            meanwhile()
+            return worker.job is None
+
+        worker.wait_until(is_done)
         if forgiving:
             worker.failure = None
         worker.raise_failure()

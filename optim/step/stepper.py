@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -111,25 +112,34 @@ class Stepper:
             StateError: the step before stopped halfway, or a gradient comes of weights that were perhaps old.
             SwapIOError, ValueError, KeyboardInterrupt: with one note that says what is done.
         """
-        store = self._store
-        if not store.has_unfinished_step:
-            store.check_waited_for(index for index in store.not_waited_for if store.table[index].leaf.grad is not None)
-        open_ = store.unfinished is not None and store.unfinished.is_open
-        with self._meter.stepping(), store.worker.kept_away() if open_ else store.at_rest():
-            if store.unfinished is not None and not store.unfinished.is_open:
-                store.worker.raise_failure()
-                raise store.unfinished.refusal("a finished step")
-            number = self._meter.steps + 1
-            try:
-                with DeferredInterrupt() as interrupt:
-                    self._note_changed_on_device()
-                    self._report_changed()
-                    self._step(number, groups, loss_scale, found_inf, interrupt)
-            except BaseException as error:
+        number, has_begun = self._meter.steps + 1, False
+        try:
+            with DeferredInterrupt() as interrupt, self._meter.stepping(), self._between_steps(interrupt):
+                self._check_begins()
+                has_begun = True
+                self._note_changed_on_device()
+                self._report_changed()
+                self._step(number, groups, loss_scale, found_inf, interrupt)
+        except BaseException as error:
+            if has_begun or not isinstance(error, Exception):  # else it is a refusal
                 error.add_note(self._where_it_stands(number))
                 if self._commits is not None:
                     self._commits.explain(error)
-                raise
+            raise
+
+    def _between_steps(self, interrupt: DeferredInterrupt) -> AbstractContextManager[object]:
+        """The state for this step alone; of one that began in backward with what is updated there under way."""
+        store = self._store
+        if not store.has_unfinished_step:
+            store.check_waited_for(index for index in store.not_waited_for if store.table[index].leaf.grad is not None)
+        has_begun = store.unfinished is not None and store.unfinished.is_open
+        return store.worker.kept_away() if has_begun else store.at_rest(meanwhile=interrupt.deliver)
+
+    def _check_begins(self) -> None:
+        unfinished = self._store.unfinished
+        if unfinished is not None and not unfinished.is_open:
+            self._store.worker.raise_failure()
+            raise unfinished.refusal("a finished step")
 
     def _step(
         self,
