@@ -155,7 +155,7 @@ class OptimizerStats:
     committed_step: int | None = None
     """The latest step that lasts; None before the first, and where nothing does."""
     rewrite_every: int | None = None
-    """Every how many steps the state of a durable run is rewritten now; None where it ends with the process."""
+    """Every how many steps the state of a durable run is rewritten; None where it ends with the process."""
     written_per_day: float | None = None
     """Bytes a day that go to drives, of all kinds, at the rate since the first step; None before the second."""
     days_of_life: float | None = None

@@ -184,16 +184,16 @@ class OffloadOptimizerConfig(Section):
     rewrite_every: RewriteEvery = key(1, 'a whole number, 1..16, or "auto"', "", "steps")
     """Every how many steps the state of a `durable` run is rewritten, 1..16; the gradients of the steps in between are
     kept. With 3 a 16-bit parameter costs 5.3 bytes written and 13.3 read in a step, and not 12 and 10. `auto` measures
-    the drive when a run begins, and takes what is fastest there, 4 at most; with `wear_limit` up to 16 while the run
-    goes on."""
+    the drive when a run begins, and takes what is fastest there, 4 at most; with `wear_limit` the fastest that keeps
+    it, up to 16. A run goes on with what it began with."""
     rewind_steps: Whole = key(1, "a whole number, 1..16", "", "steps", ge=1, le=16)
     """How many steps a `durable` run can go back to with `rewind`, 1..16. Each one beyond the first takes the space of
     the state once more; nothing more is moved."""
 
     wear_limit: WearLimit = key(None, 'bytes a day, as "1TB/day"', "", "bytes/day")
-    """How much the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run is rewritten as
-    seldom as that wants; one that writes more says so, with what writes less. `offload plan --durable` chooses by
-    it."""
+    """How much the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run begins with a
+    period that keeps it, however fast steps follow each other. A run that writes more says so once, with what writes
+    less. `offload plan --durable` chooses by it."""
     endurance: Endurance | None = key(None, '1 B or more, as "600TB"', "", "bytes")
     """What the drives of `nvme_path` may still be written together, 1 B or more: their rated TBW, less
     what `offload doctor` says was written. With it `stats()` and `offload plan` say how long they last."""

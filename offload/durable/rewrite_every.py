@@ -19,8 +19,6 @@ MAX_PERIOD = 16
 USUAL_PERIOD = 4
 """The longest that is chosen for speed: beyond, little is won, and staging buffers and replays grow."""
 
-_SHORTER = 0.9  # of a limit of wear: what a shorter period may come to
-
 
 @dataclass(frozen=True, kw_only=True)
 class DurableBytes:
@@ -130,53 +128,6 @@ class Choice:
         return endurance / self.written_per_day
 
 
-@dataclass(frozen=True)
-class WithinLimit:
-    """A period for a limit of wear, and what it comes to at the pace that was measured."""
-
-    period: int
-    written_per_day: float
-    """Bytes."""
-    excess: float
-    """Bytes a day by which that is more than the limit; 0 where it is not."""
-
-
-def period_within(
-    size: DurableBytes,
-    *,
-    now: int,
-    fastest: int,
-    most: int,
-    steps: float,
-    written: float,
-    wear_limit: float,
-) -> WithinLimit:
-    """The shortest period from the fastest one on that writes no more than the limit, at the pace of `now`.
-
-    A longer one writes less. What is written besides the state stays as it is. A period is made shorter again only
-    where that leaves a tenth of the limit: a pace that varies a little must not change it back and forth.
-
-    Args:
-        size: all of the state, also that in memory, which is written like the rest.
-        now: the period.
-        fastest: the one that suits the drive.
-        most: the longest one that logs have room for.
-        steps: of a day.
-        written: bytes of a day, measured with `now`.
-        wear_limit: bytes a day.
-    """
-    of_state = {period: costs_of(size, period).written * steps for period in {now, *range(fastest, most + 1)}}
-    measured = min(written, of_state[now])
-    per_day = {
-        period: written - measured + (measured * each / of_state[now] if measured else 0.0)
-        for period, each in of_state.items()
-    }
-    for period in range(min(fastest, most), most + 1):
-        if per_day[period] <= wear_limit * (_SHORTER if period < now else 1):
-            return WithinLimit(period, per_day[period], 0.0)
-    return WithinLimit(most, per_day[most], max(0.0, per_day[most] - wear_limit))
-
-
 def choices(
     size: DurableBytes,
     rates: DurableRates,
@@ -233,3 +184,21 @@ def choose(found: Sequence[Choice], wear_limit: float | None = None) -> Choice:
     shortest = min(each.iteration_seconds for each in allowed)
     equal = [each for each in allowed if each.iteration_seconds <= shortest * (1 + 1e-9)]
     return min(equal, key=lambda each: (each.costs.written, each.period))
+
+
+def auto_period(size: DurableBytes, rates: DurableRates, wear_limit: float | None) -> int:
+    """Return what "auto" stands for on a machine: the fastest period that keeps the limit.
+
+    A run decides this once, when it begins. Nobody knows its pace then, so it is taken for the highest that is
+    possible: steps that do nothing but move and update. Where no period keeps the limit at that pace, it is the one
+    that writes least.
+
+    Args:
+        size: of one parameter.
+        rates: of the machine.
+        wear_limit: bytes a day; None: as many as it takes.
+    """
+    found = choices(size, rates)
+    if wear_limit is not None:
+        wear_limit = max(wear_limit, min(each.written_per_day for each in found))
+    return choose(found, wear_limit).period

@@ -19,16 +19,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 import numpy as np
 
 from nvme_offload.offload.durable.chain import BASES, Chain, ChainRows, RingSlot, SlotLayout, Stripes, WriteId, Written
 from nvme_offload.offload.durable.extent_pool import ExtentPool
-from nvme_offload.offload.durable.rewrite_every import MAX_PERIOD
 from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs, Sums, open_sealed, seal
 from nvme_offload.offload.durable.turns import num_bytes, phases, turns_behind, wanted
-from nvme_offload.offload.errors import OutOfSpaceError, ResumeError, StateError
+from nvme_offload.offload.errors import ResumeError, StateError
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.swap_space import Size, SwapSpace
 from nvme_offload.offload.storage.tier import Memory
@@ -66,8 +64,6 @@ class ExtentRing:
         """Of the manifest that the next writes are for."""
         self.turn = sequence
         """Counts the steps that write; who is rewritten when goes by it."""
-        self.period = MAX_PERIOD
-        """Every how many steps slots are rewritten whose logs have room for that; others as often as theirs have."""
         self.slots: list[RingSlot] = []
         self.suspects: set[int] = set()
         """Slots whose bytes a failed sync may have lost: they are due until they have a new base."""
@@ -100,7 +96,7 @@ class ExtentRing:
             OutOfSpaceError: there is no room for all of them; nothing has changed.
         """
         slots = [*self.slots, *(RingSlot(layout, 0) for layout in layouts)]
-        self._pool.want(_wanted_by(slots, self.steps_back, self.period))
+        self._pool.want(_wanted_by(slots, self.steps_back))
         self._rows.grow(len(slots), max(slot.layout.period for slot in slots) - 1)
         _take_turns(slots)
         self.slots = slots
@@ -112,7 +108,7 @@ class ExtentRing:
             self._pool.give_back(self.slots[slot].extents(self.slots[slot].current))
         self.slots = self.slots[:first]
         self._rows.shrink(first)
-        self._pool.want(_wanted_by(self.slots, self.steps_back, self.period))
+        self._pool.want(_wanted_by(self.slots, self.steps_back))
         self._pool.trim()
 
     def begin_turn(self) -> None:
@@ -122,21 +118,12 @@ class ExtentRing:
             self.drop_target(slot)
         self._pool.trim()  # not earlier: until something is written, the manifest before can be gone back to
 
-    def take_turns_every(self, period: int) -> None:
-        """Have slots rewritten every so many steps from now on, as far as logs have room; call it between two turns.
-
-        Space for that is taken where it is to be had; otherwise what finds no room in the log is rewritten.
-        """
-        self.period = period
-        with suppress(OutOfSpaceError):
-            self._pool.want(_wanted_by(self.slots, self.steps_back, period))
-
     def is_due(self, slot: int, *, turns_ahead: int = 0) -> bool:
         """Whether what this slot writes in this turn is a base: its turn has come, or there is nothing to add to."""
         record = self.slots[slot]
         if record.current.base is None or len(record.current.log) >= record.layout.period - 1 or slot in self.suspects:
             return True
-        return (self.turn + turns_ahead + record.phase) % min(self.period, record.layout.period) == 0
+        return (self.turn + turns_ahead + record.phase) % record.layout.period == 0
 
     def num_logged_next(self, slot: int) -> int:
         """Entries that the log of this slot will have when the turn that comes next has written it."""
@@ -357,7 +344,7 @@ class ExtentRing:
         self.slots = [RingSlot(layout, 0, chain, chain) for layout, chain in zip(layouts, chains, strict=True)]
         _take_turns(self.slots)
         self.turn = self.sequence + turns_behind(
-            self.sequence, ((min(self.period, s.layout.period), s.phase, len(s.current.log)) for s in self.slots)
+            self.sequence, ((s.layout.period, s.phase, len(s.current.log)) for s in self.slots)
         )
         self._rows.take(tables, len(layouts), max((layout.period for layout in layouts), default=1) - 1)
         self._refill(known, [{stripes for _, stripes, _ in self._rows.writes_of(other)} for other in older])
@@ -374,7 +361,7 @@ class ExtentRing:
         self._pool.admit(size for stripes, size in sizes.items() if not self._times_pinned[stripes])
         for name, pins in self._pins.items():
             self._pins[name] = [(sizes.get(extent.stripes, size), extent) for size, extent in pins]
-        wanted = _wanted_by(self.slots, self.steps_back, self.period)
+        wanted = _wanted_by(self.slots, self.steps_back)
         lacking = wanted - Counter({size: self._pool.num_held(size) for size in wanted})
         ages: list[list[tuple[Size, Extent]]] = [[] for _ in range(len(older) + 1)]
         for stripes, extent in known.items():
@@ -410,7 +397,7 @@ class ExtentRing:
         self._pool.let_go(size for size, extent in self._in_chains() if extent.stripes in new)
         self._pool.drop(new)
         try:
-            self._pool.want(_wanted_by(self.slots, self.steps_back, self.period))
+            self._pool.want(_wanted_by(self.slots, self.steps_back))
         except BaseException:
             self.unpin(name)
             raise
@@ -492,5 +479,5 @@ def _take_turns(slots: Sequence[RingSlot]) -> None:
         slot.phase = phase
 
 
-def _wanted_by(slots: Sequence[RingSlot], steps_back: int, period: int) -> Counter[Size]:
-    return wanted((slot.layout for slot in slots), steps_back, period)
+def _wanted_by(slots: Sequence[RingSlot], steps_back: int) -> Counter[Size]:
+    return wanted((slot.layout for slot in slots), steps_back)

@@ -30,17 +30,16 @@ def turns_behind(turn: int, slots: Iterable[tuple[int, int, int]]) -> int:
     return said.most_common(1)[0][0] if said else 0
 
 
-def wanted(layouts: Iterable[SlotLayout], steps_back: int, every: int) -> Counter[Size]:
+def wanted(layouts: Iterable[SlotLayout], steps_back: int) -> Counter[Size]:
     """How many extents of each size the turns of these slots need.
 
     Args:
         layouts: of the slots.
         steps_back: how many steps can be gone back to.
-        every: every how many steps slots are rewritten whose logs have room for that.
     """
     counts: Counter[Size] = Counter()
     for layout, number in Counter(layouts).items():
-        period = min(layout.period, every)
+        period = layout.period
         bases, entries = num_needed(number, period)
         of_turn = -(-number // period) * (steps_back - 1)  # chains that a step sets free, for each further step
         counts[layout.base.parts] += bases + of_turn
@@ -49,9 +48,9 @@ def wanted(layouts: Iterable[SlotLayout], steps_back: int, every: int) -> Counte
     return counts
 
 
-def bytes_needed(layouts: Iterable[SlotLayout], steps_back: int, every: int) -> list[int]:
+def bytes_needed(layouts: Iterable[SlotLayout], steps_back: int) -> list[int]:
     """Bytes of every extent that the turns of these slots need; arguments as of `wanted`."""
-    return [num_bytes(size) for size, count in wanted(layouts, steps_back, every).items() for _ in range(count)]
+    return [num_bytes(size) for size, count in wanted(layouts, steps_back).items() for _ in range(count)]
 
 
 def num_bytes(size: Size) -> int:

@@ -14,10 +14,9 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.resume import Resumption
 from nvme_offload.optim.layout.master import DTYPE_OF_FORM
-from nvme_offload.optim.state.sealing import Sealing
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.stats import Meter
-from nvme_offload.optim.wear import Steering, Wear
+from nvme_offload.optim.wear import Wear
 
 
 class DurableMethods(ABC):
@@ -30,14 +29,9 @@ class DurableMethods(ABC):
         """Commit each step from now on, where the store is that of a durable run."""
         if store.sealing is not None:
             self._commits = Commits(store, store.sealing, meter, norm_group)
-        section, sealing = store.config.zero_optimization.offload_optimizer, store.sealing
-        self._wear = Wear(
-            section,
-            lambda: _written_by(store),
-            lambda: _size_of(store),
-            sealing.run.extents.period if sealing is not None else None,
-            _steering_of(sealing) if sealing is not None and section.rewrite_every == "auto" else None,
-        )
+        section = store.config.zero_optimization.offload_optimizer
+        period = store.sealing.logs.period if store.sealing is not None else None
+        self._wear = Wear(section, lambda: _written_by(store), lambda: _size_of(store), period)
 
     def _commit_step(self) -> None:
         """Commit the step that has ended, unless a training engine does when it has done its own part of it."""
@@ -180,13 +174,6 @@ def _written_by(store: StateStore) -> int:
     """Bytes of state, parameters and gradients that went to drives."""
     engines = [store.tier.stats()] if store.tier else []
     return sum(engine.bytes_written for engine in [*engines, *store.blocks.engine_stats])
-
-
-def _steering_of(sealing: Sealing) -> Steering:
-    def turn(period: int) -> None:
-        sealing.next_period = period
-
-    return Steering(fastest=sealing.run.extents.period, most=sealing.logs.period, turn=turn)
 
 
 def _size_of(store: StateStore) -> DurableBytes:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from nvme_offload.offload.config.section import OffloadOptimizerConfig
 from nvme_offload.offload.durable.probe import measure_rates
-from nvme_offload.offload.durable.rewrite_every import MAX_PERIOD, USUAL_PERIOD, DurableBytes, choices, choose
+from nvme_offload.offload.durable.rewrite_every import DurableBytes, auto_period
 from nvme_offload.offload.durable.run import DurableRun, read_identity
+from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.layout.master import TAIL_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -23,11 +24,11 @@ def least_period(section: OffloadOptimizerConfig) -> int:
 
 def period_of(
     section: OffloadOptimizerConfig, run: DurableRun, tier: NvmeTier, rule: UpdateRule, num_threads: int
-) -> tuple[int, int]:
-    """The longest period that logs have room for, and the one to begin with.
+) -> int:
+    """Return every how many steps the state of a run is rewritten, from its beginning to its end.
 
-    Both are what the section says. With "auto" logs are those of the run that was found; of a new one they have room
-    for what suits the drive, or where there is a limit of wear for every period, and the first suits the drive.
+    The section says it. With "auto" a run that was found goes on with what it wrote down when it began; a new one
+    decides now, see `auto_period`.
 
     Args:
         section: of the optimizer.
@@ -41,10 +42,9 @@ def period_of(
         ResumeError: what was found cannot be read.
     """
     if isinstance(section.rewrite_every, int):
-        return section.rewrite_every, section.rewrite_every
+        return section.rewrite_every
     if committed := [*run.found, *run.snapshots.values()]:
-        longest = int(read_identity(run.folder, committed[0]).get("rewrite_every", 1))
-        return longest, min(longest, USUAL_PERIOD)
+        return int(read_identity(run.folder, committed[0]).get("rewrite_every", 1))
     tail = TAIL_DTYPE[MasterForm.SPLIT]
     assert tail is not None
     size = DurableBytes(
@@ -53,5 +53,4 @@ def period_of(
         grad=_ITEMSIZE,
     )
     rates = replace(measure_rates(tier), update=num_threads * _UPDATES_PER_THREAD)
-    fastest = choose(choices(size, rates, periods=range(1, USUAL_PERIOD + 1))).period
-    return (fastest if section.wear_limit is None else MAX_PERIOD), fastest
+    return auto_period(size, rates, section.wear_limit and section.wear_limit / ranks_on_host())

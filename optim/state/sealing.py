@@ -40,8 +40,6 @@ class Sealing:
         self.logs = SlotLogs(run.extents, lambda index: table[index].log_dtype, kernels, period)
         self.before_write: Callable[[], None] = lambda: None
         """Called before an extent is chosen: waits until the commit under way is done."""
-        self.next_period: int | None = None
-        """Every how many steps subgroups are to be rewritten from the next one on; None: as now."""
         self.is_held = False
         """Whether a commit is under way, so that a write would wait."""
         self.begins_turn = True
@@ -89,9 +87,6 @@ class Sealing:
         self.before_write()
         if self.begins_turn:
             self.begins_turn = False
-            if self.next_period is not None:
-                self.run.extents.take_turns_every(self.next_period)
-                self.next_period = None
             self.run.extents.begin_turn()
 
     def seal(self, slot: SlotRecord) -> WriteTarget:

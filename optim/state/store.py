@@ -89,8 +89,7 @@ class StateStore(StateBody):
             # Not a method of this object, which would live until the garbage collector runs.
             checksum = kernels.tile_checksums if config.aio.checksums else None
             if self.run is not None and self.tier is not None:
-                period, every = period_of(section, self.run, self.tier, rule, kernels.num_threads)
-                self.run.extents.period = every
+                period = period_of(section, self.run, self.tier, rule, kernels.num_threads)
                 self._placement = StatePlacement(config, rule, period)
                 self.sealing = Sealing(self.run, table, kernels, period)
                 self._placement.size_of = self.sealing.buffer_bytes
@@ -226,11 +225,7 @@ class StateStore(StateBody):
         if self.sealing is None:
             return [subgroup.size_bytes for subgroup in subgroups]
         run = self.sealing.run
-        return (
-            []
-            if run.is_under_way
-            else bytes_needed(map(self.sealing.layout_of, subgroups), run.extents.steps_back, run.extents.period)
-        )
+        return [] if run.is_under_way else bytes_needed(map(self.sealing.layout_of, subgroups), run.extents.steps_back)
 
     def _check_room(self, sizes: Sequence[int]) -> None:
         if self.tier is not None:

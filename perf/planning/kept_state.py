@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.rewrite_every import (
-    MAX_PERIOD,
-    USUAL_PERIOD,
     DurableBytes,
     DurableRates,
     PeriodCosts,
-    choices,
-    choose,
+    auto_period,
     costs_of,
 )
 from nvme_offload.offload.durable.seal import ExtentLayout
@@ -40,8 +37,6 @@ class KeptState:
 
     period: int
     """Every how many steps, where updates are logged; else in every one."""
-    longest: int
-    """The longest period that logs, and staging buffers, have room for."""
     grad_itemsize: int
     """Bytes of a gradient in a log."""
     steps_back: int = 1
@@ -61,13 +56,7 @@ class KeptState:
         period = section.rewrite_every
         if period == "auto":
             period = _suiting(config, machine)
-            longest = period if section.wear_limit is None else MAX_PERIOD
-        else:
-            longest = period
-        itemsize = precision.accumulate.itemsize
-        if not is_logged:
-            period = longest = 1
-        return cls(period, longest, itemsize, section.rewind_steps)
+        return cls(period if is_logged else 1, precision.accumulate.itemsize, section.rewind_steps)
 
     def size_of(self, subgroup: Subgroup) -> DurableBytes:
         """What there is of a subgroup."""
@@ -85,12 +74,12 @@ class KeptState:
     def buffer_bytes(self, subgroup: Subgroup) -> int:
         """Bytes that a subgroup takes in memory: its base, and the longest log that is read with it."""
         size = self.size_of(subgroup)
-        return round(size.base + size.grad * (self.longest - 1))
+        return round(size.base + size.grad * (self.period - 1))
 
     @property
     def log_itemsize(self) -> int:
         """Bytes of log that are read beside an element's state, at most."""
-        return self.grad_itemsize * (self.longest - 1)
+        return self.grad_itemsize * (self.period - 1)
 
     def traffic(self, in_place: StepTraffic, subgroups: Sequence[Subgroup], tiers: Sequence[Tier]) -> StepTraffic:
         """What a step moves: all is written, and of what is on the drives as much read as `in_place` does of its state.
@@ -120,16 +109,16 @@ class KeptState:
 
     def unit(self, subgroups: Sequence[Subgroup], on_drives: int) -> Unit:
         """The space that bases and logs take besides the state that is counted on the drives already."""
-        space = sum(bytes_needed(map(self._layout_of, subgroups), self.steps_back, self.period))
+        space = sum(bytes_needed(map(self._layout_of, subgroups), self.steps_back))
         return Unit(KIND, KIND, space - on_drives, tiers=("nvme",))
 
     def _layout_of(self, subgroup: Subgroup) -> SlotLayout:
         tail = _tail_itemsize(subgroup.form) * subgroup.padded_numel
         base = ExtentLayout(subgroup.size_bytes, tail, mmap.PAGESIZE)
-        if self.longest == 1:
+        if self.period == 1:
             return SlotLayout(base)
         gradients = self.grad_itemsize * subgroup.numel + _OF_TILE * -(-subgroup.numel // TILE_NUMEL)
-        return SlotLayout(base, ExtentLayout(gradients, 0, mmap.PAGESIZE).size_bytes, self.longest)
+        return SlotLayout(base, ExtentLayout(gradients, 0, mmap.PAGESIZE).size_bytes, self.period)
 
 
 def rates_of(machine: Machine) -> DurableRates | None:
@@ -151,7 +140,8 @@ def _suiting(config: OffloadConfig, machine: Machine) -> int:
         tail=_tail_itemsize(precision.master),
         grad=precision.accumulate.itemsize,
     )
-    return choose(choices(size, rates, periods=range(1, USUAL_PERIOD + 1))).period
+    limit = config.zero_optimization.offload_optimizer.wear_limit
+    return auto_period(size, rates, limit and limit / machine.ranks_per_node)
 
 
 def _tail_itemsize(form: MasterForm) -> int:

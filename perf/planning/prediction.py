@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY, DurableBytes, period_within
+from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY, DurableBytes
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.shards.param_tier import Padded
@@ -183,38 +183,10 @@ class _StatePlan:
 def predict(job: Job, machine: Machine) -> Prediction:
     """Plan a job on a machine.
 
-    A durable run with a limit of wear whose period may be chosen has the one that it comes to.
-
     Raises:
         ConfigError: a budget of the section is too small for what must be within it.
     """
     kept = KeptState.of(job.config, machine)
-    found = _predict(job, machine, kept)
-    while kept is not None and (longer := _within_limit(found, kept)) != kept:
-        kept = longer
-        found = _predict(job, machine, kept)
-    return found
-
-
-def _within_limit(found: Prediction, kept: KeptState) -> KeptState:
-    """With a longer period, where the limit of wear asks for one: see `optim.wear`."""
-    section, ranks = found.job.config.zero_optimization.offload_optimizer, found.machine.ranks_per_node
-    if section.rewrite_every != "auto" or section.wear_limit is None or found.time is None:
-        return kept
-    steps = SECONDS_PER_DAY / found.time.seconds
-    longer = period_within(
-        sum(found.state.values(), DurableBytes(state=0, tail=0, grad=0, numel=0)),
-        now=kept.period,
-        fastest=kept.period,
-        most=kept.longest,
-        steps=steps,
-        written=found.total_traffic.written * steps,
-        wear_limit=section.wear_limit / ranks,
-    )
-    return replace(kept, period=longer.period)
-
-
-def _predict(job: Job, machine: Machine, kept: KeptState | None) -> Prediction:
     state = _state_plan(job, machine, kept)
     traffic = _traffic(job, machine, state)
     return Prediction(
@@ -230,7 +202,7 @@ def _predict(job: Job, machine: Machine, kept: KeptState | None) -> Prediction:
 
 
 def _bytes_by_tier(job: Job, state: _StatePlan) -> dict[Tier, DurableBytes]:
-    kept = state.kept or KeptState(1, 1, precision_of(job.config).accumulate.itemsize)
+    kept = state.kept or KeptState(1, precision_of(job.config).accumulate.itemsize)
     found: dict[Tier, DurableBytes] = {}
     for subgroup, tier in zip(state.subgroups, state.tiers_of_state, strict=True):
         size = kept.size_of(subgroup)
@@ -314,7 +286,7 @@ def _state_plan(job: Job, machine: Machine, kept: KeptState | None) -> _StatePla
     """Plan the optimizer's state as the optimizer itself would."""
     config, section = job.config, job.config.zero_optimization.offload_optimizer
     rule = rule_of(config.optimizer)
-    placement = StatePlacement(config, rule, kept.longest if kept is not None else 1)
+    placement = StatePlacement(config, rule, kept.period if kept is not None else 1)
     placement.size_of = kept.buffer_bytes if kept is not None else None
     has_mirrors = _copies(job, machine).update > 0
     blocks = _block_units(job, machine)

@@ -7,10 +7,10 @@ from nvme_offload.offload.durable.rewrite_every import (
     USUAL_PERIOD,
     DurableBytes,
     DurableRates,
+    auto_period,
     choices,
     choose,
     costs_of,
-    period_within,
 )
 from nvme_offload.offload.durable.turns import num_needed
 from nvme_offload.offload.units import GB, TB, parse_bytes_per_day
@@ -117,60 +117,11 @@ def test_other_words_are_refused(text):
         parse_bytes_per_day(text)
 
 
-DAY = 1_000.0  # steps
-PER_STEP = {period: costs_of(BILLION, period).written for period in range(1, MAX_PERIOD + 1)}
-
-
-@pytest.mark.parametrize(
-    ("now", "limit_of", "factor", "found"),
-    [
-        (3, 3, 1.0, 3),  # exactly what is allowed
-        (3, 3, 0.999, 4),
-        (3, 16, 1.0, 16),
-        (3, 1, 10.0, 3),  # never shorter than what suits the drive
-        (16, 1, 10.0, 3),
-        (8, 4, 1.05, 5),  # one shorter needs a tenth to spare
-        (8, 4, 1.2, 4),
-        (8, 8, 1.0, 8),
-        (8, 9, 1.01, 9),
-    ],
-)
-def test_the_shortest_period_within_a_limit_at_the_pace_that_was_measured(now, limit_of, factor, found):
-    limit = PER_STEP[limit_of] * DAY * factor
-    kept = period_within(BILLION, now=now, fastest=3, most=16, steps=DAY, written=PER_STEP[now] * DAY, wear_limit=limit)
-    assert kept.period == found
-    assert kept.excess == 0
-    assert kept.written_per_day == pytest.approx(PER_STEP[found] * DAY)
-
-
-def test_what_else_is_written_stays_as_it_is():
-    """Parameters and gradients."""
-    others = 5e12
-    kept = period_within(
-        BILLION,
-        now=3,
-        fastest=3,
-        most=16,
-        steps=DAY,
-        written=PER_STEP[3] * DAY + others,
-        wear_limit=PER_STEP[5] * DAY + others,
-    )
-    assert (kept.period, kept.written_per_day) == (5, pytest.approx(PER_STEP[5] * DAY + others))
-
-
-@pytest.mark.parametrize("most", [4, 16])
-def test_a_limit_that_no_period_is_within_says_by_how_much(most):
-    limit = PER_STEP[16] * DAY * 0.5
-    kept = period_within(BILLION, now=3, fastest=3, most=most, steps=DAY, written=PER_STEP[3] * DAY, wear_limit=limit)
-    assert kept.period == most
-    assert kept.excess == pytest.approx(PER_STEP[most] * DAY - limit)
-
-
-def test_what_is_written_less_often_than_the_table_says_is_taken_as_it_is():
-    """Steps in which not all parameters have a gradient."""
-    kept = period_within(
-        BILLION, now=3, fastest=3, most=16, steps=DAY, written=PER_STEP[3] * DAY / 2, wear_limit=PER_STEP[3] * DAY / 2
-    )
-    assert (kept.period, kept.written_per_day) == (3, PER_STEP[3] * DAY / 2)
-    none = period_within(BILLION, now=3, fastest=1, most=16, steps=DAY, written=0.0, wear_limit=1)
-    assert (none.period, none.written_per_day) == (1, 0)
+def test_auto_keeps_a_limit_at_the_highest_pace_as_fast_as_it_can_and_else_writes_least():
+    rates = DurableRates(read=2 * GB, write=2 * GB)
+    found = choices(BILLION, rates)
+    free = auto_period(BILLION, rates, None)
+    assert free == choose(found).period
+    for each in found[free - 1 :]:
+        assert auto_period(BILLION, rates, each.written_per_day * 1.001) == each.period
+    assert auto_period(BILLION, rates, 1.0) == MAX_PERIOD

@@ -110,7 +110,7 @@ class Drive:
     def act(self, rng: random.Random, pin: str) -> None:
         """One thing that can happen to a run."""
         writers = [slot for slot in range(len(self.layouts)) if rng.random() < 0.8]
-        match rng.choice(["step"] * 6 + ["by hand", "failed", "rewind", "crash", "pin", "unpin", "turns"]):
+        match rng.choice(["step"] * 6 + ["by hand", "failed", "rewind", "crash", "pin", "unpin"]):
             case "step":
                 self.step(writers, tuple(slot for slot in writers if rng.random() < 0.1))
             case "by hand":
@@ -125,8 +125,6 @@ class Drive:
             case "pin":
                 self.ring.pin(pin, self.manifests[-1][0])
                 self.pins[pin] = self.manifests[-1]
-            case "turns":
-                self.ring.take_turns_every(rng.choice([1, 2, 3, 16]))
             case "unpin" if self.pins:
                 name = rng.choice(list(self.pins))
                 self.ring.unpin(name)

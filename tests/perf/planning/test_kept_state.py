@@ -93,15 +93,16 @@ def test_wear_and_life_are_those_of_the_period(period, bytes_per_param):
 
 
 def test_auto_is_what_suits_the_drives_or_what_a_limit_of_wear_wants():
-    free = planned(100.0, rewrite_every="auto")
+    """The limit is kept at the highest pace: without compute."""
+    free = planned(rewrite_every="auto")
     assert free.kept.period in (3, 4)
     limit = free.written_per_day * 0.75
-    kept = planned(100.0, rewrite_every="auto", wear_limit=f"{limit / GB:.6f}GB/day")
+    kept = planned(rewrite_every="auto", wear_limit=f"{limit / GB:.6f}GB/day")
     assert kept.kept.period > free.kept.period
     assert kept.written_per_day <= limit
-    assert planned(100.0, rewrite_every=kept.kept.period - 1).written_per_day > limit
-    never = planned(100.0, rewrite_every="auto", wear_limit="1GB/day")
-    assert never.kept.period == 16
+    assert planned(rewrite_every=kept.kept.period - 1).written_per_day > limit
+    assert planned(100.0, rewrite_every="auto", wear_limit=f"{limit / GB:.6f}GB/day").kept == kept.kept
+    assert planned(rewrite_every="auto", wear_limit="1GB/day").kept.period == 16
 
 
 def test_replays_and_bytes_make_a_step_as_long_as_they_are():
