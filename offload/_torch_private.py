@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -35,6 +36,7 @@ __all__ = [
     "fsdp_params",
     "gather_by_itself",
     "give_shard",
+    "hook_outputs",
     "install_extension",
     "is_view",
     "local_tensor",
@@ -228,6 +230,31 @@ def _take_unsharded_grad(fsdp_param: Any) -> torch.Tensor | None:
     if earlier is None or latest is None:
         return latest if earlier is None else earlier
     return earlier.add_(latest)
+
+
+def hook_outputs(module: torch.nn.Module, tensors_in: Callable[[object], Iterable[torch.Tensor]]) -> None:
+    """Have backward through an FSDP2 module begin with every tensor in what its forward returns.
+
+    ``FSDPState._register_pre_backward_hook``, ``_pre_backward``: torch hooks the tensors in tuples, lists and dicts,
+    from 2.13 on those in dataclasses, and not one in any other object. ``Tensor._backward_hooks`` says which it did.
+
+    Args:
+        module: after ``fully_shard``; any other is left as it is. Not its children.
+        tensors_in: finds the tensors in an output.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    state: Any = module._get_fsdp_state()
+    hook_known = partial(type(state)._register_pre_backward_hook, state)  # its modules may be several
+
+    def hook_all(output: Any) -> Any:
+        output = hook_known(output)
+        if torch.is_grad_enabled():
+            tensors = (tensor for tensor in tensors_in(output) if tensor.requires_grad)
+            hook_known([one for one in tensors if state._pre_backward not in (one._backward_hooks or {}).values()])
+        return output
+
+    state._register_pre_backward_hook = hook_all
 
 
 def compute_on_shards(module: torch.nn.Module) -> None:

@@ -18,6 +18,9 @@ from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
 
 _SQUARED_AT_ONCE = 256 * TILE_NUMEL
 
+_NO_GRADIENT = -1.0
+"""Stands for the sum of squares of a rank that has no gradient at all."""
+
 _Sharding = tuple[DeviceMesh, tuple[bool, ...]]
 
 
@@ -29,7 +32,7 @@ def total_norm(
     norm_group: dist.ProcessGroup | None = None,
     found_inf: bool = False,
     known: Mapping[int, torch.Tensor] | None = None,
-) -> float:
+) -> float | None:
     """2-norm of all gradients together, as stored (before any unscaling), over all ranks.
 
     The sum of squares of every tile of 65536 elements is an fp64 sum in a fixed order, the tiles are added in the
@@ -48,7 +51,8 @@ def total_norm(
         found_inf: somebody else found a gradient of this rank that is not finite.
 
     Returns:
-        The norm; infinity or NaN if an element is.
+        The norm; infinity or NaN if an element is. None where no rank has any gradient. Only ranks of `norm_group`
+        can differ in that: where some ranks of a mesh have a gradient, FSDP2 reduces it on all of them.
     """
     by_sharding: dict[_Sharding | None, list[torch.Tensor]] = {}
     for index, grad in grads.items():
@@ -56,7 +60,8 @@ def total_norm(
         by_sharding.setdefault(_sharding_of(leaves[index]), []).append(
             tile_sums(grad, pool) if taken is None else taken
         )
-    total = start = math.inf if found_inf else 0.0
+    start = math.inf if found_inf else 0.0
+    total = start if grads or found_inf else _NO_GRADIENT
     for sharding, sums in by_sharding.items():
         own = start + ordered_sum(torch.cat(sums))
         for group in _groups(sharding, sharded=True).values():
@@ -66,7 +71,11 @@ def total_norm(
         parts = _gather(total, group)
         total = float(parts[torch.argmin(parts.isfinite().to(torch.uint8))])
     if norm_group is not None:
-        total = ordered_sum(_gather(total, norm_group))
+        parts = _gather(total, norm_group)
+        parts = parts[parts != _NO_GRADIENT]
+        total = ordered_sum(parts) if len(parts) else _NO_GRADIENT
+    if total == _NO_GRADIENT:
+        return None
     return math.sqrt(total) if total >= 0 else math.nan
 
 

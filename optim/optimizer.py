@@ -298,6 +298,14 @@ class OffloadOptimizer(DurableMethods, Optimizer):
         return self._stepper.total_norm
 
     @property
+    def had_gradients(self) -> bool:
+        """Whether any parameter had a gradient in the latest step, on this rank or another one whose norm is counted.
+
+        Without one a step does nothing, and says nothing, as torch's optimizers do.
+        """
+        return self._stepper.had_gradients
+
+    @property
     def num_steps(self) -> int:
         """Steps taken since the optimizer was made."""
         return self._meter.steps

@@ -57,6 +57,8 @@ class Stepper:
     ) -> None:
         self.total_norm = float("nan")
         """Norm of the latest step's gradients, over all ranks, unscaled, before clipping."""
+        self.had_gradients = False
+        """Whether any rank had a gradient in the latest step."""
         self.clip_coef = 1.0
         """Factor by which the latest step clipped."""
         self.clip_first = 1.0
@@ -153,6 +155,7 @@ class Stepper:
         grads = self._collect_grads(groups)
         if self.final is not None:
             self.final.check(groups, grads)
+        self.had_gradients = bool(grads)
         if not grads and self._norm_group is None:
             return
         was_settled = store.is_settled
@@ -213,7 +216,7 @@ class Stepper:
         # What was guessed need not be taken back for that: the step will see the factor.
         begun = store.unfinished if store.unfinished is not None and store.unfinished.is_open else None
         with store.at_rest() if begun is None or begun.way_back is None else store.worker.kept_away():
-            norm = self.clip_first * self._norm_of(self._collect_grads(groups), found_inf=False)
+            norm = self.clip_first * (self._norm_of(self._collect_grads(groups), found_inf=False) or 0.0)
         self.clip_first *= clip_coefficient(norm, max_norm)
         return norm
 
@@ -234,7 +237,7 @@ class Stepper:
         grads = {record.index: flat_grad(record.leaf, record.name) for record in members}
         return {index: grad for index, grad in grads.items() if grad is not None}
 
-    def _norm_of(self, grads: Mapping[int, torch.Tensor], *, found_inf: bool) -> float:
+    def _norm_of(self, grads: Mapping[int, torch.Tensor], *, found_inf: bool) -> float | None:
         store = self._store
         known = dict(self.final.sums) if self.final is not None else {}
         if not all(is_host(grad.device) for grad in grads.values()):  # backward is still under way: this waits for it
@@ -256,7 +259,9 @@ class Stepper:
     ) -> float | None:
         """What stored gradients are multiplied by (inv_scale x clip_coef), or None when the step must be skipped."""
         inv_scale = (1.0 if loss_scale is None else 1.0 / loss_scale) * self.clip_first
-        self.total_norm = self._norm_of(grads, found_inf=bool(found_inf)) * inv_scale
+        norm = self._norm_of(grads, found_inf=bool(found_inf))
+        self.had_gradients = norm is not None
+        self.total_norm = (norm or 0.0) * inv_scale
         if not math.isfinite(self.total_norm):
             if not self._config.skip_non_finite:
                 self.drop_begun()

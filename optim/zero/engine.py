@@ -32,6 +32,12 @@ from nvme_offload.optim.zero.passes import Passes
 from nvme_offload.optim.zero.peers import Peers
 from nvme_offload.optim.zero.update import Update
 
+_NONE = (
+    "none: the loss depends on no trainable parameter. Look whether the forward ran under torch.no_grad, detached its "
+    "output, used frozen parameters alone, or hid its tensors (in a closure, in an object of an extension: return them "
+    "in a dict). Nothing has moved, and the step begins anew with its first micro-batch"
+)
+
 
 class OffloadEngine(CheckpointEngine):
     """A model and its optimizer, driven micro-batch by micro-batch. Made by `initialize`.
@@ -268,6 +274,8 @@ class OffloadEngine(CheckpointEngine):
                 to write.
             ValueError: a parameter requires a gradient and is not the optimizer's; nothing has moved.
             SwapIOError: a read or write failed, see `OffloadOptimizer.step`.
+            StateError: no parameter has had a gradient in this step, on any rank; on all of them. Nothing has moved,
+                and the step begins anew.
             Exception: what the scheduler raises, when everything else is done.
         """
         gradients = (param.grad for param in self.module.parameters())
@@ -282,6 +290,9 @@ class OffloadEngine(CheckpointEngine):
         if taken is None:
             with self._peers.named():
                 taken = self._update.take(self._scaler.loss_scale if self._scaler else None)
+        if not self.optimizer.had_gradients:
+            self._drop_gradients()
+            raise StateError("engine.step", "a gradient of some parameter, in some micro-batch, on some rank", _NONE)
         self._end_step(taken)
 
     def _check_trained(self) -> None:

@@ -30,6 +30,7 @@ from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.tiers.gatherers import remember_gatherers
 from nvme_offload.optim.tiers.parts import CONVERTED, Storage, StorageOf, keep_grad_in, split_shard, take_apart
+from nvme_offload.optim.zero.outputs import train_through_any_output
 
 PIPELINES_REDUCE_ONCE = hasattr(FSDPModule, "set_manual_backward_finalization")
 """Whether the schedules of this torch (2.15 and newer) put off all that follows a backward to the end of the step."""
@@ -148,6 +149,7 @@ def shard_model(
         # be the first gradient, or come at all: the few parameters in lists stay.
         reshard = reshard_after_forward and len(modules) == 1
         fully_shard(together, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    train_through_any_output(model)
     _gather_in_own_dtypes(model, plan)
     if mesh.size() == 1:
         for module in model.modules():

@@ -22,6 +22,7 @@ from nvme_offload.offload._torch_private import (
     fsdp_params,
     gather_by_itself,
     give_shard,
+    hook_outputs,
     install_extension,
     is_view,
     local_tensor,
@@ -316,6 +317,18 @@ def look_at_backwards_left(mesh):
 def test_a_forward_is_counted_until_its_backward_comes(alone):
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     look_at_backwards_left(init_device_mesh("cpu", (1,)))
+
+
+def test_hook_outputs(alone):
+    """Each tensor is hooked once, whoever finds it; modules that are gathered together have one state."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    modules = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
+    known, hidden = (torch.zeros(1, requires_grad=True) * 1 for _ in range(2))
+    fully_shard(modules, mesh=init_device_mesh("cpu", (1,)))
+    for module in modules:
+        hook_outputs(module, lambda output: [*output, hidden])
+    modules[0]._get_fsdp_state()._register_pre_backward_hook([known])
+    assert len(known._backward_hooks) == len(hidden._backward_hooks) == 1
 
 
 def test_one_rank_computes_on_its_shards(alone):

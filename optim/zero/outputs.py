@@ -1,0 +1,71 @@
+"""Tensors in what a forward returns, whatever object holds them: FSDP2 alone looks into tuples, lists and dicts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import FunctionType, MemberDescriptorType, ModuleType
+
+import torch
+from torch import nn
+
+from nvme_offload.offload._torch_private import hook_outputs
+
+_HOLDS_NONE = (str, bytes, bytearray, int, float, complex, type, FunctionType, ModuleType, nn.Module)
+
+
+def train_through_any_output(model: nn.Module) -> None:
+    """Let backward find its way into a sharded model from every tensor that a forward returned, in whatever object.
+
+    FSDP2 gathers parameters again, and reduces their gradients, when a gradient comes to a tensor that a forward has
+    returned. Where it sees none of them, nothing is trained, or backward computes with parameters that are freed.
+
+    Args:
+        model: after it was sharded.
+    """
+    for module in model.modules():
+        hook_outputs(module, tensors_in)
+
+
+def tensors_in(output: object) -> list[torch.Tensor]:
+    """All tensors that an object leads to: through items, values of mappings, attributes and slots, at any depth.
+
+    Modules are not looked into: their parameters are none of a forward's results.
+
+    Raises:
+        TypeError: there is an iterator, which nobody can look into without using it up; names its type.
+    """
+    found: list[torch.Tensor] = []
+    seen: dict[int, object] = {}  # they are kept, as no other object gets their id then
+    left: list[object] = [output]
+    while left:
+        value = left.pop()
+        if value is None or id(value) in seen or isinstance(value, _HOLDS_NONE):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        else:
+            left += _parts_of(value)
+    return found
+
+
+def _parts_of(value: object) -> Iterator[object]:
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(value, Iterator) and attributes is None:
+        raise TypeError(
+            f"a forward returned a {type(value).__name__}, and backward would not find the tensors that it gives: "
+            "return a list, or call the model under torch.no_grad()"
+        )
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from value
+    if isinstance(attributes, dict):
+        yield from attributes.values()
+    for cls in type(value).__mro__:
+        for slot in vars(cls).values() if "__slots__" in vars(cls) else ():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):  # it has not been set
+                    yield slot.__get__(value, cls)

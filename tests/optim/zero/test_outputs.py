@@ -1,0 +1,251 @@
+"""A forward may return its tensors in any object: FSDP2 below the engine finds them, and a step that has no gradient is
+an error on all ranks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers.modeling_outputs import CausalLMOutput
+
+from nvme_offload import OffloadAdamW, get_full_param, initialize
+from nvme_offload.offload.errors import StateError
+from nvme_offload.optim.zero.outputs import tensors_in
+from tests.support import tiers
+from tests.support.ranks import run_ranks
+from tests.support.small_engine import BF16, section
+
+
+class Plain:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class Slots:
+    __slots__ = ("__hidden", "unset")
+
+    def __init__(self, logits):
+        self.__hidden = logits
+
+    @property
+    def logits(self):
+        return self.__hidden
+
+
+@dataclass
+class Data:
+    logits: torch.Tensor
+
+
+class Lazy(Mapping):
+    __slots__ = ("_make",)
+
+    def __init__(self, logits):
+        self._make = lambda: {"logits": logits}
+
+    def __getitem__(self, key):
+        return self._make()[key]
+
+    def __iter__(self):
+        return iter(self._make())
+
+    def __len__(self):
+        return len(self._make())
+
+
+def nested(logits):
+    outer = SimpleNamespace(inner=[{"deep": (Plain(Slots(logits)),)}], name="nested", count=3)
+    outer.itself = outer
+    return outer
+
+
+KINDS = {
+    "dict": lambda logits: {"logits": logits},
+    "namespace": lambda logits: SimpleNamespace(logits=logits),
+    "plain": Plain,
+    "slots": Slots,
+    "dataclass": Data,
+    "mapping": Lazy,
+    "nested": nested,
+    "transformers": lambda logits: CausalLMOutput(logits=logits),
+}
+
+
+def logits_of(output):
+    """The one tensor of an output of any kind."""
+    if isinstance(output, Mapping):
+        return output["logits"]
+    return output.inner[0]["deep"][0].logits.logits if hasattr(output, "inner") else output.logits
+
+
+class Block(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.linear, self.wrap = nn.Linear(8, 8), wrap
+
+    def forward(self, hidden):
+        return self.wrap(torch.tanh(self.linear(hidden)))
+
+
+class Net(nn.Module):
+    def __init__(self, wrap, num_blocks=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head, self.wrap = nn.Linear(8, 8), nn.Linear(8, 4), wrap
+        self.blocks = nn.ModuleList(Block(wrap) for _ in range(num_blocks))
+
+    def forward(self, hidden):
+        hidden = self.embedding(hidden)
+        for block in self.blocks:
+            hidden = hidden + logits_of(block(hidden))
+        return self.wrap(self.head(hidden))
+
+
+def trained(rank, config, wrap):
+    """Norms and weights after two steps of two micro-batches."""
+    norms, generator = [], torch.Generator().manual_seed(rank)
+    with initialize(Net(wrap), config, blocks=["Block"]) as engine:
+        for micro in range(4):
+            engine.backward(logits_of(engine(torch.randn(4, 8, generator=generator))).square().mean())
+            engine.step()
+            norms += [engine.get_global_grad_norm()] * (micro % 2)
+        return norms, {name: get_full_param(param).clone() for name, param in engine.named_parameters()}
+
+
+def same_bits(rank, config, kinds):
+    norms, weights = trained(rank, config, KINDS["dict"])
+    start = dict(Net(KINDS["dict"]).named_parameters())
+    assert not any(torch.equal(value, start[name]) for name, value in weights.items())
+    for kind in kinds:
+        other_norms, others = trained(rank, config, KINDS[kind])
+        assert other_norms == norms, (kind, config)
+        assert all(torch.equal(others[name], value) for name, value in weights.items()), (kind, config)
+
+
+def every_kind(rank, world_size, path):
+    """At every stage; and with all of the model on NVMe, and updates that begin in backward."""
+    for stage in range(4):
+        same_bits(rank, section(stage), KINDS.keys() - {"dict"})
+    same_bits(rank, tiers.section(path, **tiers.EVERYTHING, accumulation=2), ["namespace"])
+    in_backward = {"overlap_step": "backward", "skip_non_finite": False, **BF16}
+    same_bits(rank, {**section(3, path, **in_backward), "gradient_clipping": 0.0}, ["namespace"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_any_object_trains_with_the_bits_of_a_dict(tmp_path, world_size):
+    run_ranks(every_kind, world_size, tmp_path)
+
+
+def test_what_is_in_an_object():
+    one, two, three = (torch.zeros(1) for _ in range(3))
+    module = nn.Linear(2, 2)
+    holder = SimpleNamespace(a=[one, {two}], module=module, kind=Plain, text="ab", again=one, three=Lazy(three))
+    assert {id(tensor) for tensor in tensors_in(holder)} == {id(one), id(two), id(three)}
+    assert tensors_in(None) == []
+
+
+def test_what_cannot_be_looked_into_is_named():
+    with initialize(Net(lambda logits: (part for part in (logits,)), 0), section()) as engine:
+        with pytest.raises(TypeError, match=r"a forward returned a generator.*return a list"):
+            engine(torch.randn(2, 8))
+        with torch.no_grad():
+            assert next(engine(torch.randn(2, 8))).shape == (2, 4)
+
+
+def hides_its_tensors(rank, stage):
+    """First its tensors are in a closure, then not: what was refused has changed nothing."""
+    hide = lambda logits: lambda: logits  # noqa: E731
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    with initialize(Net(hide, 0), section(stage, scheduler={"params": {"warmup_num_steps": 4}})) as engine:
+        start, rate = {name: get_full_param(p).clone() for name, p in engine.named_parameters()}, None
+        for _ in range(2):
+            rate = rate or engine.lr_scheduler.get_last_lr()
+            engine.backward(engine(x)().square().mean())
+            engine.step()
+            engine.backward(engine(x)().square().mean())
+            with pytest.raises(StateError, match=r"expected a gradient of some parameter.*depends on no trainable"):
+                engine.step()
+            assert (engine.global_steps, engine.micro_steps) == (0, 0)
+            assert engine.lr_scheduler.get_last_lr() == rate
+        assert all(torch.equal(get_full_param(p), start[name]) for name, p in engine.named_parameters())
+        engine.module.wrap = KINDS["plain"]
+        for _ in range(2):
+            engine.backward(engine(x).logits.square().mean())
+            engine.step()
+        assert engine.global_steps == 1
+        weights = {name: get_full_param(p).clone() for name, p in engine.named_parameters()}
+    with initialize(Net(KINDS["dict"], 0), section(stage, scheduler={"params": {"warmup_num_steps": 4}})) as engine:
+        for _ in range(2):
+            engine.backward(engine(x)["logits"].square().mean())
+            engine.step()
+        assert all(torch.equal(get_full_param(p), weights[name]) for name, p in engine.named_parameters())
+
+
+def no_gradient(rank, world_size):
+    """At stage 3 several ranks have freed, before backward, what is gathered."""
+    for stage in range(4 - (world_size > 1)):
+        hides_its_tensors(rank, stage)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_without_any_gradient_is_an_error_on_all_ranks(world_size):
+    run_ranks(no_gradient, world_size)
+
+
+class Routed(nn.Module):
+    """Its trainable part is idle where the router says so."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.expert, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, hidden, idle):
+        return (self.frozen if idle else self.expert)(hidden)
+
+
+def idle_once(rank, world_size):
+    with initialize(Routed(), section(1)) as engine:
+        for micro in range(4):
+            hidden = torch.ones(2, 8, requires_grad=True)
+            engine.backward(engine(hidden, idle=micro == 2 * rank).square().mean())
+            engine.step()
+        assert engine.global_steps == 2
+
+
+def test_a_router_may_leave_all_idle_in_one_micro_batch_of_a_rank():
+    run_ranks(idle_once, 2)
+
+
+def stages(rank, world_size):
+    """Each rank is a stage; a step needs a gradient on one of them."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp_shard"))
+    with initialize(Routed(), section(1, gradient_accumulation_steps=1), mesh=mesh) as engine:
+        for step, idle in enumerate([False, rank == 0, rank == 1]):
+            engine.module(torch.ones(2, 8, requires_grad=True), idle=idle).square().mean().backward()
+            engine.step()
+            assert engine.global_steps == step + 1
+        engine.module(torch.ones(2, 8, requires_grad=True), idle=True).square().mean().backward()
+        with pytest.raises(StateError, match="a gradient of some parameter"):
+            engine.step()
+        engine.module(torch.ones(2, 8, requires_grad=True), idle=False).square().mean().backward()
+        engine.step()
+        assert engine.global_steps == 4
+
+
+def test_one_stage_of_a_pipeline_may_be_without_gradients():
+    run_ranks(stages, 2)
+
+
+def test_an_optimizer_alone_does_nothing_without_gradients_as_torch_does():
+    module = nn.Linear(3, 3)
+    before = module.weight.detach().clone()
+    with OffloadAdamW(
+        module.parameters(), lr=0.1, offload={"zero_optimization": section()["zero_optimization"]}
+    ) as optimizer:
+        optimizer.step()
+        assert not optimizer.had_gradients
+    assert torch.equal(module.weight, before)
