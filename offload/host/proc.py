@@ -66,6 +66,11 @@ class Mount:
     options: tuple[str, ...]
     """Options of the mount and of its file system."""
 
+    @property
+    def is_memory(self) -> bool:
+        """Whether its files are in host memory."""
+        return self.kind in ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+
 
 def mounts() -> list[Mount]:
     """What this process sees mounted."""

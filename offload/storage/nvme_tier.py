@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -26,13 +27,18 @@ from nvme_offload.aio_native import (
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ClosedError, EngineLostError, ForkError, SwapIOError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
+from nvme_offload.offload.host.proc import mount_of
 from nvme_offload.offload.storage.engine_in_use import EngineInUse
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.storage.transfer import Transfer
 
+logger = logging.getLogger(__name__)
+
 MAX_OPERATIONS = 1024
 """Transfers accepted by the engine and not yet done. Staging buffers run out long before."""
+
+_said_in_memory: set[Path] = set()
 
 
 @dataclass(eq=False, slots=True)
@@ -86,6 +92,7 @@ class NvmeTier:
         self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
         self.space = space or SwapSpace(paths or config.nvme_paths, weights=aio.path_weights, direct=aio.direct)
         try:
+            _say_what_is_memory(self.space)
             options = EngineOptions(
                 queue_depth=aio.queue_depth,
                 block_size=aio.block_size,
@@ -338,3 +345,17 @@ def _error(space: SwapSpace, engines: EngineInUse, op: Op, what: str, failure: F
         direction="read" if op is Op.READ else "write",
         extent=what,
     )
+
+
+def _say_what_is_memory(space: SwapSpace) -> None:
+    """Warn of each path that is on no drive, once in this process."""
+    for path, fd in zip(space.paths, space.fds, strict=True):
+        mount = mount_of(fd)
+        if mount and mount.is_memory and path not in _said_in_memory:
+            _said_in_memory.add(path)
+            logger.warning(
+                "nvme_path %s is on %s, which is memory: what is moved there stays in host memory, and is gone with a "
+                'restart. Name a folder on an NVMe drive, or write device = "cpu", which does without the copies',
+                path,
+                mount.kind,
+            )

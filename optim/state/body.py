@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -262,3 +263,33 @@ def body_of(param: torch.Tensor) -> StateBody | None:
     """Where the state of a parameter is, if it is anywhere; the latest counts."""
     bodies = (known() for known in reversed(_bodies))
     return next((body for body in bodies if body is not None and body.table.find(param) is not None), None)
+
+
+def check_sole(body: StateBody, records: Iterable[ParamRecord]) -> None:
+    """Look whether no other optimizer that is still open has state of these parameters.
+
+    Closed ones have let go, and so have those that nobody holds: the garbage collector runs before this refuses.
+
+    Raises:
+        ValueError: names the first such parameter.
+    """
+    records = list(records)
+    if _other_of(body, records) is None:
+        return
+    gc.collect()  # a learning rate scheduler and its optimizer hold each other
+    if (found := _other_of(body, records)) is not None:
+        record, owner = found
+        raise ValueError(
+            f"{record.name} is trained by another {owner}, which is still open: each would undo what the other does. "
+            "close() that one before this one is used, or give all parameters to one optimizer"
+        )
+
+
+def _other_of(body: StateBody, records: Iterable[ParamRecord]) -> tuple[ParamRecord, str] | None:
+    for other in [known() for known in _bodies]:
+        if other is None or other is body or other.is_closed or not other.is_own_process:
+            continue
+        for record in records:
+            if (its := other.table.find(record.leaf)) is not None and its.is_placed:
+                return record, other.owner
+    return None

@@ -28,7 +28,7 @@ from nvme_offload.optim.kernels import KernelPool, num_threads_of_rank
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.body import StateBody, check_sole
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.masters import give_birth
 from nvme_offload.optim.state.period import least_period, period_of
@@ -172,6 +172,7 @@ class StateStore(StateBody):
         if wanted and not self.is_settled:
             wanted |= {record.index for record in self._trainable}
         missing = [record for record in self.table if record.index in wanted and not record.is_placed]
+        check_sole(self, missing)
         frozen = [record.leaf for record in self.table if not (record.is_placed or record.leaf.requires_grad)]
         admitted = self.blocks.admit([record.leaf for record in missing], frozen)
         slots: list[SlotRecord] = []

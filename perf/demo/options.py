@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from nvme_offload.offload.host.proc import Mount, mount_of
+
 HEAD_SIZE = 64
 VOCABULARY = 256
 PAIRS = VOCABULARY * VOCABULARY
@@ -13,7 +15,6 @@ TILE_NUMEL = 64 * 1024
 BUFFER_COUNT = 4
 STATE_BYTES_PER_PARAMETER = 12  # the most any precision needs: fp32 master weight, exp_avg and exp_avg_sq
 SLACK_BYTES = 64 * 2**20
-MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 
 
 class ComputeDevice(StrEnum):
@@ -75,20 +76,19 @@ def parse_size(text: str) -> ModelSize:
     return size
 
 
+def mount_at(path: Path) -> Mount | None:
+    """The mount that a folder is on; None where /proc does not say."""
+    fd = os.open(path, os.O_PATH)
+    try:
+        return mount_of(fd)
+    finally:
+        os.close(fd)
+
+
 def file_system_type(path: Path) -> str:
     """The type of the file system that holds `path`, such as ext4, or "unknown"."""
-    resolved = path.resolve()
-    best_length, best_type = -1, "unknown"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return best_type
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        mount_point = before.split()[4].encode().decode("unicode_escape")  # a space is written as \040
-        if resolved.is_relative_to(mount_point) and len(mount_point) >= best_length:
-            best_length, best_type = len(mount_point), after.split()[0]
-    return best_type
+    mount = mount_at(path)
+    return mount.kind if mount else "unknown"
 
 
 def choose_swap_parent(path: Path | None, out: Path) -> Path:
@@ -102,12 +102,11 @@ def choose_swap_parent(path: Path | None, out: Path) -> Path:
             raise ValueError(f"{path} is not an existing directory")
         if not os.access(path, os.W_OK | os.X_OK):
             raise ValueError(f"{path} is not writable")
-        kind = file_system_type(path)
-        if kind in MEMORY_FILE_SYSTEMS:
-            raise ValueError(f"{path} is on {kind}, which is memory and not a drive; choose another directory")
+        if (mount := mount_at(path)) and mount.is_memory:
+            raise ValueError(f"{path} is on {mount.kind}, which is memory and not a drive; choose another directory")
         return path
     candidates = [out, Path.cwd(), Path.home(), Path("/var/tmp")]
     for candidate in candidates:
-        if os.access(candidate, os.W_OK | os.X_OK) and file_system_type(candidate) not in MEMORY_FILE_SYSTEMS:
+        if os.access(candidate, os.W_OK | os.X_OK) and not ((mount := mount_at(candidate)) and mount.is_memory):
             return candidate
     raise ValueError(f"none of {', '.join(map(str, candidates))} is on a drive; name a directory with --path")

@@ -27,7 +27,6 @@ from nvme_offload.perf.doctor.health import check_health
 from nvme_offload.perf.doctor.leftovers import check_runs
 from nvme_offload.perf.measure.drives import Drive, find_drive
 
-IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 NETWORK = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "orangefs"),
@@ -61,7 +60,7 @@ def check_path(path: Path, config: OffloadConfig, engine: str | None) -> tuple[l
         findings += [check_space(fd), check_runs(path)]
         if drive:
             findings += [*check_drive(drive, config), *check_health(drive)]
-        elif mount and not (mount.kind in (*IN_MEMORY, "overlay") or _is_remote(mount.kind)):
+        elif mount and not (mount.is_memory or mount.kind == "overlay" or _is_remote(mount.kind)):
             found, meaning = "no block device is known behind it", "its queue could not be looked at"
             findings.append(problem(Level.NOTE, "drive", found, meaning))
     except OSError as error:  # a drive or a server that fails while it is looked at
@@ -131,7 +130,7 @@ def check_file_system(fd: int, path: Path, mount: Mount | None) -> Finding:
     values: dict[str, object] = {"kind": mount.kind, "source": mount.source, "mount_point": mount.point}
     values |= {"options": list(mount.options), "fallocate": not refused}
     elsewhere = "choose a path on ext4 or XFS on an NVMe drive"
-    if mount.kind in IN_MEMORY:
+    if mount.is_memory:
         meaning = "host memory, not a drive: state that is moved here still takes memory, and is gone with a restart"
         return problem(Level.WARNING, check, found, meaning, elsewhere, **values)
     if _is_remote(mount.kind):
@@ -167,7 +166,7 @@ def _overlay(found: str, mount: Mount, values: dict[str, object]) -> Finding:
         finally:
             os.close(upper_fd)
     remedy = "choose a path on a volume: docker run -v /mnt/nvme:/mnt/nvme ..."
-    if below and below.kind in (*COPY_ON_WRITE, *IN_MEMORY):
+    if below and (below.is_memory or below.kind in COPY_ON_WRITE):
         meaning = f"the writable layer of a container, on {below.kind}, which cannot promise space on a drive"
         return problem(Level.WARNING, "file system", found, meaning, remedy, **values)
     where = f"on {below.kind}" if below else "on a file system that cannot be seen from here"

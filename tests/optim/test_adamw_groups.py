@@ -294,3 +294,32 @@ def test_nothing_is_left_when_it_is_dropped_without_close(drive):
     del optimizer
     gc.collect()
     assert list(drive.iterdir()) == []
+
+
+def test_two_optimizers_of_one_parameter_are_refused_while_both_are_open(drive):
+    def trained(path):
+        optimizer = OffloadAdamW([("own", param((5,))), ("shared", shared)], offload=section(path), **SETTINGS)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)  # which holds the optimizer, and the other way round
+        set_grads([shared], 0)
+        optimizer.step()
+        scheduler.step()
+        return optimizer
+
+    shared = param((7,))
+    first = trained(drive)
+    before = shared.clone()
+    with pytest.raises(ValueError, match="shared is trained by another OffloadAdamW, which is still open"):
+        trained(drive)
+    assert torch.equal(shared, before)
+    first.step()
+    first.close()
+    trained(None)  # which nobody closes
+    trained(drive).close()
+    first = trained(drive)
+    other = OffloadAdamW([shared], offload=section(None), **SETTINGS)
+    with pytest.raises(ValueError, match="parameter 0 of group 0 is trained by another OffloadAdamW"):
+        other.place()
+    with other:
+        first.close()
+        other.step()
+        assert float(other.state[shared]["step"]) == 1

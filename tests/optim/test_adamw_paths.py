@@ -100,6 +100,7 @@ assert_same_training(optimizers[1], optimizers[2])
 """
     errors = sandboxed(code.replace("DIRECT", repr(direct)), drive, "ramfs").stderr
     assert errors.count("has no direct I/O: swapping through the page cache") == (1 if direct == "optional" else 0)
+    assert errors.count(f"nvme_path {drive} is on ramfs, which is memory") == 1
 
 
 @needs_mounts

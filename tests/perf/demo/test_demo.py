@@ -16,6 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from nvme_offload.offload.host.proc import Mount
 from nvme_offload.perf.demo import __main__ as demo
 from nvme_offload.perf.demo import options, report
 from nvme_offload.perf.demo.corpus import find_sources, load_corpus
@@ -178,7 +179,7 @@ def test_too_little_space_is_told_before_anything_starts(tmp_path, monkeypatch):
 
 
 def test_swap_in_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(options, "file_system_type", lambda path: "tmpfs")
+    monkeypatch.setattr(options, "mount_at", lambda path: Mount(1, "/", "/", "tmpfs", "none", ()))
     with pytest.raises(ValueError, match="is on tmpfs, which is memory"):
         choose_swap_parent(tmp_path, tmp_path)
     with pytest.raises(ValueError, match="name a directory with --path"):
