@@ -7,6 +7,7 @@ stand-in of the tests.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -56,13 +57,19 @@ def current_of(kind: str) -> torch.device:
 
 
 def use(device: torch.device) -> None:
-    """Make a device this thread's own, as every thread of ours does that works for one before it does anything else.
+    """Make a device this thread's own, as every thread of ours does before it works for one.
 
     A thread begins with the first device of the process. What leaves a stream goes back to that, and so opens a context
     there, which keeps memory that this process does not use.
     """
     if not is_host(device):
         torch.get_device_module(device).set_device(device)
+
+
+def begin_thread(device: torch.device) -> None:
+    """Begin a thread of ours that works for a device, and leave signals to threads that can handle them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    use(device)
 
 
 def queued(device: torch.device) -> Event:
@@ -106,17 +113,24 @@ class CopyQueue:
         """Let what is queued from here on begin after a mark; by default after all that this thread has queued."""
         self._stream.wait_event(queued(self.device) if mark is None else mark)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, kept: bool = False) -> None:
         """Queue a copy, which runs behind the host's back where the memory there is pinned.
 
-        It never casts: that would leave the way of DMA. Neither side may be touched before a mark behind it; what is
-        on the device may be freed.
+        It never casts: that would leave the way of DMA. Neither side may be touched before a mark behind it.
+
+        Args:
+            target: on the host or on the device; `source` on the other.
+            source: of the same shape and dtype.
+            kept: the caller keeps what is on the device until the stream that it was allocated on comes after the copy.
+                Else it may be freed at once. The allocator then gives it to nobody before the host has seen the end of
+                the copy, and reserves more while the host is ahead of the device.
         """
         assert target.dtype is source.dtype
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        on_device = source if is_host(target.device) else target
-        on_device.record_stream(self._stream)
+        if not kept:
+            on_device = source if is_host(target.device) else target
+            on_device.record_stream(self._stream)
 
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         """Queue copies, as pairs of target and source; returns a mark behind them. If one fails, none is under way."""
@@ -140,9 +154,9 @@ class CopyQueue:
         marked: Event = event
         return marked
 
-    def let_current_come_after(self) -> None:
-        """Let what this thread queues from here on begin after all copies so far."""
-        self._module.current_stream(self.device).wait_event(self.mark())
+    def let_current_come_after(self, mark: Event | None = None) -> None:
+        """Let what this thread queues from here on begin after a mark; by default after all copies so far."""
+        self._module.current_stream(self.device).wait_event(self.mark() if mark is None else mark)
 
     def wait(self) -> None:
         """Wait until all copies are done."""

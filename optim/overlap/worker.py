@@ -13,7 +13,6 @@ it back there is no such place, as there are many in contextlib and at the entry
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 import weakref
@@ -25,7 +24,7 @@ from typing import Protocol
 import torch
 
 from nvme_offload.aio_native.bell import Bell
-from nvme_offload.offload.devices.device import HOST, use
+from nvme_offload.offload.devices.device import HOST, begin_thread
 
 _LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a change and the word of it
 
@@ -202,8 +201,7 @@ def _work(
     of: weakref.ref[Worker], bell: Bell, end: threading.Event, at_work: threading.Lock, device: torch.device
 ) -> None:
     """The thread: turns, and sleep when there is nothing to do."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    use(device)
+    begin_thread(device)
     with at_work, torch.no_grad():
         while not end.is_set():
             worker = of()

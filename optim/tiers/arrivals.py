@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import torch
 
-from nvme_offload.offload.devices.device import CopyQueue, Event
+from nvme_offload.offload.devices.device import CopyQueue, Event, begin_thread
 from nvme_offload.offload.host.region import HostRegion
 
 _NUM_ROOMS = 2  # one arrives, one is added
+_NUM_KEPT = 2  # one is copied, one waits for that: the stream that computes the third hardly waits for the first
+
+_Handed = SimpleQueue["tuple[_Arrival, Event] | None"]
 
 
 @dataclass(eq=False)
@@ -21,15 +27,35 @@ class _Arrival:
     to: object
     """What it belongs to: its block."""
     then: Callable[[], object]
+    grad: torch.Tensor | None
+    """On the device, until its memory may be used again."""
     mark: Event | None = None
-    """Behind its copy; None where an exception came before that was known."""
+    """Behind its copy; None until the thread that lands it has been told."""
+    has_landed: threading.Event = field(default_factory=threading.Event)
+    """Set when what follows is done, or has failed."""
+    failure: BaseException | None = None
+    """What that raised."""
+
+    def land(self, mark: Event) -> None:
+        """Wait for the copy and do what follows."""
+        try:
+            mark.synchronize()
+            self.grad = None
+            self.then()
+        except BaseException as error:
+            self.failure = error
+        self.has_landed.set()
 
 
 class Arrivals:
-    """Copies gradients behind the host's back, on a stream of their own, and notices in order which have landed.
+    """Copies gradients behind the host's back, on a stream of their own, and does what follows when each has landed.
 
-    A copy begins after what computes the gradient; the device's memory is free when it is over. Nothing here waits but
-    `land`, and who needs a room that is still taken.
+    What follows is done in a thread of its own, one after the other in the order of arrival, while whoever runs
+    backward goes on. That one waits in `land` alone, and where it needs a room that is still taken.
+
+    A copy begins after what computes the gradient. The device's memory is kept until two later gradients are there.
+    Then the stream that brings them, on which it was allocated, waits for the copy and may use it again at once. So the
+    device keeps two gradients, however many there are and however far it is behind the host.
 
     Args:
         device: that the gradients come from.
@@ -43,7 +69,14 @@ class Arrivals:
         self._on_way: deque[_Arrival] = deque()
         self._rooms: list[HostRegion | None] = [None] * _NUM_ROOMS
         self._in_room: list[_Arrival | None] = [None] * _NUM_ROOMS
+        self._kept: deque[_Arrival] = deque()
         self._next = 0
+        self._handed: _Handed = SimpleQueue()
+        thread = threading.Thread(
+            target=_land_each, args=(self._handed, device), name="nvme_offload: gradients", daemon=True
+        )
+        self._end = weakref.finalize(self, _stop, self._handed, thread)
+        thread.start()
 
     def fill(self, to: object, target: torch.Tensor, grad: torch.Tensor, then: Callable[[], object]) -> None:
         """Copy a gradient to where it stays.
@@ -51,70 +84,105 @@ class Arrivals:
         Args:
             to: what it belongs to, which must keep `target` until it has landed.
             target: host memory of its shape and dtype.
-            grad: on the device; it may be let go of at once.
-            then: called when it has landed.
+            grad: on the device, of the stream that this thread queues on; it may be let go of at once.
+            then: called in another thread when it has landed.
         """
-        self._send(_Arrival(to, then), target, grad)
+        self._send(_Arrival(to, then, grad), target)
 
     def bring(self, to: object, grad: torch.Tensor, then: Callable[[torch.Tensor], object]) -> None:
         """Copy a gradient to where it is only needed for a moment: `then` gets it when it has landed."""
         number, self._next = self._next, (self._next + 1) % _NUM_ROOMS
         before = self._in_room[number]
         if before is not None:
-            self._land_until(before)
+            self._wait_for(before)
         room = self._rooms[number]
         if room is None or room.size_bytes < grad.nbytes:
             room = self._rooms[number] = self._new_room(grad.nbytes)
         target = room.view(grad.dtype, 0, grad.numel()).view(grad.shape)
-        arrival = self._in_room[number] = _Arrival(to, lambda: then(target))
-        self._send(arrival, target, grad)
+        arrival = self._in_room[number] = _Arrival(to, lambda: then(target), grad)
+        self._send(arrival, target)
 
     def land(self, to: object = None) -> None:
-        """Wait until all that belong to something have landed, or all there are; and do what follows for them."""
+        """Wait until all that belong to something have landed, or all there are, and what follows for them is done.
+
+        Raises:
+            Whatever that raised, once.
+        """
         last = next((one for one in reversed(self._on_way) if to is None or one.to is to), None)
         if last is not None:
-            self._land_until(last)
-
-    def land_finished(self) -> None:
-        """Do what follows for those that have landed, without waiting."""
-        while self._on_way and (mark := self._on_way[0].mark) is not None and mark.query():
-            self._land_first()
+            self._wait_for(last)
+        self._forget_landed()
 
     def concerns(self, to: object) -> bool:
         """Whether anything that belongs to this is on its way."""
-        return any(arrival.to is to for arrival in self._on_way)
+        return any(arrival.to is to and not arrival.has_landed.is_set() for arrival in self._on_way)
 
     def close(self) -> None:
         """Wait for the copies and do nothing more for them. Idempotent."""
+        for arrival in self._on_way:
+            arrival.then = _do_nothing
+        self._end()
         self._queue.wait()
-        self._on_way.clear()
+        for kept in (self._on_way, self._kept):
+            kept.clear()
         for room in self._rooms:
             if room is not None:
                 room.unpin()
 
-    def _send(self, arrival: _Arrival, target: torch.Tensor, grad: torch.Tensor) -> None:
+    def _send(self, arrival: _Arrival, target: torch.Tensor) -> None:
+        assert arrival.grad is not None
+        self._forget_landed()
         self._on_way.append(arrival)  # first: whatever stops what follows, nobody takes the memory before it is over
+        self._kept.append(arrival)
+        while len(self._kept) > _NUM_KEPT:
+            oldest = self._kept[0]
+            if oldest.grad is not None:  # else it has landed
+                self._queue.let_current_come_after(oldest.mark)
+                oldest.grad = None
+            self._kept.popleft()
         self._queue.come_after()
-        self._queue.copy(target, grad)
-        arrival.mark = self._queue.mark()
+        self._queue.copy(target, arrival.grad, kept=True)
+        self._hand_over(arrival)
 
-    def _land_until(self, last: _Arrival) -> None:
-        if last in self._on_way:
-            self._wait_for(last)  # and so for those before it: copies run in the order in which they are queued
-        while last in self._on_way:
-            self._land_first()
+    def _hand_over(self, arrival: _Arrival) -> None:
+        mark = self._queue.mark()
+        self._handed.put((arrival, mark))
+        arrival.mark = mark  # last: what an exception stops before this is handed over once more
 
-    def _wait_for(self, arrival: _Arrival) -> None:
-        if arrival.mark is None:
-            self._queue.wait()
-        else:
-            arrival.mark.synchronize()
+    def _wait_for(self, last: _Arrival) -> None:
+        for arrival in self._on_way:
+            if arrival.mark is None:
+                self._hand_over(arrival)
+        last.has_landed.wait()
 
-    def _land_first(self) -> None:
-        self._on_way.popleft().then()
+    def _forget_landed(self) -> None:
+        while self._on_way and self._on_way[0].has_landed.is_set():
+            failure = self._on_way.popleft().failure
+            if failure is not None:
+                raise failure
 
     def _new_room(self, size_bytes: int) -> HostRegion:
         room = HostRegion(size_bytes)
         if self._pinned:
             room.pin(self._device)
         return room
+
+
+def _do_nothing() -> None:
+    """What follows for a gradient that nobody needs any more."""
+
+
+def _land_each(handed: _Handed, device: torch.device) -> None:
+    """The thread: it keeps nothing alive while it has nothing to do."""
+    begin_thread(device)
+    while (item := handed.get()) is not None:
+        arrival, mark = item
+        if not arrival.has_landed.is_set():  # else it was handed over twice
+            arrival.land(mark)
+        del item, arrival, mark
+
+
+def _stop(handed: _Handed, thread: threading.Thread) -> None:
+    handed.put(None)
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join()

@@ -307,10 +307,8 @@ class GradTier:
     def _release_landed(self) -> None:
         """Let blocks be written for which nothing is on its way; wait for one where they take too many buffers."""
         arrivals = self._arrivals
-        if arrivals is not None:
-            arrivals.land_finished()
-            if len(self._open) >= max(1, self.cache.num_buffers - 1):
-                arrivals.land(self._open[0])
+        if arrivals is not None and len(self._open) >= max(1, self.cache.num_buffers - 1):
+            arrivals.land(self._open[0])
         for block in list(self._open):
             if arrivals is None or not arrivals.concerns(block):
                 self._release(block)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch.distributed as dist
 
-from tests.support.late_device.engine import train
+from tests.support.late_device.engine import WIDTH, train
 from tests.support.late_device.module import install, late_device
 from tests.support.late_device.mutations import OF_GRADIENTS, OF_PARAMETERS, OF_UPDATES_BEHIND
 from tests.support.ranks import run_ranks
@@ -16,6 +16,7 @@ from tests.support.training import run_child
 
 CODE = "import runpy, sys; sys.argv[0] = ''; runpy.run_module('tests.support.late_device.engine', run_name='__main__')"
 DRIVE = {"device": "nvme", "nvme_path": "DRIVE"}
+LAYER_BYTES = (WIDTH + 1) * WIDTH * 4  # of a gradient in fp32
 
 
 def section(gradients, state="cpu", accumulation=1, params="none", **more):
@@ -107,16 +108,21 @@ def test_training_on_a_device_gives_the_bits_of_the_cpu(results, name):
     expected, found = results[name]
     assert_same(expected, found)
     assert found["norms"] == expected["norms"]  # the sums are the CPU's
-    assert max(found["growth"]) <= 8  # a loss, but no gradient
+    assert max(found["growth"]) <= 8 + 2 * LAYER_BYTES  # a loss, and of all gradients the last two
+
+
+def assert_memory_is_flat(results, itemsize):
+    """Also what the allocator cannot give to anybody yet counts."""
+    assert_all_same(results)
+    (_, few), (_, many) = results
+    assert many["peak_bytes"] - few["peak_bytes"] == 8 * 8 * WIDTH * itemsize, "what 8 layers keep of 8 samples"
+    return few, many
 
 
 @pytest.mark.parametrize(("name", "itemsize"), [("host memory", 2), ("nvme", 4)])
 def test_nothing_on_the_device_grows_with_the_model(results, name, itemsize):
     """With parameters, gradients and state elsewhere; activations do."""
-    for place in range(2):
-        assert_same(*results[name, place])
-    (_, few), (_, many) = results[name, 0], results[name, 1]
-    assert many["peak_bytes"] - few["peak_bytes"] == 8 * 8 * 48 * itemsize, "what 8 layers keep of 8 samples"
+    few, many = assert_memory_is_flat([results[name, place] for place in range(2)], itemsize)
     if name == "nvme":
         assert few["born_bytes"] == many["born_bytes"] == 0
     else:
@@ -194,6 +200,13 @@ def test_other_mixes_of_tiers(name):
     if name.startswith("nothing"):
         assert max(found["growth"]) > 4 * 48 * 48 * 2  # there they are; later ones take the place of those before
     assert (found["device_state_bytes"] > 0) == ("state on the device" in name)
+
+
+@pytest.mark.slow
+def test_memory_that_grows_with_the_model_is_found():
+    results = trained(SIZES["host memory"], "what a gradient had waits for the host")
+    with pytest.raises(AssertionError, match="what 8 layers keep"):
+        assert_memory_is_flat(results, 2)
 
 
 @pytest.mark.slow

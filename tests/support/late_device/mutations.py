@@ -14,7 +14,7 @@ from nvme_offload.offload.shards.departures import Departures
 from nvme_offload.offload.swapper.staged_copy import HostCopy, SwapInCopy, SwapOutCopy
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.tiers import grad_tier
-from nvme_offload.optim.tiers.arrivals import Arrivals
+from nvme_offload.optim.tiers.arrivals import Arrivals, _Arrival
 from tests.support.late_device.queues import LATE, Event
 
 
@@ -53,7 +53,7 @@ def _fetch_into_a_mirror_in_use(mirror: Any, *arguments: Any) -> None:
     _FETCH(mirror, *arguments)
 
 
-def _copy_and_forget(queue: Any, target: Any, source: Any) -> None:
+def _copy_and_forget(queue: Any, target: Any, source: Any, **unused: Any) -> None:
     with queue._module.stream(queue._stream):
         target.copy_(source, non_blocking=True)
 
@@ -69,10 +69,19 @@ def _copy_without_waiting(copy: Any, pairs: Any, queues: Any) -> Iterator[Any]:
     return iter(())
 
 
-def _send_at_once(of: Any, arrival: Any, target: Any, grad: Any) -> None:
+def _send_at_once(of: Any, arrival: Any, target: Any) -> None:
     of._on_way.append(arrival)
-    of._queue.copy(target, grad)
-    arrival.mark = of._queue.mark()
+    of._queue.copy(target, arrival.grad)
+    of._hand_over(arrival)
+
+
+def _copy_and_record(queue: Any, target: Any, source: Any, **unused: Any) -> None:
+    _COPY(queue, target, source)
+
+
+def _sum_at_once(arrival: Any, mark: Any) -> None:
+    arrival.then()
+    arrival.has_landed.set()
 
 
 def _bring_into_a_room_in_use(of: Any, *arguments: Any) -> None:
@@ -109,7 +118,7 @@ def _take_memory_back_at_once(alone: Any) -> None:
     _WAIT(alone)
 
 
-_FETCH, _BRING = DeviceMirror.fetch, Arrivals.bring
+_FETCH, _BRING, _COPY = DeviceMirror.fetch, Arrivals.bring, CopyQueue.copy
 _SEND, _WAIT = Departures._send, _GroupOfOne.wait_for_unshard
 
 OF_MIRROR = {
@@ -128,7 +137,7 @@ OF_GRADIENTS = {
         DeviceMirror, "begin_step", lambda mirror: mirror._ready.clear()
     ),
     "a gradient is copied before it is final": _without(Arrivals, "_send", _send_at_once),
-    "a gradient is summed before it has landed": _without(Arrivals, "_wait_for", _nothing),
+    "a gradient is summed before it has landed": _without(_Arrival, "land", _sum_at_once),
     "a gradient is freed before it is copied": _without(CopyQueue, "copy", _copy_and_forget),
     "a room is used again before its gradient is added": _in_haste(
         _without(Arrivals, "bring", _bring_into_a_room_in_use)
@@ -152,4 +161,5 @@ OF_UPDATES_BEHIND = {
     ),
     "the worker does not wait for its copies": _without(DeviceMirror, "take", _take_at_once),
 }
-MUTATIONS = {**OF_UPDATES_BEHIND, **OF_MIRROR, **OF_SWAPPER, **OF_GRADIENTS, **OF_PARAMETERS}
+OF_MEMORY = {"what a gradient had waits for the host": _without(CopyQueue, "copy", _copy_and_record)}
+MUTATIONS = {**OF_MEMORY, **OF_UPDATES_BEHIND, **OF_MIRROR, **OF_SWAPPER, **OF_GRADIENTS, **OF_PARAMETERS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import torch
 
 POISON = 0xA5
 LOCK = threading.RLock()
+LANDING_SECONDS = 0.002
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -58,13 +60,18 @@ class Work:
     stream: Stream | None = field(default=None, init=False)
 
 
+def is_ours() -> bool:
+    """Whether this thread works behind the scenes: updates behind a step, gradients that land."""
+    return threading.current_thread().name.startswith("nvme_offload: ")
+
+
 class Late:
     """What the whole device knows."""
 
     def __init__(self) -> None:
         self.pending: dict[Work, None] = {}
         self.waits: Counter[str] = Counter()
-        """How often threads of the host waited, by what they called; that of the updates behind a step apart."""
+        """How often threads of the host waited, by what they called; threads of ours apart."""
         self.num_copies = 0
         """Copies that were queued between host and device."""
         self.pinned: dict[int, int] = {}
@@ -78,19 +85,26 @@ class Late:
         """Whether a stream that somebody waits for runs on to its end, as it may."""
         self.live_bytes = 0
         """Memory of the device that somebody has."""
+        self.waiting_bytes = 0
+        """Memory that was freed while a stream that was recorded for it had not come so far: nobody gets it yet."""
         self.peak_bytes = 0
-        """The most that anybody had at once, since it was set to zero."""
+        """The most of both at once, since it was set to zero."""
         self.current = 0
         self.available = False
 
+    def count(self, live_bytes: int, waiting_bytes: int = 0) -> None:
+        """Note that memory is had, or waits, that did not before; or no more, where it is less than nothing."""
+        self.live_bytes += live_bytes
+        self.waiting_bytes += waiting_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + self.waiting_bytes)
+
     def note_wait(self, why: str) -> None:
-        is_behind = threading.current_thread().name == "nvme_offload: updates"
-        self.waits[f"{why} behind a step" if is_behind else why] += 1
+        self.waits[f"{why} behind the scenes" if is_ours() else why] += 1
 
     @property
     def num_waits(self) -> int:
         """How often whoever trains waited."""
-        return sum(count for why, count in self.waits.items() if not why.endswith("behind a step"))
+        return sum(count for why, count in self.waits.items() if not why.endswith("behind the scenes"))
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         start, stop = extent_of(tensor)
@@ -196,6 +210,8 @@ class Event:
     def synchronize(self) -> None:
         LATE.note_wait("Event.synchronize")
         if self.stream is not None:
+            if threading.current_thread().name.endswith("gradients") and self.stream.done < self.number:
+                time.sleep(LANDING_SECONDS)  # or that thread would make the device as early as possible
             self.stream.run_to(len(self.stream.queue) if LATE.hasty else self.number)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,22 +22,27 @@ class Allocation:
     """Bytes that somebody has.
 
     When he lets go of them, whoever gets the memory next may write to it as soon as its own stream comes there, also
-    where another stream still reads it, unless ``record_stream`` has said so.
+    where another stream still reads it, unless ``record_stream`` has said so. Then nobody gets it before that stream
+    has come to where it was freed.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
         self.recorded: set[Stream] = {current_stream()}
-        LATE.live_bytes += storage.nbytes()
-        LATE.peak_bytes = max(LATE.peak_bytes, LATE.live_bytes)
+        LATE.count(storage.nbytes())
         weakref.finalize(self, _freed, storage, current_stream(), self.recorded).atexit = False
 
 
 def _freed(storage: torch.UntypedStorage, stream: Stream, recorded: set[Stream]) -> None:
-    LATE.live_bytes -= storage.nbytes()
-    if not storage.nbytes():
+    size_bytes = storage.nbytes()
+    LATE.count(-size_bytes)
+    if not size_bytes:
         return
     with LOCK:
+        behind = {other for other in recorded - {stream} if not other.query()}
+        for other in behind:
+            other.push(Work(partial(_passed, other, behind, size_bytes), at_once=True))
+        LATE.count(0, size_bytes * bool(behind))
         start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         users = {
             work.stream
@@ -46,6 +52,12 @@ def _freed(storage: torch.UntypedStorage, stream: Stream, recorded: set[Stream])
         }
         if users - recorded:
             stream.push(Work(lambda: poison(torch.empty(0, dtype=torch.uint8).set_(storage)), at_once=True))
+
+
+def _passed(stream: Stream, behind: set[Stream], size_bytes: int) -> None:
+    behind.discard(stream)
+    if not behind:
+        LATE.count(0, -size_bytes)
 
 
 class Memory:
