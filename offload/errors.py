@@ -11,7 +11,9 @@ mean what they mean elsewhere::
         EngineLostError    the engine broke, and every request fails: what forbade it, and what to do
         OutOfSpaceError    the file system cannot hold the swap file: bytes needed and bytes free
       CheckpointWriteError a checkpoint could not be written; nothing of it is left, earlier ones are as they were
+      HalfRenamedError     an export of weights failed between its last renames: the folder holds a mixture
     RuntimeError
+      EngineUnavailable    the engine of ``aio.engine`` cannot run here: why, and what would change it (aio_native's)
       OffloadError         the program used an object in a way it does not allow
         ClosedError        after it was closed
         ForkError          in a process other than the one that made it
@@ -264,6 +266,10 @@ class CheckpointWriteError(OSError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.errno, self.path, self.detail, self.left), self.__dict__
+
+
+class HalfRenamedError(OSError):
+    """An export failed between two renames: shards of it and of an earlier one stay, without an index."""
 
 
 class CheckpointError(OffloadError):

@@ -17,6 +17,14 @@ from nvme_offload.optim.rules.adamw import AdamW
 class OffloadAdamW(OffloadOptimizer):
     """`torch.optim.AdamW` with its state on NVMe or in host memory, the same bits either way.
 
+    Use it as any optimizer::
+
+        with OffloadAdamW(model.parameters(), lr=3e-4, offload=section) as optimizer:
+            for batch in batches:
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
     The gradient is used where it is: ``p.grad``, in whatever dtype it was accumulated, becomes fp32 in registers.
     Clipping by the global norm (``gradient_clipping`` of the section), torch's ``clip_grad_norm_``, ``GradScaler``,
     schedulers, parameter groups and ``state_dict`` work as with any torch optimizer. A step with a gradient that is

@@ -20,7 +20,7 @@ from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.optim.durable.methods import DurableMethods
 from nvme_offload.optim.groups import check_group, follow, take_on
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
-from nvme_offload.optim.run_record import RunRecord, said
+from nvme_offload.optim.run_record import RunRecord, place_in_words, said
 from nvme_offload.optim.state.entries import prepare_entries, write_entries
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.view import StateView
@@ -33,6 +33,14 @@ from nvme_offload.optim.warn import warn_user
 
 class OffloadOptimizer(DurableMethods, Optimizer):
     """An optimizer with its state on NVMe or in host memory; a subclass names its rule and torch's arguments.
+
+    Make one for an `UpdateRule` of your own::
+
+        class OffloadMine(OffloadOptimizer):
+            rule = Mine()
+
+            def __init__(self, params, lr=1e-3, *, offload, norm_group=None):
+                super().__init__(params, {"lr": lr}, offload, norm_group)
 
     The state gets its place in the first step or load, or by `place`. Until then the parameters are those that the
     groups hold: who shards the model later may put its shards there.
@@ -451,6 +459,11 @@ class OffloadOptimizer(DurableMethods, Optimizer):
             drive_busy_seconds=self._moved().busy_seconds,
             **store.blocks.stats(),
         )
+
+    def __repr__(self) -> str:
+        name, groups = super().__repr__().split("\n", 1)
+        place = place_in_words(self.tier_plan, self.config, self.store.tier.name if self.store.tier else "")
+        return f"{name}\n    rule: {self.rule.name}; {place}\n{groups}"
 
     def _said(self) -> dict[str, Any]:
         return said(type(self).__name__, self.stats(), self.tier_plan, self.config)

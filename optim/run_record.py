@@ -17,6 +17,7 @@ import torch.distributed as dist
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.storage.run_directory import RECORD_NAME, RECORD_NAME_NEW
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan
+from nvme_offload.offload.units import format_bytes
 from nvme_offload.optim.stats import OptimizerStats
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,14 @@ LOG_SHARE = 1e-3
 
 Say = Callable[[], Mapping[str, Any]]
 """What a record is made of: see `said`."""
+
+
+def place_in_words(plan: TierPlan, config: OffloadConfig, engine: str) -> str:
+    """Say on which tiers the state of an optimizer is, with how many bytes, at which paths, through which engine."""
+    sizes = {tier: plan.bytes_on(tier, "optimizer state") for tier in TIERS}
+    held = ", ".join(f"{format_bytes(size)} on {tier}" for tier, size in sizes.items() if size) or "none yet"
+    paths = f"; {engine} to {', '.join(map(str, config.nvme_paths))}" if config.nvme_paths else ""
+    return f"state: {held}{paths}"
 
 
 def said(owner: str, stats: OptimizerStats, plan: TierPlan, config: OffloadConfig) -> dict[str, Any]:

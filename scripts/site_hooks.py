@@ -18,10 +18,15 @@ RUNNABLE = re.compile(r"^(?P<fence>`{3}\w+) runnable$", re.MULTILINE)
 
 # Page, title, what its public names are imported from; a name belongs to the first page that has its module.
 PAGES = (
-    ("errors", "Errors", ("offload.errors",)),
-    ("tensors", "Tensors by name", ("offload.swapper", "offload.storage")),
-    ("values", "Full values", ("optim.full_values",)),
-    ("training", "Training engine and section", ("offload.config", "optim.zero", "optim.stats", "optim.tiers")),
+    ("errors", "Errors", ("offload.errors", "aio_native.engine")),
+    ("tensors", "Tensors by name", ("offload.swapper", "offload.storage", "aio_native.faults")),
+    ("values", "Full values and weights", ("optim.full_values", "offload.weights")),
+    (
+        "training",
+        "Training engine and section",
+        ("offload.config", "optim.zero", "optim.stats", "optim.tiers", "optim.trace"),
+    ),
+    ("adapters", "Others' trainers", ("adapters",)),
     ("optimizers", "Optimizers", ("optim",)),
 )
 

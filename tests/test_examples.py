@@ -16,7 +16,7 @@ LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalon
 LOSS = re.compile(r"\bloss'?:? '?(\d+\.\d+)")
 STATE = re.compile(r"state on (\w+): .*\b(\d+) bytes written")
 SIZES = {
-    "train_with_torchrun.py": ("--size", "1x64"),
+    "train_with_torchrun.py": ("--width", "64"),
     "train_with_fsdp2.py": ("--width", "64"),
     "train_with_trainer.py": ("--width", "64"),
 }

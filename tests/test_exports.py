@@ -1,13 +1,27 @@
 """The public door: names that code outside this repository may use."""
 
 import ast
+import inspect
+import re
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import nvme_offload
-from nvme_offload import aio_native
+from nvme_offload import adapters, aio_native
+from nvme_offload.offload import errors
+
+ROOT = Path(__file__).parent.parent
+DOCS = (ROOT / "docs").rglob
+SHOWN = [ROOT / "README.md", *sorted(DOCS("*.md")), *sorted(DOCS("*.py"))]
+"""Pages and examples."""
+IMPORT = re.compile(r"^ *from (?P<module>nvme_offload[\w.]*) import (?P<names>\([^)]*\)|[^\n#]*)", re.MULTILINE)
 
 
 def test_names():
@@ -19,7 +33,10 @@ def test_names():
         "ConfigWarning",
         "CorruptionError",
         "EngineLostError",
+        "EngineUnavailable",
+        "FaultSpec",
         "ForkError",
+        "HalfRenamedError",
         "OffloadAdagrad",
         "OffloadAdam",
         "OffloadAdamW",
@@ -33,6 +50,7 @@ def test_names():
         "OptimizerStats",
         "OutOfSpaceError",
         "PeerError",
+        "ResumeError",
         "Span",
         "State",
         "StateError",
@@ -41,14 +59,19 @@ def test_names():
         "Transfer",
         "UpdateRule",
         "WeightsError",
+        "check_numbers",
         "get_full_grad",
         "get_full_optimizer_state",
         "get_full_param",
         "initialize",
+        "rounded",
         "set_full_grad",
         "set_full_optimizer_state",
         "set_full_param",
         "split_parameters",
+        "weight_items",
+        "write_sharded",
+        "write_trace",
     ]
 
 
@@ -71,6 +94,123 @@ def test_aio_native():
     ]
 
 
+def test_adapters():
+    """They are at the face, too, but a star import must not import the packages of their trainers."""
+    assert (
+        adapters.__all__ == dir(adapters) == ["OffloadLightningCallback", "OffloadTrainerCallback", "trainer_optimizer"]
+    )
+    assert not {*adapters.__all__} & {*nvme_offload.__all__}
+    assert [getattr(nvme_offload, name) for name in adapters.__all__] == [
+        vars(adapters)[name] for name in adapters.__all__
+    ]
+
+
+def test_an_adapter_says_which_package_it_needs():
+    code = """
+import sys
+sys.modules["lightning"] = sys.modules["transformers"] = None
+import nvme_offload
+for name in ("OffloadLightningCallback", "OffloadTrainerCallback"):
+    try:
+        getattr(nvme_offload, name)()
+    except ImportError as error:
+        sys.stdout.write(f"{error}; ")
+"""
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    assert said == (
+        "OffloadLightningCallback needs lightning: pip install lightning; "
+        "OffloadTrainerCallback needs transformers: pip install transformers; "
+    )
+
+
+def test_every_error_is_offered():
+    """Wherever it is defined but in the command, which turns its own into a sentence."""
+    raised = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
+    elsewhere = {
+        node.name
+        for package in ("offload", "optim", "aio_native")
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and any(is_error(base) for base in node.bases)
+    }
+    assert elsewhere == raised | {"EngineUnavailable"} <= {*nvme_offload.__all__}
+    assert all(name in errors.__doc__ for name in elsewhere)
+
+
+def is_error(base):
+    return isinstance(base, ast.Name) and base.id.endswith(("Error", "Exception", "Warning"))
+
+
+def imports_of(text):
+    """Modules of ours and names that code imports from them, also where it stands on a page."""
+    for match in IMPORT.finditer(text):
+        yield from (
+            (match["module"], name.split()[0]) for name in match["names"].strip("()").split(",") if name.strip()
+        )
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_and_examples_import_from_the_face_alone(path):
+    text = path.read_text(encoding="utf-8")
+    offered = {"nvme_offload": nvme_offload.__all__, "nvme_offload.adapters": adapters.__all__}
+    wrong = [f"from {module} import {name}" for module, name in imports_of(text) if name not in offered.get(module, ())]
+    wrong += re.findall(r"^ *import nvme_offload\.(?!adapters\b).*", text, re.MULTILINE)
+    assert not wrong, f"offer it in src/nvme_offload/__init__.pyi, or show something that is: {wrong}"
+
+
+def test_imports_on_pages_are_found():
+    """The test above would pass on pages in which it finds nothing."""
+    assert len([found for path in SHOWN for found in imports_of(path.read_text(encoding="utf-8"))]) > 40
+    assert [*imports_of("from nvme_offload.a import (\n    B,\n    C as D,\n)\n")] == [
+        ("nvme_offload.a", "B"),
+        ("nvme_offload.a", "C"),
+    ]
+
+
+MAIN = ("", "OffloadAdamW", "OffloadEngine", "OffloadOptimizer", "TensorSwapper", "UpdateRule", "initialize")
+"""The face itself, and what is used first."""
+
+
+@pytest.mark.filterwarnings("ignore:.* does not honour these keys")
+@pytest.mark.parametrize("name", MAIN)
+def test_help_shows_an_example_first_that_runs(name, tmp_path):
+    """It comes before arguments and all other words but one paragraph and the line above it."""
+    shown = inspect.getdoc(getattr(nvme_offload, name) if name else nvme_offload)
+    _, before, rest = shown.split("\n\n", 2)
+    assert before.endswith("::"), f"{name} shows no example first, but: {before}"
+    example = re.match(r"(?: {4}.*\n|\n)+", rest + "\n")[0]
+    section = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    known = {key: getattr(nvme_offload, key) for key in nvme_offload.__all__}
+    known |= {"__name__": "reader", "section": {**section, "optimizer": {"type": "AdamW"}} | {"train_batch_size": 8}}
+    known |= {"model": torch.nn.Linear(4, 4), "batches": torch.randn(2, 8, 4), "keys": torch.randn(9)}
+    if name == "OffloadOptimizer":
+        known["Mine"] = type("Mine", (nvme_offload.UpdateRule,), {"name": "Mine"})
+    exec(dedent(example).replace("/mnt/nvme0", str(tmp_path)), known)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("device", ["nvme", "cpu"])
+def test_repr_of_an_optimizer_says_where_its_state_is(device, tmp_path):
+    """Before it is placed, after, while a step is behind, and when it is closed; asking changes nothing."""
+    path = {"nvme_path": str(tmp_path)} if device == "nvme" else {}
+    section = {"zero_optimization": {"offload_optimizer": {"device": device, **path}}}
+    weight = torch.nn.Parameter(torch.ones(1 << 20))
+    optimizer = nvme_offload.OffloadAdamW([weight], lr=0.5, offload=section)
+    engine = optimizer.stats().engine
+    line = {"nvme": f"8 MiB on nvme; {engine} to {tmp_path}", "cpu": "8 MiB on host"}[device]
+    expected = f"OffloadAdamW (\n    rule: AdamW; state: {line}\nParameter Group 0\n    betas: (0.9, 0.999)\n"
+    assert repr(optimizer).startswith(expected)
+    assert optimizer.stats().num_subgroups == 0
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert repr(optimizer).startswith(expected)
+    assert optimizer.stats().num_subgroups == 1
+    optimizer.close()
+    assert repr(optimizer).startswith(expected)
+
+
 def test_every_exported_name_exists():
     for package in (nvme_offload, aio_native):
         assert list(package.__all__) == sorted(package.__all__)
@@ -82,6 +222,9 @@ def test_types_name_what_is_there():
     """What type checkers and editors see is where each name is defined, and `__all__` has each."""
     stub = ast.parse(Path(nvme_offload.__file__).with_suffix(".pyi").read_text())
     typed = {alias.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert {name for name, module in typed.items() if module == adapters.__name__} == {*adapters.__all__}
+    for name in adapters.__all__:
+        del typed[name]
     assert sorted(typed) == nvme_offload.__all__
     for name, module in typed.items():
         assert getattr(nvme_offload, name).__module__ == module.replace("offload.config", "offload.config.section")
@@ -89,7 +232,7 @@ def test_types_name_what_is_there():
 
 def test_version():
     assert nvme_offload.__version__ == version("nvme-offload")
-    assert "__version__" in dir(nvme_offload)
+    assert dir(nvme_offload) == sorted([*nvme_offload.__all__, "__version__", "adapters"])
 
 
 def test_a_name_that_is_not_there():

@@ -40,7 +40,7 @@ FOLDERS_BOTTOM_UP = {
     "optim": (
         {"_kernels", "blocks", "collective", "interrupt", "metrics", "overlap", "warn"},
         {"stats", "wear"},
-        {"rules", "run_record"},
+        {"rules", "run_record", "trace"},
         {"layout"},
         {"kernels", "precision", "whole_params"},
         {"gradient_log", "tiers", "tiles"},

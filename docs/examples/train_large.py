@@ -19,10 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nvme_offload import initialize
-from nvme_offload.offload.errors import ConfigError
-from nvme_offload.offload.units import format_bytes, parse_bytes
-from nvme_offload.perf.planning.command import predicted_peak_bytes
+from nvme_offload import ConfigError, initialize
 
 VOCABULARY = 32_000
 STATE_BYTES = {"bf16": 10, "fp16": 12, "fp32": 8, "autocast": 8}
@@ -49,9 +46,7 @@ def options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--sequence", type=int, default=256, help="tokens of the one sequence of a batch")
-    parser.add_argument(
-        "--memory-limit", type=memory, default="4GiB", help="stop as soon as resident memory was larger"
-    )
+    parser.add_argument("--memory-limit", type=float, default=4, help="GiB; stop as soon as resident memory was larger")
     parser.add_argument("--keep-parameters", action="store_true", help="only optimizer state on NVMe")
     parser.add_argument("--checkpoint", type=Path, help="folder for a full checkpoint besides")
     parser.add_argument("--seed", type=int, default=0)
@@ -66,12 +61,9 @@ def parameters(text: str) -> int:
     return round(float(text[:-1]) * factor)
 
 
-def memory(text: str) -> int:
-    """A number of bytes, as 4GiB or 4GB; a bare 4G could be either."""
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def gib(size_bytes: int) -> str:
+    """A number of bytes, for people."""
+    return f"{size_bytes / 2**30:.2f} GiB"
 
 
 def shape_of(size: int) -> tuple[dict[str, int], int]:
@@ -114,10 +106,10 @@ def check_disks(chosen: argparse.Namespace, numel: int) -> None:
         by_device.setdefault(path.stat().st_dev, []).append((path, round(MARGIN * per_parameter * numel), what))
     for wanted in by_device.values():
         needed, free = sum(size for _, size, _ in wanted), shutil.disk_usage(wanted[0][0]).free
-        listed = ", ".join(f"{format_bytes(size)} for the {what} in {path}" for path, size, what in wanted)
-        print(f"disk: needs {listed}; {format_bytes(free)} are free")
+        listed = ", ".join(f"{gib(size)} for the {what} in {path}" for path, size, what in wanted)
+        print(f"disk: needs {listed}; {gib(free)} are free")
         if free < needed:
-            short = f"{format_bytes(needed)} are needed and {format_bytes(free)} are free"
+            short = f"{gib(needed)} are needed and {gib(free)} are free"
             sys.exit(f"too little disk: {short}; free space, choose other folders or a smaller --size")
 
 
@@ -127,10 +119,10 @@ def peak_resident_bytes() -> int:
     return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
 
-def check_memory(limit: int, after: str) -> None:
+def check_memory(limit_gib: float, after: str) -> None:
     """Stop if there ever was more."""
-    if (peak := peak_resident_bytes()) > limit:
-        sys.exit(f"resident memory was {format_bytes(peak)} in {after}: the limit is {format_bytes(limit)}")
+    if (peak := peak_resident_bytes()) > limit_gib * 2**30:
+        sys.exit(f"resident memory was {gib(peak)} in {after}: the limit is {limit_gib} GiB")
 
 
 def build(shape: Mapping[str, int], sequence: int) -> nn.Module:
@@ -158,11 +150,10 @@ def main(arguments: list[str]) -> None:
 
     def report(phase: str) -> None:
         check_memory(limit, phase)
-        print(f"{time.perf_counter() - start:7.1f} s  {phase}; peak {format_bytes(peak_resident_bytes())}", flush=True)
+        print(f"{time.perf_counter() - start:7.1f} s  {phase}; peak {gib(peak_resident_bytes())}", flush=True)
 
     try:
         model = build(shape, chosen.sequence)
-        predicted = predicted_peak_bytes(model, section(chosen), chosen.sequence)
         engine = initialize(model, section(chosen))
     except ConfigError as error:
         sys.exit(f"{error}\nWith --keep-parameters only optimizer state goes to NVMe.")
@@ -181,10 +172,9 @@ def main(arguments: list[str]) -> None:
             engine.save_checkpoint(chosen.checkpoint)
             report("wrote a checkpoint")
         stats = engine.optimizer.stats()
-    print(f"state moved: {format_bytes(stats.bytes_read)} read, {format_bytes(stats.bytes_written)} written")
+    print(f"state moved: {gib(stats.bytes_read)} read, {gib(stats.bytes_written)} written")
     peak = peak_resident_bytes()
-    print(f"peak resident memory: {peak} bytes ({format_bytes(peak)})")
-    print(f"offload plan predicted {format_bytes(predicted)}, {predicted / peak:.2f} of that")
+    print(f"peak resident memory: {peak} bytes ({gib(peak)})")
     torch.distributed.destroy_process_group()
 
 

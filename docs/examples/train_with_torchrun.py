@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT through `initialize`: ZeRO-3, bf16, optimizer state on NVMe, on any number of ranks.
+"""Trains a model of bytes through `initialize`: ZeRO-3, bf16, optimizer state on NVMe, on any number of ranks.
 
 python docs/examples/train_with_torchrun.py --nvme-path /mnt/nvme0
 torchrun --nproc-per-node 2 docs/examples/train_with_torchrun.py --nvme-path /mnt/nvme0 --steps 100
@@ -6,16 +6,21 @@ torchrun --nproc-per-node 2 docs/examples/train_with_torchrun.py --config offloa
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from nvme_offload import initialize
-from nvme_offload.perf.demo.corpus import load_corpus
-from nvme_offload.perf.demo.model import ByteGPT
-from nvme_offload.perf.demo.options import parse_size
 
 CONTEXT, MICRO_BATCH = 128, 8
+
+
+def byte_model(width: int) -> nn.Module:
+    """Makes logits of the next byte, [numel, 256], from each byte, [numel]."""
+    layers = (nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)) for _ in range(4))
+    return nn.Sequential(nn.Embedding(256, width), *layers, nn.Linear(width, 256))
 
 
 def section(nvme_path: str) -> dict:
@@ -30,14 +35,13 @@ def section(nvme_path: str) -> dict:
     }
 
 
-def micro_batches(text: bytes, rank: int):
-    """Endless inputs and targets, each [MICRO_BATCH, CONTEXT], other ones on every rank."""
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+def micro_batches(rank: int):
+    """Endless inputs and targets from this file, each [MICRO_BATCH, CONTEXT], other ones on every rank."""
+    windows = torch.tensor(bytearray(Path(__file__).read_bytes())).long().unfold(0, CONTEXT + 1, 1)
     generator = torch.Generator().manual_seed(rank)
     while True:
-        starts = torch.randint(len(data) - CONTEXT - 1, (MICRO_BATCH,), generator=generator)
-        windows = torch.stack([data[start : start + CONTEXT + 1] for start in starts.tolist()]).long()
-        yield windows[:, :-1], windows[:, 1:]
+        chosen = windows[torch.randint(len(windows), (MICRO_BATCH,), generator=generator)]
+        yield chosen[:, :-1], chosen[:, 1:]
 
 
 def main() -> None:
@@ -47,18 +51,17 @@ def main() -> None:
     where.add_argument("--nvme-path", help="folder on the drive that takes the optimizer state")
     where.add_argument("--config", help="file with a configuration section, JSON or TOML")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--size", type=parse_size, default="4x256", help="layers and width of the model")
+    parser.add_argument("--width", type=int, default=256)
     args = parser.parse_args()
 
     torch.manual_seed(0)  # the same weights on every rank
-    model = ByteGPT(args.size, CONTEXT, torch.bfloat16)
-    with initialize(model, args.config or section(args.nvme_path)) as engine:
-        rank = dist.get_rank()
-        batches = micro_batches(load_corpus().train, rank)
+    with initialize(byte_model(args.width), args.config or section(args.nvme_path)) as engine:
+        batches = micro_batches(rank := dist.get_rank())
         for step in range(1, args.steps + 1):
             total = torch.zeros(())
             for _ in range(engine.gradient_accumulation_steps):
-                loss = engine(*next(batches))
+                inputs, targets = next(batches)
+                loss = nn.functional.cross_entropy(engine(inputs.flatten()).float(), targets.flatten())
                 engine.backward(loss)
                 engine.step()  # acts after the last micro-batch of a step
                 total += loss.detach() / engine.gradient_accumulation_steps
@@ -70,7 +73,6 @@ def main() -> None:
         stats = engine.optimizer.stats()
         if rank == 0:
             print(f"state on {stats.engine}: {stats.bytes_read} bytes read, {stats.bytes_written} bytes written")
-            print(f"{stats.step_seconds:.2f} s in step(), {stats.wait_seconds:.2f} s of it waiting for the drive")
     dist.destroy_process_group()
 
 

@@ -6,21 +6,23 @@ torchrun --nproc-per-node 2 docs/examples/train_with_trainer.py --nvme-path /mnt
 """
 
 import argparse
+import sysconfig
+from pathlib import Path
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from nvme_offload import OffloadAdamW
-from nvme_offload.perf.demo.corpus import load_corpus
 
 LENGTH, EXAMPLES = 128, 512
 
 
 def dataset() -> list[dict[str, torch.Tensor]]:
     """Stretches of Python's own standard library, as bytes."""
-    text = torch.frombuffer(bytearray(load_corpus().train[: LENGTH * EXAMPLES]), dtype=torch.uint8).long()
-    return [{"input_ids": part, "labels": part} for part in text.split(LENGTH)]
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = torch.tensor(bytearray(b"".join(file.read_bytes() for file in files))[: LENGTH * EXAMPLES])
+    return [{"input_ids": part, "labels": part} for part in text.long().split(LENGTH)]
 
 
 def main() -> None:

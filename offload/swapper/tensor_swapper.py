@@ -68,6 +68,12 @@ class SwapperStats:
 class TensorSwapper:
     """Keeps tensors on NVMe under names. Thread-safe; its transfers can be waited for and awaited.
 
+    Swap out what is not needed now::
+
+        with TensorSwapper(section) as swapper:
+            swapper.swap_out("keys", keys)
+            keys = swapper.swap_in("keys").wait()  # ordered behind the swap_out
+
     Calls for one name take effect in the order in which they were made, without any waiting in between; calls for
     different names run side by side. No call blocks on I/O or on copying except ``synchronize`` and ``close``.
 

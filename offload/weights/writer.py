@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from nvme_offload.offload.errors import HalfRenamedError
 from nvme_offload.offload.progress import progress
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.sync import make_folder, sync_file, sync_folder
@@ -123,10 +124,6 @@ def write_sharded(
     finally:
         export.clean_up()
     return [export.folder / shard.name for shard in shards]
-
-
-class HalfRenamedError(OSError):
-    """An export failed between two renames: shards of it and of an earlier one stay, without an index."""
 
 
 class _Export:

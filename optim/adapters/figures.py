@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from torch.optim import Optimizer
 
 from nvme_offload.optim.optimizer import OffloadOptimizer
+
+
+def missing(package: str, error: ModuleNotFoundError) -> Any:
+    """Return a base class for a package that is not installed: whoever makes an instance is told what it needs."""
+
+    def refuse(cls: type, *arguments: Any, **more: Any) -> Any:
+        raise ImportError(f"{cls.__name__} needs {package}: pip install {package}") from error
+
+    return type("Missing", (), {"__new__": refuse})
 
 
 def figures_of(optimizer: OffloadOptimizer, prefix: str) -> dict[str, float]:

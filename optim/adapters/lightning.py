@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from nvme_offload.optim.adapters.figures import figures_of, missing, offloaded
 
-from nvme_offload.optim.adapters.figures import figures_of, offloaded
+try:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import Callback
+except ModuleNotFoundError as error:
+    Callback = missing("lightning", error)  # type: ignore[misc, unused-ignore]
 
 
 class OffloadLightningCallback(Callback):  # type: ignore[misc, unused-ignore]

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from nvme_offload.offload._torch_private import is_compiled
 from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.optim.adapters.figures import figures_of, offloaded
+from nvme_offload.optim.adapters.figures import figures_of, missing, offloaded
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.optimizers import optimizer_class
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ModuleNotFoundError as error:
+    TrainerCallback = missing("transformers", error)  # type: ignore[misc, unused-ignore]
 
 
 def trainer_optimizer(

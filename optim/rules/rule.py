@@ -29,6 +29,19 @@ ThroughWhole = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], 
 class UpdateRule:
     """What an optimizer does with a gradient, and what it keeps for that; everything else asks it.
 
+    Write one in torch operators, and name it in an `OffloadOptimizer`::
+
+        class SignMomentum(UpdateRule):
+            name = "SignMomentum"
+            states = (State("momentum"),)  # one fp32 number for each element, zero at first
+
+            def scalars(self, group, step):
+                return (group["lr"],)
+
+            def update(self, master, grad, states, scalars):
+                states[0].lerp_(grad, 0.1)
+                master.sub_(states[0].sign(), alpha=scalars[0])
+
     An instance is the rule of one kind of parameter group and does not change. A rule with a native `kernel` describes
     its step in `scalars`; one without is its `update`, in torch operators, and on a device every rule is.
     """

@@ -42,11 +42,13 @@ _NONE = (
 class OffloadEngine(CheckpointEngine):
     """A model and its optimizer, driven micro-batch by micro-batch. Made by `initialize`.
 
-    For every micro-batch::
+    Take these calls for every micro-batch::
 
-        loss = engine(*args, **kwargs)
-        engine.backward(loss)
-        engine.step()
+        with initialize(model, section) as engine:
+            for batch in batches:
+                loss = engine(batch).square().mean()
+                engine.backward(loss)
+                engine.step()
 
     `backward` divides by the number of accumulation steps and scales the loss where fp16 asks for it; a micro-batch of
     several losses calls it for each. `step` ends the micro-batch, and acts at the accumulation boundary only. The parts

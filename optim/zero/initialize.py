@@ -58,6 +58,13 @@ def initialize(
 ) -> OffloadEngine:
     """Shard a plain module with FSDP2, give it its precision and tiers, and return the engine around it.
 
+    Train through the engine::
+
+        with initialize(model, section) as engine:
+            for batch in batches:
+                engine.backward(engine(batch).square().mean())
+                engine.step()
+
     Args:
         model: a plain module, the same on every rank of a pipeline stage, on the device it trains on, or on meta: then
             it gets its values block by block and is never whole in memory. It is changed in place. Parameters in bf16
@@ -93,17 +100,10 @@ def initialize(
     check_same_on_ranks(mesh, roles, config, model)
     config = completed_for(config, roles.num_data_parallel_ranks)
     make_optimizer, rule = _optimizer_of(config, optimizer)
-    stages = dtypes_of_stages(model, roles)
-    plan = PrecisionPlan.of(config, model, stages, rule, on_device=is_device(device_type))
+    plan = PrecisionPlan.of(config, model, dtypes_of_stages(model, roles), rule, on_device=is_device(device_type))
     check_blocks_fit(config, model, chosen, roles.data_parallel, plan, rule)
-    shard_with_precision(
-        model,
-        chosen,
-        roles.data_parallel,
-        plan,
-        reshard_after_forward=config.zero_optimization.stage == 3,
-        give_shards=birth.give_shards if birth is not None else None,
-    )
+    reshard, give = config.zero_optimization.stage == 3, birth.give_shards if birth is not None else None
+    shard_with_precision(model, chosen, roles.data_parallel, plan, reshard_after_forward=reshard, give_shards=give)
     made = make_optimizer(_params_of(model), offload=part_for_optimizer(config), norm_group=roles.pipeline_group)
     try:
         made.place()

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from nvme_offload.aio_native.registry import ENGINES
+from nvme_offload.optim.trace import write_trace
 from nvme_offload.perf.demo import report
 from nvme_offload.perf.demo.children import RunChild
 from nvme_offload.perf.demo.options import (
@@ -33,7 +34,6 @@ from nvme_offload.perf.measure import machine
 from nvme_offload.perf.measure.child import ChildFailedError, uninterrupted
 from nvme_offload.perf.measure.command_line import choice_option
 from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
-from nvme_offload.perf.measure.trace import write_trace
 
 MEASURING_STEPS = 3
 TURN_STEPS = 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import cache
 from math import nan
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from torch import nn
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
@@ -209,34 +207,6 @@ def plannable(config: OffloadConfig, machine: Machine) -> OffloadConfig:
 def baseline_bytes() -> int:
     """Resident memory of a fresh process that has loaded the libraries, transformers too, and trained nothing."""
     return int(subprocess.run([sys.executable, "-c", _BASELINE], capture_output=True, text=True, check=True).stdout)
-
-
-def predicted_peak_bytes(model: nn.Module, config: Mapping[str, Any], tokens: int) -> int:
-    """Peak resident memory of one process that trains a Hugging Face model alone, with activation checkpointing.
-
-    Args:
-        model: plain, also on the meta device.
-        config: the configuration section.
-        tokens: of a micro-batch.
-    """
-    machine = Machine(
-        ranks=1,
-        ranks_per_node=1,
-        host_memory=available_bytes(),
-        device_memory=None,
-        drives=None,
-        capacity=None,
-        flops=None,
-        update_rate=UPDATE_RATE,
-    )
-    job = Job(
-        shape=ModelShape.of_module(model, name=type(model).__name__, config=model.config),
-        config=plannable(OffloadConfig.of(config), machine),
-        tokens=tokens,
-        checkpointing=True,
-        baseline_bytes=baseline_bytes(),
-    )
-    return predict(job, machine).peak_host_bytes
 
 
 def _shape(

@@ -1,28 +1,34 @@
 """An NVMe tier for PyTorch training: exact, at the speed of the drive, and nothing lost.
 
-The public names of all parts in one place: `__init__.pyi` lists them, for type checkers and for this file. A name is
-imported when it is first used, so that ``import nvme_offload`` costs nothing and the `offload` command starts without
-torch.
+An optimizer whose state lives on a drive, in place of torch's::
+
+    import torch
+    from nvme_offload import OffloadAdamW
+
+    model = torch.nn.Linear(256, 256).bfloat16()
+    section = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/nvme0"}}}
+    with OffloadAdamW(model.parameters(), lr=3e-4, offload=section) as optimizer:
+        model(torch.randn(8, 256).bfloat16()).square().mean().backward()
+        optimizer.step()
+
+`initialize` does more: it shards a model, places parameters and gradients, and returns an engine. Callbacks for others'
+trainers are in `nvme_offload.adapters`.
+
+A name is imported when it is first used, so that ``import nvme_offload`` costs nothing and the `offload` command starts
+without torch.
 """
 
 from __future__ import annotations
 
-import ast
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+from nvme_offload._names import fetched, homes_of
 
-def _homes() -> dict[str, str]:
-    """The module of each public name, as the stub imports it."""
-    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: node.module for node in imports for alias in node.names if node.module}
+_ADAPTERS = "nvme_offload.adapters"
+_HOMES = homes_of(__file__)
 
-
-_HOMES = _homes()
-
-__all__ = sorted(_HOMES)
+__all__ = sorted(name for name, home in _HOMES.items() if home != _ADAPTERS)  # a star import imports no trainer
 
 
 def __getattr__(name: str) -> Any:
@@ -30,12 +36,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("nvme-offload")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+    return import_module(_ADAPTERS) if name == "adapters" else fetched(__name__, _HOMES, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted([*__all__, "__version__", "adapters"])

@@ -1,5 +1,10 @@
 """The public names: type checkers read them here, and so does `__init__.py`, which imports each when it is used."""
 
+from nvme_offload.adapters import OffloadLightningCallback as OffloadLightningCallback
+from nvme_offload.adapters import OffloadTrainerCallback as OffloadTrainerCallback
+from nvme_offload.adapters import trainer_optimizer as trainer_optimizer
+from nvme_offload.aio_native.engine import EngineUnavailable
+from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.offload.config import OffloadConfig
 from nvme_offload.offload.errors import (
     CheckpointError,
@@ -10,15 +15,18 @@ from nvme_offload.offload.errors import (
     CorruptionError,
     EngineLostError,
     ForkError,
+    HalfRenamedError,
     OffloadError,
     OutOfSpaceError,
     PeerError,
+    ResumeError,
     StateError,
     SwapIOError,
     WeightsError,
 )
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
+from nvme_offload.offload.weights.writer import weight_items, write_sharded
 from nvme_offload.optim.adagrad import OffloadAdagrad
 from nvme_offload.optim.adam import OffloadAdam
 from nvme_offload.optim.adamw import OffloadAdamW
@@ -33,13 +41,14 @@ from nvme_offload.optim.full_values import (
 from nvme_offload.optim.lion import OffloadLion
 from nvme_offload.optim.muon import OffloadMuon
 from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.rules.rule import State, UpdateRule
+from nvme_offload.optim.rules.rule import State, UpdateRule, check_numbers, rounded
 from nvme_offload.optim.sgd import OffloadSGD
 from nvme_offload.optim.stats import (
     OptimizerStats,
     Span,
 )
 from nvme_offload.optim.tiers.parts import split_parameters
+from nvme_offload.optim.trace import write_trace
 from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.initialize import initialize
 
@@ -53,7 +62,10 @@ __all__ = [
     "ConfigWarning",
     "CorruptionError",
     "EngineLostError",
+    "EngineUnavailable",
+    "FaultSpec",
     "ForkError",
+    "HalfRenamedError",
     "OffloadAdagrad",
     "OffloadAdam",
     "OffloadAdamW",
@@ -67,6 +79,7 @@ __all__ = [
     "OptimizerStats",
     "OutOfSpaceError",
     "PeerError",
+    "ResumeError",
     "Span",
     "State",
     "StateError",
@@ -75,12 +88,17 @@ __all__ = [
     "Transfer",
     "UpdateRule",
     "WeightsError",
+    "check_numbers",
     "get_full_grad",
     "get_full_optimizer_state",
     "get_full_param",
     "initialize",
+    "rounded",
     "set_full_grad",
     "set_full_optimizer_state",
     "set_full_param",
     "split_parameters",
+    "weight_items",
+    "write_sharded",
+    "write_trace",
 ]

@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from nvme_offload.offload.host.proc import Mount
+from nvme_offload.optim.trace import TRACKS
 from nvme_offload.perf.demo import __main__ as demo
 from nvme_offload.perf.demo import options, report
 from nvme_offload.perf.demo.corpus import find_sources, load_corpus
@@ -26,7 +27,6 @@ from nvme_offload.perf.demo.records import RunResult, StepSample
 from nvme_offload.perf.demo.spans import io_seconds, merge, total
 from nvme_offload.perf.demo.training import CONTEXT, learning_rate_factor
 from nvme_offload.perf.measure import machine
-from nvme_offload.perf.measure.trace import TRACKS
 
 STEPS = 6
 COMMAND = [sys.executable, "-m", "nvme_offload.perf.demo", "--size", "tiny"]

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from nvme_offload.optim.stats import Span
-from nvme_offload.perf.measure.trace import TRACKS, trace_events, write_trace
+from nvme_offload.optim.trace import TRACKS, trace_events, write_trace
 
 SPANS = [
     Span("forward", -1, 1_000, 5_000),

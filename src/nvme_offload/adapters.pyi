@@ -1,0 +1,6 @@
+"""The public names of adapters: type checkers read them here, and so does `adapters.py`."""
+
+from nvme_offload.optim.adapters.lightning import OffloadLightningCallback
+from nvme_offload.optim.adapters.trainer import OffloadTrainerCallback, trainer_optimizer
+
+__all__ = ["OffloadLightningCallback", "OffloadTrainerCallback", "trainer_optimizer"]
