@@ -5,6 +5,8 @@ import functools
 import re
 import subprocess
 import sys
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,7 @@ PUBLIC_IN_SPITE = {"_asdict", "_fields", "_make", "_replace", "_getframe", "_ini
 assert len(SOURCES) > 20, "the sources were not found"
 
 
+@functools.cache
 def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -124,6 +127,7 @@ def test_imports_go_one_way(path):
     assert not wrong, f"imports {sorted(wrong)}: the arrow is {' <- '.join(LAYERS)}, and no torch in the first"
 
 
+@functools.cache
 def rooms_of(package):
     """Every module and folder with modules directly in `package`."""
     files = {path.relative_to(ROOT / package).parts[0] for path in (ROOT / package).rglob("*.py*") if path.is_file()}
@@ -295,6 +299,144 @@ def test_tensors_are_made_on_a_device_that_is_named(path):
     if path.relative_to(ROOT).parts[0] != "perf":
         found = list(without_device(parsed(path)))
         assert not found, f"{found}: say device=, or it is where torch.set_default_device says"
+
+
+TREES = {path: parsed(path) for path in SOURCES}
+WITH_TENSORS = [
+    tree
+    for path, tree in TREES.items()
+    if path.relative_to(ROOT).parts[0] in ("offload", "optim") and path.stem != "_torch_private"
+]
+MAX_ATTRIBUTES = 12
+MANY_ATTRIBUTES = {
+    "Commits": 23,
+    "ExtentRing": 17,
+    "FinalGradients": 16,
+    "Meter": 20,
+    "OffloadConfig": 20,
+    "OffloadEngine": 15,
+    "OptimizerParams": 13,
+    "OptimizerStats": 52,
+    "OwnerThread": 18,
+    "ParamRecord": 13,
+    "RunResult": 15,
+    "StateBody": 14,
+    "StateStore": 16,
+    "UnfinishedStep": 18,
+    "UpdatesInBackward": 13,
+    "_Export": 13,
+    "_Model": 22,
+    "_Workload": 14,
+}
+"""Classes that are to become several, with the attributes that they have; none may get more."""
+OFTEN_NAMED = {
+    *("Block", "Found", "Job", "Moved", "Outcome", "Pace", "Parts", "Plan", "Run", "Staging", "Training", "Written"),
+    *("_Block", "_Flight", "_ReadOnly", "_Shard"),
+}
+"""Names of more than one class; none may be added."""
+MAX_WRITES_TO_OTHERS = 231
+MAX_LATE_CALLBACKS = 12
+MAX_HEADLESS = {"how": 77, "of": 62, "those": 12, "what": 374, "where": 85, "whose": 1}
+"""Docstrings by the word that they begin with, which no sentence with a subject and a verb does."""
+
+
+def classes(trees=None):
+    trees = TREES.values() if trees is None else trees
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def writes_to_others(trees):
+    """Attributes that code assigns of anything but self."""
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return [node for node in nodes if isinstance(node.ctx, ast.Store) and not is_self(node.value)]
+
+
+def typed_attributes(kind, names):
+    """Attributes that a class declares, in its body or of self, with one of these names in their annotation."""
+    for node in ast.walk(kind):
+        declared = isinstance(node, ast.AnnAssign) and (isinstance(node.target, ast.Attribute) or node in kind.body)
+        if declared and names & {part.id for part in ast.walk(node.annotation) if isinstance(part, ast.Name)}:
+            yield node.target.attr if isinstance(node.target, ast.Attribute) else node.target.id
+
+
+def attributes(kind):
+    own = {node.attr for node in ast.walk(kind) if isinstance(node, ast.Attribute) and is_stored_in_self(node)}
+    fields = [node for node in kind.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    return own | {node.target.id for node in fields if "ClassVar" not in ast.unparse(node.annotation)}
+
+
+def is_stored_in_self(node):
+    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def test_others_are_told_and_not_written_to():
+    found = writes_to_others(WITH_TENSORS)
+    assert len(found) <= MAX_WRITES_TO_OTHERS, f"{len(found)} assignments to others' attributes: call a method"
+
+
+def test_a_state_of_an_enum_changes_in_its_class():
+    enums = {kind.name for kind in classes(WITH_TENSORS) if any("Enum" in ast.unparse(base) for base in kind.bases)}
+    fields = {name for kind in classes(WITH_TENSORS) for name in typed_attributes(kind, enums)}
+    assert {"Residency", "TensorResidency"} <= enums
+    assert "residency" in fields
+    found = [ast.unparse(node) for node in writes_to_others(WITH_TENSORS) if node.attr in fields]
+    assert not found, f"{found}: give the class a table of transitions and one method that makes them"
+
+
+def test_callbacks_are_handed_to_constructors():
+    aliases = {
+        node.targets[0].id
+        for tree in WITH_TENSORS
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Callable[")
+    }
+    declared = {name for kind in classes(WITH_TENSORS) for name in typed_attributes(kind, aliases | {"Callable"})}
+    found = {node.attr for node in writes_to_others(WITH_TENSORS)} & declared
+    assert len(found) <= MAX_LATE_CALLBACKS, f"assigned after construction: {sorted(found)}; take them as arguments"
+
+
+def test_classes_have_few_attributes():
+    found = {kind.name: len(attributes(kind)) for kind in classes()}
+    wrong = {name: number for name, number in found.items() if number > MANY_ATTRIBUTES.get(name, MAX_ATTRIBUTES)}
+    assert not wrong, f"{wrong}: at most {MAX_ATTRIBUTES}; make two classes"
+    assert not (done := MANY_ATTRIBUTES.keys() - found.keys()), f"take out of the list what is done: {done}"
+
+
+def test_there_is_no_mixin():
+    """A class has one base of ours, or is a Protocol. Methods of the one that is left become an object's."""
+    own = {kind.name for kind in classes()}
+    found = [
+        kind.name
+        for kind in classes()
+        if len(kind.bases) > 1
+        and own & {ast.unparse(base).partition("[")[0] for base in kind.bases}
+        and "Protocol" not in map(ast.unparse, kind.bases)
+    ]
+    assert found in ([], ["OffloadOptimizer"]), f"{found}: hold an object instead of inheriting its methods"
+
+
+def test_a_class_name_occurs_once():
+    names = [kind.name for kind in classes()]
+    wrong = {name for name in names if names.count(name) > 1} - OFTEN_NAMED
+    assert not wrong, f"{sorted(wrong)}: another class has this name; say which of the two it is"
+
+
+def docstrings(tree):
+    """Texts of modules, classes and functions, and those under attributes."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+        for above, below in pairwise(body if isinstance(body, list) else []):
+            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+            if isinstance(above, ast.Assign | ast.AnnAssign) and isinstance(text, str):
+                yield text
+
+
+def test_docstrings_begin_with_a_sentence():
+    words = Counter(text.split()[0].rstrip(",").lower() for tree in TREES.values() for text in docstrings(tree) if text)
+    wrong = {word: words[word] for word, most in MAX_HEADLESS.items() if words[word] > most}
+    assert not wrong, f"{wrong}, more than there were: begin with a subject and a verb, or an imperative"
 
 
 def test_imports_are_free():
