@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import platform
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -26,11 +27,32 @@ def is_first_rank(group: dist.ProcessGroup | None = None) -> bool:
     return is_alone() or dist.get_rank(group) == 0
 
 
-def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def gather(value: T, *groups: dist.ProcessGroup | None) -> dict[int, T]:
+    """Gather what each rank gives, by rank; it is pickled. Collective.
+
+    Args:
+        value: of this rank.
+        groups: of one dimension of a mesh each, or one group; None: all ranks.
+    """
+    found = {dist.get_rank(): value}
+    for group in groups:
+        parts: list[dict[int, T]] = [{} for _ in range(dist.get_world_size(group))]
+        if len(parts) > 1:
+            dist.all_gather_object(parts, found, group=group)
+            found = {rank: given for part in parts for rank, given in part.items()}
+    return dict(sorted(found.items()))
+
+
+def on_every_rank(action: Callable[[], T], *groups: dist.ProcessGroup | None) -> T:
     """Run `action` on every rank and wait for all; returns this rank's result. Without a process group, just run it.
 
+    Args:
+        action: may have collectives in it, if no rank can fail alone before or between them.
+        groups: see `gather`; without any, all ranks.
+
     Raises:
-        Whatever it raised on this rank, or else what it raised on the first rank on which it failed.
+        Whatever it raised on this rank, or else what it raised on the first rank on which it failed, with a note that
+        names this rank and its host.
     """
     if is_alone():
         return action()
@@ -39,14 +61,12 @@ def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
         result = action()
     except BaseException as problem:
         error = problem
-    errors: list[BaseException | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, _sendable(error), group=group)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(errors):
-        if other is not None:
-            other.add_note(f"on rank {rank}")
-            raise other
+    failures = gather((platform.node(), _sendable(error)), *(groups or (None,)))
+    for rank, (host, failure) in sorted(failures.items(), key=lambda found: found[0] != dist.get_rank()):
+        if failure is not None:
+            raised = failure if error is None else error
+            raised.add_note(f"on rank {rank}, host {host}")
+            raise raised
     return result
 
 

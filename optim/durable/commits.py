@@ -286,18 +286,20 @@ class Commits:
         if self._num_identified == self._num_placed:
             return
         if self._num_agreed != self._num_placed:  # not again by one rank alone, whose drive did not take it
-            own = (
-                self.run.uuid
-                or f"{int(torch.randint(2**_UUID_BITS, (), generator=_fresh_generator(), device='cpu')):013x}"
-            )
-            # A run that is loaded over counts on: of two commits the later one has the larger number on every rank.
-            ticks = [Content.decode(manifest.blob, self.run.folder).tick + 1 for manifest in self.run.committed]
-            known = self.ranks().gather((self.run.uuid is None, own, max([self.tick, *ticks])))
+            ranks = self.ranks()
+            known = ranks.gather(ranks.together(self._own_uuid))
             self.tick = max(tick for _, _, tick in known.values())
             self._agreed_uuid = min(known.values())[1]
             self._num_agreed = self._num_placed
         self.run.identify(self.identity(), self._agreed_uuid)
         self._num_identified = self._num_placed
+
+    def _own_uuid(self) -> tuple[bool, str, int]:
+        """Whether the run is new here, what this rank would call it, and its next tick."""
+        fresh = f"{int(torch.randint(2**_UUID_BITS, (), generator=_fresh_generator(), device='cpu')):013x}"
+        # A run that is loaded over counts on: of two commits the later one has the larger number on every rank.
+        ticks = [Content.decode(manifest.blob, self.run.folder).tick + 1 for manifest in self.run.committed]
+        return self.run.uuid is None, self.run.uuid or fresh, max([self.tick, *ticks])
 
     def identity(self) -> dict[str, Any]:
         """What the run is now: see `identity_of`."""

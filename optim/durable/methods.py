@@ -166,7 +166,7 @@ class DurableMethods(ABC):
             StateError: the section does not say ``durable``.
         """
         commits = self.commits
-        self.place()
+        commits.ranks().together(self.place)
         return Resumption(commits, self.param_groups, self.check_group)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.optim.collective import device_of
+from nvme_offload.optim.collective import device_of, gather, is_alone, on_every_rank
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -50,11 +52,10 @@ class Ranks:
             value = bool(flag.item())
         return value
 
-    def gather(self, value: Any) -> dict[int, Any]:
-        """What each rank gives, by rank; it is pickled. Collective."""
-        found = {dist.get_rank() if dist.is_initialized() else 0: value}
-        for group in self._groups:
-            parts: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(parts, found, group=group)
-            found = {rank: given for part in parts for rank, given in part.items()}
-        return dict(sorted(found.items()))
+    def gather(self, value: T) -> dict[int, T]:
+        """See `collective.gather`."""
+        return gather(value, *self._groups) if self.several else {0 if is_alone() else dist.get_rank(): value}
+
+    def together(self, action: Callable[[], T]) -> T:
+        """See `collective.on_every_rank`."""
+        return on_every_rank(action, *self._groups) if self.several else action()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from nvme_offload.offload.durable.inventory import find_runs
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
 from nvme_offload.optim.durable.commits import Commits
@@ -48,11 +51,12 @@ class Resumption:
         with store.at_rest(), torch.no_grad():
             if not (self._run.found or self._commits.step == 0):
                 raise StateError("resume", "a call before the first step", f"step {self._commits.step} is taken")
+            self._refuse_other_places()
             if self._died_in_first_commit():
-                store.begin_anew()
+                self._ranks.together(store.begin_anew)
                 return None
-            store.place_trainable()
-            return self._take_up(self._common({self._content(found).tick: found for found in self._run.found}))
+            self._ranks.together(store.place_trainable)
+            return self._take_up(self._common(lambda: self._run.found))
 
     def resume_snapshot(self, name: str) -> Content:
         """Go on from a step that was kept under a name.
@@ -63,11 +67,10 @@ class Resumption:
         """
         store, snapshots = self._store, self._run.snapshots
         with store.at_rest(), torch.no_grad():
-            if name not in snapshots:
-                raise KeyError(f"no snapshot {name!r}; there are: {', '.join(snapshots) or 'none'}")
-            store.place_trainable()
+            kept = self._ranks.together(lambda: _snapshot_of(snapshots, name))
+            self._ranks.together(store.place_trainable)
             self._commits.settle()
-            candidates = self._common({self._content(snapshots[name]).tick: snapshots[name]})
+            candidates = self._common(lambda: [kept])
             if not self._run.found:
                 store.begin_load()
             return self._take_up(candidates)
@@ -83,9 +86,9 @@ class Resumption:
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"rewind({steps!r}): write how many steps to go back, 1 or more")
         with self._store.at_rest(), torch.no_grad():
-            self._store.check_whole()
+            self._ranks.together(self._store.check_whole)
             self._commits.settle()
-            candidates = self._common({self._content(found).tick: found for found in self._back(steps)})
+            candidates = self._common(partial(self._back, steps))
             self._store.begin_load()
             return self._take_up(candidates[:1])
 
@@ -109,8 +112,34 @@ class Resumption:
         found = self._ranks.gather((bool(self._run.found), self._run.is_under_way)).values()
         return not all(has_any for has_any, _ in found) and not any(is_under_way for _, is_under_way in found)
 
-    def _common(self, own: Mapping[int, Manifest]) -> list[Manifest]:
-        """The manifests that all ranks have, newest first, checked against what this run is."""
+    def _refuse_other_places(self) -> None:
+        """Raise ResumeError on every rank where what one of them committed is where another one looks, and not it."""
+        paths, name = self._store.config.nvme_paths, self._run.name
+        runs = self._ranks.together(lambda: [run for run in find_runs(paths) if run.name == name])
+        reached = {rank.rank: rank.folders for run in runs for rank in run.ranks if rank.steps}
+        of_all = self._ranks.gather((platform.node(), reached, bool(self._run.found)))
+        lost = {rank for rank, (_, _, has_own) in of_all.items() if not has_own}
+        elsewhere = [
+            f"{folder} on host {host}, where rank {rank} looks"
+            for rank, (host, folders, _) in of_all.items()
+            for of_rank in sorted(lost & folders.keys())
+            for folder in folders[of_rank]
+        ]
+        if elsewhere:
+            raise ResumeError(
+                self._run.folder,
+                f"cannot be resumed: the ranks are not where they were. What they have committed is in "
+                f"{'; '.join(elsewhere)}. Start the ranks in the order that they had, or give each the nvme_path that "
+                "it had. Nothing of it has changed",
+            )
+
+    def _common(self, find: Callable[[], Sequence[Manifest]]) -> list[Manifest]:
+        """The manifests that all ranks have, newest first, checked against what this run is.
+
+        Args:
+            find: gives those of this rank.
+        """
+        own = self._ranks.together(lambda: {self._content(found).tick: found for found in find()})
         steps = {tick: manifest.step for tick, manifest in own.items()}
         of_all = self._ranks.gather(steps)
         common = set.intersection(*(set(of_rank) for of_rank in of_all.values()))
@@ -126,8 +155,9 @@ class Resumption:
             )
         candidates = [own[tick] for tick in sorted(common, reverse=True)]
         identity = self._commits.identity()
-        self._refuse_where_any("is of another run than this", self._run.differences(candidates[0], identity))
-        return [manifest for manifest in candidates if not self._run.differences(manifest, identity)]
+        different = self._ranks.together(lambda: [self._run.differences(one, identity) for one in candidates])
+        self._refuse_where_any("is of another run than this", different[0])
+        return [manifest for manifest, lines in zip(candidates, different, strict=True) if not lines]
 
     def _refuse_where_any(self, what: str, problems: Sequence[str]) -> None:
         """Raise ResumeError on every rank where one has a problem."""
@@ -145,12 +175,12 @@ class Resumption:
         """Bring the first manifest back that is whole on every rank, and destroy what is newer."""
         problems: list[str] = []
         for manifest in candidates:
-            content = self._content(manifest)
-            for number, (group, options) in enumerate(zip(self._groups, content.groups, strict=True)):
-                self._check_group({**group, **options}, number)
-            problem = self._bring_back(manifest)
+            content, problem = self._ranks.together(partial(self._bring_back, manifest))
             if self._ranks.all(problem is None):
-                self._adopt(manifest, content)
+                # Nobody goes on while another one still has a newer step.
+                self._ranks.together(partial(self._adopt, manifest))
+                self._ranks.together(self._commits.identify)
+                self._go_on_from(content)
                 return content
             if not self._ranks.all(not self._lacks_room):
                 raise ResumeError(
@@ -165,37 +195,51 @@ class Resumption:
             f"cannot be resumed: {'; '.join(problems)}. Parameters may have changed; load a checkpoint",
         )
 
-    def _bring_back(self, manifest: Manifest) -> str | None:
-        """Read and verify every subgroup, and give its parameters their values. What went wrong, in words."""
+    def _bring_back(self, manifest: Manifest) -> tuple[Content, str | None]:
+        """Read and verify every subgroup, and give its parameters their values.
+
+        Returns:
+            What else was committed, and what went wrong, in words.
+        """
+        content = self._content(manifest)
+        for number, (group, options) in enumerate(zip(self._groups, content.groups, strict=True)):
+            self._check_group({**group, **options}, number)
         store, extents = self._store, self._run.extents
         layouts = [self._sealing.layout_of(slot.subgroup) for slot in store.slots]
         try:
             extents.adopt(manifest.tables, layouts, where=str(self._run.folder))
             for slot in store.slots:
                 if not self._sealing.find(slot, store.pipeline):
-                    return f"it has nothing of subgroup {slot.index}"
+                    return content, f"it has nothing of subgroup {slot.index}"
             for position, slot in enumerate(store.slots):
                 memory = store.pipeline.acquire(store.slots, position, for_change=False, replay=False)
                 self._sealing.bring_back(slot, memory)
         except (CorruptionError, SwapIOError, ResumeError) as error:
             store.pipeline.forget(store.slots)
             self._lacks_room = isinstance(error, OutOfSpaceError)
-            return str(error)
-        return None
+            return content, str(error)
+        return content, None
 
-    def _adopt(self, manifest: Manifest, content: Content) -> None:
-        store, commits = self._store, self._commits
-        self._run.adopt(manifest, [self._sealing.layout_of(slot.subgroup) for slot in store.slots])
-        for slot in store.slots:
+    def _adopt(self, manifest: Manifest) -> None:
+        slots = self._store.slots
+        self._run.adopt(manifest, [self._sealing.layout_of(slot.subgroup) for slot in slots])
+        for slot in slots:
             self._sealing.point(slot)
-        commits.identify()
+
+    def _go_on_from(self, content: Content) -> None:
+        store = self._store
         for record, steps in zip(store.table, content.steps.tolist(), strict=True):
             record.steps = steps
             drop_gathered(record.leaf)
         for group, options in zip(self._groups, content.groups, strict=True):
             group.update(options)
         content.restore_generators()
-        commits.note_adopted(content)
-        self._ranks.all(True)  # nobody goes on while another one still has a newer step
+        self._commits.note_adopted(content)
         store.pipeline.discards = False
         store.unfinished = None
+
+
+def _snapshot_of(snapshots: Mapping[str, Manifest], name: str) -> Manifest:
+    if name not in snapshots:
+        raise KeyError(f"no snapshot {name!r}; there are: {', '.join(snapshots) or 'none'}")
+    return snapshots[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,6 +143,10 @@ class DurableEngine(ABC):
         return {name: buffers[name] for name in self._kept_buffers if name in buffers}
 
     def _take_over(self, content: Content) -> tuple[int, dict[str, Any]]:
+        self.optimizer.commits.ranks().together(partial(self._restore, content))
+        return content.step, dict(content.client_state)
+
+    def _restore(self, content: Content) -> None:
         own, part = self._own_part(), content.engine
         folder = self.optimizer.commits.run.folder
         for what in ("loss_scale", "lr_scheduler"):
@@ -156,4 +161,3 @@ class DurableEngine(ABC):
                 if name in part["buffers"]:
                     buffer.copy_(part["buffers"][name])
         self._go_on_from(content.step)
-        return content.step, dict(content.client_state)

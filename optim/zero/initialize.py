@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -16,11 +19,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.devices.device import KINDS, current_of, default_device_type, is_device, is_host
+from nvme_offload.offload.devices.device import HOST, KINDS, current_of, default_device_type, is_device, is_host
 from nvme_offload.offload.devices.numa import stay_near
 from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.blocks import find_units, match_blocks
+from nvme_offload.optim.collective import is_alone, on_every_rank
 from nvme_offload.optim.layout.flat import storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 from nvme_offload.optim.optimizer import OffloadOptimizer
@@ -39,7 +43,7 @@ from nvme_offload.optim.zero.meshes import (
 )
 from nvme_offload.optim.zero.schedulers import scheduler_of
 from nvme_offload.optim.zero.section_checks import completed_for
-from nvme_offload.optim.zero.sharding import default_mesh, shard_with_precision
+from nvme_offload.optim.zero.sharding import default_mesh, is_launched, shard_with_precision
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 OptimizerFactory = Callable[..., OffloadOptimizer]
@@ -65,6 +69,8 @@ def initialize(
                 engine.backward(engine(batch).square().mean())
                 engine.step()
 
+    Where it fails on one rank it does on all, with a note that names the first such rank and its host.
+
     Args:
         model: a plain module, the same on every rank of a pipeline stage, on the device it trains on, or on meta: then
             it gets its values block by block and is never whole in memory. It is changed in place. Parameters in bf16
@@ -89,31 +95,87 @@ def initialize(
             value.
         OutOfSpaceError, SwapIOError: see `OffloadOptimizer`.
     """
-    config = OffloadConfig.of(config)
-    device_type = _device_type(model, mesh)
-    chosen = find_units(model) if blocks is None else match_blocks(model, blocks)
-    birth = _birth_of(model, config, weights, init, on_device=is_device(device_type))
-    mesh = _mesh_for(config, mesh if mesh is not None else default_mesh(device_type))
-    _prepare_process(config, model, device_type)
+    read = partial(_Making.read, model, config, mesh, blocks, weights, init, optimizer)
+    # Nobody waits for a process alone, which is left without a process group then.
+    making = read() if mesh is None and is_alone() and not is_launched() else None
+    mesh = mesh if mesh is not None else default_mesh(_device_type(model, mesh))
+    groups = mesh.get_all_groups()
+    making = making or on_every_rank(read, *groups)
+    on_every_rank(partial(check_same_on_ranks, mesh, MeshRoles.of(mesh), making.config, model), *groups)
+    mesh = _mesh_for(making.config, mesh)
     roles = MeshRoles.of(mesh)
-    check_not_sharded(model, roles)
-    check_same_on_ranks(mesh, roles, config, model)
-    config = completed_for(config, roles.num_data_parallel_ranks)
-    make_optimizer, rule = _optimizer_of(config, optimizer)
-    plan = PrecisionPlan.of(config, model, dtypes_of_stages(model, roles), rule, on_device=is_device(device_type))
-    check_blocks_fit(config, model, chosen, roles.data_parallel, plan, rule)
-    reshard, give = config.zero_optimization.stage == 3, birth.give_shards if birth is not None else None
-    shard_with_precision(model, chosen, roles.data_parallel, plan, reshard_after_forward=reshard, give_shards=give)
-    made = make_optimizer(_params_of(model), offload=part_for_optimizer(config), norm_group=roles.pipeline_group)
-    try:
+    plan = on_every_rank(partial(making.plan, roles, dtypes_of_stages(model, roles)), *groups)
+    with ExitStack() as undo:
+        made = on_every_rank(partial(making.shard, roles, plan, undo), *groups)
+        scheduler = on_every_rank(partial(making.fill, roles, made, lr_scheduler), *groups)
+        engine = OffloadEngine(model, made, scheduler, making.config, mesh, plan)
+        undo.pop_all()
+    return engine
+
+
+@dataclass
+class _Making:
+    """What an engine is made of. Each method is a stage that ends alike on all ranks: where one fails, all do."""
+
+    model: nn.Module
+    config: OffloadConfig
+    blocks: Sequence[nn.Module]
+    birth: Birth | None
+    make_optimizer: OptimizerFactory
+    rule: UpdateRule
+    device_type: str
+
+    @classmethod
+    def read(
+        cls,
+        model: nn.Module,
+        config: OffloadConfig | Mapping[str, Any] | str | Path,
+        mesh: DeviceMesh | None,
+        blocks: Iterable[str] | None,
+        weights: str | os.PathLike[str] | None,
+        init: Callable[[nn.Module], object] | None,
+        optimizer: OptimizerFactory | None,
+    ) -> _Making:
+        """Look at what this rank was given; changes nothing."""
+        section, device_type = OffloadConfig.of(config), _device_type(model, mesh)
+        _check_devices(model)
+        chosen = find_units(model) if blocks is None else match_blocks(model, blocks)
+        birth = _birth_of(model, section, weights, init, on_device=is_device(device_type))
+        return cls(model, section, chosen, birth, *_optimizer_of(section, optimizer), device_type)
+
+    def plan(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> PrecisionPlan:
+        """Look whether all of it goes together on this mesh."""
+        _prepare_process(self.config, self.model, self.device_type)
+        check_not_sharded(self.model, roles)
+        self.config = completed_for(self.config, roles.num_data_parallel_ranks)
+        on_device = is_device(self.device_type)
+        plan = PrecisionPlan.of(self.config, self.model, stages, self.rule, on_device=on_device)
+        check_blocks_fit(self.config, self.model, self.blocks, roles.data_parallel, plan, self.rule)
+        return plan
+
+    def shard(self, roles: MeshRoles, plan: PrecisionPlan, undo: ExitStack) -> OffloadOptimizer:
+        """Shard the model, and make the optimizer with all of its space; `undo` closes it."""
+        shard_with_precision(
+            self.model,
+            self.blocks,
+            roles.data_parallel,
+            plan,
+            reshard_after_forward=self.config.zero_optimization.stage == 3,
+            give_shards=self.birth.give_shards if self.birth is not None else None,
+        )
+        section, group = part_for_optimizer(self.config), roles.pipeline_group
+        made = self.make_optimizer(_params_of(self.model), offload=section, norm_group=group)
+        undo.callback(made.close)
         made.place()
-        if birth is not None:
-            birth.fill(made.store, chosen, roles.data_parallel)
-        scheduler = _checked(lr_scheduler(made)) if lr_scheduler else scheduler_of(config, made)
-    except BaseException:
-        made.close()
-        raise
-    return OffloadEngine(model, made, scheduler, config, mesh, plan)
+        return made
+
+    def fill(
+        self, roles: MeshRoles, made: OffloadOptimizer, lr_scheduler: SchedulerFactory | None
+    ) -> LRScheduler | None:
+        """Give a model that is on meta its values, and make the scheduler."""
+        if self.birth is not None:
+            self.birth.fill(made.store, self.blocks, roles.data_parallel)
+        return _checked(lr_scheduler(made)) if lr_scheduler else scheduler_of(self.config, made)
 
 
 def _prepare_process(config: OffloadConfig, model: nn.Module, device_type: str) -> None:
@@ -213,18 +275,19 @@ def _birth_of(
 
 
 def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
-    """The type of the one device on which a plain module has all its parameters; on meta, where it is to be.
+    """The type of the device that a plain module is on; on meta, where it is to be."""
+    device = next((param.device for param in model.parameters()), HOST)
+    if device.type == "meta":
+        return mesh.device_type if mesh is not None else default_device_type()
+    return device.type if is_device(device) else HOST.type
 
-    Raises:
-        ValueError: it is no such module.
-    """
+
+def _check_devices(model: nn.Module) -> None:
+    """Raise ValueError for a module without a parameter to train, or with parameters on several devices."""
     params = list(model.parameters())
     if not any(param.requires_grad for param in params):
         raise ValueError("initialize: the model has no parameter that requires a gradient")
-    if is_on_meta(model):
-        return mesh.device_type if mesh is not None else default_device_type()
     devices = sorted({str(param.device) for param in params})
     device = params[0].device
-    if len(devices) > 1 or not (is_host(device) or is_device(device)):
+    if len(devices) > 1 or not (is_on_meta(model) or is_host(device) or is_device(device)):
         raise ValueError(f"initialize: the model is on {', '.join(devices)}; move it to one device, {KINDS}")
-    return params[0].device.type

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
+from nvme_offload.optim.collective import gather
 
 PIPELINE, TENSOR = "pp", "tp"
 DATA_PARALLEL = (("dp_shard",), ("dp",), ("dp_replicate", "dp_shard"))
@@ -23,6 +24,8 @@ DATA_PARALLEL = (("dp_shard",), ("dp",), ("dp_replicate", "dp_shard"))
 _KNOWN = (PIPELINE, "dp_replicate", "dp_shard", "dp", TENSOR)
 _LOCAL = ("aio.", "offload_gradients.", "zero_optimization.offload_")
 """What of the section may differ between ranks: where bytes are changes neither numbers nor collectives."""
+_SHARED = ("zero_optimization.offload_optimizer.durable",)
+"""What of that may not: ranks commit together."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,8 @@ def dtypes_of_stages(model: nn.Module, roles: MeshRoles) -> set[torch.dtype] | N
     """Dtypes of the parameters of all stages of a pipeline; None without one. Every rank must call it."""
     if roles.pipeline is None:
         return None
-    of_stages: list[set[torch.dtype]] = _gather(roles.pipeline, {param.dtype for param in model.parameters()})
-    return set().union(*of_stages)
+    of_stages = gather({param.dtype for param in model.parameters()}, roles.pipeline_group)
+    return set().union(*of_stages.values())
 
 
 def check_not_sharded(model: nn.Module, roles: MeshRoles) -> None:
@@ -132,11 +135,11 @@ def check_same_on_ranks(mesh: DeviceMesh, roles: MeshRoles, config: OffloadConfi
         ValueError: models differ; names the ranks.
     """
     mine = dict(_flat(config.model_dump(mode="json")))
-    sections: list[tuple[int, dict[str, Any]]] = _gather(mesh, (dist.get_rank(), mine))
-    first_rank, first = sections[0]
+    (first_rank, first), *sections = gather(mine, *mesh.get_all_groups()).items()
     problems = []
-    for key in dict.fromkeys(key for _, section in sections for key in section if not key.startswith(_LOCAL)):
-        for rank, section in sections[1:]:
+    compared = (key for section in (first, *dict(sections).values()) for key in section)
+    for key in dict.fromkeys(key for key in compared if key in _SHARED or not key.startswith(_LOCAL)):
+        for rank, section in sections:
             if section.get(key) != first.get(key):
                 what = f"on rank {first_rank} and {section.get(key)!r} on rank {rank}"
                 problems.append(f"{key} = {first.get(key)!r} {what}; give every rank the same section")
@@ -147,11 +150,11 @@ def check_same_on_ranks(mesh: DeviceMesh, roles: MeshRoles, config: OffloadConfi
         [(name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in model.named_parameters()]
     )
     digest = hashlib.sha256(layout.encode()).hexdigest()
-    models: list[tuple[int, str]] = _gather(roles.data_parallel, (dist.get_rank(), digest))
-    for rank, other in models[1:]:
-        if other != models[0][1]:
+    (first_rank, own), *models = gather(digest, *roles.data_parallel.get_all_groups()).items()
+    for rank, other in models:
+        if other != own:
             raise ValueError(
-                f"initialize: the models of ranks {models[0][0]} and {rank} differ in names, shapes, dtypes or "
+                f"initialize: the models of ranks {first_rank} and {rank} differ in names, shapes, dtypes or "
                 "requires_grad of their parameters; build the same one on every rank of a stage"
             )
 
@@ -163,13 +166,3 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _gather(mesh: DeviceMesh, own: Any) -> list[Any]:
-    """An object of every rank of a mesh, dimension by dimension, in the same order on all of them."""
-    objects = [own]
-    for dim in range(mesh.ndim):
-        parts: list[Any] = [None] * mesh.size(dim)
-        dist.all_gather_object(parts, objects, group=mesh.get_group(dim))
-        objects = [item for part in parts for item in part]
-    return objects

@@ -41,6 +41,11 @@ REDUCED_ONCE = (
 )
 
 
+def is_launched() -> bool:
+    """Whether a launcher has said which of several ranks this process is."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def default_mesh(device_type: str) -> DeviceMesh:
     """A mesh of all ranks; without a launcher, a mesh of this process alone.
 
@@ -49,7 +54,7 @@ def default_mesh(device_type: str) -> DeviceMesh:
     """
     if not dist.is_initialized():
         backend = _backend_for(device_type)
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if is_launched():
             dist.init_process_group(backend)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's list of exports

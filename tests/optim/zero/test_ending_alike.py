@@ -1,0 +1,117 @@
+"""What fails on one rank in `initialize` or in `resume` fails on all, with the rank, the host and the place."""
+
+import platform
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nvme_offload import initialize
+from nvme_offload.offload.errors import ConfigError, ResumeError, SwapIOError
+from tests.support.ranks import run_ranks
+from tests.support.small_engine import section
+
+ON_RANK_1 = [f"on rank 1, host {platform.node()}"]
+
+
+def model(device="cpu"):
+    torch.manual_seed(0)
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+
+
+def refused(rank, error, match, *args, **more):
+    with pytest.raises(error, match=match) as caught:
+        initialize(*args, **more)
+    assert caught.value.__notes__ == ON_RANK_1
+
+
+def fail(*_):
+    raise ZeroDivisionError("a scheduler of the user's")
+
+
+def failing_stages(rank, world_size, path):
+    """One after the other in the same process group, which is as before each time."""
+    is_first, config = rank == 0, section(path=path)
+    missing = path / "missing"
+    refused(rank, ConfigError, "missing", model(), config if is_first else str(missing))
+    refused(rank, ConfigError, "stage", model(), config if is_first else section(7))
+    refused(rank, ValueError, "no parameter that requires", model().requires_grad_(is_first), config)
+    refused(rank, Exception, "missing", model("meta"), config, weights=None if is_first else missing)
+    refused(rank, TypeError, "pass a subclass", model(), config, optimizer=None if is_first else torch.optim.SGD)
+    other = section(path=path if is_first else missing)
+    refused(rank, SwapIOError, f"{missing}.*no such folder", model(), other)
+    named = {"stage": 3, "offload_optimizer": {**other["zero_optimization"]["offload_optimizer"], "durable": "run"}}
+    refused(rank, SwapIOError, f"{missing}.*no such folder", model(), other | {"zero_optimization": named})
+    refused(rank, ZeroDivisionError, "user's", model(), config, lr_scheduler=(lambda _: None) if is_first else fail)
+    refused(rank, ZeroDivisionError, "user's", model("meta"), config, init=None if is_first else fail)
+    with initialize(model(), config) as engine:
+        engine.backward(engine(torch.ones(2, 8)).sum())
+    dist.barrier()
+
+
+def test_initialize_fails_on_all_ranks_where_it_fails_on_one(tmp_path):
+    run_ranks(failing_stages, 2, tmp_path)
+    assert not list(tmp_path.glob(".nvme-offload-*")), "a rank that had succeeded has given back its files"
+
+
+def durable(path, name="run"):
+    config = section(path=path, gradient_accumulation_steps=1)
+    config["zero_optimization"]["offload_optimizer"]["durable"] = name
+    return initialize(model(), config)
+
+
+def take_steps(rank, world_size, path, num_steps=2):
+    """Each rank has a drive of its own."""
+    with durable(path / f"drive{rank}") as engine:
+        for _ in range(num_steps):
+            engine.backward(engine(torch.ones(2, 8)).square().sum())
+            engine.step()
+        engine.snapshot("kept")
+
+
+def resume_fails(rank, world_size, path, error, match, snapshot):
+    with durable(path / f"drive{rank}") as engine:
+        with pytest.raises(error, match=match) as caught:
+            engine.resume(snapshot)
+        assert caught.value.__notes__ == ON_RANK_1
+
+
+@pytest.mark.parametrize(
+    ("lost", "error", "match", "snapshot"),
+    [("identity.*", SwapIOError, "identity.*EISDIR", None), ("snapshot.kept", KeyError, "no snapshot", "kept")],
+)
+def test_resume_fails_on_all_ranks_where_it_fails_on_one(tmp_path, lost, error, match, snapshot):
+    """What rank 1 has lost, it cannot write anew either."""
+    for rank in range(2):
+        (tmp_path / f"drive{rank}").mkdir()
+    run_ranks(take_steps, 2, tmp_path)
+    [file] = (tmp_path / "drive1").glob(f"*/{lost}")
+    file.unlink()
+    file.with_name(f"{file.name}.new").mkdir()
+    run_ranks(resume_fails, 2, tmp_path, error, match, snapshot)
+
+
+def in_another_order(rank, world_size, path, order):
+    with durable(path / f"drive{order[rank]}") as engine:
+        with pytest.raises(ResumeError, match="the ranks are not where they were") as caught:
+            engine.resume()
+        return caught.value.problem
+
+
+def in_their_own(rank, world_size, path):
+    with durable(path / f"drive{rank}") as engine:
+        return engine.resume()[0]
+
+
+def test_ranks_in_another_order_are_refused_with_the_place_of_each_directory(tmp_path):
+    for rank in range(3):
+        (tmp_path / f"drive{rank}").mkdir()
+    run_ranks(take_steps, 3, tmp_path)
+    first, *others = run_ranks(in_another_order, 3, tmp_path, [1, 0, 2])
+    assert others == [first, first], "also where the rank itself is where it was"
+    for drive, looks in ((0, 1), (1, 0)):
+        folder = tmp_path / f"drive{drive}" / f"nvme-durable-run-rank{drive}"
+        assert f"{folder} on host {platform.node()}, where rank {looks} looks" in first
+    assert run_ranks(in_their_own, 3, tmp_path) == [2, 2, 2], "nothing has changed"
