@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -57,6 +57,7 @@ __all__ = [
     "tree_unflatten",
     "version_of",
     "without_base",
+    "without_torch_function",
     "written_arguments",
     "written_tensors",
 ]
@@ -540,6 +541,15 @@ def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
     """
     wrapped: Callable[P, R] = torch._disable_dynamo(method)  # type: ignore[attr-defined]
     return wrapped
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Operators in the block do not ask classes of tensors what they make of them.
+
+    ``torch._C.DisableTorchFunctionSubclass``: what torch's pages on extending it use, and no public name.
+    """
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

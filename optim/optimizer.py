@@ -264,19 +264,20 @@ class OffloadOptimizer(DurableMethods, Optimizer):
     def overlap_with(self, model: nn.Module, blocks: Iterable[str] | None = None) -> None:
         """Let the updates of a plain module's parameters overlap with its passes, as ``overlap_step`` says.
 
-        From then on `step` may return before they are updated, and every forward waits for what it uses; so do
-        ``model.state_dict()``, ``model.load_state_dict()`` and pickling the model. Whoever reads or sets parameters in
-        another way (``p.data``, ``p.add_``, averages of weights, ``copy.deepcopy``) calls `synchronize` before that.
+        From then on `step` may return before they are updated. Every forward waits for what it uses, and so does
+        whoever reads or sets a parameter in another way (``p.data``, ``copy.deepcopy``, an average of weights): until
+        its update is done a parameter is of a subclass of ``nn.Parameter`` that waits. What looks at the memory itself
+        cannot wait: before a view, a detached alias or a NumPy array of before the step is used, call `synchronize`.
 
         Not with ``overlap_step = "off"``, and not for what is updated inside `step` in any case: parameters on a CUDA
-        device, whole ones of a rule, and shards of FSDP, which are gathered before the forward that uses them.
+        device, those of a class of their own, whole ones of a rule, and shards of FSDP, which are gathered before the
+        forward that uses them.
 
         Args:
             model: any module with some of the parameters. Call this before ``torch.compile``; calling it once more
                 takes back what the call before did.
             blocks: class names or qualified names of modules that wait for their own parameters, each when it is
-                called; nothing outside them may use these. By default the repeated layers. For all other parameters
-                the model waits when it is called.
+                called. By default the repeated layers. For all other parameters the model waits when it is called.
 
         Raises:
             ValueError: no parameter in `model` is the optimizer's, a block names nothing, or a module is compiled.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.offload._torch_private import local_tensor
+from nvme_offload.offload._torch_private import local_tensor, without_torch_function
 from nvme_offload.offload.devices.device import KINDS, is_device, is_host
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.shards.stand_in import StandIn
@@ -55,8 +55,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """1D [numel] over the memory of a dense tensor, outside autograd."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
+    """1D [numel] over the memory of a dense tensor as it is now, outside autograd, also where its readers wait."""
+    with without_torch_function():
+        return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def room_like(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """New memory with the shape and strides of a dense tensor, without its values."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
 
 
 def unflatten(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -152,5 +158,5 @@ def flat_grad(leaf: torch.Tensor, name: str) -> torch.Tensor | None:
     if isinstance(grad, StandIn):
         return grad
     if grad.stride() != param.stride() and not (grad.is_contiguous() and param.is_contiguous()):
-        grad = torch.empty_like(param, dtype=grad.dtype, memory_format=torch.preserve_format).copy_(grad)
+        grad = room_like(param, grad.dtype, param.device).copy_(grad)
     return flat_view(grad)

@@ -55,8 +55,6 @@ class StateBody(ABC):
         pipeline.ring(self.worker.bell)
         self.uses = FirstUses()
         """In which order the latest forward used the parameters."""
-        self.not_waited_for: set[int] = set()
-        """Parameters of plain modules whose update was left to the worker, until somebody waits for it."""
         self._owner_pid = os.getpid()
         _remember(self)
 
@@ -142,7 +140,6 @@ class StateBody(ABC):
         if forgiving:
             worker.failure = None
         worker.raise_failure()
-        self.not_waited_for.clear()
         self.settle_params()
 
     def wait_until_quiet(self) -> None:
@@ -165,7 +162,6 @@ class StateBody(ABC):
 
     def _wait_for_update_of(self, index: int) -> None:
         self.uses.note(index)
-        self.not_waited_for.discard(index)
         unfinished = self.unfinished
         is_begun = unfinished is not None and unfinished.is_open and index in unfinished.final
         if unfinished is not None and is_begun and not self._goes_back(unfinished):
@@ -200,23 +196,6 @@ class StateBody(ABC):
             return False
         begun.way_back()
         return True
-
-    def check_waited_for(self, indices: Iterable[int]) -> None:
-        """Look whether who made the gradients of these parameters had waited for their updates.
-
-        Raises:
-            StateError: he had not, and so may have used old weights; nothing has changed.
-        """
-        for index in indices:
-            if index in self.not_waited_for:
-                raise StateError(
-                    self.table[index].name,
-                    "a forward that waits for its update (optimizer.overlap_with)",
-                    "a gradient from one that did not, and may have used old weights. Either it was used outside the "
-                    "module that has it: name others as blocks=, or call optimizer.synchronize() before the forward. "
-                    "Or the forward was compiled without its hooks: call torch.compiler.reset() after overlap_with. "
-                    "Then zero_grad() and go on",
-                )
 
     @property
     def has_unfinished_step(self) -> bool:
@@ -259,10 +238,19 @@ def _remember(body: StateBody) -> None:
     _bodies[:] = [known for known in _bodies if known() is not None] + [weakref.ref(body)]
 
 
+def known_bodies() -> list[StateBody]:
+    """All that are still there, the latest first."""
+    return [body for known in reversed(_bodies) if (body := known()) is not None]
+
+
+def bodies_of(param: torch.Tensor) -> list[StateBody]:
+    """Those that have a parameter, the latest first."""
+    return [body for body in known_bodies() if body.table.find(param) is not None]
+
+
 def body_of(param: torch.Tensor) -> StateBody | None:
     """Where the state of a parameter is, if it is anywhere; the latest counts."""
-    bodies = (known() for known in reversed(_bodies))
-    return next((body for body in bodies if body is not None and body.table.find(param) is not None), None)
+    return next(iter(bodies_of(param)), None)
 
 
 def check_sole(body: StateBody, records: Iterable[ParamRecord]) -> None:
@@ -286,8 +274,8 @@ def check_sole(body: StateBody, records: Iterable[ParamRecord]) -> None:
 
 
 def _other_of(body: StateBody, records: Iterable[ParamRecord]) -> tuple[ParamRecord, str] | None:
-    for other in [known() for known in _bodies]:
-        if other is None or other is body or other.is_closed or not other.is_own_process:
+    for other in known_bodies():
+        if other is body or other.is_closed or not other.is_own_process:
             continue
         for record in records:
             if (its := other.table.find(record.leaf)) is not None and its.is_placed:

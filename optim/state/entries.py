@@ -9,10 +9,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor, sharded_like
+from nvme_offload.offload.devices.device import HOST
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.layout.flat import flat_view, unflatten
+from nvme_offload.optim.layout.flat import flat_view, room_like, unflatten
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody
@@ -182,5 +183,4 @@ def _check_entry(body: StateBody, index: int, name: str, value: Any) -> torch.Te
         raise ValueError(f"{where} has shape {tuple(tensor.shape)}; the parameter has {tuple(param.shape)}")
     if (tensor.dtype, tensor.device.type, tensor.stride()) == (torch.float32, "cpu", param.stride()):
         return flat_view(tensor)
-    target = torch.empty_like(param, dtype=torch.float32, device="cpu", memory_format=torch.preserve_format)
-    return flat_view(target.copy_(tensor.detach()))
+    return flat_view(room_like(param, torch.float32, HOST).copy_(tensor.detach()))

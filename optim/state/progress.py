@@ -95,6 +95,10 @@ class UnfinishedStep:
         """Whether a part of this parameter is still to be updated, or nobody knows. From any thread."""
         return index in self._left or self._spoilt
 
+    def ends_with(self, slot: SlotRecord, index: int) -> bool:
+        """Whether nothing of this parameter is left to be updated when this subgroup is."""
+        return self._left.get(index) == sum(run.param == index for run in slot.subgroup.runs)
+
     def let_go_of(self, slot: SlotRecord) -> None:
         """Keep no gradient of parameters that are updated, as this subgroup is, in all of their parts."""
         for run in slot.subgroup.runs:

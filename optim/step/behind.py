@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
+from nvme_offload.offload.devices.device import is_host
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep
 from nvme_offload.optim.state.slots import SlotRecord
@@ -13,6 +14,7 @@ from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.update import read_update_write
+from nvme_offload.optim.step.waiting_parameter import let_read
 from nvme_offload.optim.tiers.parts import parts_of
 
 LOOK_AHEAD = 256  # subgroups; most of them may be in host memory, past which the reads go on
@@ -39,12 +41,12 @@ def hindrance(store: StateStore, record: ParamRecord) -> str | None:
         return f"{store.owner} updates whole parameters"
     if store.blocks.pass_through_buffers:
         return "parameters have a tier of their own (offload_param), or gradients are on NVMe (offload_gradients)"
-    if not isinstance(parts_of(record.leaf), StateParts) and not record.is_awaited:
-        return (
-            "its parameters are neither of a plain module that optimizer.overlap_with(model) was told, nor shards in "
-            "parts, which initialize and split_parameters make"
-        )
-    return None
+    if isinstance(parts_of(record.leaf), StateParts) or (record.is_awaited and is_host(record.param.device)):
+        return None
+    return (
+        "its parameters are neither in host memory and of a plain module that optimizer.overlap_with(model) was told, "
+        "nor shards in parts, which initialize and split_parameters make"
+    )
 
 
 class UpdatesBehind:
@@ -148,6 +150,8 @@ def update_captured(
     except BaseException:
         step.updating = True  # with which gradient, nobody knows
         raise
+    if not step.is_open:  # before: who finds nothing left to wait for finds an ordinary parameter
+        let_read(store.table[index] for index in params if step.ends_with(slot, index))
     step.let_go_of(slot)
 
 

@@ -27,6 +27,7 @@ from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.behind import LOOK_AHEAD, forward_order, update_captured, waits_for_updates
 from nvme_offload.optim.step.guess import Guess, Guesses
 from nvme_offload.optim.step.scalars import scalars_of
+from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
 from nvme_offload.optim.tiers.parts import ShardParts, parts_of
 from nvme_offload.optim.whole_params import WholeParams
 
@@ -80,6 +81,7 @@ class UpdatesInBackward:
     def take(self, index: int, grad: torch.Tensor) -> None:
         """Hand in a gradient that is final, flat. From the thread that runs backward."""
         self.step.final.add(index)
+        let_wait([self._store.table[index]])
         self._inbox.append((index, grad, None if is_host(grad.device) else queued(grad.device)))
         self._store.worker.wake()
 
@@ -205,7 +207,7 @@ class FinalGradients:
         """A gradient has been added to ``leaf.grad``: see whether it is final, and hand it in.
 
         Raises:
-            StateError: it was final before, or comes of weights that were perhaps old.
+            StateError: it was final before.
             SwapIOError, CorruptionError: it was final before, and what was updated with it cannot be taken back now.
         """
         store = self._store
@@ -220,7 +222,6 @@ class FinalGradients:
         may_begin = self.is_last_backward and self.begins_next and not self.must_agree and _may_begin(store, record)
         if store.is_closed or not may_begin or not _is_reduced(parts):
             return
-        store.check_waited_for((record.index,))
         if whole is None:
             self._hand_in(record, leaf)
         else:
@@ -341,13 +342,15 @@ class FinalGradients:
         """
         store, guess = self._store, self._guess
         with store.worker.kept_away():
-            if self._open is None or guess is None:
+            begun = self._open
+            if begun is None or guess is None:
                 return
             self._is_taken_back = True  # first: an exception leaves some of it to be taken back once more
             store.worker.job = None
             take_back(store, list(guess.updated))
             self._meter.updates_taken_back += len(guess.updated)
             store.unfinished = None
+            let_read(store.table[index] for index in begun.final)
 
     def drop_begun(self) -> None:
         """Give up the step that began in backward. Where a subgroup is updated, only a checkpoint leads on.
@@ -371,6 +374,7 @@ class FinalGradients:
                 begun.spoil()
             else:
                 store.unfinished = None
+                let_read(store.table[index] for index in begun.final)
 
     def _backward_order(self, slots: Sequence[SlotRecord]) -> list[SlotRecord]:
         """The last layer's subgroups first, and last of all those that this forward has not used."""

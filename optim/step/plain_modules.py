@@ -14,12 +14,13 @@ from torch.utils.hooks import RemovableHandle
 from nvme_offload.offload._torch_private import fsdp_params, is_compiled, not_compiled
 from nvme_offload.optim.blocks import find_units, match_blocks, params_outside
 from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.step.waiting_parameter import can_wait, let_read
 
 
 class WaitForUpdates:
     """A hook of a module: it waits until parameters are as the latest step leaves them.
 
-    It keeps no state alive. Whoever pickles the module waits as well, and a copy of it is one of nobody's parameters.
+    It keeps no state alive, and a copy of it is one of nobody's parameters.
 
     Args:
         body: the state of the optimizer that updates them; None waits for nothing.
@@ -42,7 +43,6 @@ class WaitForUpdates:
             body.wait_for_updates_of(self._indices)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self()
         return WaitForUpdates, ()
 
 
@@ -81,21 +81,17 @@ class PlainModules:
         awaited = set()
         for module in model.modules():
             params = dict.fromkeys(param for param in params_outside(module, chosen) if param not in gathered)
-            if indices := [record.index for record in map(table.find, params) if record is not None]:
-                self._hook(module, WaitForUpdates(self._body, indices))
+            records = [record for record in map(table.find, params) if record is not None and can_wait(record.leaf)]
+            if indices := [record.index for record in records]:
+                # Before other hooks, which may read parameters, as those of ``torch.nn.utils.weight_norm`` do.
+                wait = WaitForUpdates(self._body, indices)
+                self._handles.append(module.register_forward_pre_hook(wait, prepend=True))
                 awaited.update(indices)
         for index in awaited:  # last: before, whoever interrupts this finds updates inside the step
             table[index].is_awaited = True
 
-    def _hook(self, module: nn.Module, wait: WaitForUpdates) -> None:
-        """Before other hooks, which may read parameters, as those of ``torch.nn.utils.weight_norm`` do."""
-        self._handles += [
-            module.register_forward_pre_hook(wait, prepend=True),
-            module.register_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
-        ]
-
     def _forget(self) -> None:
+        let_read(self._body.table)
         for record in self._body.table:
             record.is_awaited = False
         for handle in self._handles:

@@ -30,6 +30,7 @@ from nvme_offload.optim.step.guess import Guesses
 from nvme_offload.optim.step.in_backward import FinalGradients
 from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.step.update import read_update_write
+from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
 from nvme_offload.optim.warn import warn_user
 from nvme_offload.optim.whole_params import WholeParams
 
@@ -111,7 +112,7 @@ class Stepper:
                 skipped draws a warning.
 
         Raises:
-            StateError: the step before stopped halfway, or a gradient comes of weights that were perhaps old.
+            StateError: the step before stopped halfway.
             SwapIOError, ValueError, KeyboardInterrupt: with one note that says what is done.
         """
         number, has_begun = self._meter.steps + 1, False
@@ -132,8 +133,6 @@ class Stepper:
     def _between_steps(self, interrupt: DeferredInterrupt) -> AbstractContextManager[object]:
         """The state for this step alone; of one that began in backward with what is updated there under way."""
         store = self._store
-        if not store.has_unfinished_step:
-            store.check_waited_for(index for index in store.not_waited_for if store.table[index].leaf.grad is not None)
         has_begun = store.unfinished is not None and store.unfinished.is_open
         return store.worker.kept_away() if has_begun else store.at_rest(meanwhile=interrupt.deliver)
 
@@ -388,6 +387,7 @@ class Stepper:
         self._meter.steps = step.number
         store.blocks.end_step(inside)
         store.unfinished = None
+        let_read(store.table[index] for index in step.counts)
         store.blocks.advance()  # last: whatever stops it, the step is done
         self._meter.changed_behind += step.changed_tiles
         self._report_changed()
@@ -397,9 +397,9 @@ class Stepper:
         worker, table = self._store.worker, self._store.table
         # As updates inside the step do, each for itself: a graph from before it must not use either weights unnoticed.
         increment_version([table[index].leaf for index in inputs.grads])
-        pending = {run.param for slot in step.pending for run in slot.subgroup.runs}
-        self._store.not_waited_for = {index for index in pending if table[index].is_awaited}
         step.keep_pending_only()
+        let_read(table[index] for index in step.counts if not step.concerns(index))
+        let_wait(table[index] for index in step.counts if step.concerns(index))
         following = self._following(step)
         # Updates that begin in backward begin with the last layers.
         first = following[::-1] if self.final is not None and self.final.begins_next else following

@@ -43,6 +43,7 @@ from nvme_offload.offload._torch_private import (
     tree_unflatten,
     version_of,
     without_base,
+    without_torch_function,
     written_arguments,
     written_tensors,
 )
@@ -409,3 +410,17 @@ def test_state_dict_hooks():
 def test_every_function_is_named_here():
     named = {name for name in globals() if hasattr(_torch_private, name) and not name.startswith("__")}
     assert set(_torch_private.__all__) <= named
+
+
+def test_without_torch_function():
+    """A class that takes operators over is not asked, in this thread."""
+
+    class Mute(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return None
+
+    tensor = torch.ones(2).as_subclass(Mute)
+    assert tensor.sum() is None
+    with without_torch_function():
+        assert tensor.sum() == 2

@@ -1,5 +1,7 @@
 """A small model whose blocks FSDP2 gathers one by one, and sections that put its state on any mix of tiers."""
 
+import time
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -81,6 +83,12 @@ def loss_of(module, step, micro=0, rank=0, length=7):
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     tokens = torch.randint(0, VOCABULARY, (3, length), generator=generator)
     return nn.functional.cross_entropy(module(tokens).float().flatten(0, 1), (tokens * 7 + 3).flatten() % VOCABULARY)
+
+
+def slow_updates(optimizer):
+    """Every look at what is in memory takes a while, so that updates behind a step are behind it."""
+    here = optimizer.store.pipeline.is_here
+    optimizer.store.pipeline.is_here = lambda slot: (time.sleep(0.01), here(slot))[1]
 
 
 def train_step(engine, step, rank=0, length=7):

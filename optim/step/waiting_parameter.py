@@ -1,0 +1,109 @@
+"""A parameter of a plain module while its update is done behind a step: whoever reads it waits.
+
+What may come between two instructions
+--------------------------------------
+The class of a parameter says whether its readers wait, and nothing else: one that is of the waiting class, and has no
+update before it, is read at once. So the class may stay too long, and nothing has to be undone. Too early it must not
+go:
+
+1. It comes before the update can begin: before the worker gets the job, or the gradient.
+2. It goes when the update is done, and only by who owns the state: in a turn of the worker, or where that is kept away.
+   A reader never puts it back: another step may have begun between his look and that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from nvme_offload.offload._torch_private import not_compiled, tree_flatten, without_torch_function
+from nvme_offload.optim.overlap.worker import Worker
+from nvme_offload.optim.state.body import bodies_of, known_bodies
+from nvme_offload.optim.state.table import ParamRecord
+
+_TENSOR: Any = torch.Tensor
+_PROPERTIES = (
+    *(_TENSOR.shape, _TENSOR.dtype, _TENSOR.device, _TENSOR.layout, _TENSOR.ndim, _TENSOR.itemsize, _TENSOR.nbytes),
+    *(_TENSOR.grad, _TENSOR.grad_fn, _TENSOR.requires_grad, _TENSOR.is_leaf),
+    *(_TENSOR.is_cpu, _TENSOR.is_cuda, _TENSOR.is_meta, _TENSOR.is_sparse),
+)
+_SAYS_NOTHING_OF_VALUES = {
+    *(access for found in _PROPERTIES for access in (found.__get__, found.__set__)),
+    *(_TENSOR.grad.__delete__, _TENSOR.requires_grad_, _TENSOR.register_post_accumulate_grad_hook),
+    *(_TENSOR.size, _TENSOR.stride, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.numel, _TENSOR.nelement, torch.numel),
+    *(_TENSOR.element_size, _TENSOR.storage_offset, _TENSOR.is_contiguous, _TENSOR.__len__),
+}
+"""What is answered at once. `zero_grad` asks for some of it in every step."""
+
+
+class WaitingParameter(nn.Parameter):
+    """What an exact `nn.Parameter` is until its update is done."""
+
+    @classmethod
+    @not_compiled
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do `func` when all of its arguments are as the latest step leaves them.
+
+        Raises:
+            SwapIOError, CorruptionError, StateError, ForkError: see `StateBody.wait_for_updates_of`.
+        """
+        kwargs = kwargs or {}
+        read = [] if func in _SAYS_NOTHING_OF_VALUES else tree_flatten((args, kwargs))[0]
+        waiting = [value for value in read if isinstance(value, WaitingParameter)]
+        for param in waiting:
+            _wait_for(param)
+        # As a rule they are ordinary parameters again, and nobody else's `__torch_function__` is passed over.
+        is_ordinary = bool(waiting) and not any(isinstance(param, WaitingParameter) for param in waiting)
+        with nullcontext() if is_ordinary else without_torch_function():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is nobody's parameter: it waits for nothing. Raises: see `__torch_function__`."""
+        _wait_for(self)
+        copied: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
+        copied.__class__ = nn.Parameter
+        return copied
+
+
+def _wait_for(param: torch.Tensor) -> None:
+    for body in bodies_of(param):
+        body.wait_for_updates_of((body.table.of(param).index,))
+
+
+def can_wait(param: torch.Tensor) -> bool:
+    """Whether a parameter's readers can be had to wait: those of an exact `nn.Parameter`."""
+    return type(param) in (nn.Parameter, WaitingParameter)
+
+
+def let_wait(records: Iterable[ParamRecord]) -> None:
+    """Have readers of these parameters wait, as far as they are plain ones that `overlap_with` was told."""
+    for record in records:
+        if record.is_awaited:
+            record.leaf.__class__ = WaitingParameter
+
+
+def let_read(records: Iterable[ParamRecord]) -> None:
+    """Have nobody wait for these parameters any more. Call it in a turn of the worker, or with that kept away."""
+    for record in records:
+        if isinstance(record.leaf, WaitingParameter):
+            record.leaf.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _settle() -> None:
+    """A forked child has nobody who does what is left: its parameters are those of now."""
+    for body in known_bodies():
+        if body.is_own_process and any(isinstance(leaf, WaitingParameter) for leaf in body.table.leaves):
+            body.worker.wait_until(partial(_has_nothing_left, body.worker))
+
+
+def _has_nothing_left(worker: Worker) -> bool:
+    return worker.job is None or not worker.job.must_end
+
+
+os.register_at_fork(before=_settle)
