@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from nvme_offload.offload._torch_private import is_compiled
 from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.adapters.figures import figures_of, missing, offloaded
@@ -45,10 +44,7 @@ def trainer_optimizer(
 
 
 class OffloadTrainerCallback(TrainerCallback):
-    """Adds the figures of ``optimizer.stats()`` to what `Trainer` logs, every ``logging_steps``, and hides steps.
-
-    Updates go on under the passes of the model, as `OffloadOptimizer.overlap_with` says, unless the section has
-    ``overlap_step = "off"`` or the model is compiled: a callback that reads ``p.data`` calls `synchronize` first.
+    """Adds the figures of ``optimizer.stats()`` to what `Trainer` logs, every ``logging_steps``.
 
     As one of ``callbacks`` it reaches the log history and what is printed beside the progress bar. Reporters
     (``report_to``: TensorBoard, W&B, MLflow) have their turn before; `add_to` puts it in front of them.
@@ -63,17 +59,6 @@ class OffloadTrainerCallback(TrainerCallback):
     def add_to(self, trainer: Trainer) -> None:
         """Put it in front of all callbacks of a trainer, so that every one of them sees the figures."""
         trainer.callback_handler.callbacks.insert(0, self)
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
-        """Let the updates of the model's parameters overlap with its passes, where these can wait for them."""
-        model, optimizer = given.get("model"), _of(given)
-        if model is None or optimizer is None or any(map(is_compiled, model.modules())):
-            return
-        trained = {param for group in optimizer.param_groups for param in group["params"]}
-        if not trained.isdisjoint(model.parameters()):
-            optimizer.overlap_with(model)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Add the figures to the logs of a step. An evaluation's, and those of the end of a run, stay as they are."""

@@ -107,19 +107,13 @@ def test_the_figures_are_in_the_logs(tmp_path, in_front):
     offloaded.close()
 
 
-@pytest.mark.parametrize("mode", ["off", None])
-def test_the_callback_hides_steps(tmp_path, mode):
-    weights = []
-    for callbacks in ([], [OffloadTrainerCallback()]):
-        config = {**section(tmp_path), "gradient_clipping": "auto", "overlap_step": mode}
-        trainer = made_by_trainer(tmp_path, trainer_optimizer(config, arguments(tmp_path)), callbacks)
-        trainer.train()
-        optimizer = trainer.optimizer.optimizer
-        assert (optimizer.stats().updates_behind > 0) == bool(callbacks and mode is None)
-        optimizer.close()
-        weights.append(trainer.model.state_dict())
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name]), name
+def test_the_callback_turns_nothing_on(tmp_path):
+    config = {**section(tmp_path), "gradient_clipping": "auto"}
+    trainer = made_by_trainer(tmp_path, trainer_optimizer(config, arguments(tmp_path)), [OffloadTrainerCallback()])
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert optimizer.stats().updates_behind == 0
+    optimizer.close()
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")

@@ -2,17 +2,18 @@
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from nvme_offload import OffloadAdamW
 from nvme_offload.optim.adapters.trainer import OffloadTrainerCallback
 from tests.support.clients import client
-from tests.support.small_llama import VOCABULARY, llama
-from tests.support.training import section
+from tests.support.small_llama import VOCABULARY, llama, rows
+from tests.support.training import assert_same_bits, section
 
 trl = pytest.importorskip("trl", reason="make clients installs it")
 datasets = pytest.importorskip("datasets", reason="make clients installs it")
 peft = pytest.importorskip("peft", reason="make clients installs it")
+SyncRefModelCallback = pytest.importorskip("trl.trainer.callbacks").SyncRefModelCallback
 
 STEPS = 3
 
@@ -80,3 +81,63 @@ def test_preferences(tmp_path):
         callbacks=[OffloadTrainerCallback()],
     )
     finished(trainer)
+
+
+class Averages:
+    """TRL's own callbacks that read all weights after each step, and what they have made of them."""
+
+    @staticmethod
+    def bema():
+        callback = trl.BEMACallback(update_freq=1, lag=1)
+        callback.on_train_end = lambda *given, **more: None  # which would save a model
+        return callback, lambda: callback.running_model
+
+    @staticmethod
+    def reference():
+        reference = llama()
+        return SyncRefModelCallback(reference, None), lambda: reference
+
+
+@client("TRL", "`BEMACallback`, `SyncRefModelCallback` and a fused head, beside figures and hidden steps")
+@pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer"])
+@pytest.mark.parametrize("average", ["bema", "reference"])
+def test_callbacks_that_average_weights(tmp_path, trainer, average):
+    """Each callback with each trainer: the losses, evaluations and averages of updates inside the step."""
+    ends = []
+    for how in ("alone", "figures", "hidden"):
+        model, (callback, averaged) = llama(), getattr(Averages, average)()
+        optimizer = OffloadAdamW(model.parameters(), lr=1e-2, offload=section(tmp_path))
+        if how == "hidden":
+            optimizer.overlap_with(model)
+        more = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no", "seed": 1}
+        if trainer == "SFTTrainer":
+            texts = datasets.Dataset.from_list([{"text": words(start)} for start in range(16)])
+            made = trl.SFTTrainer(
+                model=model,
+                args=trl.SFTConfig(**options(tmp_path), **more, max_length=16),
+                train_dataset=texts,
+                eval_dataset=texts.select(range(2)),
+                processing_class=tokenizer(),
+                optimizers=(optimizer, None),
+                callbacks=[callback],
+            )
+        else:
+            args = TrainingArguments(**{**options(tmp_path), **more})
+            made = Trainer(
+                model=model,
+                args=args,
+                train_dataset=rows(),
+                eval_dataset=rows(),
+                optimizers=(optimizer, None),
+                callbacks=[callback],
+            )
+        made.args.ref_model_sync_steps, made.args.ref_model_mixup_alpha = 1, 0.6
+        if how != "alone":
+            OffloadTrainerCallback().add_to(made)
+        made.train()
+        assert (optimizer.stats().updates_behind > 0) == (how == "hidden")
+        log = [entry[name] for entry in made.state.log_history for name in ("loss", "eval_loss") if name in entry]
+        ends.append([log, *(dict(one.state_dict()) for one in (model, averaged()))])
+        optimizer.close()
+    assert_same_bits(ends[1], ends[0])
+    assert_same_bits(ends[2], ends[0])
