@@ -26,18 +26,19 @@ class MemorylessTensor(torch.Tensor):
 
     def share_memory_(self) -> NoReturn:
         """Refuse: there is no memory to share. Raises StateError."""
-        raise self._refusal("share_memory_()")
+        raise self.refusal("share_memory_()")
 
     def __dlpack__(self, **unused: Any) -> Any:
         """Refuse: there is no memory to hand over. Raises StateError."""
-        raise self._refusal("DLPack")
+        raise self.refusal("DLPack")
 
     @property
     def __cuda_array_interface__(self) -> NoReturn:
         """Say that there is none, as every tensor does that is not in the memory of a GPU. Raises AttributeError."""
-        raise AttributeError(str(self._refusal("__cuda_array_interface__")))
+        raise AttributeError(str(self.refusal("__cuda_array_interface__")))
 
-    def _refusal(self, what: str) -> StateError:
+    def refusal(self, what: str) -> StateError:
+        """The error for who needs the data in memory."""
         name, remedy = self._whose()
         return StateError(name, f"an access that does not need its data in memory; {remedy}", what)
 

@@ -139,7 +139,7 @@ class SplitTensor(MemorylessTensor):
             BufferError: `copy` is False, and there is no memory to share; or the tensor requires grad.
         """
         if copy is False:
-            raise BufferError(str(self._refusal("DLPack with copy=False")))
+            raise BufferError(str(self.refusal("DLPack with copy=False")))
         plain = self.plain().requires_grad_(self.requires_grad)  # torch refuses to export a tensor that requires grad
         return plain.__dlpack__(**asked)
 

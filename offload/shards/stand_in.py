@@ -75,7 +75,7 @@ class StandIn(MemorylessTensor):
                 cls.__torch_dispatch__(single, types, (item, *args[1:]), kwargs)
             return None
         given = _flat([*args, *(kwargs or {}).values()])
-        raise next(leaf for leaf in given if isinstance(leaf, StandIn))._refusal(f"{func} on a stand-in")
+        raise next(leaf for leaf in given if isinstance(leaf, StandIn)).refusal(f"{func} on a stand-in")
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:
