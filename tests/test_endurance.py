@@ -8,13 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from nvme_offload import OffloadConfig, TensorSwapper, Transfer
 from nvme_offload.aio_native import Op
 from nvme_offload.aio_native.operation import PythonOperation
-from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from tests.support.fault_cases import PATIENCE, available_engines
 from tests.support.own_resources import Resources, resident_bytes
 from tests.support.swapper_tools import KiB, MiB, config_for, random_bits, same_bits

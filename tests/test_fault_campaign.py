@@ -17,13 +17,10 @@ import threading
 import pytest
 import torch
 
-from nvme_offload import OffloadAdamW
-from nvme_offload.aio_native import FaultSpec, Op
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import StateError, SwapIOError
+from nvme_offload import FaultSpec, OffloadAdamW, OffloadConfig, StateError, SwapIOError, TensorSwapper
+from nvme_offload.aio_native import Op
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from tests.support.fault_cases import KINDS, PATIENCE, REPEATED, Case, Tally, available_engines, run_cases
 from tests.support.own_resources import Resources
 from tests.support.swapper_tools import DTYPES, config_for, random_bits, same_bits

@@ -324,6 +324,7 @@ MANY_ATTRIBUTES = {
     "StateStore": 16,
     "UnfinishedStep": 18,
     "UpdatesInBackward": 13,
+    "Worker": 14,
     "_Export": 13,
     "_Model": 22,
     "_Workload": 14,
@@ -336,6 +337,7 @@ OFTEN_NAMED = {
 """Names of more than one class; none may be added."""
 MAX_WRITES_TO_OTHERS = 231
 MAX_LATE_CALLBACKS = 12
+MAX_TESTS_BELOW_THE_FACE = 141
 MAX_HEADLESS = {"how": 77, "of": 62, "those": 12, "what": 374, "where": 85, "whose": 1}
 """Docstrings by the word that they begin with, which no sentence with a subject and a verb does."""
 
@@ -419,6 +421,13 @@ def test_a_class_name_occurs_once():
     names = [kind.name for kind in classes()]
     wrong = {name for name in names if names.count(name) > 1} - OFTEN_NAMED
     assert not wrong, f"{sorted(wrong)}: another class has this name; say which of the two it is"
+
+
+def test_tests_use_the_face():
+    """But for those of the engines and of the command, and what no public name reaches."""
+    own = [path for path in TESTS if path.relative_to(ROOT).parts[1] not in ("aio_native", "perf")]
+    below = [path for path in own if {*imported_packages(parsed(path))} & {*LAYERS}]
+    assert len(below) <= MAX_TESTS_BELOW_THE_FACE, f"{len(below)} files import from inner modules: use public names"
 
 
 def docstrings(tree):

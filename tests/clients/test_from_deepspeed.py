@@ -5,8 +5,7 @@ import re
 import warnings
 from pathlib import Path
 
-from nvme_offload import OffloadConfig
-from nvme_offload.offload.errors import ConfigWarning
+from nvme_offload import ConfigWarning, OffloadConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from_deepspeed.md"
 

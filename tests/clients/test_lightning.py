@@ -16,7 +16,7 @@ from tests.support.training import section
 lightning = pytest.importorskip("lightning.pytorch", reason="make clients installs it")
 from lightning.pytorch import strategies  # noqa: E402
 
-from nvme_offload.optim.adapters.lightning import OffloadLightningCallback  # noqa: E402
+from nvme_offload.adapters import OffloadLightningCallback  # noqa: E402
 
 STEPS = 6
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}

@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from nvme_offload import OffloadAdamW, OffloadLion
-from nvme_offload.optim.adapters.trainer import OffloadTrainerCallback, trainer_optimizer
+from nvme_offload.adapters import OffloadTrainerCallback, trainer_optimizer
 from tests.support.clients import NOT_AT_ALL, WITH_A_LINE, client
 from tests.support.small_llama import llama, rows
 from tests.support.training import section

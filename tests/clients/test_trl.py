@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from nvme_offload import OffloadAdamW
-from nvme_offload.optim.adapters.trainer import OffloadTrainerCallback
+from nvme_offload.adapters import OffloadTrainerCallback
 from tests.support.clients import client
 from tests.support.small_llama import VOCABULARY, llama, rows
 from tests.support.training import assert_same_bits, section

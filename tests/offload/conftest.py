@@ -4,8 +4,7 @@ import contextlib
 
 import pytest
 
-from nvme_offload.offload.errors import ClosedError
-from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
+from nvme_offload import ClosedError, TensorSwapper
 from tests.support.swapper_tools import config_for
 
 

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from nvme_offload.aio_native import FaultSpec, Op, _native
-from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
+from nvme_offload import CorruptionError, FaultSpec, StateError, SwapIOError
+from nvme_offload.aio_native import Op, _native
 from tests.support.failing_drive import Failing
 from tests.support.training import BLOCK, Twin, assert_same_training, faulty_drive, params_of, set_grads
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from nvme_offload.offload.errors import ForkError
+from nvme_offload import ForkError
 from tests.support.training import BLOCK, assert_same_training, params_of, set_grads
 
 fork = multiprocessing.get_context("fork")

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nvme_offload import OffloadAdamW
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import ClosedError, ConfigError, OutOfSpaceError
+from nvme_offload import ClosedError, ConfigError, OffloadAdamW, OffloadConfig, OutOfSpaceError
 from tests.support.training import (
     BLOCK,
     SETTINGS,

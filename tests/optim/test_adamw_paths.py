@@ -5,8 +5,7 @@ import os
 
 import pytest
 
-from nvme_offload import OffloadAdamW
-from nvme_offload.offload.errors import SwapIOError
+from nvme_offload import OffloadAdamW, SwapIOError
 from tests.support.sandbox import can_mount, run_python
 from tests.support.training import param, section
 

@@ -5,9 +5,8 @@ import os
 import pytest
 import torch
 
-from nvme_offload import initialize
+from nvme_offload import initialize, weight_items, write_sharded
 from nvme_offload.offload.storage.run_directory import RunDirectory
-from nvme_offload.offload.weights.writer import weight_items, write_sharded
 from tests.support.crashed_saves import load_quietly, put_strangers, section, small_engine, small_model, train
 from tests.support.power_loss import Recording
 

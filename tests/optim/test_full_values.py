@@ -20,7 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from nvme_offload import (
+    ClosedError,
     OffloadAdamW,
+    SwapIOError,
     get_full_grad,
     get_full_optimizer_state,
     get_full_param,
@@ -28,7 +30,6 @@ from nvme_offload import (
     set_full_optimizer_state,
     set_full_param,
 )
-from nvme_offload.offload.errors import ClosedError, SwapIOError
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.optim.state.pipeline import StepPipeline
 from tests.support.ranks import run_ranks

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from nvme_offload import UpdateRule
 from nvme_offload.optim import _kernels, kernels
 from nvme_offload.optim.kernels import KernelPool, make_segment
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, num_tiles
 from nvme_offload.optim.rules.reference import join_reference
-from nvme_offload.optim.rules.rule import UpdateRule
 from tests.support.kernel_twins import POOLS, State, Twin, awkward, flushed_denormals, same_bits, scalars_at
 from tests.support.rules import CASES, NAMES, VARIANTS
 

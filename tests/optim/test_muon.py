@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from nvme_offload import OffloadAdamW, OffloadMuon, initialize
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import ConfigError, StateError
+from nvme_offload import ConfigError, OffloadAdamW, OffloadConfig, OffloadMuon, StateError, initialize
 from nvme_offload.offload.units import MiB
 from nvme_offload.optim.rules.adamw import AdamW
 from nvme_offload.optim.rules.muon import Muon

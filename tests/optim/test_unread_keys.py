@@ -6,8 +6,7 @@ import warnings
 import pytest
 import torch
 
-from nvme_offload import OffloadAdamW, OffloadLion, TensorSwapper, initialize
-from nvme_offload.offload.errors import ConfigWarning
+from nvme_offload import ConfigWarning, OffloadAdamW, OffloadLion, TensorSwapper, initialize
 
 WHOLE = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},

@@ -5,9 +5,8 @@ import re
 import pytest
 import torch
 
-from nvme_offload import OffloadAdamW
+from nvme_offload import ConfigError, OffloadAdamW
 from nvme_offload.offload.durable.rewrite_every import DurableRates
-from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.units import TB
 from nvme_offload.optim import wear
 from tests.support.training import assert_same_bits, params_of, section, set_grads, snapshot

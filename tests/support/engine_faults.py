@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from nvme_offload import FaultSpec
 from nvme_offload.aio_native.engine import Failure, Op, Operation, Segment
-from nvme_offload.aio_native.faults import FaultSpec
 from tests.support.engine_tools import ALIGNMENT, BLOCK, PATIENCE, EngineTools, Memory, pattern, run, submit
 
 NUM_SEEDS = 100

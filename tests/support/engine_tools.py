@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload.aio_native.engine import Engine, EngineOptions, EngineUnavailable, Op, Operation, Segment
-from nvme_offload.aio_native.faults import FaultSpec
+from nvme_offload import EngineUnavailable, FaultSpec
+from nvme_offload.aio_native.engine import Engine, EngineOptions, Op, Operation, Segment
 
 BLOCK = 16384
 ALIGNMENT = 4096

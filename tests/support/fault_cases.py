@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from nvme_offload.aio_native import EngineOptions, EngineUnavailable, FaultSpec, open_engine
+from nvme_offload import EngineUnavailable, FaultSpec, SwapIOError
+from nvme_offload.aio_native import EngineOptions, open_engine
 from nvme_offload.aio_native.registry import ENGINES
-from nvme_offload.offload.errors import SwapIOError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 

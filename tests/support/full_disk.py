@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_offload import OffloadAdamW
-from nvme_offload.offload.errors import OutOfSpaceError
+from nvme_offload import OffloadAdamW, OutOfSpaceError
 from tests.support.killed_steps import durable_section, fork
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_bits, params_of, set_grads, snapshot

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload import OffloadOptimizer, UpdateRule
 from nvme_offload.optim.optimizers import optimizer_class
 from nvme_offload.optim.rules.registry import rule_named
-from nvme_offload.optim.rules.rule import UpdateRule
 from tests.support.training import Twin
 
 Params = Iterable[torch.Tensor]

@@ -17,12 +17,10 @@ import torch
 from torch.nn import Parameter
 
 import nvme_offload.optim.state.store
-from nvme_offload import OffloadAdamW
-from nvme_offload.aio_native import FaultSpec
+from nvme_offload import FaultSpec, OffloadAdamW, UpdateRule
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.rules.adamw import AdamW
 from nvme_offload.optim.rules.reference import split_reference, step_reference, twin_of
-from nvme_offload.optim.rules.rule import UpdateRule
 
 BLOCK = 65536
 MILLION = 10**6

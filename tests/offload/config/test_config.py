@@ -11,10 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nvme_offload.offload.config import reference as config_reference
-from nvme_offload.offload.config.keys import sections
-from nvme_offload.offload.config.section import AioConfig, OffloadConfig
-from nvme_offload.offload.errors import (
+from nvme_offload import (
     CheckpointError,
     CheckpointWriteError,
     ClosedError,
@@ -22,11 +19,15 @@ from nvme_offload.offload.errors import (
     ConfigWarning,
     CorruptionError,
     ForkError,
+    OffloadConfig,
     OffloadError,
     OutOfSpaceError,
     StateError,
     SwapIOError,
 )
+from nvme_offload.offload.config import reference as config_reference
+from nvme_offload.offload.config.keys import sections
+from nvme_offload.offload.config.section import AioConfig
 from nvme_offload.offload.units import GiB, MiB
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import ConfigError, ConfigWarning
+from nvme_offload import ConfigError, ConfigWarning, OffloadConfig
 
 DTYPES = {
     "fp32": ("fp32", "float32", "float", "torch.float32", "FP32", torch.float32),

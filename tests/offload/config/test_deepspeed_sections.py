@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
+from nvme_offload import ConfigError, ConfigWarning, OffloadConfig
 from nvme_offload.offload.config import reference
-from nvme_offload.offload.config.section import OffloadConfig, OffloadOptimizerConfig
+from nvme_offload.offload.config.section import OffloadOptimizerConfig
 from nvme_offload.offload.config.training import Bf16Config, Fp16Config
-from nvme_offload.offload.errors import ConfigError, ConfigWarning
 
 ZERO = "zero_optimization"
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from nvme_offload import ClosedError, StateError
 from nvme_offload.offload.durable.committer import Committer
-from nvme_offload.offload.errors import ClosedError, StateError
 
 
 @pytest.fixture

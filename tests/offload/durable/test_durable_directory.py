@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from nvme_offload import ResumeError, StateError, SwapIOError
 from nvme_offload.offload.durable import directory, owner
 from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.directory import DurableDirectory, directory_of
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import ExtentLayout
-from nvme_offload.offload.errors import ResumeError, StateError, SwapIOError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.run_directory import PREFIX as OTHER_PREFIX
 from nvme_offload.offload.storage.run_directory import remove_leftovers

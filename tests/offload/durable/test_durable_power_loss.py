@@ -7,12 +7,12 @@ import shutil
 
 import pytest
 
+from nvme_offload import CorruptionError, ResumeError
 from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.durable import manifest as manifests
 from nvme_offload.offload.durable import run as runs
 from nvme_offload.offload.durable.manifest import ManifestFiles
 from nvme_offload.offload.durable.run import DurableRun
-from nvme_offload.offload.errors import CorruptionError, ResumeError
 from tests.support.durable_run import IDENTITY, LAYOUTS, live, name_of, read_past_the_tier
 from tests.support.power_loss import Recording
 

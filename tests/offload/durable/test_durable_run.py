@@ -8,18 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from nvme_offload import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
 from nvme_offload.offload.durable import identity
 from nvme_offload.offload.durable import run as runs
 from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import ExtentLayout
-from nvme_offload.offload.errors import (
-    CorruptionError,
-    OutOfSpaceError,
-    ResumeError,
-    StateError,
-    SwapIOError,
-)
 from tests.support.durable_run import IDENTITY, LAYOUTS, UUID, SmallRun, base_of, name_of, read_past_the_tier
 
 EXTENT_BYTES = sum(layout.base.size_bytes for layout in LAYOUTS)

@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
+from nvme_offload import OutOfSpaceError, SwapIOError
 from nvme_offload.offload import sync
 from nvme_offload.offload.durable import manifest as manifests
 from nvme_offload.offload.durable.manifest import NAMES, Manifest, ManifestFiles
-from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
 from tests.support.sandbox import can_mount, run_python
 
 

@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 
+from nvme_offload import SwapIOError
 from nvme_offload.offload.durable.chain import Chain, Written
 from nvme_offload.offload.durable.pinned import PinnedReader
 from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs
-from nvme_offload.offload.errors import SwapIOError
 from nvme_offload.offload.storage.swap_space import SwapSpace
 
 SIZE = 3 << 16

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from nvme_offload import CorruptionError, OutOfSpaceError, ResumeError, StateError
 from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
 from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.seal import ExtentLayout, Sums
 from nvme_offload.offload.durable.turns import num_needed
-from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.extent import Stripe
 from nvme_offload.offload.storage.swap_space import SwapSpace

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import ClosedError
+from nvme_offload import ClosedError, OffloadConfig
 from nvme_offload.offload.shards.param_tier import Padded, ParamTier, ResidentShard
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils.modeling import find_tied_parameters
 from safetensors.torch import save
 
-from nvme_offload.offload.errors import StateError
+from nvme_offload import StateError
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.shards.stand_in import StandIn
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nvme_offload import OffloadConfig
-from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, StateError, SwapIOError
+from nvme_offload import CorruptionError, OffloadConfig, OutOfSpaceError, StateError, SwapIOError
 from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.staging.slot import Residency

@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 
-from nvme_offload import OffloadConfig
-from nvme_offload.offload.errors import StateError, SwapIOError
+from nvme_offload import OffloadConfig, StateError, SwapIOError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.staging.slot import Residency, Slot, Staging
 from nvme_offload.offload.storage.nvme_tier import NvmeTier

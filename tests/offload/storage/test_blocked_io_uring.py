@@ -7,9 +7,8 @@ import os
 import pytest
 import torch
 
-from nvme_offload import OffloadConfig, TensorSwapper
+from nvme_offload import EngineLostError, OffloadConfig, TensorSwapper
 from nvme_offload.aio_native import _native
-from nvme_offload.offload.errors import EngineLostError
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.perf.doctor.engines import kernel_version

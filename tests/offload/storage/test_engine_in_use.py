@@ -7,9 +7,8 @@ import threading
 import pytest
 import torch
 
-from nvme_offload import OffloadConfig, TensorSwapper
+from nvme_offload import EngineLostError, OffloadConfig, TensorSwapper
 from nvme_offload.aio_native import EngineOptions, Op, Segment, registry
-from nvme_offload.offload.errors import EngineLostError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.engine_in_use import EngineInUse

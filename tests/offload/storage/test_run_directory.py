@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload.offload.errors import SwapIOError
+from nvme_offload import SwapIOError
 from nvme_offload.offload.storage import run_directory
 from nvme_offload.offload.storage.run_directory import PREFIX, RunDirectory, remove_leftovers
 from tests.support.sandbox import ROOT, can_mount, run_python

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
+from nvme_offload import OutOfSpaceError, SwapIOError
 from nvme_offload.offload.storage import swap_file
 from nvme_offload.offload.storage.extent import FreeList
 from nvme_offload.offload.storage.swap_space import SwapSpace

@@ -8,10 +8,9 @@ import time
 
 import pytest
 
+from nvme_offload import SwapIOError, Transfer
 from nvme_offload.aio_native import Failure, Op, Segment
 from nvme_offload.aio_native.operation import PythonOperation
-from nvme_offload.offload.errors import SwapIOError
-from nvme_offload.offload.storage.transfer import Transfer
 from tests.support.own_resources import Resources
 
 PATIENCE = 30.0

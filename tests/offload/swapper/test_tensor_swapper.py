@@ -9,11 +9,16 @@ import numpy
 import pytest
 import torch
 
-from nvme_offload.aio_native import EngineUnavailable, FaultSpec
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import ClosedError, ConfigError, StateError
+from nvme_offload import (
+    ClosedError,
+    ConfigError,
+    EngineUnavailable,
+    FaultSpec,
+    OffloadConfig,
+    StateError,
+    TensorSwapper,
+)
 from nvme_offload.offload.swapper.records import TensorRecord, TensorResidency
-from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from tests.support.own_resources import Resources
 from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, config_for, random_bits, same_bits, swap_file
 

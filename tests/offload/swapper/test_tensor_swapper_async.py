@@ -7,8 +7,7 @@ import time
 import pytest
 import torch
 
-from nvme_offload.aio_native import FaultSpec
-from nvme_offload.offload.errors import SwapIOError
+from nvme_offload import FaultSpec, SwapIOError
 from tests.support.swapper_tools import KiB, MiB, random_bits, same_bits
 
 

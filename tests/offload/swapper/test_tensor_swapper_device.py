@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from nvme_offload.offload.errors import ConfigError
-from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
+from nvme_offload import ConfigError, TensorSwapper
 from tests.support.late_device.mutations import OF_SWAPPER
 from tests.support.swapper_tools import PATIENCE, MiB, config_for, needs_cuda, random_bits, same_bits
 

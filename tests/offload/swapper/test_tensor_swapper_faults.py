@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from nvme_offload.aio_native import EngineUnavailable, FaultSpec
-from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, StateError, SwapIOError
+from nvme_offload import CorruptionError, EngineUnavailable, FaultSpec, OutOfSpaceError, StateError, SwapIOError
 from nvme_offload.offload.swapper.records import TensorResidency
 from tests.support.own_resources import Resources
 from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, random_bits, same_bits, swap_file

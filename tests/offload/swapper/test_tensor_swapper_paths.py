@@ -5,8 +5,7 @@ import errno
 import pytest
 import torch
 
-from nvme_offload.offload.errors import SwapIOError
-from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
+from nvme_offload import SwapIOError, TensorSwapper
 from tests.support.sandbox import run_python
 from tests.support.swapper_tools import (
     PATIENCE,

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from nvme_offload.aio_native import FaultSpec
+from nvme_offload import FaultSpec
 from tests.support.swapper_tools import PATIENCE, KiB, MiB, random_bits, same_bits
 
 

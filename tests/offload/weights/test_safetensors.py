@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nvme_offload.offload.errors import WeightsError
+from nvme_offload import WeightsError, weight_items, write_sharded
 from nvme_offload.offload.weights.reader import INDEX_FILE, SINGLE_FILE, SafetensorsReader
 from nvme_offload.offload.weights.staging import STAGING, Staging
-from nvme_offload.offload.weights.writer import weight_items, write_sharded
 from tests.support.power_loss import Recording
 from tests.support.sandbox import can_mount, run_python
 

@@ -12,10 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nvme_offload import initialize
-from nvme_offload.offload.errors import ConfigError, StateError, WeightsError
+from nvme_offload import ConfigError, StateError, WeightsError, initialize, weight_items, write_sharded
 from nvme_offload.offload.weights.reader import INDEX_FILE
-from nvme_offload.offload.weights.writer import weight_items, write_sharded
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import VOCABULARY, Model, assert_same, full_state
 from tests.support.small_engine import BF16, backward, section

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from nvme_offload.offload.errors import CheckpointWriteError
+from nvme_offload import CheckpointWriteError
 from nvme_offload.optim.checkpoint import contents as checkpoint_plan
 from nvme_offload.optim.checkpoint import places as checkpoint_places
 from nvme_offload.optim.checkpoint import storage as checkpoint_storage

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from nvme_offload.offload.errors import CheckpointWriteError
+from nvme_offload import CheckpointWriteError
 from nvme_offload.optim.checkpoint import files
 from tests.support.resuming import fresh_engine, steps_of
 from tests.support.sandbox import can_mount, run_python

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from nvme_offload.offload.errors import StateError
+from nvme_offload import StateError
 from tests.support.interrupts import Struck, every, raise_struck, send_sigint
 from tests.support.sharded_model import full_state
 from tests.support.tiers import EVERYTHING, make, section, train_step

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from nvme_offload import initialize
+from nvme_offload import CheckpointError, StateError, SwapIOError, initialize
 from nvme_offload.offload._torch_private import storage_info
-from nvme_offload.offload.errors import CheckpointError, StateError, SwapIOError
 from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint import places as checkpoint_places
 from tests.support.resuming import ResumedModel, fresh_engine, loss_of, scalars_of, section, steps_of

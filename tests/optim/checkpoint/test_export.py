@@ -9,8 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from nvme_offload import initialize
-from nvme_offload.offload.errors import CheckpointWriteError, WeightsError
+from nvme_offload import CheckpointWriteError, WeightsError, initialize
 from nvme_offload.offload.weights import writer as safetensors_writer
 from nvme_offload.offload.weights.reader import SafetensorsReader
 from tests.support.ranks import run_ranks

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from nvme_offload.offload.errors import CheckpointWriteError
+from nvme_offload import CheckpointWriteError
 from nvme_offload.optim.checkpoint.files import FileRecord
 from nvme_offload.optim.checkpoint.others import Others
 from nvme_offload.optim.checkpoint.storage import Written

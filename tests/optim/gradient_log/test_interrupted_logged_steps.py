@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from nvme_offload.offload.errors import StateError
+from nvme_offload import StateError
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from tests.support.interrupts import Struck, every, raise_struck, send_sigint
 from tests.support.logged_pair import ADAMW

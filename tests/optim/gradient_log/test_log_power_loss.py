@@ -8,12 +8,11 @@ import warnings
 import pytest
 import torch
 
-from nvme_offload import OffloadAdamW
+from nvme_offload import CorruptionError, OffloadAdamW, ResumeError, StateError
 from nvme_offload.offload.durable import run as runs
 from nvme_offload.offload.durable.extent_pool import ExtentPool
 from nvme_offload.offload.durable.manifest import ManifestFiles
 from nvme_offload.offload.durable.ring import ExtentRing
-from nvme_offload.offload.errors import CorruptionError, ResumeError, StateError
 from tests.support.killed_steps import durable_section
 from tests.support.power_loss import Recording
 from tests.support.training import assert_same_bits, params_of, set_grads, snapshot

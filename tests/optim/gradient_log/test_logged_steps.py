@@ -6,10 +6,9 @@ import warnings
 import pytest
 import torch
 
-from nvme_offload import OffloadAdamW
+from nvme_offload import ConfigWarning, CorruptionError, OffloadAdamW, ResumeError
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.durable.rewrite_every import DurableRates
-from nvme_offload.offload.errors import ConfigWarning, CorruptionError, ResumeError
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from tests.support.failing_drive import Failing
 from tests.support.killed_steps import durable_section

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nvme_offload import initialize
-from nvme_offload.offload.errors import ConfigError
+from nvme_offload import ConfigError, initialize
 from tests.support.precision import DTYPES
 from tests.support.ranks import run_ranks
 

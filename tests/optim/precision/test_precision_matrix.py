@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from nvme_offload import OffloadConfig
-from nvme_offload.offload.errors import ConfigError
+from nvme_offload import ConfigError, OffloadConfig
 from nvme_offload.optim.precision.table import PAGE, combinations, page_with_tables
 from nvme_offload.optim.zero.sharding import PIPELINES_REDUCE_ONCE
 from tests.support.precision import fresh_model, reference_of, train_engine, train_pipeline

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nvme_offload import OffloadConfig, initialize
-from nvme_offload.offload.errors import ConfigError
+from nvme_offload import ConfigError, OffloadConfig, initialize
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from tests.support.precision import rounded
 from tests.support.ranks import run_ranks

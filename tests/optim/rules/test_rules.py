@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from nvme_offload import initialize
+from nvme_offload import OffloadConfig, initialize
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
-from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.optimizers import optimizer_class
 from nvme_offload.optim.rules.registry import rule_named

@@ -7,8 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nvme_offload import OffloadAdamW, initialize
-from nvme_offload.offload.errors import ConfigError
+from nvme_offload import ConfigError, OffloadAdamW, initialize
 from nvme_offload.offload.shards.param_tier import ResidentShard
 from nvme_offload.optim.tiers.parts import parts_of
 from nvme_offload.optim.zero.sharding import default_mesh

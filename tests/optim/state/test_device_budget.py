@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nvme_offload import ConfigError, OffloadConfig, OffloadMuon
-from nvme_offload.aio_native import FaultSpec
+from nvme_offload import ConfigError, FaultSpec, OffloadConfig, OffloadMuon
 from nvme_offload.optim.device_tiles import join, split, tile_sums, update_on_device
 from nvme_offload.optim.kernels import KernelPool, make_segment
 from nvme_offload.optim.layout.master import TILE_NUMEL

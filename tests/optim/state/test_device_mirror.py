@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from nvme_offload.aio_native import FaultSpec
+from nvme_offload import FaultSpec
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from tests.support.late_device.mutations import OF_MIRROR
 from tests.support.training import AWKWARD_SHAPES, assert_same_bits, faulty_drive, params_of, set_grads

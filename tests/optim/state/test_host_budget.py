@@ -5,9 +5,7 @@ import json
 import pytest
 import torch
 
-from nvme_offload import OffloadAdamW
-from nvme_offload.aio_native import FaultSpec
-from nvme_offload.offload.errors import ConfigError, SwapIOError
+from nvme_offload import ConfigError, FaultSpec, OffloadAdamW, SwapIOError
 from nvme_offload.offload.host import available_memory
 from nvme_offload.offload.host import proc as system_files
 from nvme_offload.offload.units import GiB, MiB, format_bytes

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from nvme_offload import OffloadAdamW
-from nvme_offload.offload.errors import ConfigError, OutOfSpaceError
+from nvme_offload import ConfigError, OffloadAdamW, OutOfSpaceError
 from tests.support.training import assert_same_bits, params_of, section, set_grads, snapshot
 
 GIVEN = [(1000,), (70_000,), (3, 5)]

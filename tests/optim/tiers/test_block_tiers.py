@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 
-from nvme_offload import get_full_grad, initialize, set_full_grad, split_parameters
-from nvme_offload.offload.errors import StateError
+from nvme_offload import StateError, get_full_grad, initialize, set_full_grad, split_parameters
 from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, backward, full_state, sharded_model

@@ -12,9 +12,17 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from nvme_offload import OffloadAdamW, initialize
-from nvme_offload.aio_native import FaultSpec, Op
-from nvme_offload.offload.errors import ClosedError, ConfigError, OutOfSpaceError, StateError, SwapIOError
+from nvme_offload import (
+    ClosedError,
+    ConfigError,
+    FaultSpec,
+    OffloadAdamW,
+    OutOfSpaceError,
+    StateError,
+    SwapIOError,
+    initialize,
+)
+from nvme_offload.aio_native import Op
 from nvme_offload.offload.storage.extent import Stripe
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.zero.sharding import default_mesh

@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from nvme_offload.offload.errors import StateError
+from nvme_offload import StateError
 from tests.support.interrupts import Struck, every, raise_struck, send_sigint
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import EVERYTHING, loss_of, make, section, train_step

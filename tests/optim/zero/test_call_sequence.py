@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from nvme_offload import OffloadAdamW, OffloadSGD, initialize, split_parameters
-from nvme_offload.offload.errors import StateError
+from nvme_offload import OffloadAdamW, OffloadSGD, StateError, initialize, split_parameters
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.small_engine import BF16, FP16, HYPERPARAMETERS, fresh_model, loss_of, section

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import nvme_offload.optim.step.update
-from nvme_offload import OffloadAdamW, OffloadConfig, OffloadEngine, initialize, split_parameters
-from nvme_offload.offload.errors import ConfigError
+from nvme_offload import ConfigError, OffloadAdamW, OffloadConfig, OffloadEngine, initialize, split_parameters
 from nvme_offload.optim.zero.schedulers import scheduler_of
 from tests.support import layered_model
 from tests.support.ranks import run_ranks

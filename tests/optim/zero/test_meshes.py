@@ -14,8 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from nvme_offload import OffloadAdamW, initialize
-from nvme_offload.offload.errors import ConfigError
+from nvme_offload import ConfigError, OffloadAdamW, initialize
 from tests.support.layered_model import Part, batch, loss_of, named_state, train, weights
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state

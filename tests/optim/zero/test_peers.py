@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from nvme_offload import SwapIOError
 from nvme_offload.offload._torch_private import store_of_all_ranks
-from nvme_offload.offload.errors import SwapIOError
 from tests.optim.tiers.test_block_tiers_faults import unreadable
 from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.ranks import run_ranks

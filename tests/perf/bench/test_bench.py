@@ -15,9 +15,9 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
-from nvme_offload.aio_native import EngineOptions, EngineUnavailable
+from nvme_offload import ConfigError, EngineUnavailable
+from nvme_offload.aio_native import EngineOptions
 from nvme_offload.aio_native.uring import UringEngine
-from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.units import MiB
 from nvme_offload.perf.bench import report
 from nvme_offload.perf.bench import run as bench

@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from nvme_offload import OffloadConfig
 from nvme_offload.aio_native import _native, uring_refusal
-from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host import available_memory
 from nvme_offload.offload.host import proc as system_files
 from nvme_offload.offload.host.region import HostRegion

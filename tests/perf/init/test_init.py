@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload import OffloadConfig
 from nvme_offload.offload.units import GiB
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.init import command, recommendation

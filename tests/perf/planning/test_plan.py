@@ -10,10 +10,8 @@ import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from nvme_offload import initialize
+from nvme_offload import ConfigError, OffloadConfig, initialize
 from nvme_offload.aio_native import Op
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.cli import app, load
 from nvme_offload.perf.planning import check, command

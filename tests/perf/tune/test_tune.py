@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload import OffloadConfig
 from nvme_offload.offload.units import KiB, MiB
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.tune.command import save

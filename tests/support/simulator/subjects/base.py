@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from nvme_offload.offload.errors import CorruptionError, SwapIOError
+from nvme_offload import CorruptionError, SwapIOError
 from tests.support.simulator.case import Call
 from tests.support.simulator.run import Player
 

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nvme_offload import initialize
-from nvme_offload.offload.errors import CheckpointWriteError, StateError, WeightsError
+from nvme_offload import CheckpointWriteError, StateError, WeightsError, initialize
 from nvme_offload.offload.weights.reader import SafetensorsReader
 from nvme_offload.optim.checkpoint.files import PARTIAL, REPLACED
 from tests.support.killed_saves import digest_of

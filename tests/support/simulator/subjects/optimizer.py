@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from nvme_offload import OffloadAdamW
-from nvme_offload.offload.errors import OutOfSpaceError, StateError
+from nvme_offload import OffloadAdamW, OutOfSpaceError, StateError
 from tests.support.simulator.case import Strike
 from tests.support.simulator.run import Player
 from tests.support.simulator.subjects.base import Subject, aio_options

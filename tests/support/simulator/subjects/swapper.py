@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvme_offload import TensorSwapper
+from nvme_offload import StateError, TensorSwapper, Transfer
 from nvme_offload.aio_native import Op
-from nvme_offload.offload.errors import StateError
-from nvme_offload.offload.storage.transfer import Transfer
 from tests.support.simulator.case import Strike
 from tests.support.simulator.loop import stepped_loop
 from tests.support.simulator.run import Player

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvme_offload import OffloadConfig, Transfer
 from nvme_offload.aio_native import Op
-from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.offload.storage.transfer import Transfer
 from tests.support.simulator.case import Strike
 from tests.support.simulator.run import Player
 from tests.support.simulator.subjects.base import Subject, aio_options
