@@ -147,6 +147,16 @@ def test_the_way_of_a_gradient_is_short():
     assert len(visits) - len(set(visits)) <= 4, visits
 
 
+def test_every_helper_is_in_the_index_of_the_tests():
+    """And no other file is named there: links to these lead somewhere."""
+    index = ROOT / "tests" / "README.md"
+    helpers = {path for path in (ROOT / "tests" / "support").glob("*.py") if path.stem != "__init__"}
+    helpers |= set((ROOT / "tests" / "support").glob("*/__init__.py"))
+    listed = {path for path, _ in links(index)}
+    assert helpers <= listed, f"tests/README.md does not say what to take {helpers - listed} for"
+    assert not [path for path in listed if not path.is_file()]
+
+
 def test_every_page_is_in_the_index():
     listed = {path for path, _ in links(INDEX)}
     missing = [page.name for page in PAGES if INDEX.parent in page.parents and page not in {INDEX, *listed}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from nvme_offload import initialize
 from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint.run_state import STATE
+from tests.support import build
 from tests.support.killed_saves import digest_of
 from tests.support.power_loss import Crash, Recording
 
@@ -31,14 +33,7 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
 
 
-def section(path: Path | None = None) -> dict[str, Any]:
-    """State in memory, or on NVMe below `path`."""
-    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
-    return {
-        "zero_optimization": {"stage": 2, "offload_optimizer": {**offload, "staging_budget": "4MiB"}},
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    }
+section = partial(build.section, stage=2, adamw={"lr": 1e-2}, bf16={"enabled": True})
 
 
 def small_engine(seed: int = 0, path: Path | None = None) -> Any:

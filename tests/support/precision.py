@@ -10,6 +10,7 @@ from torch.func import functional_call
 from nvme_offload import OffloadAdamW, OffloadConfig, initialize
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.zero.sharding import shard_with_precision
+from tests.support import build
 from tests.support.training import Twin
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,14 +46,8 @@ def loss_of(output, target):
 
 
 def section(keys, stage, path=None):
-    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
     keys = {**keys, "fp16": {"loss_scale": SCALE, **keys.get("fp16", {})}}
-    return {
-        "zero_optimization": {"stage": stage, "offload_optimizer": {**offload, "staging_budget": "4MiB"}},
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "optimizer": {"type": "AdamW", "params": HYPERPARAMETERS},
-        **keys,
-    }
+    return build.section(path, stage=stage, accumulation=MICRO_BATCHES, adamw=HYPERPARAMETERS, **keys)
 
 
 def whole(tensors):

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from nvme_offload import initialize
+from tests.support import build
 from tests.support.sharded_model import VOCABULARY, Model
 
 MODES = {
@@ -32,19 +33,9 @@ class ResumedModel(Model):
 
 
 def section(mode, path=None, **more):
-    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
-    return {
-        "zero_optimization": {
-            "stage": 2,
-            "sub_group_size": 65536,
-            "offload_optimizer": {**offload, "staging_budget": "4MiB"},
-        },
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
-        **MODES[mode],
-        **more,
-    }
+    more = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}, **MODES[mode], **more}
+    adamw = {"lr": 5e-4, "weight_decay": 0.1}
+    return build.section(path, stage=2, sub_group_size=65536, clip=0.5, adamw=adamw, **more)
 
 
 def fresh_engine(mode, path=None, *, seed=0, mesh=None, **more):

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from tests.support import build
 from tests.support.sharded_model import VOCABULARY, Model
 
 ACCUMULATION = 2
@@ -11,14 +12,7 @@ BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_sc
 
 
 def section(stage=3, path=None, **more):
-    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
-    return {
-        "zero_optimization": {"stage": stage, "offload_optimizer": {**offload, "staging_budget": "4MiB"}},
-        "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": HYPERPARAMETERS},
-        **more,
-    }
+    return build.section(path, stage=stage, accumulation=ACCUMULATION, clip=0.5, adamw=HYPERPARAMETERS, **more)
 
 
 def fresh_model():

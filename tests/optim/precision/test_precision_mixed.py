@@ -12,6 +12,7 @@ from torch import nn
 
 from nvme_offload import ConfigError, OffloadConfig, initialize
 from nvme_offload.optim.precision.plan import PrecisionPlan
+from tests.support import build
 from tests.support.precision import rounded
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
@@ -90,15 +91,8 @@ def loss_of(model, rank, step, micro):
 
 
 def section(mode, stage=3, path=None, **more):
-    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
-    return {
-        "zero_optimization": {"stage": stage, "offload_optimizer": {**offload, "staging_budget": "4MiB"}},
-        "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": HYPERPARAMETERS},
-        **MODES[mode],
-        **more,
-    }
+    more = {**MODES[mode], **more}
+    return build.section(path, stage=stage, accumulation=ACCUMULATION, clip=0.5, adamw=HYPERPARAMETERS, **more)
 
 
 def run_steps(engine, rank, steps):

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nvme_offload import ConfigError, OffloadAdamW, initialize
+from tests.support import build
 from tests.support.layered_model import Part, batch, loss_of, named_state, train, weights
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
@@ -24,15 +26,7 @@ STEPS, CLIP, ADAMW = 3, 0.1, {"lr": 1e-3, "weight_decay": 0.1}
 PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 
-def section(path=None, **more):
-    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
-    return {
-        "zero_optimization": {"stage": 3, "offload_optimizer": {**offload, "staging_budget": "4MiB"}},
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-        **more,
-    }
+section = partial(build.section, accumulation=2, clip=CLIP, adamw=ADAMW)
 
 
 def run(model, mesh, dp_rank, config):

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from nvme_offload import OffloadAdamW, initialize, split_parameters
 from nvme_offload.optim.zero.sharding import PIPELINES_REDUCE_ONCE
+from tests.support import build
 from tests.support.layered_model import NUM_BLOCKS, Part, batch, loss_of, named_state, train, weights
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
@@ -38,15 +40,7 @@ CASES = [*((mode, "1F1B") for mode in MODES), ("fp32", "GPipe"), ("bf16", "GPipe
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 
 
-def section(path=None, *, stage=1, **more):
-    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
-    return {
-        "zero_optimization": {"stage": stage, "offload_optimizer": {**offload, "staging_budget": "4MiB"}},
-        "gradient_accumulation_steps": NUM_MICRO_BATCHES,
-        "gradient_clipping": 0.1,
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-        **more,
-    }
+section = partial(build.section, stage=1, accumulation=NUM_MICRO_BATCHES, clip=0.1, adamw=ADAMW)
 
 
 def stage_module(number):

@@ -1,11 +1,14 @@
 """Hugging Face's models and Trainer: a small Llama through `initialize` at 1 and 2 ranks, and `Trainer` on one."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from nvme_offload import OffloadAdamW, initialize
+from tests.support import build
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 
@@ -39,9 +42,7 @@ def texts(number):
     return torch.randint(VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def section(path=None, **more):
-    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "cpu"}
-    return {"zero_optimization": {"stage": 3, "offload_optimizer": {**offload, "staging_budget": "8MiB"}}, **more}
+section = partial(build.section, staging_budget="8MiB")
 
 
 # Through initialize
