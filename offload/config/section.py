@@ -3,7 +3,7 @@
 `OffloadConfig.from_dict` and `OffloadConfig.from_file` are the doors. They take what a DeepSpeed user's file
 says where it means the same, warn once about keys that have no meaning here, and turn all that is wrong into
 one `ConfigError`. To add a section, add a model and a field for it: the reader (`offload.config.reader`), the error
-messages, the reference page (`offload.config.reference`) and the JSON schema follow.
+messages, the reference page (`scripts/configuration_page.py`) and the JSON schema follow.
 """
 
 import re

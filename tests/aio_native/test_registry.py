@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from nvme_offload.aio_native import ENGINES
 from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.registry import REGISTRY, open_engine
-from nvme_offload.offload.config.reference import json_schema
 from nvme_offload.perf.cli import load
 from nvme_offload.perf.demo.__main__ import app as demo
 from nvme_offload.perf.tune.search import Search
+from scripts.configuration_page import json_schema
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for part in ("aio_native", "offload", "optim", "perf") for path in (ROOT / part).rglob("*.py")]

@@ -16,9 +16,9 @@ from nvme_offload import UpdateRule
 from nvme_offload.optim import _kernels, kernels
 from nvme_offload.optim.kernels import KernelPool, make_segment
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, num_tiles
-from nvme_offload.optim.rules.reference import join_reference
 from tests.support.kernel_twins import POOLS, State, Twin, awkward, flushed_denormals, same_bits, scalars_at
 from tests.support.rules import CASES, NAMES, VARIANTS
+from tests.support.twins import join_reference
 
 NUMELS = (0, 1, 7, 64, 65535, 65536, 65537, 200003)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

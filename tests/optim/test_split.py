@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nvme_offload.optim.kernels import KernelPool, available_isas
-from nvme_offload.optim.rules.reference import join_reference, split_reference
+from tests.support.twins import join_reference, split_reference
 
 CHUNK = 2**19
 """Bit patterns at once, few enough for the cache: one sixteenth of a sign and exponent."""

@@ -20,7 +20,7 @@ import nvme_offload.optim.state.store
 from nvme_offload import FaultSpec, OffloadAdamW, UpdateRule
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.rules.adamw import AdamW
-from nvme_offload.optim.rules.reference import split_reference, step_reference, twin_of
+from tests.support.twins import split_reference, step_reference, twin_of
 
 BLOCK = 65536
 MILLION = 10**6

@@ -25,10 +25,10 @@ from nvme_offload import (
     StateError,
     SwapIOError,
 )
-from nvme_offload.offload.config import reference as config_reference
 from nvme_offload.offload.config.keys import sections
 from nvme_offload.offload.config.section import AioConfig
 from nvme_offload.offload.units import GiB, MiB
+from scripts import configuration_page
 
 DOCS = Path(__file__).parents[3] / "docs"
 OPTIMIZER = "zero_optimization.offload_optimizer"
@@ -424,17 +424,15 @@ def test_missing_file_is_an_os_error(tmp_path):
 
 def test_committed_page_and_schema_are_the_generated_ones():
     page = (DOCS / "configuration.md").read_text(encoding="utf-8")
-    assert page == config_reference.page(), (
-        "run python -m nvme_offload.offload.config.reference > docs/configuration.md"
-    )
+    assert page == configuration_page.page(), "run python -m scripts.configuration_page > docs/configuration.md"
     schema = json.loads((DOCS / "configuration.schema.json").read_text(encoding="utf-8"))
-    assert schema == json.loads(json.dumps(config_reference.json_schema())), (
+    assert schema == json.loads(json.dumps(configuration_page.json_schema())), (
         "the same with --schema > docs/configuration.schema.json"
     )
 
 
 def test_page_lists_every_key():
-    rows = [line.split(" | ")[0] for line in config_reference.page().splitlines() if line.startswith("| `")]
+    rows = [line.split(" | ")[0] for line in configuration_page.page().splitlines() if line.startswith("| `")]
     listed = [name.strip("`").split(": ")[0] for row in rows for name in re.findall(r"`[^`]+`", row)]
     tables = [(*m.model_fields, *m.IGNORED, *m.ONLY, *m.REFUSED) for _, m in sections(OffloadConfig)]
     keys = [prefix + name for (prefix, _), names in zip(sections(OffloadConfig), tables, strict=True) for name in names]
@@ -443,14 +441,14 @@ def test_page_lists_every_key():
 
 def test_page_says_where_a_word_means_something_besides_numbers():
     """ "auto" stands for the default elsewhere, as other programs write it."""
-    rows = [line.split(" | ") for line in config_reference.page().splitlines() if line.startswith("| `zero")]
+    rows = [line.split(" | ") for line in configuration_page.page().splitlines() if line.startswith("| `zero")]
     assert [row[0].split(".")[-1] for row in rows if "or `auto`" in "".join(row[3:4])] == ["rewrite_every`"]
     assert next(row[3] for row in rows if "rewrite_every" in row[0]) == "1..16 or `auto`"
 
 
 def test_examples_on_the_page_are_accepted_and_equal(tmp_path):
-    json_text = re.search("```json\n(.*?)```", config_reference.page(), re.DOTALL)[1]
-    toml_text = re.search("```toml\n(.*?)```", config_reference.page(), re.DOTALL)[1]
+    json_text = re.search("```json\n(.*?)```", configuration_page.page(), re.DOTALL)[1]
+    toml_text = re.search("```toml\n(.*?)```", configuration_page.page(), re.DOTALL)[1]
     (tmp_path / "a.json").write_text(json_text)
     (tmp_path / "a.toml").write_text(toml_text)
     config = OffloadConfig.from_file(tmp_path / "a.json")
@@ -458,16 +456,16 @@ def test_examples_on_the_page_are_accepted_and_equal(tmp_path):
 
 
 def test_command_prints_page_or_schema(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["config_reference"])
-    config_reference.main()
-    assert capsys.readouterr().out == config_reference.page()
-    monkeypatch.setattr("sys.argv", ["config_reference", "--schema"])
-    config_reference.main()
+    monkeypatch.setattr("sys.argv", ["configuration_page"])
+    configuration_page.main()
+    assert capsys.readouterr().out == configuration_page.page()
+    monkeypatch.setattr("sys.argv", ["configuration_page", "--schema"])
+    configuration_page.main()
     schema = json.loads(capsys.readouterr().out)
     aio = schema["$defs"]["AioConfig"]
     assert aio["additionalProperties"] is False
     block_size = aio["properties"]["block_size"]
-    assert config_reference.plain(block_size)["type"] == ["integer", "string"]
+    assert configuration_page.plain(block_size)["type"] == ["integer", "string"]
     assert {"const": "auto"} in block_size["anyOf"], "which the reader accepts too"
     assert {"intra_op_parallelism", "thread_count"} <= set(aio["properties"])
 
@@ -479,10 +477,10 @@ FIELDS = [(prefix, model, name) for prefix, model in sections(OffloadConfig) for
 def test_every_key_is_described_and_its_range_is_told_the_same_way(prefix, model, name):
     field = model.model_fields[name]
     assert field.description
-    entry = config_reference.plain(model.model_json_schema()["properties"][name])
+    entry = configuration_page.plain(model.model_json_schema()["properties"][name])
     if "$ref" in entry or "enum" in entry:
         return
-    bounds = config_reference.bounds(entry)
+    bounds = configuration_page.bounds(entry)
     assert bounds or entry["type"] not in ("integer", "number"), "a number has a range"
     assert bounds in entry["x-write"]
     assert bounds in " ".join(field.description.split())

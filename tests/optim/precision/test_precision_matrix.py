@@ -7,8 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from nvme_offload import ConfigError, OffloadConfig
-from nvme_offload.optim.precision.table import PAGE, combinations, page_with_tables
 from nvme_offload.optim.zero.sharding import PIPELINES_REDUCE_ONCE
+from scripts.precision_tables import PAGE, combinations, page_with_tables
 from tests.support.precision import fresh_model, reference_of, train_engine, train_pipeline
 from tests.support.ranks import run_ranks
 
@@ -140,4 +140,4 @@ def test_pipelines_of_two_stages_with_two_ranks_each(one_thread):
 
 def test_the_page_has_these_tables():
     page = PAGE.read_text(encoding="utf-8")
-    assert page == page_with_tables(page), "run: python -m nvme_offload.optim.precision.table"
+    assert page == page_with_tables(page), "run: python -m scripts.precision_tables"

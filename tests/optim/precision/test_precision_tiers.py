@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nvme_offload import initialize
-from nvme_offload.optim.precision.table import MODES, Combination
+from scripts.precision_tables import MODES, Combination
 from tests.support.precision import HYPERPARAMETERS, SCALE, WIDTH, batch, fresh_model, loss_of, reference_of
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvme_offload.optim.rules.adamw import AdamW
-from nvme_offload.optim.rules.reference import join_reference, split_reference, step_reference, twin_of
 from nvme_offload.optim.rules.registry import rule_named
 from tests.support.rules import CASES, VARIANTS
+from tests.support.twins import join_reference, split_reference, step_reference, twin_of
 
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

@@ -1,7 +1,7 @@
 """Write docs/configuration.md, or the JSON schema, from the models of `offload.config.section`.
 
-python -m nvme_offload.offload.config.reference > docs/configuration.md
-python -m nvme_offload.offload.config.reference --schema > docs/configuration.schema.json
+python -m scripts.configuration_page > docs/configuration.md
+python -m scripts.configuration_page --schema > docs/configuration.schema.json
 """
 
 import json
@@ -19,7 +19,7 @@ _INTRODUCTION = """\
 # Configuration
 
 This page is generated from the models in `offload/config`; do not edit it. After a change there run
-`python -m nvme_offload.offload.config.reference > docs/configuration.md`, and the same with `--schema` for
+`python -m scripts.configuration_page > docs/configuration.md`, and the same with `--schema` for
 `docs/configuration.schema.json`, the JSON schema that editors use to check and complete a file.
 
 ## Usage

@@ -1,0 +1,124 @@
+"""The plainest twins of the native kernels, in numpy: they say which bits a step has, on every instruction set.
+
+Every line of a twin is one IEEE fp32 operation on whole arrays, in the order of torch's for-loop (for AdamW
+``torch/optim/adam.py``, ``_single_tensor_adam``). torch itself has other bits: where the machine has them, its lerp and
+addcmul are compiled to fused multiply-adds.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Fp32 = npt.NDArray[np.float32]
+Bits16 = npt.NDArray[np.uint16]
+Twin = Callable[..., tuple[Fp32, ...]]
+"""Takes the scaled gradient, the master, each state, and the scalars; returns master and states, new arrays."""
+
+_QUIET_NAN = np.float32(np.nan)  # 0x7fc00000
+
+
+def adamw(grad, master, exp_avg, exp_avg_sq, s):
+    exp_avg, exp_avg_sq, change = moments(grad, exp_avg, exp_avg_sq, s)
+    return master * s.decay - change, exp_avg, exp_avg_sq
+
+
+def adam(grad, master, exp_avg, exp_avg_sq, s):
+    if s.weight_decay != 0:
+        grad = grad + s.weight_decay * master
+    exp_avg, exp_avg_sq, change = moments(grad, exp_avg, exp_avg_sq, s)
+    return master - change, exp_avg, exp_avg_sq
+
+
+def moments(grad, exp_avg, exp_avg_sq, s):
+    """Both moments with the gradient in them, and by how much that moves the master; `s` names the scalars."""
+    weight = s.beta1_complement
+    # torch.lerp starts at the nearer end, so that a weight of 1 gives the gradient exactly.
+    if weight < np.float32(0.5):
+        m = exp_avg + weight * (grad - exp_avg)
+    else:
+        m = grad + (weight - np.float32(1)) * (grad - exp_avg)
+    v = exp_avg_sq * s.beta2
+    v = v + (s.beta2_complement * grad) * grad
+    denom = np.sqrt(v) / s.bias_correction2_sqrt + s.eps
+    return m, v, (s.step_size * m) / denom
+
+
+def lion(grad, master, exp_avg, s):
+    direction = np.sign(exp_avg * s.beta1 + grad * s.beta1_complement)
+    return master * s.decay - s.lr * direction, exp_avg * s.beta2 + grad * s.beta2_complement
+
+
+def sgd(grad, master, *rest):
+    *buffers, s = rest
+    if s.weight_decay != 0:
+        grad = grad + s.weight_decay * master
+    if not buffers:
+        return (master - s.lr * grad,)
+    buffer = buffers[0] * s.kept + s.gain * grad
+    direction = grad + s.momentum * buffer if s.nesterov else buffer
+    return master - s.lr * direction, buffer
+
+
+def adagrad(grad, master, total, s):
+    if s.weight_decay != 0:
+        grad = grad + s.weight_decay * master
+    total = total + grad * grad
+    return master - (s.step_size * grad) / (np.sqrt(total) + s.eps), total
+
+
+TWINS = {twin.__name__: twin for twin in (adamw, adam, lion, sgd, adagrad)}
+
+
+def twin_of(name: str) -> Twin:
+    """The twin of the rule called `name`."""
+    return TWINS[name.lower()]
+
+
+def step_reference(
+    twin: Twin, master: Fp32, grad: Fp32, states: Sequence[Fp32], scalars: Any, grad_scale: float = 1.0
+) -> list[Fp32]:
+    """One step of a rule on whole arrays.
+
+    Args:
+        twin: the rule's formula.
+        master: fp32 [numel], master weights.
+        grad: fp32 [numel]; a 16-bit gradient is upcast first, which is exact.
+        states: fp32 [numel] each.
+        scalars: of this step, as the rule gives them.
+        grad_scale: what the gradient is multiplied by first.
+
+    Returns:
+        New arrays: master, then the states.
+    """
+    exact = type(scalars)(*(np.float32(value) for value in scalars))
+    with np.errstate(all="ignore"):
+        return [settle(values) for values in twin(grad * np.float32(grad_scale), master, *states, exact)]
+
+
+def settle(values: Fp32) -> Fp32:
+    """IEEE leaves a NaN's sign and payload to the order of operands; one NaN stands for all of them."""
+    return np.where(np.isnan(values), _QUIET_NAN, values)
+
+
+def split_reference(master: Fp32) -> tuple[Bits16, Bits16]:
+    """Split fp32 into the bits of the nearest bf16 (ties away from zero) and the 16 bits that lead back.
+
+    A NaN becomes a quiet NaN with ``lo = 0``: rounding could turn it into zero or infinity.
+
+    Returns:
+        hi and lo, uint16, of the shape of ``master``.
+    """
+    bits = master.view(np.uint32)
+    hi = (bits >> np.uint32(16)).astype(np.uint16)
+    lo = (bits & np.uint32(0xFFFF)).astype(np.uint16)
+    rounded = np.where(lo >= 0x8000, hi + np.uint16(1), hi)
+    nan = np.isnan(master)
+    return np.where(nan, hi | np.uint16(0x0040), rounded), np.where(nan, np.uint16(0), lo)
+
+
+def join_reference(hi: Bits16, lo: Bits16) -> Fp32:
+    """Undo `split_reference`, bit for bit."""
+    upper = np.where(lo >= 0x8000, hi - np.uint16(1), hi).astype(np.uint32)
+    return ((upper << np.uint32(16)) | lo).view(np.float32)
