@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -59,23 +60,25 @@ COMMANDS = {
 }
 
 
-class Commands(TyperGroup):
-    """Knows every command's name and help, and loads the one that is called."""
+def group_of(commands: Mapping[str, Command]) -> type[TyperGroup]:
+    """Make a group that knows every command's name and help, and loads the one that is called."""
 
-    def __init__(self, **attrs: Any) -> None:
-        super().__init__(**attrs)
-        # As the help shows them; they can do nothing.
-        self.commands = {name: TyperCommand(name, help=command.help) for name, command in COMMANDS.items()}
+    class Commands(TyperGroup):
+        def __init__(self, **attrs: Any) -> None:
+            super().__init__(**attrs)
+            # As the help shows them; they can do nothing.
+            self.commands = {name: TyperCommand(name, help=command.help) for name, command in commands.items()}
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is called, loaded."""
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, command and load(str(name)), rest
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            name, command, rest = super().resolve_command(ctx, args)
+            return name, command and load(str(name), commands), rest
+
+    return Commands
 
 
-def load(name: str) -> Any:
-    """The command called `name`, with its options."""
-    found = getattr(import_module(COMMANDS[name].module), name)
+def load(name: str, commands: Mapping[str, Command] = COMMANDS) -> Any:
+    """Load the command called `name`, with its options."""
+    found = getattr(import_module(commands[name].module), name.replace("-", "_"))
     if isinstance(found, typer.Typer):
         return typer.main.get_command(found)
     alone = typer.Typer(add_completion=False)
@@ -83,7 +86,7 @@ def load(name: str) -> Any:
     return typer.main.get_command(alone)
 
 
-app = typer.Typer(name="offload", cls=Commands, no_args_is_help=True, add_completion=False)
+app = typer.Typer(name="offload", cls=group_of(COMMANDS), no_args_is_help=True, add_completion=False)
 
 
 def _say_version(asked: bool) -> None:

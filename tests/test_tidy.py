@@ -58,7 +58,8 @@ FOLDERS_BOTTOM_UP = {
         {"measure"},
         {"report"},
         {"bench", "demo", "doctor", "planning", "runs", "tune"},
-        {"cli", "compare", "hidden_step", "init", "top", "verify"},
+        {"cli", "compare", "init", "top", "verify"},
+        {"experiments"},
         {"benchmarks"},
     ),
 }

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nvme_offload.offload.units import MiB, format_bytes
-from nvme_offload.perf.bench.comparison import Quad
+from nvme_offload.perf.measure.comparison import Comparison, Quad
 from nvme_offload.perf.measure.environment import describe
 from nvme_offload.perf.measure.quantiles import percentile
 from nvme_offload.perf.measure.results import page
@@ -45,15 +45,15 @@ def summary(samples: Sequence[Sample], settings: Settings) -> dict[str, Any]:
     }
 
 
-def describe_quad(rw: str, number: int, pair: tuple[Quad, Quad]) -> str:
-    """One quad and its control in a line."""
-    quad, control = pair
-    rates = " ".join(f"{rate / 1e9:.2f}" for rate in quad.rates)
-    control_rates = " ".join(f"{rate / 1e9:.2f}" for rate in control.rates)
-    return (
-        f"{rw} {number:3}: ours fio fio ours {rates} GB/s, ratio {quad.ratio:.3f} | "
-        f"control {control_rates} GB/s, ratio {control.ratio:.3f}"
-    )
+def describe_latest(comparison: Comparison) -> str:
+    """The latest quad of a direction, and its control, in a line."""
+    latest = comparison.rounds[-1]
+    said = [f"{comparison.name} {len(comparison.rounds):3}: ours fio fio ours {_rates(latest.quad)}"]
+    return " | ".join(said + ([f"control {_rates(latest.control)}"] if latest.control else []))
+
+
+def _rates(quad: Quad) -> str:
+    return f"{' '.join(f'{rate / 1e9:.2f}' for rate in quad.rates)} GB/s, ratio {quad.ratio:.3f}"
 
 
 def result_table(document: dict[str, Any]) -> Table:

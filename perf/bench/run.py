@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +14,10 @@ import torch
 
 from nvme_offload.aio_native.registry import ENGINES, REGISTRY
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.perf.bench.comparison import Comparison, Quad, compare, comparison_of
 from nvme_offload.perf.bench.fio import Fio, find_fio
-from nvme_offload.perf.bench.report import describe_quad, summary
+from nvme_offload.perf.bench.report import describe_latest, summary
 from nvme_offload.perf.bench.series import found_in, measure_series
+from nvme_offload.perf.measure.comparison import Case, Comparison
 from nvme_offload.perf.measure.drives import drive_of, temperature
 from nvme_offload.perf.measure.environment import environment
 from nvme_offload.perf.measure.health import throttled_seconds
@@ -213,18 +214,17 @@ def compare_with_fio(target: Target, plan: Plan, progress: Progress) -> dict[str
     with Fio(plan.settings, tuned=plan.fio_tuned) as fio:
         document |= {"version": fio.version, "command": fio.command("mixed", plan.pass_bytes)[1:]}
         for rw in plan.directions:
-            pairs = []
+            case = Case(name=rw, ours=partial(_rate, target, rw, plan), reference=partial(fio.run, rw, plan.pass_bytes))
             with progress.phase(f"{rw} beside fio", plan.quads) as advance:
-                for pair in _pairs(target, fio, plan, rw):
-                    pairs.append(pair)
-                    progress.say(describe_quad(rw, len(pairs), pair))
+                for comparison in case.measure(plan.quads):
+                    progress.say(describe_latest(comparison))
                     advance("")
-            document[rw] = comparison_of(pairs).as_dict() | _verdict(comparison_of(pairs), plan, target)
+            document[rw] = comparison.as_dict() | _verdict(comparison, plan, target)
     return document
 
 
-def _pairs(target: Target, fio: Fio, plan: Plan, rw: Rw) -> Iterator[tuple[Quad, Quad]]:
-    return compare(lambda: target.run(rw, plan.pass_bytes).bw_bytes, lambda: fio.run(rw, plan.pass_bytes), plan.quads)
+def _rate(target: Target, rw: Rw, plan: Plan) -> float:
+    return target.run(rw, plan.pass_bytes).bw_bytes
 
 
 def _verdict(comparison: Comparison, plan: Plan, target: Target) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-from nvme_offload.perf.bench.comparison import Quad
 from nvme_offload.perf.compare.contenders import OURS, Contender
 from nvme_offload.perf.compare.records import Ended, Order, Turn
 from nvme_offload.perf.measure.child import Child, ChildFailedError
+from nvme_offload.perf.measure.comparison import Quad
 
 ITERATIONS = 2
 """Of a turn."""

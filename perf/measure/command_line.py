@@ -47,6 +47,11 @@ Paths = Annotated[list[Path], typer.Option("--path", "--directory", help="Folder
 Size = Annotated[int, byte_option("--size", text="Bytes of the region that is worked on.")]
 Direct = Annotated[DirectPolicy, typer.Option(help="Direct I/O: needed, tried, or left out.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Folder = Annotated[
+    Path, typer.Option("--path", exists=True, file_okay=False, writable=True, help="Folder on the drive.")
+]
+Quads = Annotated[int, typer.Option(min=1, help="Rounds of ours, reference, reference, ours, each with its control.")]
+SaveTo = Annotated[Path | None, typer.Option("--save", help="Folder for the results: JSON and Markdown.")]
 
 
 def say_saved(files: Sequence[Path]) -> None:

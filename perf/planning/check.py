@@ -29,7 +29,7 @@ from nvme_offload import OffloadEngine, initialize
 from nvme_offload.offload.config.section import AioConfig, OffloadConfig
 from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.measure.environment import environment
-from nvme_offload.perf.measure.layers import layered_model
+from nvme_offload.perf.measure.models import layered_model
 from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.measure.results import page, save
 from nvme_offload.perf.measure.settings import Rw, Settings

@@ -17,12 +17,12 @@ import torch
 from nvme_offload import initialize
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.units import GiB, MiB
-from nvme_offload.perf.measure.layers import layered_model
 from nvme_offload.perf.measure.machine import (
     peak_resident_bytes,
     reset_peak_resident_bytes,
     settled_resident_bytes,
 )
+from nvme_offload.perf.measure.models import layered_model
 from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.planning.machine import Machine
 from nvme_offload.perf.planning.prediction import Job, predict

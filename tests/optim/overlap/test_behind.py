@@ -16,7 +16,7 @@ from nvme_offload.aio_native import Op
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.errors import StateError, SwapIOError
 from nvme_offload.optim.state.slots import Residency
-from nvme_offload.perf.hidden_step.paced import STANDS_IN_FOR, paced_drive
+from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
 from tests.support.failing_drive import Failing
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state

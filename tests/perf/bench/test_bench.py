@@ -21,8 +21,8 @@ from nvme_offload.aio_native.uring import UringEngine
 from nvme_offload.offload.units import MiB
 from nvme_offload.perf.bench import report
 from nvme_offload.perf.bench import run as bench
-from nvme_offload.perf.bench.comparison import Quad, comparison_of
 from nvme_offload.perf.cli import app
+from nvme_offload.perf.measure.comparison import Comparison, Quad, Round
 from nvme_offload.perf.measure.quantiles import percentile
 from nvme_offload.perf.measure.settings import Settings
 from nvme_offload.perf.measure.workloads import RawTarget, Region
@@ -77,7 +77,7 @@ def test_table_for_people_and_saved_results(tmp_path):
 
 
 def test_a_saved_comparison_has_a_ratio_for_each_quad():
-    compared = comparison_of([(Quad((3.0, 1.0, 1.0, 3.0)), Quad((2.0, 2.0, 2.0, 2.0)))] * 3).as_dict()
+    compared = Comparison("read", (Round(Quad((3.0, 1.0, 1.0, 3.0)), Quad((2.0, 2.0, 2.0, 2.0))),) * 3).as_dict()
     kept = report.summarized({"results": {}, "comparison": {"tuned": True, "read": compared}})["comparison"]
     assert kept["tuned"] is True
     assert (kept["read"]["ratios"], kept["read"]["control_ratios"]) == ([3.0] * 3, [1.0] * 3)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nvme_offload.perf.bench.comparison import Quad
 from nvme_offload.perf.compare import readme
 from nvme_offload.perf.compare.__main__ import app
 from nvme_offload.perf.compare.contenders import MEMORY, OURS, Contender
@@ -17,6 +16,7 @@ from nvme_offload.perf.compare.records import Ended
 from nvme_offload.perf.compare.report import draw, row
 from nvme_offload.perf.compare.result import Result
 from nvme_offload.perf.compare.rounds import Found
+from nvme_offload.perf.measure.comparison import Quad
 
 SIZE = "1x64"
 

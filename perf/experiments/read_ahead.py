@@ -1,29 +1,27 @@
-"""How much of the reading of parameters is hidden: one training with read-ahead and one without, on one drive.
-
-python -m nvme_offload.perf.benchmarks.read_ahead FOLDER [--layers 8] [--width 1024] [--tokens 256] [--steps 4]
-[--state cpu]
-"""
+"""How much of the reading of parameters is hidden: one training with read-ahead and one without, on one drive."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
+import typer
 
 from nvme_offload import OffloadEngine, initialize
-from nvme_offload.perf.measure.layers import layered_model
+from nvme_offload.perf.measure.command_line import Folder, SaveTo
+from nvme_offload.perf.measure.experiment import Experiment
+from nvme_offload.perf.measure.models import layered_model
 
 
 @dataclass(frozen=True)
 class Waiting:
     """What one training did for its parameters, from its second step on."""
 
+    name: str
     reads: int
     reads_ahead: int
     reads_unused: int
@@ -44,9 +42,22 @@ class Waiting:
         """Reads that were started before they were needed, of all reads."""
         return self.reads_ahead / self.reads if self.reads else 1.0
 
+    def to_dict(self) -> dict[str, Any]:
+        """The figures in plain types, for JSON."""
+        return {**asdict(self), "share_ahead": self.share_ahead}
+
+    def cells(self) -> list[str]:
+        """The figures as a row below `HEAD`."""
+        counts = (self.reads, self.reads_ahead, self.reads_unused, self.uses)
+        seconds = (self.wait_seconds, self.wait_in_passes_seconds, self.step_seconds)
+        return [self.name, *map(str, counts), *(f"{value:.3f}" for value in seconds)]
+
+
+HEAD = ("", "reads", "ahead", "for nothing", "uses", "waited s", "of that in forward and backward", "step s")
+
 
 def measure(
-    path: str,
+    path: Path,
     *,
     read_ahead: bool,
     layers: int = 8,
@@ -70,7 +81,7 @@ def measure(
     """
     torch.manual_seed(0)
     model = layered_model(layers, width)
-    nvme = {"device": "nvme", "nvme_path": path}
+    nvme = {"device": "nvme", "nvme_path": str(path)}
     config = {
         "zero_optimization": {
             "stage": 3,
@@ -84,7 +95,10 @@ def measure(
         before, start = engine.optimizer.stats(), time.monotonic()
         wait_in_step = _train(engine, torch.randn(tokens, width), steps - 1)
         after, seconds = engine.optimizer.stats(), time.monotonic() - start
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return Waiting(
+        name="with read-ahead" if read_ahead else "without",
         reads=after.param_reads - before.param_reads,
         reads_ahead=after.param_reads_ahead - before.param_reads_ahead,
         reads_unused=after.param_reads_unused - before.param_reads_unused,
@@ -106,33 +120,27 @@ def _train(engine: OffloadEngine, batch: torch.Tensor, steps: int) -> float:
     return waited
 
 
-def _share(part: float, whole: float) -> float | None:
-    """Quotient of two times; None where nothing was waited for, as where all blocks fit into the buffers."""
-    return part / whole if whole > 0 else None
+def read_ahead(
+    path: Folder,
+    layers: Annotated[int, typer.Option(min=1, help="Layers, each a block.")] = 8,
+    width: Annotated[int, typer.Option(min=1, help="Width of a layer.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 256,
+    steps: Annotated[int, typer.Option(min=2, help="Steps; the first is not counted.")] = 4,
+    buffer_count: Annotated[int, typer.Option(min=1, help="Staging buffers of the parameters.")] = 4,
+    state: Annotated[Literal["cpu", "nvme"], typer.Option(help="Tier of the optimizer's state.")] = "cpu",
+    save_to: SaveTo = None,
+) -> None:
+    """Measure how much of the reading of parameters is hidden."""
+    how: dict[str, Any] = {"layers": layers, "width": width, "tokens": tokens, "steps": steps, "state": state}
+    title = f"Reads of parameters, {layers} layers of width {width}, state on {state}"
+    Experiment(name="read-ahead", title=title, head=HEAD, path=path, save_to=save_to).run(
+        (measure(path, read_ahead=ahead, buffer_count=buffer_count, **how) for ahead in (True, False)), _notes
+    )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure both ways and print one JSON document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", help="folder on the drive")
-    for name, default in (("layers", 8), ("width", 1024), ("tokens", 256), ("steps", 4), ("buffer_count", 4)):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--state", choices=("cpu", "nvme"), default="cpu", help="tier of the optimizer's state")
-    options = vars(parser.parse_args(arguments))
-    if options["steps"] < 2:
-        parser.error(f"--steps {options['steps']}: the first step is not counted; write 2 or more")
-    ahead, waiting = (measure(read_ahead=read_ahead, **options) for read_ahead in (True, False))
-    report = {
-        "options": options,
-        "with read-ahead": {**asdict(ahead), "share_ahead": ahead.share_ahead},
-        "without": asdict(waiting),
-        "waiting, of that without": _share(ahead.wait_seconds, waiting.wait_seconds),
-        "in forward and backward": _share(ahead.wait_in_passes_seconds, waiting.wait_in_passes_seconds),
-    }
-    Console().print_json(json.dumps(report))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+def _notes(found: list[Waiting]) -> list[str]:
+    """Say what is left of the waiting; nothing, where nobody waited because all blocks fit into the buffers."""
+    if len(found) < 2 or not found[1].wait_seconds > 0:
+        return []
+    share = found[0].wait_seconds / found[1].wait_seconds
+    return [f"with read-ahead {share:.0%} of the waiting is left"]

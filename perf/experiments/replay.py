@@ -1,27 +1,26 @@
-"""What updates from a log cost beside plain ones: kernels over state in memory, measured in turn.
-
-python -m nvme_offload.perf.benchmarks.replay [--numel 8388608] [--max-period 4] [--threads 1] [--rounds 7]
-[--rule AdamW]
-"""
+"""What updates from a log cost beside plain ones: kernels over state in memory, measured by turns."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from statistics import median
+from typing import Annotated, Any
 
 import torch
-from rich.console import Console
+import typer
 
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.optim.kernels import ABSENT, KernelPool, LoggedStep, Segment, make_logged_step, make_segment
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.rules.registry import rule_named
+from nvme_offload.perf.measure.command_line import SaveTo, choice_option
+from nvme_offload.perf.measure.comparison import by_turns
+from nvme_offload.perf.measure.experiment import Experiment
 
 _STEP = 10  # past the first, whose scalars are others
 
@@ -42,6 +41,22 @@ class ReplayRates:
     """Checksums of the state: lower halves and the rule's states."""
     by_period: dict[int, float]
     """Steps of a state that every n-th step rewrites, by n: the mean over a period."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One of the rates, in parameters per second."""
+
+    name: str
+    rate: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rate in plain types, for JSON."""
+        return asdict(self)
+
+    def cells(self) -> list[str]:
+        """The rate as a row."""
+        return [self.name, f"{self.rate / 1e9:.3f}"]
 
 
 class _Workload:
@@ -123,12 +138,11 @@ def measure(*, numel: int, max_period: int, threads: int, rounds: int, rule: str
     workload = _Workload(numel, max_period - 1, threads, rule)
     actions = workload.actions()
     samples: dict[str, list[float]] = {name: [] for name in actions}
-    for number in range(rounds + 1):
-        for name in sorted(actions, reverse=number % 2 == 1):
-            start = time.perf_counter()
-            actions[name]()
-            if number:  # the first touches memory
-                samples[name].append(time.perf_counter() - start)
+    for number, name in enumerate(islice(by_turns(sorted(actions)), (rounds + 1) * len(actions))):
+        start = time.perf_counter()
+        actions[name]()
+        if number >= len(actions):  # the first round touches memory
+            samples[name].append(time.perf_counter() - start)
     seconds = {name: median(each) for name, each in samples.items()}
     longest = max_period - 1
     return ReplayRates(
@@ -146,19 +160,30 @@ def _period_seconds(seconds: Mapping[str, float], period: int) -> float:
     return sum(seconds[f"keeping {replayed}"] for replayed in range(period - 1)) + seconds[f"rewriting {period - 1}"]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print one JSON document."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("numel", 8 << 20), ("max-period", 4), ("threads", 1), ("rounds", 7)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    kernels = [name for name in OPTIMIZERS if rule_named(name).kernel]
-    parser.add_argument("--rule", choices=kernels, default="AdamW")
-    options = vars(parser.parse_args(arguments))
-    for name in ("numel", "max_period", "threads", "rounds"):
-        if options[name] < 1:
-            parser.error(f"--{name.replace('_', '-')} {options[name]}: at least 1")
-    Console().print_json(json.dumps({"options": options, "parameters per second": asdict(measure(**options))}))
+Count = Annotated[int, typer.Option(min=1)]
+Rule = Annotated[
+    str,
+    choice_option(
+        "--rule",
+        choices=[name for name in OPTIMIZERS if rule_named(name).kernel],
+        text="An optimizer with a native kernel.",
+    ),
+]
 
 
-if __name__ == "__main__":
-    main()
+def replay(
+    numel: Count = 8 << 20,
+    max_period: Count = 4,
+    threads: Count = 1,
+    rounds: Count = 7,
+    rule: Rule = "AdamW",
+    save_to: SaveTo = None,
+) -> None:
+    """Measure updates from a log beside plain ones, over state in memory."""
+    rates = measure(numel=numel, max_period=max_period, threads=threads, rounds=rounds, rule=rule)
+    alone = {name: rate for name, rate in vars(rates).items() if name != "by_period"}
+    named = {**alone, **{f"period of {period}": rate for period, rate in rates.by_period.items()}}
+    title = f"Updates from a log, {rule}, {numel:,} elements, {threads} thread{'s' * (threads > 1)}"
+    Experiment(name="replay", title=title, head=("updates", "Gparam/s"), save_to=save_to).run(
+        Rate(name, rate) for name, rate in named.items()
+    )

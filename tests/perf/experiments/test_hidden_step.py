@@ -4,27 +4,18 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from nvme_offload import OffloadAdamW, OffloadConfig
-from nvme_offload.perf.bench.comparison import Quad
-from nvme_offload.perf.hidden_step import drive
-from nvme_offload.perf.hidden_step.__main__ import app
-from nvme_offload.perf.hidden_step.models import SleepingModel
-from nvme_offload.perf.hidden_step.paced import STANDS_IN_FOR, paced_drive
-from nvme_offload.perf.hidden_step.training import Setup
+from nvme_offload.perf import cli
+from nvme_offload.perf.experiments import hidden_step
+from nvme_offload.perf.experiments.__main__ import EXPERIMENTS
+from nvme_offload.perf.experiments.hidden_step import Setup
+from nvme_offload.perf.measure.comparison import Comparison, Quad, Round
+from nvme_offload.perf.measure.models import SleepingModel
+from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
+from tests.support.experiments import results, said
 
 RATE = 2e9
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """This process without a launcher and, afterwards, without a process group."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def trained(offload):
@@ -85,16 +76,15 @@ def test_bounds_of_a_model_with_an_embedding():
 @pytest.mark.slow
 def test_steps_that_clip_are_compared(alone):
     small = "clipped --share 1 --quads 1 --width 64 --subgroups 8 --io-seconds 0.01 --iterations 2"
-    done = CliRunner().invoke(app, small.split())
-    assert done.exit_code == 0, done.output
-    assert "speculate over forward, 100% of the steps clipped: " in done.output
+    [found] = results("hidden-step", *small.split()).values()
+    assert found["name"] == "speculate over forward, 100% of the steps clipped"
+    assert found["quotient"] > 0
 
 
 @pytest.mark.parametrize("overlap_step", ["off", "speculate"])
 def test_the_table_over_a_paced_drive(tmp_path, alone, overlap_step):
     small = f"paced --overlap-step {overlap_step} --width 64 --subgroups 8 --io-seconds 0.05 --iterations 2"
-    done = CliRunner().invoke(app, [*small.split(), "--save", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    said("hidden-step", *small.split(), "--save", tmp_path)
     [file] = tmp_path.glob("*-hidden-step-layers.json")
     document = json.loads(file.read_text())
     assert [cell["ratio"] for cell in document["results"]] == [0.5, 1.0, 2.0]
@@ -105,30 +95,31 @@ def test_the_table_over_a_paced_drive(tmp_path, alone, overlap_step):
         assert cell["of_ideal"] > 0
         assert cell["quotient"] == pytest.approx(cell["of_ideal"] / cell["bound"])
     assert str(tmp_path) not in file.read_text()
-    assert f"| {overlap_step} | 0.5" in file.with_suffix(".md").read_text()
+    assert f"| {overlap_step}, 0.5" in file.with_suffix(".md").read_text()
 
 
-def test_rounds_in_which_computing_was_disturbed_are_left_out():
-    quad = Quad((0.8, 1.0, 1.0, 0.8))
-    disturbed = Quad((3.0, 1.0, 1.0, 3.0))
-    control = Quad((1.0, 1.0, 1.0, 1.0))
-    rounds = [drive.Round(quad, control, 1.05, 1.0), drive.Round(disturbed, control, 1.2, 1.0)]
-    outcome = drive.Outcome("forward", tuple(rounds))
-    assert outcome.comparison.quotient == pytest.approx(0.8)
-    assert outcome.row()[3] == "1 of 2"
-    assert drive.Outcome("forward", (rounds[1],)).row()[3] == "1 of 1"
+def test_a_schedule_beside_off_on_a_drive(tmp_path, alone):
+    small = f"drive --path {tmp_path} --overlap-step forward --quads 1 --width 64"
+    [found] = results("hidden-step", *small.split()).values()
+    [only] = found["rounds"]
+    assert found["name"] == "forward"
+    assert len(only["quad"]["rates"]) == len(only["control"]["rates"]) == 4
+    assert only["compute"] > 0
+    assert only["wanted"] > 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_is_cut_short_has_saved_what_it_knows(tmp_path, monkeypatch):
     quad, control = Quad((0.8, 1.0, 1.0, 0.8)), Quad((1.0, 1.0, 1.0, 1.0))
 
     def rounds(*_):
-        yield drive.Round(quad, control, 1.0, 1.0)
-        yield drive.Round(quad, control, 1.3, 1.0)
+        first = Round(quad, control)
+        yield Comparison("forward", (first,))
+        yield Comparison("forward", (first, Round(quad, control, counts=False)))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(drive, "sleeping", rounds)
-    CliRunner().invoke(app, ["drive", "--path", str(tmp_path), "--save", str(tmp_path / "results")])
+    monkeypatch.setattr(hidden_step, "on_drive", rounds)
+    said("hidden-step", "drive", "--path", tmp_path, "--save", tmp_path / "results", status=130)
     [page] = (tmp_path / "results").glob("*-hidden-step-sleeping.md")
     [document] = (tmp_path / "results").glob("*-hidden-step-sleeping.json")
     assert "| forward | 0.800 (0.800 to 0.800) | 1.000 | 1 of 2 |" in page.read_text()
@@ -137,7 +128,10 @@ def test_a_run_that_is_cut_short_has_saved_what_it_knows(tmp_path, monkeypatch):
     assert str(tmp_path) not in document.read_text()
 
 
+def test_help_that_is_known_up_front_is_that_of_the_experiment():
+    for name, experiment in EXPERIMENTS.items():
+        assert " ".join(cli.load(name, EXPERIMENTS).help.split("\n\n")[0].split()) == experiment.help
+
+
 def test_a_folder_that_is_not_there_is_refused_in_words():
-    result = CliRunner().invoke(app, ["drive", "--path", "/nowhere"])
-    assert result.exit_code == 2
-    assert "does not exist" in result.output
+    assert "does not exist" in said("hidden-step", "drive", "--path", "/nowhere", status=2)

@@ -1,0 +1,26 @@
+"""`python -m nvme_offload.perf.experiments`: which experiments there are. Each is loaded when it is called."""
+
+from __future__ import annotations
+
+import typer
+
+from nvme_offload.perf.cli import Command, group_of
+
+_HERE = "nvme_offload.perf.experiments"
+EXPERIMENTS = {
+    "durable": Command(f"{_HERE}.durable", "Measure what durable steps, snapshots and checkpoints cost."),
+    "hidden-step": Command(f"{_HERE}.hidden_step", "Measure how much of a step each schedule hides."),
+    "read-ahead": Command(f"{_HERE}.read_ahead", "Measure how much of the reading of parameters is hidden."),
+    "replay": Command(f"{_HERE}.replay", "Measure updates from a log beside plain ones, over state in memory."),
+}
+
+app = typer.Typer(name="experiments", cls=group_of(EXPERIMENTS), no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def experiments() -> None:
+    """Measure this project: each experiment compares by turns, and says and saves what it finds."""
+
+
+if __name__ == "__main__":
+    app(prog_name="experiments")

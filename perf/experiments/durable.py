@@ -1,0 +1,319 @@
+"""What durable steps, snapshots and checkpoints in the background cost, beside steps that end with their process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+from nvme_offload import OffloadAdamW, OffloadOptimizer
+from nvme_offload.offload import sync
+from nvme_offload.offload.durable import run
+from nvme_offload.offload.durable.inventory import find_runs, remove_run
+from nvme_offload.perf.experiments.hidden_step import Setup, compute_for
+from nvme_offload.perf.measure import comparison
+from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
+from nvme_offload.perf.measure.comparison import Case, Comparison
+from nvme_offload.perf.measure.experiment import Experiment
+from nvme_offload.perf.measure.machine import storage_bytes
+
+NAME = "benchmark-"
+"""The names of the measured runs begin with it."""
+_WARM_STEPS, _TENSORS, _LAYERS = 2, 8, 24
+_STEPS = 2  # of one turn
+
+durable = typer.Typer(no_args_is_help=True, help="Measure what durable steps, snapshots and checkpoints cost.")
+Millions = Annotated[int, typer.Option(min=1, help="Parameters, in millions, in bf16.")]
+Period = Annotated[int, typer.Option(min=1, help="Steps from one rewriting of a subgroup's state to the next.")]
+Compute = Annotated[float, typer.Option(min=0, help="Seconds of each iteration in which nothing is computed.")]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes per parameter and step, as the kernel counts them, and seconds of a step, after the first steps."""
+
+    name: str
+    read: float
+    written: float
+    step_seconds: float
+    commits: int
+    commit_wait_seconds: float
+    """Seconds of all measured steps in which a commit was waited for."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures in plain types, for JSON."""
+        return asdict(self)
+
+    def cells(self) -> list[str]:
+        """The figures as a row."""
+        seconds = (f"{value:.3f}" for value in (self.step_seconds, self.commit_wait_seconds))
+        return [self.name, f"{self.read:.2f}", f"{self.written:.2f}", *seconds, str(self.commits)]
+
+
+@durable.command("bytes")
+def moved(
+    path: Folder,
+    millions: Millions = 100,
+    steps: Annotated[int, typer.Option(min=1, help="Whole periods, or the figures are of a part of one.")] = 6,
+    rewrite_every: Period = 1,
+    save_to: SaveTo = None,
+) -> None:
+    """Count the bytes that durable steps and steps in place move."""
+
+    def measured(name: str, lasts: bool) -> Moved:
+        with optimizer_of(path, millions=millions, durable=lasts, rewrite_every=rewrite_every) as optimizer:
+            for _ in range(max(_WARM_STEPS, rewrite_every)):  # until all take turns
+                optimizer.step()
+            settle(optimizer)
+            before, waited, start = _block_io(), optimizer.stats().commit_wait_seconds, time.perf_counter()
+            for _ in range(steps):
+                optimizer.step()
+            settle(optimizer)
+            seconds, after, stats = time.perf_counter() - start, _block_io(), optimizer.stats()
+        elements = steps * (millions * 1_000_000 // _TENSORS) * _TENSORS
+        read, written = ((b - a) / elements for a, b in zip(before, after, strict=True))
+        return Moved(name, read, written, seconds / steps, stats.commits, stats.commit_wait_seconds - waited)
+
+    experiment = Experiment(
+        name="durable-bytes",
+        title="Bytes per parameter and step of durable steps",
+        head=("", "B read", "B written", "seconds", "waited for commits", "commits"),
+        path=path,
+        save_to=save_to,
+    )
+    with _runs_removed(path):
+        experiment.run(measured(name, lasts) for name, lasts in (("in place", False), ("durable", True)))
+
+
+@durable.command()
+def steps(
+    path: Folder,
+    millions: Millions = 25,
+    quads: Quads = 10,
+    rewrite_every: Period = 1,
+    compute: Compute = 0.0,
+    flush: Annotated[float, typer.Option(min=0, help="Seconds that are added to each flush of a file.")] = 0.0,
+    save_to: SaveTo = None,
+) -> None:
+    """Measure durable steps beside steps in place."""
+    waited: list[float] = []
+
+    def compared() -> Iterator[Comparison]:
+        with ExitStack() as stack:
+            made = [
+                stack.enter_context(
+                    optimizer_of(path, millions=millions, durable=lasts, rewrite_every=rewrite_every if lasts else 1)
+                )
+                for lasts in (True, False)
+            ]
+            for optimizer in made:
+                _seconds(optimizer, 0.0)
+            before, total = made[0].stats().commit_wait_seconds, 0.0
+            ours, reference = (partial(_seconds, optimizer, compute) for optimizer in made)
+            for found in Case(name="durable", ours=ours, reference=reference).measure(quads):
+                total += _STEPS * (found.rounds[-1].quad.rates[0] + found.rounds[-1].quad.rates[3])
+                waited[:] = [(made[0].stats().commit_wait_seconds - before) / total]
+                yield found
+
+    experiment = Experiment(
+        name="durable-steps",
+        title="Durable steps beside steps in place",
+        head=comparison.HEAD,
+        path=path,
+        save_to=save_to,
+    )
+    with _runs_removed(path), _slow_flushes(flush):
+        experiment.run(compared(), lambda found: [f"commits were waited for in {waited[0]:.1%} of the time"])
+
+
+@durable.command()
+def checkpoint(
+    path: Folder,
+    millions: Millions = 100,
+    quads: Quads = 5,
+    share: Annotated[float, typer.Option(min=0, max=1, help="Share of the time that writing it may take.")] = 0.25,
+    iterations: Annotated[int, typer.Option(min=1, help="Measured each time.")] = 2,
+    compute: Compute = 0.0,
+    save_to: SaveTo = None,
+) -> None:
+    """Measure iterations beside a checkpoint that is written in the background, over those without."""
+    written: list[float] = []
+
+    def compared() -> Iterator[Comparison]:
+        setup = Setup(width=int((millions * 1e6 / _LAYERS) ** 0.5), subgroups=_LAYERS)
+        with (
+            TemporaryDirectory(dir=path) as saved,
+            setup.training("forward", path, durable=_name()) as training,
+        ):
+            compute_for(training, compute)
+            engine = training.engine
+
+            def turn(beside: bool) -> float:
+                """Begin when everything before lasts. What is left of the checkpoint is written after these seconds."""
+                if beside:
+                    engine.save_checkpoint(saved, "newest", background=True, share=share)
+                start = time.perf_counter()
+                training.iterations(iterations)
+                seconds = time.perf_counter() - start
+                progress = engine.optimizer.stats().checkpoint_progress
+                written.extend([1.0 if progress is None else progress] * beside)
+                engine.wait_for_checkpoint()
+                settle(engine.optimizer)
+                return seconds / iterations
+
+            name = f"beside a checkpoint, a share of {share:g}"
+            yield from Case(name=name, ours=partial(turn, True), reference=partial(turn, False)).measure(quads)
+
+    experiment = Experiment(
+        name="durable-checkpoint",
+        title="Iterations beside a checkpoint in the background",
+        head=comparison.HEAD,
+        path=path,
+        save_to=save_to,
+    )
+    with _runs_removed(path):
+        experiment.run(compared(), lambda found: [f"{median(written):.0%} of a checkpoint was written meanwhile"])
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """One snapshot, after the commit of the step before it."""
+
+    name: str
+    seconds: float
+    written: int
+    """Bytes written meanwhile, as the kernel counts them."""
+    reserved: int
+    """Bytes by which the swap file has grown."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures in plain types, for JSON."""
+        return asdict(self)
+
+    def cells(self) -> list[str]:
+        """The figures as a row."""
+        return [self.name, f"{self.seconds:.4f}", f"{self.written:,}", f"{self.reserved:,}"]
+
+
+@durable.command()
+def snapshots(
+    path: Folder,
+    millions: Millions = 100,
+    count: Annotated[int, typer.Option("--snapshots", min=1, help="How many.")] = 3,
+    save_to: SaveTo = None,
+) -> None:
+    """Measure the time and the bytes that a snapshot takes, with a step before each."""
+
+    def pinned() -> Iterator[Pinned]:
+        with optimizer_of(path, millions=millions, durable=True) as optimizer:
+            space = optimizer.commits.run.space
+
+            def held() -> int:
+                return sum(space.path_of(fd).stat().st_size for fd in space.fds)
+
+            for number in range(count):
+                optimizer.step()
+                settle(optimizer)
+                size, before, start = held(), _block_io()[1], time.perf_counter()
+                optimizer.snapshot(f"number-{number}")
+                seconds = time.perf_counter() - start
+                yield Pinned(f"number-{number}", seconds, _block_io()[1] - before, held() - size)
+
+    experiment = Experiment(
+        name="durable-snapshots",
+        title="Snapshots",
+        head=("snapshot", "seconds", "bytes written", "bytes reserved"),
+        path=path,
+        save_to=save_to,
+    )
+    with _runs_removed(path):
+        experiment.run(pinned())
+
+
+def optimizer_of(path: Path, *, millions: int, durable: bool, rewrite_every: int = 1) -> OffloadAdamW:
+    """Make an optimizer of bf16 parameters that have gradients, with clipping."""
+    numel = millions * 1_000_000 // _TENSORS
+    params = [torch.nn.Parameter(torch.randn(numel).mul_(0.05).bfloat16()) for _ in range(_TENSORS)]
+    for param in params:
+        param.grad = torch.randn(numel).bfloat16()
+    section = {
+        "zero_optimization": {
+            "sub_group_size": 4_194_304,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": str(path),
+                "buffer_count": 4,
+                "staging_budget": "320MiB",
+                "durable": _name() if durable else False,
+                "rewrite_every": rewrite_every if durable else 1,
+            },
+        },
+        "gradient_clipping": 1.0,
+    }
+    return OffloadAdamW(params, lr=1e-3, offload=section)
+
+
+def settle(optimizer: OffloadOptimizer) -> None:
+    """Wait until the latest step is done, and lasts."""
+    optimizer.synchronize()
+    if optimizer.is_durable:
+        optimizer.commits.settle()
+
+
+def _seconds(optimizer: OffloadAdamW, compute: float) -> float:
+    """Mean seconds of a few iterations, the last of which is brought to an end."""
+    start = time.perf_counter()
+    for _ in range(_STEPS):
+        time.sleep(compute)
+        optimizer.step()
+    settle(optimizer)
+    return (time.perf_counter() - start) / _STEPS
+
+
+def _block_io() -> tuple[int, int]:
+    if (counted := storage_bytes()) is None:
+        raise RuntimeError("the kernel does not count here what the block layer moves: see proc(5), /proc/pid/io")
+    return counted
+
+
+def _name() -> str:
+    return f"{NAME}{time.time_ns()}"
+
+
+@contextmanager
+def _runs_removed(path: Path) -> Iterator[None]:
+    """Delete afterwards the runs that were measured."""
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for each in find_runs([path]):
+            if each.name.startswith(NAME):
+                remove_run(each)
+
+
+@contextmanager
+def _slow_flushes(seconds: float) -> Iterator[None]:
+    """Each flush of a file takes so long at least."""
+    flush: Callable[[int], None] = sync.sync_data
+
+    def slow(descriptor: int) -> None:
+        flush(descriptor)
+        time.sleep(seconds)
+
+    vars(run)["sync_data"] = slow
+    try:
+        yield
+    finally:
+        vars(run)["sync_data"] = flush

@@ -1,0 +1,416 @@
+"""How much of a step is hidden: iterations with each schedule, beside the ideal and the bound of `offload plan`."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import nn
+
+from nvme_offload.perf.measure import comparison
+from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
+from nvme_offload.perf.measure.comparison import Case, Comparison
+from nvme_offload.perf.measure.experiment import Experiment
+from nvme_offload.perf.measure.models import BACKWARD_SHARE, Shape, SleepingModel, layered_model
+from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
+from nvme_offload.perf.measure.training import Iteration, Training
+from nvme_offload.perf.planning.schedule import (
+    OVERLAPS,
+    GroupTime,
+    IterationTime,
+    OverlapStep,
+    SubgroupTime,
+    Work,
+    iteration_time,
+)
+
+READ_PER_PARAMETER, WRITTEN_PER_PARAMETER = 10, 10
+"""Bytes in one step with AdamW in bf16."""
+DURABLE_PER_PARAMETER = 2
+"""Bytes that a durable run writes besides."""
+CLIPPING = 1e3
+"""Norm from which on gradients are clipped: far above that of these models."""
+CLIPPED_SCALE = 1e9
+"""Factor of the loss of a step that is to clip."""
+RATIOS = (0.5, 1.0, 2.0)
+"""Seconds of the drive over those of computing."""
+LIMIT = 1.05
+"""Most that an iteration may take over what the model of `offload plan` says."""
+TOLERANCE = 0.1
+"""Share by which computing alone may differ from what was asked for."""
+ATTEMPTS = 3
+"""Times that a cell is measured, as long as computing is disturbed."""
+REAL_WIDTH, REAL_LAYERS, REAL_TOKENS = 2048, 8, 256
+"""269 million parameters; with so many tokens two processors compute as long as a drive of 5 GB/s moves the state."""
+ITERATIONS = 2
+"""Iterations that count each time on a real drive, after one that does not."""
+
+hidden_step = typer.Typer(no_args_is_help=True, help="Measure how much of a step each schedule hides.")
+Buffers = Annotated[int, typer.Option(min=2, help="Staging buffers.")]
+Schedule = Annotated[OverlapStep | None, typer.Option(help="One schedule; by default each in turn.")]
+Width = Annotated[int, typer.Option(min=64, help="Width of the matrices, each of which is a subgroup.")]
+Subgroups = Annotated[int, typer.Option(min=8, help="Number of matrices.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The model, and the staging buffers that it has."""
+
+    width: int = 512
+    subgroups: int = 48
+    buffers: int = 4
+    shape: Shape = "layers"
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model."""
+        return self.subgroups * self.width**2
+
+    def bytes_moved(self, overlap_step: OverlapStep) -> int:
+        """Bytes that move in an iteration in which every subgroup is read and written."""
+        return self.numel * (READ_PER_PARAMETER + _written(overlap_step))
+
+    def bound(self, overlap_step: OverlapStep, compute: float, nvme: float) -> IterationTime:
+        """Ask the model of `offload plan` how long an iteration takes.
+
+        Args:
+            overlap_step: the schedule.
+            compute: seconds of forward and backward.
+            nvme: seconds in which all bytes move.
+        """
+        ends = self.subgroups // 8 if self.shape == "lm" else 0
+        layers = self.subgroups - 2 * ends
+        layer = GroupTime(forward=compute * (1 - BACKWARD_SHARE) / layers, backward=compute * BACKWARD_SHARE / layers)
+        end = (GroupTime(forward=0.0, backward=0.0),) if ends else ()
+        groups = (*end, *(layer for _ in range(layers)), *end)
+        homes = [0] * ends + [number + bool(ends) for number in range(layers)] + [layers + 1] * ends
+        write = nvme / self.subgroups * _written(overlap_step) / (READ_PER_PARAMETER + _written(overlap_step))
+        read = nvme / self.subgroups - write
+        subgroups = tuple(SubgroupTime(first=home, last=home, read=read, update=0.0, write=write) for home in homes)
+        return iteration_time(Work(groups=groups, subgroups=subgroups, num_buffers=self.buffers), overlap_step)
+
+    def training(self, overlap_step: OverlapStep, path: Path | None, **options: Any) -> Training:
+        """Train the model, with the same weights each time; `options` as `section` takes them."""
+        torch.manual_seed(0)
+        model = SleepingModel(self.width, self.subgroups, self.shape)
+        its = section(overlap_step, path, sub_group_size=self.width**2, buffers=self.buffers, **options)
+        return Training(model, model.sample, its)
+
+
+def _written(overlap_step: OverlapStep) -> int:
+    return WRITTEN_PER_PARAMETER + (DURABLE_PER_PARAMETER if overlap_step == "speculate" else 0)
+
+
+def section(
+    overlap_step: OverlapStep,
+    path: Path | None,
+    *,
+    sub_group_size: int,
+    buffers: int,
+    engine: str = "auto",
+    durable: bool | str = False,
+) -> dict[str, Any]:
+    """Make a configuration section. Clipping is on, but with ``backward``, where nothing may come between.
+
+    Args:
+        overlap_step: the schedule.
+        path: folder on the drive; None keeps the state in host memory.
+        sub_group_size: parameters of a subgroup.
+        buffers: staging buffers.
+        engine: what does the I/O.
+        durable: whether the state outlives the run, or its name; ``speculate`` needs it.
+    """
+    drive: dict[str, Any] = {"device": "cpu"}
+    if path is not None:
+        drive = {"device": "nvme", "nvme_path": str(path), "buffer_count": buffers, "durable": durable}
+    clipping: dict[str, Any] = {"gradient_clipping": CLIPPING}
+    if overlap_step == "backward":
+        clipping = {"gradient_clipping": 0.0, "skip_non_finite": False}
+    return {
+        "zero_optimization": {"stage": 3, "sub_group_size": sub_group_size, "offload_optimizer": drive},
+        "bf16": {"enabled": True},
+        "overlap_step": overlap_step,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "aio": {"engine": engine},
+        **clipping,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Iterations of one schedule at one ratio. Seconds are medians."""
+
+    overlap_step: OverlapStep
+    ratio: float
+    compute: float
+    """Seconds of an iteration over a drive that takes no time."""
+    nvme: float
+    """Seconds in which the drive moves every subgroup there and back: what ``off`` moves, no more and no less."""
+    iterations: tuple[Iteration, ...]
+    bound: float
+    """How many times as long as the ideal an iteration has to be, by the model of `offload plan`."""
+
+    @property
+    def seconds(self) -> float:
+        """Median seconds of an iteration."""
+        return median(iteration.seconds for iteration in self.iterations)
+
+    @property
+    def of_ideal(self) -> float:
+        """How many times as long as the ideal an iteration is."""
+        return self.seconds / max(self.compute, self.nvme)
+
+    @property
+    def quotient(self) -> float:
+        """How much longer an iteration is than the bound says."""
+        return self.of_ideal / self.bound
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether computing alone did not take what it should have."""
+        return abs(self.compute * self.ratio / self.nvme - 1) > TOLERANCE
+
+    def to_dict(self) -> dict[str, Any]:
+        """The cell in plain types, for JSON."""
+        return {**asdict(self), "of_ideal": self.of_ideal, "quotient": self.quotient, "is_disturbed": self.is_disturbed}
+
+    def cells(self) -> list[str]:
+        """The cell as a row below `HEAD`."""
+        parts = (median(getattr(one, part) for one in self.iterations) for part in ("forward", "backward", "step"))
+        return [
+            f"{self.overlap_step}, {self.ratio:g}{' (disturbed)' if self.is_disturbed else ''}",
+            f"{self.seconds:.3f}",
+            *(f"{self.of_ideal:.2f}", f"{self.bound:.2f}", f"{self.quotient:.3f}"),
+            *(f"{part:.3f}" for part in parts),
+        ]
+
+
+HEAD = (
+    "overlap_step, I/O : compute",
+    "iteration s",
+    "of the ideal",
+    "bound",
+    "quotient",
+    "forward",
+    "backward",
+    "step",
+)
+
+
+@hidden_step.command()
+def paced(
+    shape: Annotated[Shape, typer.Option(help="lm: a quarter of the parameters in embedding and head.")] = "layers",
+    overlap_step: Schedule = None,
+    buffers: Buffers = 4,
+    width: Width = 512,
+    subgroups: Subgroups = 48,
+    io_seconds: Annotated[float, typer.Option(help="Seconds that the drive takes for an iteration.")] = 1.5,
+    iterations: Annotated[int, typer.Option(min=2, help="Measured in each cell; an even number.")] = 4,
+    save_to: SaveTo = None,
+) -> None:
+    """Measure over a drive of an exact rate, whose bytes are in memory, beside the ideal and the model of the plan."""
+    setup = Setup(width=width, subgroups=subgroups, buffers=buffers, shape=shape)
+    notes = [
+        f"{setup.numel:,} parameters ({shape}) in {subgroups} subgroups, {buffers} staging buffers; one server of an "
+        f"exact rate that moves {setup.bytes_moved('off'):,} bytes in {io_seconds:g} s (a tenth more with speculate, "
+        "whose state is durable); layers sleep",
+        "the ideal is the longer of an iteration without a drive's time and of moving every subgroup there and back; "
+        "the bound is what the model of `offload plan` says of it",
+    ]
+
+    def with_verdict(found: list[Cell]) -> list[str]:
+        within = sum(cell.quotient <= LIMIT for cell in found)
+        return [*notes, f"at most {LIMIT:g} times the bound: {within} of {len(found)}"]
+
+    experiment = Experiment(
+        name=f"hidden-step-{shape}", title="Iterations over a paced drive", head=HEAD, save_to=save_to
+    )
+    with _folder() as folder:
+        experiment.run(_cells(setup, _schedules(overlap_step), io_seconds, iterations, folder), with_verdict)
+
+
+def _cells(setup: Setup, overlaps: Sequence[OverlapStep], nvme: float, count: int, path: Path) -> Iterator[Cell]:
+    """Measure each schedule at each ratio, `count` iterations each: even, since directions of ``off`` alternate."""
+    for overlap_step in overlaps:
+        durable = overlap_step == "speculate"
+        with (
+            paced_drive() as pace,
+            setup.training(overlap_step, path, engine=STANDS_IN_FOR, durable=durable) as training,
+        ):
+            own = min(one.seconds for one in training.iterations(3))
+            for ratio in RATIOS:
+                for _ in range(ATTEMPTS):
+                    pace.rate = math.inf
+                    compute_for(training, max(0.0, nvme / ratio - own))
+                    compute = median(one.seconds for one in training.iterations(3))
+                    pace.rate = setup.bytes_moved(overlap_step) / nvme
+                    cell = Cell(
+                        overlap_step=overlap_step,
+                        ratio=ratio,
+                        compute=compute,
+                        nvme=nvme,
+                        iterations=tuple(training.iterations(1 + count)[1:]),
+                        bound=setup.bound(overlap_step, compute, nvme).seconds / max(compute, nvme),
+                    )
+                    if not cell.is_disturbed:
+                        break
+                yield cell
+
+
+@hidden_step.command()
+def clipped(
+    share: Annotated[float, typer.Option(min=0, max=1, help="Share of the steps, chosen by chance, that clip.")] = 0.95,
+    quads: Quads = 4,
+    buffers: Buffers = 4,
+    width: Width = 512,
+    subgroups: Subgroups = 48,
+    iterations: Annotated[int, typer.Option(min=2, help="Measured each time.")] = 20,
+    io_seconds: Annotated[float, typer.Option(help="Seconds of the drive, and of computing, in an iteration.")] = 0.3,
+    save_to: SaveTo = None,
+) -> None:
+    """Measure steps most of which clip, over a paced drive: speculate over forward, both durable."""
+    setup = Setup(width=width, subgroups=subgroups, buffers=buffers)
+    experiment = Experiment(name="hidden-step-clipped", title="Steps that clip", head=comparison.HEAD, save_to=save_to)
+
+    def cases(path: Path) -> Iterator[Comparison]:
+        with paced_drive() as pace, ExitStack() as stack:
+
+            def arm(name: OverlapStep) -> Callable[[], float]:
+                training = stack.enter_context(setup.training(name, path, engine=STANDS_IN_FOR, durable=name))
+                compute_for(training, io_seconds)
+                chance = random.Random(0)
+                training.scale = lambda: CLIPPED_SCALE if chance.random() < share else 1.0
+                return lambda: mean(one.seconds for one in training.iterations(iterations))
+
+            ours, reference = arm("speculate"), arm("forward")
+            pace.rate = setup.bytes_moved("speculate") / io_seconds
+            name = f"speculate over forward, {share:.0%} of the steps clipped"
+            yield from Case(name=name, ours=ours, reference=reference).measure(quads)
+
+    with _folder() as folder:
+        experiment.run(cases(folder))
+
+
+@hidden_step.command()
+def drive(
+    path: Folder,
+    overlap_step: Schedule = None,
+    quads: Quads = 10,
+    real: Annotated[bool, typer.Option(help="269 million parameters that compute; else layers that sleep.")] = False,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a batch of the model that computes.")] = REAL_TOKENS,
+    buffers: Buffers = 4,
+    width: Width = 1024,
+    save_to: SaveTo = None,
+) -> None:
+    """Measure on a real drive each schedule beside off; layers sleep for as long as the drive moves the state."""
+    setup = Setup(width=width, buffers=buffers)
+    what = (
+        f"269 million parameters, computed for {tokens} tokens"
+        if real
+        else f"{setup.numel:,} parameters, layers sleep as long as the I/O"
+    )
+    notes = [
+        f"{what}; {buffers} staging buffers; {ITERATIONS} iterations each time, and all waited for between",
+        f"left out: rounds in which an iteration in memory was off by more than {TOLERANCE:.0%}",
+    ]
+    experiment = Experiment(
+        name=f"hidden-step-{'real' if real else 'sleeping'}",
+        title="Iterations on a drive, beside the plain order",
+        head=("overlap_step", "over off (95 %)", "control", "quads", "its own s", "off s"),
+        path=path,
+        save_to=save_to,
+    )
+    names = [name for name in _schedules(overlap_step) if name != "off"]
+    with _folder(path) as folder:
+        experiment.run(
+            (found for name in names for found in on_drive(setup, name, tokens if real else None, quads, folder)),
+            lambda found: notes,
+        )
+
+
+def on_drive(
+    setup: Setup, overlap_step: OverlapStep, tokens: int | None, quads: int, path: Path
+) -> Iterator[Comparison]:
+    """Measure a schedule beside ``off``. What ``speculate`` is compared with is durable, too.
+
+    Args:
+        setup: the model that sleeps, and the staging buffers.
+        overlap_step: the schedule.
+        tokens: of a batch of the model that computes; None: layers sleep for as long as `step()` takes with ``off``,
+            measured anew in each round.
+        quads: how many rounds.
+        path: folder on the drive.
+    """
+    kept = overlap_step == "speculate"
+    with ExitStack() as stack:
+
+        def enter(name: OverlapStep, folder: Path | None, durable: bool | str = False) -> Training:
+            made = (
+                setup.training(name, folder, durable=durable)
+                if tokens is None
+                else _computing(name, folder, tokens, setup.buffers, durable)
+            )
+            return stack.enter_context(made)
+
+        ours, off = enter(overlap_step, path, kept and "ours"), enter("off", path, kept and "off")
+        memory = enter("off", None)
+        asked = None if tokens is None else median(memory.seconds(ITERATIONS) for _ in range(3))
+
+        def before() -> tuple[Mapping[str, float], bool]:
+            wanted = asked
+            if wanted is None:
+                for training in (ours, off, memory):
+                    compute_for(training, 0.0)
+                own, wanted = memory.seconds(ITERATIONS), mean(one.step for one in off.iterations(1 + ITERATIONS)[1:])
+                for training in (ours, off, memory):
+                    compute_for(training, max(0.0, wanted - own))
+            compute = memory.seconds(ITERATIONS)
+            return {"compute": compute, "wanted": wanted}, abs(compute / wanted - 1) <= TOLERANCE
+
+        yield from Case(
+            name=overlap_step,
+            ours=partial(ours.seconds, ITERATIONS),
+            reference=partial(off.seconds, ITERATIONS),
+            before=before,
+        ).measure(quads)
+
+
+def _computing(
+    overlap_step: OverlapStep, path: Path | None, tokens: int, buffers: int, durable: bool | str
+) -> Training:
+    """Train a model that really computes, with the same weights each time."""
+    torch.manual_seed(0)
+    model: nn.Module = layered_model(REAL_LAYERS, REAL_WIDTH)
+    its = section(overlap_step, path, sub_group_size=REAL_WIDTH**2 * 2, buffers=buffers, durable=durable)
+    return Training(model, torch.randn(tokens, REAL_WIDTH), its)
+
+
+def compute_for(training: Training, seconds: float) -> None:
+    """Let forward and backward of a model that sleeps take so long; another one computes as before."""
+    for module in training.engine.module.modules():
+        if isinstance(module, SleepingModel):
+            module.compute_for(seconds)
+
+
+def _schedules(overlap_step: OverlapStep | None) -> tuple[OverlapStep, ...]:
+    return OVERLAPS if overlap_step is None else (overlap_step,)
+
+
+@contextmanager
+def _folder(path: Path | None = None) -> Iterator[Path]:
+    """A folder that is removed; the process group that the trainings made goes, too."""
+    with TemporaryDirectory(prefix="nvme-offload-hidden-step-", dir=path) as folder:
+        yield Path(folder)
+    if dist.is_initialized():
+        dist.destroy_process_group()
