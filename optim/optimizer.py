@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from nvme_offload.offload._torch_private import not_compiled, running_last_before_load, state_dict_hooks
 from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import ConfigWarning, StateError
+from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.optim.durable.methods import DurableMethods
 from nvme_offload.optim.groups import check_group, follow, take_on
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
 from nvme_offload.optim.run_record import RunRecord, place_in_words, said
+from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.state.entries import prepare_entries, write_entries
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.view import StateView
@@ -338,12 +339,10 @@ class OffloadOptimizer(DurableMethods, Optimizer):
             StateError: there is nothing to finish, or it cannot be finished any more; says what to do.
             SwapIOError: it failed again.
         """
-        if self.store.unfinished is not None and self.store.unfinished.updating:
+        if self.store.has_unfinished_step and self.store.condition.refuses(Need.REST_OF_STEP):
             self.store.wait_for_updates()  # says what cut it off, where nobody has heard it
         with self.store.at_rest(forgiving=True):
-            if (unfinished := self.store.unfinished) is None:
-                raise StateError(type(self).__name__, "a step that stopped halfway", "no such step")
-            self._stepper.finish(unfinished)
+            self._stepper.finish()
         self._end_step()
 
     def synchronize(self) -> None:
@@ -378,7 +377,7 @@ class OffloadOptimizer(DurableMethods, Optimizer):
         The layout is torch's, with ``master`` beside the rule's states for 16-bit parameters.
         """
         with self.store.at_rest():
-            self.store.check_whole()
+            self.store.check(Need.STATE)
             before, after = state_dict_hooks(self)
             for hook in before:
                 hook(self)
@@ -403,7 +402,7 @@ class OffloadOptimizer(DurableMethods, Optimizer):
         # The last of these hooks: it gets what the user's have made of the state dict.
         with self.store.at_rest(forgiving=True), running_last_before_load(self, OffloadOptimizer._take_over):
             super().load_state_dict(state_dict)
-            self.store.unfinished = None
+            self.store.be_whole()
 
     def _take_over(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Bring a state dict to the tiers; returns what is left of it for torch: the groups."""

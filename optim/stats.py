@@ -304,6 +304,11 @@ class Meter:
         names = ("updates_behind", "updates_in_backward", "guesses", "wrong_guesses", "updates_taken_back")
         return {name: getattr(self, name) for name in names}
 
+    def count_update(self, *, behind: bool) -> None:
+        """Count a subgroup that was updated behind a step, or else in backward."""
+        self.updates_behind += behind
+        self.updates_in_backward += not behind
+
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Count the time inside as step."""

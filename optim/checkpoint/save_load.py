@@ -55,6 +55,7 @@ from nvme_offload.optim.checkpoint.storage import (
     write_metadata,
 )
 from nvme_offload.optim.collective import is_alone, is_first_rank, on_every_rank, on_first_rank
+from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.warn import warn_user
 
 
@@ -140,7 +141,7 @@ def agree(
     def prepare() -> tuple[str, Contents]:
         own_tag = f"global_step{training.global_steps}" if tag is None else str(tag)
         files.check_tag(own_tag)
-        store.check_whole()
+        store.check(Need.STATE)
         store.table.check_layouts()
         store.place_trainable()
         return own_tag, _contents_of(training, reach())
@@ -278,7 +279,7 @@ def _load(
     apply_state(state, training)
     loaded = Loaded(folder, state.client_state, state.global_steps)
     take_over(loaded)
-    store.unfinished = None  # last, and no call after it: whatever stopped it, the load is done or it is not
+    store.be_whole()  # last: whatever stopped it, the load is done or it is not
     return loaded
 
 

@@ -23,6 +23,7 @@ from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.durable.identity import ModelRecord, identity_of
 from nvme_offload.optim.durable.ranks import Ranks
 from nvme_offload.optim.layout.master import MasterForm
+from nvme_offload.optim.state.condition import Need, StepPhase
 from nvme_offload.optim.state.masters import read_master, write_master
 from nvme_offload.optim.state.pipeline import holding
 from nvme_offload.optim.state.sealing import Sealing
@@ -144,7 +145,7 @@ class Commits:
             self.sealing.begins_turn = True
             error.add_note(f"Step {step} is complete, and is not committed: a later commit has what it changed.")
             raise
-        if self.store.unfinished is None:
+        if self.store.is_whole:
             with self.store.worker.kept_away():
                 self._begin_pending()
 
@@ -177,7 +178,7 @@ class Commits:
         store = self.store
         self.tick += 1
         with store.at_rest(), torch.no_grad():
-            store.check_whole()
+            store.check(Need.STATE)
             self.settle()
             self._prepare()
             for slot in store.slots:
@@ -201,7 +202,7 @@ class Commits:
         """
         store, problem = self.store, None
         with store.at_rest():
-            store.check_whole()
+            store.check(Need.STATE)
             self._begin_pending()
             if not self.settle():
                 raise StateError("snapshot", "a step that lasts on every rank", "one whose commit failed")
@@ -227,7 +228,7 @@ class Commits:
         """
         store = self.store
         with store.at_rest():
-            store.check_whole()
+            store.check(Need.STATE)
             self._begin_pending()
             changed = not self.settle() or not self.run.committed or bool(self.run.extents.uncommitted)
             changed = changed or any(self.sealing.is_changed(slot) for slot in store.slots)
@@ -271,8 +272,8 @@ class Commits:
         store = self.store
         if not store.is_closed:
             store.end_begun()
-            store.worker.wait_until(lambda: store.worker.job is None)
-            if store.unfinished is None:
+            store.worker.wait_until(lambda: store.record_in(StepPhase.BEHIND) is None)
+            if store.is_whole:
                 with store.worker.kept_away():
                     self._begin_pending()
         if self._settle_own() and self._has_begun:
@@ -370,7 +371,7 @@ class Commits:
                     self._write_again(store.slots[index])
 
     def _take(self, groups: Groups, engine: Mapping[str, Any]) -> None:
-        behind = self.store.unfinished
+        behind = self.store.record
         counts = behind.counts if behind is not None else {}
         content = Content.taken(self.step, self.tick, self.store.table, counts, groups, self.client_state, engine)
         self._pending = self.step, content.encode()
@@ -378,7 +379,7 @@ class Commits:
     def _begin_pending(self) -> None:
         """Begin the commit of what was taken, when all updates are done; in a turn of the worker, or with it away."""
         pending = self._pending
-        if pending is None or self.store.unfinished is not None:
+        if pending is None or not self.store.is_whole:
             return
         self._pending = None
         self.sealing.begins_turn = True

@@ -14,6 +14,7 @@ from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.content import Content
+from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.tiers.gatherers import drop_gathered
 from nvme_offload.optim.warn import warn_user
 
@@ -86,7 +87,7 @@ class Resumption:
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"rewind({steps!r}): write how many steps to go back, 1 or more")
         with self._store.at_rest(), torch.no_grad():
-            self._ranks.together(self._store.check_whole)
+            self._ranks.together(partial(self._store.check, Need.STATE))
             self._commits.settle()
             candidates = self._common(partial(self._back, steps))
             self._store.begin_load()
@@ -236,7 +237,7 @@ class Resumption:
         content.restore_generators()
         self._commits.note_adopted(content)
         store.pipeline.discards = False
-        store.unfinished = None
+        store.be_whole()
 
 
 def _snapshot_of(snapshots: Mapping[str, Manifest], name: str) -> Manifest:

@@ -7,8 +7,8 @@ Who owns what the job works on (the pipeline of the state, its staging buffers, 
 
 Signals arrive in the main thread alone, and may raise out of anything it does. So nothing here has to be undone there:
 a job begins with one assignment, who waits only waits, and the lock is taken and given back by C alone. CPython runs
-handlers after every call, but not inside a ``with`` or a ``for`` that calls C: between the lock and the block that gives
-it back there is no such place, as there are many in contextlib and at the entry of any ``__exit__`` in Python.
+handlers after every call, but not inside a ``with`` or a ``for`` that calls C: between the lock and the block that
+gives it back there is no such place, as there are many in contextlib and at the entry of any ``__exit__`` in Python.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a change and the word
 class Job(Protocol):
     """Something to be done behind the scenes, turn by turn."""
 
-    must_end: bool
-    """Whether it is done to its end also where everybody has let go of the worker."""
+    @property
+    def must_end(self) -> bool:
+        """Whether it is done to its end also where everybody has let go of the worker."""
 
     def turn(self) -> bool:
         """Do what can be done now, and wait for nothing; whether there is more that can be done at once."""
@@ -65,23 +66,22 @@ class Worker:
         self.bell = Bell()
         """Ring it when there may be something to do, as `wake` does."""
         self.job: Job | None = None
-        """What others may wait for. Assign it, then `wake` the worker; None again when it is done or given up."""
-        self.pastime: Job | None = None
-        """What is done while there is no job, and nobody waits for. It ends when the next job begins."""
+        """What it does. Assign it, then `wake` the worker; None again when it is done or given up."""
         self.failure: BaseException | None = None
-        """What ended the latest job or pastime, until somebody takes it with `raise_failure`."""
+        """What ended the latest job, until somebody takes it with `raise_failure`."""
         self.wait_seconds = 0.0
         """Seconds that others waited for it."""
         self._counted = counted
         self._device = device
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held in each turn; take it with `kept_away`."""
         self._waiting: list[SimpleQueue[None]] = []
         self._end = threading.Event()
         self._starting = threading.RLock()
         self._at_work = threading.Lock()
         """Held by the thread as long as it works."""
         self._threads: list[threading.Thread] = []
-        """The thread. After a start that was cut short there may be another, which takes no turn before this one ends."""
+        """The thread. After a start that was cut short there may be another, which waits until this one ends."""
         self._finalizer: weakref.finalize[..., Worker] | None = None
 
     def wake(self) -> None:
@@ -121,11 +121,7 @@ class Worker:
 
     def kept_away(self) -> AbstractContextManager[object]:
         """Have no turn taken during the block: ``with worker.kept_away():``. Re-entrant."""
-        return self._lock
-
-    def at_rest(self, wait: Callable[[], None]) -> AbstractContextManager[None]:
-        """`kept_away` from a moment on when no job is left; `wait` waits for that, again where another has come."""
-        return _AtRest(self, self._lock, wait)
+        return self.lock
 
     def raise_failure(self) -> None:
         """Raise what ended the latest job, once."""
@@ -142,59 +138,28 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is neither a job nor a pastime."""
-        return self.job is None and self.pastime is None
+        """Whether there is nothing to do."""
+        return self.job is None
 
     def turn(self) -> bool:
-        """One turn at the job, or else at the pastime; whether another can follow at once."""
-        with self._lock:
-            doing = self.job or self.pastime
-            if doing is None:
+        """One turn at the job; whether another can follow at once."""
+        with self.lock:
+            job = self.job
+            if job is None:
                 return False
             try:
-                more = doing.turn()
+                more = job.turn()
+                is_over = job.is_done
             except BaseException as error:
-                self._fail(doing, error)
-                more = False
-            if doing.is_done:
-                self._put_away(doing)
-                more = True
+                self.failure = error  # first: who waits for the job looks for it then
+                job.give_up(error)
+                more, is_over = False, True
+            if is_over and self.job is job:
+                self.job = None
         for told in tuple(self._waiting):
             if told.empty():
                 told.put(None)
         return more
-
-    def _fail(self, job: Job, error: BaseException) -> None:
-        job.give_up(error)
-        self.failure = error
-        self._put_away(job)
-
-    def _put_away(self, job: Job) -> None:
-        if self.job is job:
-            self.job = None
-        elif self.pastime is job:
-            self.pastime = None
-
-
-class _AtRest(AbstractContextManager[None]):
-    """See `Worker.at_rest`, and the first lines above: nothing is called with the lock held, and C gives it back."""
-
-    def __init__(self, worker: Worker, lock: threading.RLock, wait: Callable[[], None]) -> None:
-        self._worker = worker
-        self._lock = lock
-        self._wait = wait
-
-    def __enter__(self) -> None:
-        while True:
-            self._wait()
-            for _ in map(self._lock.acquire, (True,)):
-                if self._worker.job is None:  # else another thread took a step
-                    return
-                self._lock.release()
-
-    @property
-    def __exit__(self) -> Callable[..., None]:
-        return self._lock.__exit__
 
 
 def _work(

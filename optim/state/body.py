@@ -8,18 +8,22 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
 from nvme_offload.offload.errors import ClosedError, CorruptionError, ForkError, StateError
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.overlap.order import FirstUses
-from nvme_offload.optim.overlap.worker import Worker
+from nvme_offload.optim.overlap.worker import Job, Worker
+from nvme_offload.optim.state.condition import Condition, LoadingState, Need, StepPhase, Whole
+from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.state.pipeline import StepPipeline
-from nvme_offload.optim.state.progress import UnfinishedStep
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.tiers.block_tiers import BlockTiers
+
+_BEHIND = StepPhase.BEHIND  # to look an enum's member up would call Python
 
 
 class StateBody(ABC):
@@ -43,8 +47,8 @@ class StateBody(ABC):
         self.blocks = blocks
         self.slots: list[SlotRecord] = []
         """Records of all subgroups that have a place."""
-        self.unfinished: UnfinishedStep | None = None
-        """Set while a step or a load is under way, and left behind by one that stopped early."""
+        self.condition: Condition = Whole(owner)
+        """Whether all of it is of the same step, and what leads there where it is not: see `enter`."""
         self.is_closed = False
         self.worker = Worker(pipeline.waiting, lambda: table.device)
         """Does what is left of a step when it returns."""
@@ -103,9 +107,39 @@ class StateBody(ABC):
         wanted = set(indices)
         return [slot for slot in self.slots if any(run.param in wanted for run in slot.subgroup.runs)]
 
+    def enter(self, condition: Condition, job: Job | None = None) -> None:
+        """Begin a condition, with what the worker does in it. It keeps what it has done of the job before."""
+        # No call in between: a signal handler sees both or neither.
+        self.condition = condition
+        self.worker.job = job
+
     def begin_load(self) -> None:
-        """Begin a load: the state is neither old nor new until somebody sets `unfinished` to None again."""
-        self.unfinished = UnfinishedStep.of_load(split=self.table.has_split_params, owner=self.owner)
+        """Begin a load: the state is neither old nor new until `be_whole`."""
+        self.condition = LoadingState(self.owner, split=self.table.has_split_params)
+
+    def note_half_written(self) -> None:
+        """Note, in a load or where entries are set, that something has changed."""
+        if not isinstance(self.condition, LoadingState):
+            self.condition = LoadingState(self.owner, split=self.table.has_split_params)
+
+    def be_whole(self) -> None:
+        """Note that all state and all parameters are of one step."""
+        self.condition = Whole(self.owner)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all state and all parameters are of one step."""
+        return Need.STATE not in self.condition.lacks
+
+    @property
+    def record(self) -> StepRecord | None:
+        """The step that is not done; None where there is none."""
+        return self.condition if isinstance(self.condition, StepRecord) else None
+
+    def record_in(self, phase: StepPhase) -> StepRecord | None:
+        """Return the step in this phase; None where there is none."""
+        record = self.record
+        return record if record is not None and record.phase is phase else None
 
     def at_rest(
         self, *, forgiving: bool = False, meanwhile: Callable[[], None] = lambda: None
@@ -122,19 +156,20 @@ class StateBody(ABC):
             ClosedError, ForkError: see `check_usable`.
             SwapIOError, CorruptionError, StateError: what stopped these updates, or a write behind them. Said once.
         """
-        return self.worker.at_rest(lambda: self.wait_for_updates(forgiving=forgiving, meanwhile=meanwhile))
+        return _AtRest(self, partial(self.wait_for_updates, forgiving=forgiving, meanwhile=meanwhile))
 
     def wait_for_updates(self, *, forgiving: bool = False, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait until all updates behind the latest step are done; see `at_rest`."""
         self.check_usable()
-        if self.unfinished is not None and self.unfinished.is_open and not self._goes_back(self.unfinished):
+        begun_record = self.record_in(StepPhase.BEGUN)
+        if begun_record is not None and not self._goes_back(begun_record):
             begun = "updates that have begun in backward (overlap_step)"
             raise StateError(self.owner, "parameters and state as they are between two steps", f"{begun}: call step()")
         worker = self.worker
 
         def is_done() -> bool:
             meanwhile()
-            return worker.job is None
+            return self.condition.phase is not StepPhase.BEHIND
 
         worker.wait_until(is_done)
         if forgiving:
@@ -162,35 +197,35 @@ class StateBody(ABC):
 
     def _wait_for_update_of(self, index: int) -> None:
         self.uses.note(index)
-        unfinished = self.unfinished
-        is_begun = unfinished is not None and unfinished.is_open and index in unfinished.final
-        if unfinished is not None and is_begun and not self._goes_back(unfinished):
+        record = self.record
+        if record is None:
+            return
+        if record.phase is StepPhase.BEGUN and index in record.final and not self._goes_back(record):
             begun = f"{self.table[index].name}, whose gradient was final, is used once more before step()"
             raise StateError(self.owner, 'one use in backward, or overlap_step = "forward"', begun)
-        if unfinished is None or not unfinished.behind or not unfinished.concerns(index):
+        if record.phase in (StepPhase.BEGUN, StepPhase.RUNNING) or not record.concerns(index):
             return
         if not self.is_own_process:
             raise ForkError(self.owner, self._owner_pid, os.getpid())
-        worker = self.worker
-        unfinished.wanted.append(index)
-        worker.wait_until(lambda: worker.job is None or not unfinished.concerns(index))
-        if unfinished.concerns(index):
-            worker.raise_failure()
-            raise unfinished.refusal("updated parameters")
+        record.wanted.append(index)
+        self.worker.wait_until(lambda: record.phase is not StepPhase.BEHIND or not record.concerns(index))
+        if record.concerns(index):
+            self.worker.raise_failure()
+            raise record.refusal("updated parameters")
 
     def end_begun(self) -> None:
         """Give up what has begun in backward, of a step that nobody will call; what can be taken back is."""
-        unfinished = self.unfinished
-        if unfinished is None or not unfinished.is_open:
+        record = self.record_in(StepPhase.BEGUN)
+        if record is None:
             return
         with self.worker.kept_away():
             self.worker.job = None
             try:
-                self._goes_back(unfinished)
+                self._goes_back(record)
             except (OSError, CorruptionError) as error:
                 self.worker.failure = error
 
-    def _goes_back(self, begun: UnfinishedStep) -> bool:
+    def _goes_back(self, begun: StepRecord) -> bool:
         """Take back what has begun in backward, where that is possible: somebody needs what was before."""
         if begun.way_back is None:
             return False
@@ -200,10 +235,10 @@ class StateBody(ABC):
     @property
     def has_unfinished_step(self) -> bool:
         """Whether the latest step stopped halfway. One whose updates go on behind it has not."""
-        if self.worker.job is not None:  # first: the worker may be done before the next line
-            return False
-        unfinished = self.unfinished
-        return unfinished is not None and not (unfinished.is_open or unfinished.is_found_run)
+        condition = self.condition
+        if isinstance(condition, StepRecord):
+            return condition.phase in (StepPhase.RUNNING, StepPhase.STOPPED, StepPhase.SPOILT)
+        return isinstance(condition, LoadingState)
 
     @property
     def is_own_process(self) -> bool:
@@ -217,16 +252,37 @@ class StateBody(ABC):
         if not self.is_own_process:
             raise ForkError(self.owner, self._owner_pid, os.getpid())
 
-    def check_whole(self) -> None:
-        """Raise unless all state is of the same step: see `UnfinishedStep`. Call it `at_rest`."""
+    def check(self, need: Need) -> None:
+        """Raise what refuses this in the present condition. Call it `at_rest`."""
         self.check_usable()
-        if self.unfinished is not None:
-            raise self.unfinished.refusal("whole state")
+        if (error := self.condition.refuses(need)) is not None:
+            raise error
 
-    def check_step_whole(self) -> None:
-        """Raise where a step stopped halfway: parameters are of two steps. A load reads what it is about to change."""
-        if self.unfinished is not None and self.unfinished.inputs is not None:
-            raise self.unfinished.refusal("whole parameters")
+
+class _AtRest(AbstractContextManager[None]):
+    """See `StateBody.at_rest`. As in `optim.overlap.worker` nothing is called with the lock held, and C gives it back.
+
+    Args:
+        body: the state.
+        wait: waits until no updates are under way; called again where another thread has taken a step since.
+    """
+
+    def __init__(self, body: StateBody, wait: Callable[[], None]) -> None:
+        self._body = body
+        self._lock = body.worker.lock
+        self._wait = wait
+
+    def __enter__(self) -> None:
+        while True:
+            self._wait()
+            for _ in map(self._lock.acquire, (True,)):
+                if self._body.condition.phase is not _BEHIND:
+                    return
+                self._lock.release()
+
+    @property
+    def __exit__(self) -> Callable[..., None]:
+        return self._lock.__exit__
 
 
 # Neither attributes of the parameters, which would be copied and pickled with them, nor weak references to them, with

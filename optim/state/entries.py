@@ -17,9 +17,9 @@ from nvme_offload.optim.layout.flat import flat_view, room_like, unflatten
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.state.masters import read_master, section_view, write_master
 from nvme_offload.optim.state.pipeline import holding
-from nvme_offload.optim.state.progress import UnfinishedStep
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.tiers.gatherers import drop_gathered
 
@@ -31,7 +31,7 @@ def read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[i
 
 
 def _read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[int, dict[str, torch.Tensor]]:
-    body.check_whole()
+    body.check(Need.STATE)
     body.table.check_layouts()
     params = body.table.params
     flat = {
@@ -111,18 +111,17 @@ def prepare_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> 
 def set_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> None:
     """Set entries by parameter index and name. Where that stops after the first change, the state says so."""
     with body.at_rest():
-        body.check_whole()
+        body.check(Need.STATE)
         entries = prepare_entries(body, given)
         write_entries(body, entries)
-        body.unfinished = None
+        body.be_whole()
 
 
 def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
     """Set what `prepare_entries` made, visiting every subgroup at most once. Call it `at_rest`.
 
-    From the first change on the state is said to be unfinished; the caller takes that back.
+    From the first change on the state is said to be neither old nor new; the caller takes that back with `be_whole`.
     """
-    broken = body.unfinished or UnfinishedStep.of_load(split=body.table.has_split_params, owner=body.owner)
     masters = any("master" in named for named in entries.values())
     changing = body.slots_of(index for index, named in entries.items() if named.keys() - {"step"})
     for slot in tracked("writing the state", changing, _size_of):
@@ -130,12 +129,12 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
             # What fails in here is undone on NVMe, where the drive has the state as it was. A master is also in the
             # parameter, and the two only agree again when both are written.
             if masters or slot.is_resident:
-                body.unfinished = broken
+                body.note_half_written()
             for run in slot.subgroup.runs:
                 for name, values in entries.get(run.param, {}).items():
                     if name != "step":
                         write_run(body, slot, memory, run, name, values[run.start : run.stop])
-            body.unfinished = broken
+            body.note_half_written()
     for index, named in entries.items():
         if "step" in named:
             body.table[index].steps = int(named["step"])

@@ -11,6 +11,7 @@ from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.shards.param_tier import ResidentShard
 from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.state.entries import fresh_entry_of, read_entries, set_entries
 from nvme_offload.optim.tiers.parts import ShardParts
 
@@ -48,7 +49,7 @@ class StateParts(ShardParts):
         """
         with self._between_steps():
             if not (change or self.body.is_closed):
-                self.body.check_step_whole()
+                self.body.check(Need.PARAMS)
             with super().held(change=change) as flat:
                 yield flat
 
@@ -62,7 +63,7 @@ class StateParts(ShardParts):
         if self._is_all_stored:
             with self._between_steps():
                 if not self.body.is_closed:
-                    self.body.check_step_whole()
+                    self.body.check(Need.PARAMS)
                 return fresh_entry_of(self.body, self._index, "master").to(self.device)
         master = read_entries(self.body, {self._index: ("master",)})[self._index]["master"]
         return local_tensor(master).to(self.device)

@@ -29,12 +29,12 @@ from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, sta
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody, check_sole
+from nvme_offload.optim.state.condition import FoundRun, StepPhase
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.masters import give_birth
 from nvme_offload.optim.state.period import least_period, period_of
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.placement import StatePlacement
-from nvme_offload.optim.state.progress import UnfinishedStep
 from nvme_offload.optim.state.sealing import Sealing
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.state_parts import StateParts
@@ -104,7 +104,7 @@ class StateStore(StateBody):
             super().__init__(owner, table, kernels, pipeline, BlockTiers(config, kernels))
             if self.run is not None and self.run.found:
                 pipeline.discards = self.run.is_under_way
-                self.unfinished = UnfinishedStep.of_found_run(self.run.name, owner=owner)
+                self.condition = FoundRun(owner, self.run.name)
         except BaseException:
             if self.tier is not None:
                 self.tier.close()
@@ -133,7 +133,7 @@ class StateStore(StateBody):
         if self.sealing is not None:
             assert not self.sealing.run.is_under_way
             self.sealing.run.forget_commits()
-            self.unfinished = None
+            self.be_whole()
 
     def add_params(self, group: int, rule: UpdateRule, params: Mapping[torch.Tensor, str]) -> list[ParamRecord]:
         """Take parameters on, with their names, without giving them a place yet.
@@ -347,7 +347,9 @@ class StateStore(StateBody):
         if not self.is_own_process:
             return
         self.end_begun()
-        self.worker.wait_until(lambda: self.worker.job is None)  # parameters stay, and stay as the latest step has them
+        self.worker.wait_until(
+            lambda: self.record_in(StepPhase.BEHIND) is None
+        )  # parameters stay, and stay as the latest step has them
         self.worker.stop()
         self.is_closed = True  # and each part once more does no harm: an interrupted close can be repeated
         if self.mirror is not None:
@@ -367,7 +369,7 @@ class StateStore(StateBody):
         # The memory goes with its last user, and this object may be kept.
         self.pool, self.mirror, self.settle_params = None, None, lambda: None
         self.slots.clear()
-        if self.unfinished is not None:
+        if not self.is_whole:
             self.worker.raise_failure()
 
     @property

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.optim.collective import reachable
 from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.state.entries import fresh_entry_of, read_entries, set_entries
 
 
@@ -110,7 +111,7 @@ class StateView(MutableMapping[torch.Tensor, ParamState]):
 
     def _set(self, index: int, entries: Mapping[str, Any]) -> None:
         with self._body.at_rest():
-            self._body.check_whole()
+            self._body.check(Need.STATE)
         if entries or self._body.table[index].is_placed:
             set_entries(self._body, {index: entries})
 

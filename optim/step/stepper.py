@@ -20,15 +20,18 @@ from nvme_offload.optim.grad_norm import clip_coefficient, sums_from_device, tot
 from nvme_offload.optim.interrupt import DeferredInterrupt
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep
+from nvme_offload.optim.state.condition import Need, StepPhase
+from nvme_offload.optim.state.phase import StepInputs, StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.stats import Meter
-from nvme_offload.optim.step.behind import UpdatesBehind, forward_order, hindrance, waits_for_updates
+from nvme_offload.optim.step.final_gradients import FinalGradients
 from nvme_offload.optim.step.guess import Guesses
-from nvme_offload.optim.step.in_backward import FinalGradients
+from nvme_offload.optim.step.hiding import hindrance, waits_for_updates
+from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.scalars import scalars_of
+from nvme_offload.optim.step.schedule import Behind, forward_order
 from nvme_offload.optim.step.update import read_update_write
 from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
 from nvme_offload.optim.warn import warn_user
@@ -133,14 +136,13 @@ class Stepper:
     def _between_steps(self, interrupt: DeferredInterrupt) -> AbstractContextManager[object]:
         """The state for this step alone; of one that began in backward with what is updated there under way."""
         store = self._store
-        has_begun = store.unfinished is not None and store.unfinished.is_open
+        has_begun = store.record_in(StepPhase.BEGUN) is not None
         return store.worker.kept_away() if has_begun else store.at_rest(meanwhile=interrupt.deliver)
 
     def _check_begins(self) -> None:
-        unfinished = self._store.unfinished
-        if unfinished is not None and not unfinished.is_open:
+        if (refusal := self._store.condition.refuses(Need.NEXT_STEP)) is not None:
             self._store.worker.raise_failure()
-            raise unfinished.refusal("a finished step")
+            raise refusal
 
     def _step(
         self,
@@ -172,48 +174,48 @@ class Stepper:
         rest = {index: grad for index, grad in grads.items() if begun is None or index not in begun.begun}
         done = dict.fromkeys(slot for slot in begun.order if slot not in begun.pending) if begun is not None else {}
         inside, behind = self._divided([slot for slot in store.slots_of(grads) if slot not in done], grads)
-        captured = begun.inputs.grads if begun is not None and begun.inputs is not None else {}
-        inputs = StepInputs({**rest, **captured}, scalars, self._whole_params(rest))
-        counts = {index: store.table[index].steps + 1 for index in grads}
-        step = UnfinishedStep(
+        captured = begun.inputs.grads if begun is not None else {}
+        record = StepRecord(
+            store.owner,
+            StepPhase.RUNNING,
             number,
             [*inside, *done, *behind],
-            inputs,
-            counts,
+            StepInputs({**rest, **captured}, scalars, self._whole_params(rest)),
+            {index: store.table[index].steps + 1 for index in grads},
             split=store.table.has_split_params,
-            owner=store.owner,
             begun=begun,
         )
-        # Not earlier: where a hyperparameter is refused, the step is still to come. And no call in between: whoever
-        # interrupts finds the factor, or a step that has it; and updates in backward, or the step that goes on.
-        store.worker.job = None
-        store.unfinished = step
-        self.clip_first = 1.0
+        # Not earlier: where a hyperparameter is refused, the step is still to come.
+        store.enter(record)
         store.worker.raise_failure()
-        self._go_on(step, inputs, len(inside), interrupt)
+        self._go_on(record, len(inside), interrupt)
 
-    def finish(self, step: UnfinishedStep) -> None:
-        """Complete a step that stopped halfway.
+    def finish(self) -> None:
+        """Complete a step that stopped halfway. Call it `at_rest`.
 
         Raises:
-            StateError: it cannot be finished any more.
+            StateError: there is none, or it cannot be finished any more.
             SwapIOError: it failed again.
         """
-        self._store.table.check_layouts()
-        inputs = step.check_resumable()
+        store = self._store
+        store.table.check_layouts()
+        store.check(Need.REST_OF_STEP)
+        record = store.record
+        assert record is not None
+        record.check_grads(record.inputs.grads)
         try:
             with DeferredInterrupt() as interrupt:
-                self._store.pipeline.forget_failures()
-                self._go_on(step, inputs, len(step.order), interrupt)
+                store.pipeline.forget_failures()
+                self._go_on(record, len(record.order), interrupt)
         except BaseException as error:
-            error.add_note(self._where_it_stands(step.number))
+            error.add_note(self._where_it_stands(record.number))
             raise
 
     def clip_grads(self, groups: Sequence[Mapping[str, Any]], max_norm: float) -> float:
         """Have the next step multiply all gradients by what clips them together; returns their norm as stored."""
         store = self._store
         # What was guessed need not be taken back for that: the step will see the factor.
-        begun = store.unfinished if store.unfinished is not None and store.unfinished.is_open else None
+        begun = store.record_in(StepPhase.BEGUN)
         with store.at_rest() if begun is None or begun.way_back is None else store.worker.kept_away():
             norm = self.clip_first * (self._norm_of(self._collect_grads(groups), found_inf=False) or 0.0)
         self.clip_first *= clip_coefficient(norm, max_norm)
@@ -221,9 +223,9 @@ class Stepper:
 
     def _where_it_stands(self, number: int) -> str:
         """What has been done of a step that an exception comes out of, and the way on."""
-        unfinished = self._store.unfinished
-        if unfinished is not None and self._store.has_unfinished_step:
-            return f"{unfinished.situation}. {unfinished.way_on}"
+        if self._store.has_unfinished_step:
+            condition = self._store.condition
+            return f"{condition.situation}. {condition.way_on}"
         if self._meter.steps >= number:
             return f"Step {number} is complete."
         return f"Step {number} has updated nothing: parameters and state are as before, and step() can be called again."
@@ -347,12 +349,11 @@ class Stepper:
         """Whether this step goes through the subgroups forward: directions alternate."""
         return self._meter.steps % 2 == 0
 
-    def _go_on(self, step: UnfinishedStep, inputs: StepInputs, num_inside: int, interrupt: DeferredInterrupt) -> None:
+    def _go_on(self, record: StepRecord, num_inside: int, interrupt: DeferredInterrupt) -> None:
         """Do what is left of a step. Ctrl-C is honoured between subgroups, so that the step can be finished later.
 
         Args:
-            step: the record of it.
-            inputs: gradients and scalars.
+            record: of the step.
             num_inside: subgroups of its order that are updated here; the others are left to the worker.
             interrupt: asked between two of them.
         """
@@ -362,58 +363,60 @@ class Stepper:
             interrupt.deliver()
             store.blocks.advance()
 
-        inside = [slot.subgroup for slot in step.order[:num_inside]]
+        self.clip_first = 1.0  # the record has it
+        inside = [slot.subgroup for slot in record.order[:num_inside]]
         store.pipeline.on_pause = on_pause
         if store.mirror:
             store.mirror.begin_step()
-        store.blocks.begin_step([subgroup.subgroup for subgroup in step.pending][:num_inside])
+        store.blocks.begin_step([subgroup.subgroup for subgroup in record.pending][:num_inside])
         try:
-            for position, slot in enumerate(step.order[:num_inside]):
-                if slot in step.pending:
+            for position, slot in enumerate(record.order[:num_inside]):
+                if slot in record.pending:
                     on_pause()
-                    read_update_write(store, self._meter, step, inputs, step.order, position)
-            inputs.whole.finish()
+                    read_update_write(store, self._meter, record, record.order, position)
+            record.inputs.whole.finish()
         finally:
             store.pipeline.on_pause = lambda: None
             # Also after a failure: the device must not read parameters that are still on their way to it.
             if store.mirror:
                 store.mirror.end_step()
-        if step.pending:
-            self._leave_to_worker(step, inputs)
+        if record.pending:
+            self._leave_to_worker(record)
             return
         # Set and not counted on, so that it may be cut short and done once more.
-        for index, count in step.counts.items():
+        for index, count in record.counts.items():
             store.table[index].steps = count
-        self._meter.steps = step.number
+        self._meter.steps = record.number
         store.blocks.end_step(inside)
-        store.unfinished = None
-        let_read(store.table[index] for index in step.counts)
+        record.become(StepPhase.DONE)
+        store.be_whole()
+        let_read(store.table[index] for index in record.counts)
         store.blocks.advance()  # last: whatever stops it, the step is done
-        self._meter.changed_behind += step.changed_tiles
+        self._meter.changed_behind += record.changed_tiles
         self._report_changed()
 
-    def _leave_to_worker(self, step: UnfinishedStep, inputs: StepInputs) -> None:
+    def _leave_to_worker(self, record: StepRecord) -> None:
         """End the step here: what is left of it goes on behind it, and whoever needs it waits."""
-        worker, table = self._store.worker, self._store.table
+        store = self._store
         # As updates inside the step do, each for itself: a graph from before it must not use either weights unnoticed.
-        increment_version([table[index].leaf for index in inputs.grads])
-        step.keep_pending_only()
-        let_read(table[index] for index in step.counts if not step.concerns(index))
-        let_wait(table[index] for index in step.counts if step.concerns(index))
-        following = self._following(step)
+        increment_version([store.table[index].leaf for index in record.inputs.grads])
+        record.keep_pending_only()
+        let_read(store.table[index] for index in record.counts if not record.concerns(index))
+        let_wait(store.table[index] for index in record.counts if record.concerns(index))
+        following = self._following(record)
         # Updates that begin in backward begin with the last layers.
         first = following[::-1] if self.final is not None and self.final.begins_next else following
-        job = UpdatesBehind(self._store, self._meter, step, inputs, following, first)
-        # No call in between: a signal handler sees a step that stopped, or one that is taken.
-        step.behind = True
-        worker.pastime = None
-        worker.job = job
-        self._meter.steps = step.number
-        worker.wake()
+        schedule = Behind(following, began_in_backward=bool(record.done))
+        job = StepJob(store, self._meter, record, schedule, first=first)
+        # In this order, so that whoever interrupts it leaves a step that can be finished, or one that somebody does.
+        store.worker.job = job
+        self._meter.steps = record.number
+        record.become(StepPhase.BEHIND)
+        store.worker.wake()
 
-    def _following(self, step: UnfinishedStep) -> list[SlotRecord]:
+    def _following(self, record: StepRecord) -> list[SlotRecord]:
         """Subgroups as the next step will probably go through them."""
-        return forward_order(step.order, self._store.uses.ranks) if self.final is not None else list(step.order)
+        return forward_order(record.order, self._store.uses.ranks) if self.final is not None else list(record.order)
 
     def _note_changed_on_device(self) -> None:
         """Ask the device what the step before found there: this step waits for it anyway, for the norm."""

@@ -16,7 +16,7 @@ from nvme_offload.optim.kernels import Segment, make_segment
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.device_mirror import MirroredRuns
 from nvme_offload.optim.state.masters import section_view, state_views
-from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep
+from nvme_offload.optim.state.phase import StepInputs, StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.stats import Meter
@@ -27,8 +27,7 @@ from nvme_offload.optim.tiles import RunTensors, update_in_torch, update_whole
 def read_update_write(
     store: StateStore,
     meter: Meter,
-    step: UnfinishedStep,
-    inputs: StepInputs,
+    record: StepRecord,
     order: Sequence[SlotRecord],
     position: int = 0,
 ) -> None:
@@ -37,15 +36,14 @@ def read_update_write(
     Args:
         store: the optimizer's state.
         meter: gets the time that the kernel takes, and that spent waiting for a device.
-        step: notes what is done.
-        inputs: of the step.
+        record: of the step; it notes what is done.
         order: subgroups in the order in which they will be needed: reads of those that follow go on meanwhile.
         position: of the subgroup.
 
     Raises:
         SwapIOError, CorruptionError: see `StepPipeline.acquire`; nothing was updated.
     """
-    slot = order[position]
+    slot, inputs = order[position], record.inputs
     if store.mirror:
         for ahead in (slot, *order[position + 1 : position + 2]):
             if not ahead.is_on_device:
@@ -61,11 +59,7 @@ def read_update_write(
             update = update_of(slot, memory, inputs, store, copies)
             store.pipeline.will_change(slot)
             slot.updated = frozenset(run.param for run in slot.subgroup.runs if run.param in inputs.grads)
-            # No other call until `updating` is false: an exception in between leaves a step that nobody can finish.
-            step.updating = True
-            step.changed_tiles += update()
-            del step.pending[slot]
-            step.updating = False
+            record.update(slot, update)
         with record_function("nvme_offload: write"):
             store.pipeline.release(slot)
 

@@ -99,7 +99,7 @@ def until_it_works(optimizer, code, call):
             call()
         except SwapIOError as error:
             check_error(error, code)
-            if optimizer.store.unfinished is not None:
+            if optimizer.store.record is not None:
                 call = optimizer.finish_step
         else:
             return attempt
@@ -142,7 +142,7 @@ def test_a_failed_step_is_finished_when_the_drive_is_well_again(make_adamw, monk
             with pytest.raises(SwapIOError):
                 finish_and_wait(optimizer)  # not yet
             drive.healthy = True
-            if optimizer.store.unfinished is not None:
+            if optimizer.store.record is not None:
                 optimizer.finish_step()
             optimizer.synchronize()
     if not failed:

@@ -204,7 +204,7 @@ def test_step_returns_before_the_updates_which_keep_the_gradients(alone, tmp_pat
             one.backward(loss_of(one, 1))
         with optimizer.store.worker.kept_away():
             engine.step()
-            grads = {id(grad): weakref.ref(grad) for grad in optimizer.store.unfinished.inputs.grads.values()}
+            grads = {id(grad): weakref.ref(grad) for grad in optimizer.store.record.inputs.grads.values()}
             assert optimizer.stats().updates_behind == before.updates_behind
             assert optimizer.stats().steps == 2
             assert not optimizer.has_unfinished_step
@@ -229,13 +229,13 @@ def test_reads_go_first_and_in_the_end_everything_is_written(alone, tmp_path, mo
         start, under_way = store.tier._start, []
 
         def counting(op, *more):
-            if op is Op.WRITE and store.unfinished is not None and store.unfinished.pending:
+            if op is Op.WRITE and store.record is not None and store.record.pending:
                 under_way.append(sum(slot.transfer is not None for slot in store.pipeline.residents))
             return start(op, *more)
 
         monkeypatch.setattr(store.tier, "_start", counting)
         engine.step()
-        store.worker.wait_until(lambda: store.worker.job is None)
+        store.worker.wait_until(lambda: store.is_whole)
         assert len(under_way) > LAYERS
         assert max(under_way) == 1, "writes beside the one transfer that keeps the drive busy"
         assert not [slot for slot in store.pipeline.residents if slot.residency is Residency.DIRTY]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from nvme_offload import ConfigWarning, OffloadAdamW, OffloadConfig
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.errors import ConfigError, SwapIOError
+from nvme_offload.optim.state.condition import StepPhase
 from nvme_offload.optim.step import guess
 from nvme_offload.optim.step.guess import Guesses
 from tests.support.failing_drive import Failing
@@ -52,20 +53,21 @@ def model(config):
 def wait_for_updates(optimizer):
     """Wait until backward has updated something, where it guesses; whether it has."""
     store, final = optimizer.store, optimizer._stepper.final
-    if final is None or store.worker.job is None:
+    if final is None or store.record_in(StepPhase.BEGUN) is None:
         return False
     worker, job, idle = store.worker, store.worker.job, []
+    guess = job._source and job._source.guess
 
     def can_go_on(slot):
-        return store.pipeline.is_here(slot) and slot not in job._guess._refused
+        return store.pipeline.is_here(slot) and slot not in job._source.guess._refused
 
     def is_over():
-        if job.step.final == set(job.sums) and store.pipeline.is_quiet and not store.sealing.is_held:
-            idle.append(not (job._guess and any(map(can_go_on, tuple(job.step.pending)))))
-        return worker.job is not job or job.step.done > 1 or (job._guess and job._guess.is_off) or sum(idle) > 30
+        if job.record.final == set(job._source.sums) and store.pipeline.is_quiet and not store.sealing.is_held:
+            idle.append(not (guess and any(map(can_go_on, tuple(job.record.pending)))))
+        return worker.job is not job or job.record.done > 1 or (guess and guess.is_off) or sum(idle) > 30
 
     worker.wait_until(is_over)
-    return worker.job is job and job.step.done > 0
+    return worker.job is job and job.record.done > 0
 
 
 def backward(engine, step, scale=1):
@@ -122,7 +124,7 @@ def test_what_has_been_seen_of_the_norm_stops_a_guess(alone, eager, tmp_path):
         with worker.kept_away():  # all gradients arrive before the first update
             backward(engine, 3, 1000)
             job = worker.job
-        worker.wait_until(lambda: job.step.final == set(job.sums))
+        worker.wait_until(lambda: job.record.final == set(job._source.sums))
         engine.step()
         stats = engine.optimizer.stats()
         assert (stats.wrong_guesses, stats.updates_taken_back) == (1, 0)

@@ -5,7 +5,7 @@ import torch
 
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.errors import StateError, SwapIOError
-from nvme_offload.optim.step.behind import forward_order
+from nvme_offload.optim.step.schedule import forward_order
 from tests.support.failing_drive import Failing
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
@@ -62,9 +62,7 @@ def begun(engine, step=1):
     engine.backward(loss_of(engine, step))
     optimizer = engine.optimizer
     before = optimizer.stats().updates_in_backward
-    optimizer.store.worker.wait_until(
-        lambda: optimizer.store.worker.failure is not None or optimizer.store.unfinished.done
-    )
+    optimizer.store.worker.wait_until(lambda: optimizer.store.worker.failure is not None or optimizer.store.record.done)
     assert optimizer.store.worker.failure is not None or optimizer.stats().updates_in_backward > 0
     return optimizer, before
 
@@ -127,7 +125,7 @@ def test_a_second_backward_is_an_error(alone, tmp_path):
     with model(config_of(tmp_path, "backward")) as engine:
         loss = loss_of(engine.module, 0), loss_of(engine.module, 1)
         loss[0].backward()
-        assert engine.optimizer.store.unfinished is None, "another backward is to come, as FSDP2 knows"
+        assert engine.optimizer.store.record is None, "another backward is to come, as FSDP2 knows"
         loss[1].backward()
         engine.optimizer.step()
         engine.optimizer.zero_grad()
@@ -193,10 +191,10 @@ def test_what_is_left_when_backward_ends_is_updated_in_the_order_of_the_next_for
             patch.setattr(store.pipeline, "is_here", lambda slot: False)  # nothing is updated
             engine.backward(loss_of(engine, 2))
             worker = store.worker
-            worker.wait_until(lambda: worker.failure or len(store.unfinished.begun) == len(store.table))
+            worker.wait_until(lambda: worker.failure or len(store.record.begun) == len(store.table))
             with worker.kept_away():
                 engine.step()
-                pending = list(store.unfinished.pending)
+                pending = list(store.record.pending)
         assert pending == forward_order(store.slots, store.uses.ranks)
         in_backward = windows[-1]
         num_early = in_backward.index(pending[0])

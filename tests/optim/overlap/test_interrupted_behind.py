@@ -103,7 +103,7 @@ def test_finishing_what_stopped_behind_a_step_can_be_cut_short(pair, monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(pair.optimizer.store.pipeline, "advance", lambda ahead: raise_struck())
             pair.optimizer.step()
-            pair.optimizer.store.worker.wait_until(lambda: pair.optimizer.store.worker.job is None)
+            pair.optimizer.store.worker.wait_until(lambda: pair.optimizer.store.is_whole)
         assert pair.optimizer.has_unfinished_step
         struck(interrupt, pair.optimizer.finish_step)
         if pair.optimizer.has_unfinished_step:

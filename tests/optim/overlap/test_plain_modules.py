@@ -190,7 +190,7 @@ def test_an_optimizer_that_is_dropped_finishes_its_step_first(tmp_path):
     del optimizer, its
     assert_same_bits(model.state_dict(), plain.state_dict())
     off.close()
-    assert gone() is None or gone().worker.job is None
+    assert gone() is None or gone().is_whole
 
 
 def test_an_optimizer_that_is_dropped_before_its_step_is_gone(tmp_path):
@@ -198,7 +198,7 @@ def test_an_optimizer_that_is_dropped_before_its_step_is_gone(tmp_path):
     train_step(model, optimizer, 0)
     loss_of(model, 1).backward()
     store = optimizer.store
-    store.worker.wait_until(lambda store=store: store.unfinished.done)
+    store.worker.wait_until(lambda store=store: store.record.done)
     gone = weakref.ref(store.worker)
     del optimizer, store
     for _ in range(100):
@@ -215,7 +215,7 @@ def test_what_changes_a_gradient_between_backward_and_step_is_noticed(tmp_path):
         train_step(model, optimizer, 0)
         loss_of(model, 1).backward()
         worker = optimizer.store.worker
-        worker.wait_until(lambda: optimizer.store.unfinished.done == optimizer.stats().num_subgroups)
+        worker.wait_until(lambda: optimizer.store.record.done == optimizer.stats().num_subgroups)
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         with pytest.raises(StateError, match="gradients that have changed since"):
             optimizer.step()
@@ -423,7 +423,7 @@ def shared_subgroup_run(path, mode):
         early = 0
 
         def one_is_updated():
-            return mode == "off" or not store.slots or store.unfinished is None or store.unfinished.done > 0
+            return mode == "off" or not store.slots or store.record is None or store.record.done > 0
 
         for step in range(3):
             optimizer.synchronize()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload import CheckpointWriteError, StateError, WeightsError, initialize
 from nvme_offload.offload.weights.reader import SafetensorsReader
 from nvme_offload.optim.checkpoint.files import PARTIAL, REPLACED
+from nvme_offload.optim.state.condition import StepPhase
 from tests.support.killed_saves import digest_of
 from tests.support.power_loss import Recording
 from tests.support.sharded_model import full_state
@@ -265,8 +266,7 @@ class CheckpointSubject(Subject):
         optimizer = self.engine.optimizer if self.engine is not None else None
         if optimizer is None or not optimizer.store.has_unfinished_step:
             return
-        unfinished = optimizer.store.unfinished
-        if unfinished is not None and unfinished.behind and not unfinished.updating:
+        if optimizer.store.record_in(StepPhase.STOPPED) is not None:
             self._patient(optimizer.finish_step)
 
     def _persist(self, call: Callable[[], Any]) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,58 +18,40 @@ from nvme_offload.optim.durable.taking_back import take_back
 from nvme_offload.optim.grad_norm import sums_from_device, tile_sums
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.progress import StepInputs, UnfinishedStep, count_parts
+from nvme_offload.optim.state.condition import StepPhase
+from nvme_offload.optim.state.phase import StepInputs, StepRecord, count_parts
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.stats import Meter
-from nvme_offload.optim.step.behind import LOOK_AHEAD, forward_order, update_captured, waits_for_updates
 from nvme_offload.optim.step.guess import Guess, Guesses
+from nvme_offload.optim.step.hiding import waits_for_updates
+from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.scalars import scalars_of
+from nvme_offload.optim.step.schedule import InBackward, forward_order
 from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
 from nvme_offload.optim.tiers.parts import ShardParts, parts_of
 from nvme_offload.optim.whole_params import WholeParams
 
 
-class UpdatesInBackward:
-    """The job of a worker between the first final gradient and `step()`, which puts another in its place.
+class Inbox:
+    """Gradients that are final, on their way from the thread that runs backward to the worker.
 
     Args:
         store: the optimizer's state.
-        meter: of the optimizer.
-        step: has nothing pending yet.
-        inputs: of the step, without gradients.
         expected: indices of parameters that may get a gradient. A subgroup waits for all of its own.
-        order: subgroups as they will probably be ready, the last layer's first.
-        num_early: how many of these the drive will probably have done before `step()`. Buffers that they leave are for
-            what the forward needs first; None: for whatever is ready.
+        order: subgroups that may be updated in backward.
         guess: what was guessed of the step; None where nothing can be otherwise.
     """
 
-    must_end = False
-
     def __init__(
-        self,
-        store: StateStore,
-        meter: Meter,
-        step: UnfinishedStep,
-        inputs: StepInputs,
-        expected: Collection[int],
-        order: Sequence[SlotRecord],
-        num_early: int | None,
-        guess: Guess | None = None,
+        self, store: StateStore, expected: Collection[int], order: Sequence[SlotRecord], guess: Guess | None
     ) -> None:
-        self.num_early = num_early
-        self.step = step
-        self.inputs = inputs
+        self.guess = guess
         self.sums: dict[int, torch.Tensor] = {}
         """Sums of squares of the tiles of each gradient that was taken, by index."""
-        self.is_done = False
         self._store = store
-        self._meter = meter
-        self._guess = guess
-        self._order = order if num_early is None else [*order[:num_early], *reversed(order[num_early:])]
-        self._inbox: deque[tuple[int, torch.Tensor, Event | None]] = deque()
+        self._arrived: deque[tuple[int, torch.Tensor, Event | None]] = deque()
         self._missing = {slot: {run.param for run in slot.subgroup.runs} & set(expected) for slot in order}
         self._num_parts = count_parts(store.slots_of(expected))  # some may have to wait for the step itself
         self._slots: dict[int, list[SlotRecord]] = {}
@@ -78,46 +59,25 @@ class UpdatesInBackward:
             for index in params:
                 self._slots.setdefault(index, []).append(slot)
 
-    def take(self, index: int, grad: torch.Tensor) -> None:
-        """Hand in a gradient that is final, flat. From the thread that runs backward."""
-        self.step.final.add(index)
-        let_wait([self._store.table[index]])
-        self._inbox.append((index, grad, None if is_host(grad.device) else queued(grad.device)))
+    def put(self, index: int, grad: torch.Tensor) -> None:
+        """Hand in a gradient, flat. From the thread that runs backward."""
+        self._arrived.append((index, grad, None if is_host(grad.device) else queued(grad.device)))
         self._store.worker.wake()
 
-    def turn(self) -> bool:
-        """Take a gradient in, or update the first subgroup that is ready and in memory."""
-        with self._store.pipeline.reads_first():
-            return self._turn()
+    def take_in(self, record: StepRecord) -> bool:
+        """Add the gradient that has been here longest to the step; whether there was any.
 
-    def _turn(self) -> bool:
-        pipeline, pending = self._store.pipeline, self.step.pending
-        ahead = list(islice(self._upcoming(), LOOK_AHEAD))
-        pipeline.advance(ahead)
-        if self._inbox:
-            self._take_in(*self._inbox.popleft())
-            return True
-        sealing = self._store.sealing
-        if sealing is not None and sealing.is_held:  # the step before must last first
+        Raises:
+            ValueError: it is not finite, and that is an error.
+        """
+        if not self._arrived:
             return False
-        here = (slot for slot in ahead if slot in pending and pipeline.is_here(slot))
-        slot = next((slot for slot in here if self._guess is None or self._guess.allows(slot)), None)
-        if slot is None:
-            return False
-        update_captured(self._store, self._meter, self.step, self.inputs, slot, ahead)
-        self._meter.updates_in_backward += 1
-        return True
-
-    def give_up(self, error: BaseException) -> None:
-        """Say in the error how far the updates came."""
-        error.add_note(f"This happened in backward: {self.step.situation}. {self.step.way_on}")
-
-    def _take_in(self, index: int, grad: torch.Tensor, final: Event | None) -> None:
+        index, grad, final = self._arrived.popleft()
         self.sums[index] = sums = self._sums_of(grad, final)
-        if self._guess is not None:
-            self._guess.see(sums)
+        if self.guess is not None:
+            self.guess.see(sums)
         elif not bool(sums.isfinite().all()):
-            self.step.spoil()
+            record.become(StepPhase.SPOILT)
             raise ValueError(
                 f"the gradient of {self._store.table[index].name} is not finite, and with skip_non_finite = false that "
                 "is an error"
@@ -127,20 +87,22 @@ class UpdatesInBackward:
             self._missing[slot].discard(index)
             if not self._missing[slot]:
                 ready.append(slot)
-        self.step.take_on(index, grad, self._num_parts[index], ready)
+        record.take_on(index, grad, self._num_parts[index], ready)
+        return True
+
+    def allows(self, slot: SlotRecord) -> bool:
+        """Whether a subgroup may be updated: not before the step before lasts, and not with a guess that is wrong."""
+        sealing = self._store.sealing
+        if sealing is not None and sealing.is_held:
+            return False
+        return self.guess is None or self.guess.allows(slot)
 
     def _sums_of(self, grad: torch.Tensor, final: Event | None) -> torch.Tensor:
-        """Sums of squares of a gradient's tiles; of one on a device after the mark behind which it is final."""
+        """Return sums of squares of a gradient's tiles; of one on a device after the mark behind which it is final."""
         if final is None or self._store.mirror is None:
             return tile_sums(grad, self._store.kernels)
         with self._store.mirror.come_after(final):
             return sums_from_device({0: grad})[0]
-
-    def _upcoming(self) -> Iterator[SlotRecord]:
-        """What will be next, ready or not."""
-        done = {slot for slot in self.step.order if slot not in self.step.pending}
-        ready = () if self.num_early is not None else tuple(self.step.pending)
-        return chain(ready, (slot for slot in self._order if slot not in done))
 
 
 class FinalGradients:
@@ -173,6 +135,7 @@ class FinalGradients:
         self._groups: Sequence[Mapping[str, Any]] = ()
         self._begun_with: list[dict[str, Any]] = []
         self._guess: Guess | None = None
+        self._inbox: Inbox | None = None
         self._found: dict[int, tuple[int, ...]] = {}
         self._is_taken_back = False
         self._hooked: set[int] = set()
@@ -215,8 +178,8 @@ class FinalGradients:
         whole = self._added_up_in(record, leaf)
         if whole is not self._held_in:
             self._hand_in_held()
-        job = self._job
-        if job is not None and record.index in job.step.final:
+        begun = self._begun
+        if begun is not None and record.index in begun.final:
             self._take_back_or_refuse(record)
             return
         may_begin = self.is_last_backward and self.begins_next and not self.must_agree and _may_begin(store, record)
@@ -254,10 +217,14 @@ class FinalGradients:
         self._held, self._held_in = {}, None
 
     def _hand_in(self, record: ParamRecord, leaf: torch.Tensor) -> None:
-        job = self._job or self._begin()
-        if job is not None and (grad := flat_grad(leaf, record.name)) is not None:
-            self._found[record.index] = _identity_of(leaf)
-            job.take(record.index, grad)
+        begun = self._begun or self._begin()
+        grad = flat_grad(leaf, record.name)
+        if begun is None or grad is None or self._inbox is None or self._store.worker.job is None:
+            return  # an error has stopped what began: `step()` says so
+        self._found[record.index] = _identity_of(leaf)
+        begun.final.add(record.index)
+        let_wait([record])
+        self._inbox.put(record.index, grad)
 
     def _take_back_or_refuse(self, record: ParamRecord) -> None:
         if self._guess is not None:
@@ -270,7 +237,7 @@ class FinalGradients:
     @property
     def sums(self) -> Mapping[int, torch.Tensor]:
         """Sums of squares of the tiles of gradients that were handed in, by index."""
-        return self._job.sums if self._job is not None else {}
+        return self._inbox.sums if self._inbox is not None and self._begun is not None else {}
 
     def check(self, groups: Sequence[Mapping[str, Any]], grads: Mapping[int, torch.Tensor]) -> None:
         """Look whether what has been updated since the latest step was updated with what there is now.
@@ -284,7 +251,7 @@ class FinalGradients:
             SwapIOError, CorruptionError: that failed.
         """
         self._drop_held()
-        begun = self._open
+        begun = self._begun
         if begun is None:
             return
         leaves = self._store.table.leaves
@@ -296,12 +263,11 @@ class FinalGradients:
         elif self._is_taken_back or not (are_same and self._has_same_scalars(begun, self._guess, groups)):
             self.take_back()
 
-    def _has_same_scalars(self, begun: UnfinishedStep, guess: Guess, groups: Sequence[Mapping[str, Any]]) -> bool:
-        assert begun.inputs is not None
+    def _has_same_scalars(self, begun: StepRecord, guess: Guess, groups: Sequence[Mapping[str, Any]]) -> bool:
         used = begun.inputs.scalars
         return scalars_of(self._store, self._rule, groups, used.keys(), guess.factor) == used
 
-    def begun(self, grad_scale: float | None) -> UnfinishedStep | None:
+    def begun(self, grad_scale: float | None) -> StepRecord | None:
         """What has been updated since the latest step; None where nothing has, or what was guessed is taken back.
 
         Args:
@@ -313,19 +279,19 @@ class FinalGradients:
         """
         if self._guesses is not None:
             self._judge(self._guesses, grad_scale)
-        begun = self._open
+        begun = self._begun
         if begun is not None and self._guesses is None and grad_scale != 1.0:
             way_on = 'gradients without a scale (or overlap_step = "forward")'
             raise StateError(self._store.owner, way_on, f"a scale of {grad_scale}, after updates began in backward")
-        if begun is not None and (job := self._job) is not None:
+        if begun is not None and self._store.worker.job is not None:  # no error has stopped it
             # One more than the last time, unless these were too many.
-            self._num_early = begun.done + (job.num_early is not None and begun.done >= job.num_early)
+            self._num_early = begun.done + (self._num_early is not None and begun.done >= self._num_early)
         return begun
 
     def _judge(self, guesses: Guesses, grad_scale: float | None) -> None:
         """Take note of whether the factor of this step was guessed."""
         guess, is_right = self._guess, None
-        if guess is not None and (self._open is not None or self._is_taken_back):
+        if guess is not None and (self._begun is not None or self._is_taken_back):
             is_right = grad_scale == guess.factor and not self._is_taken_back
             if not is_right:
                 self.take_back()
@@ -342,14 +308,14 @@ class FinalGradients:
         """
         store, guess = self._store, self._guess
         with store.worker.kept_away():
-            begun = self._open
+            begun = self._begun
             if begun is None or guess is None:
                 return
             self._is_taken_back = True  # first: an exception leaves some of it to be taken back once more
             store.worker.job = None
             take_back(store, list(guess.updated))
             self._meter.updates_taken_back += len(guess.updated)
-            store.unfinished = None
+            store.be_whole()
             let_read(store.table[index] for index in begun.final)
 
     def drop_begun(self) -> None:
@@ -366,14 +332,14 @@ class FinalGradients:
             self.take_back()
             return
         with store.worker.kept_away():
-            begun = self._open
+            begun = self._begun
             if begun is None:
                 return
             store.worker.job = None
             if begun.done:
-                begun.spoil()
+                begun.become(StepPhase.SPOILT)
             else:
-                store.unfinished = None
+                store.be_whole()
                 let_read(store.table[index] for index in begun.final)
 
     def _backward_order(self, slots: Sequence[SlotRecord]) -> list[SlotRecord]:
@@ -383,20 +349,14 @@ class FinalGradients:
         return sorted(order, key=lambda slot: not any(run.param in uses.latest for run in slot.subgroup.runs))
 
     @property
-    def _job(self) -> UpdatesInBackward | None:
-        job = self._store.worker.job
-        return job if isinstance(job, UpdatesInBackward) else None
-
-    @property
-    def _open(self) -> UnfinishedStep | None:
+    def _begun(self) -> StepRecord | None:
         """The step that has begun in backward and is still to come."""
-        unfinished = self._store.unfinished
-        return unfinished if unfinished is not None and unfinished.is_open else None
+        return self._store.record_in(StepPhase.BEGUN)
 
-    def _begin(self) -> UpdatesInBackward | None:
+    def _begin(self) -> StepRecord | None:
         """Begin a step in backward; None where one has stopped, which `step()` says."""
-        store, worker = self._store, self._store.worker
-        if worker.job is None and store.unfinished is not None:  # an error stopped it: `step()` says so
+        store = self._store
+        if not store.is_whole and store.record_in(StepPhase.BEHIND) is None:
             return None
         store.wait_for_updates()
         expected = {
@@ -409,7 +369,8 @@ class FinalGradients:
         guess = None if self._guesses is None else Guess(store, factor, store.config.gradient_clipping)
         scalars = scalars_of(store, self._rule, self._groups, expected, factor)
         inputs = StepInputs({}, scalars, WholeParams([], [], torch.float32))
-        step = UnfinishedStep(self._meter.steps + 1, [], inputs, {}, split=True, owner=store.owner)
+        begun = StepRecord(store.owner, StepPhase.BEGUN, self._meter.steps + 1, [], inputs, {}, split=True)
+        begun.way_back = self.take_back if guess is not None else None
         order = [
             slot
             for slot in store.slots_of(expected)
@@ -418,20 +379,14 @@ class FinalGradients:
                 run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs
             )
         ]
-        job = UpdatesInBackward(
-            store, self._meter, step, inputs, expected, self._backward_order(order), self._num_early, guess
-        )
+        inbox = Inbox(store, expected, order, guess)
+        job = StepJob(store, self._meter, begun, InBackward(self._backward_order(order), self._num_early), inbox)
         self._begun_with, self._found = hyperparameters_of(self._groups), {}
-        step.is_open = True
-        step.way_back = self.take_back if guess is not None else None
         if store.mirror is not None:
             store.mirror.begin_step()
-        # No call in between: a signal handler sees all of it or nothing.
-        self._guess = guess
-        worker.pastime = None
-        store.unfinished = step
-        worker.job = job
-        return job
+        self._guess, self._inbox = guess, inbox
+        store.enter(begun, job)
+        return begun
 
 
 def _may_begin(store: StateStore, record: ParamRecord) -> bool:

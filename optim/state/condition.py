@@ -1,0 +1,153 @@
+"""The condition of an optimizer's state: whole, in a step, in a load, or beside a run that was found."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+
+from nvme_offload.offload.errors import StateError
+
+_CHECKPOINT = "load a checkpoint with load_state_dict, "
+_MODEL_FIRST = "the model's before the optimizer's (fp32 parameters are in no other)"
+_MODEL_LAST = "the optimizer's, then the model's (split parameters cannot be written before)"
+
+
+class Need(enum.Enum):
+    """Something that not every condition can give. The value is what an error expects."""
+
+    NEXT_STEP = "a finished step"
+    STATE = "whole state"
+    PARAMS = "whole parameters"
+    REST_OF_STEP = "a step that can be finished"
+
+
+class StepPhase(enum.Enum):
+    """How far a step is.
+
+    The record keeps a gradient from the moment it is handed in until all parts of its parameter are updated.
+    """
+
+    NONE = "no step"
+    """No step is under way, or it is a load."""
+    BEGUN = "begun in backward"
+    """Updates go on in backward, with gradients that are final. Nobody may use a parameter whose gradient is. `step()`
+    leads on; where the updates were guessed, they can be taken back instead."""
+    RUNNING = "running"
+    """`step()` updates, or an exception came out of it. Parameters can be read, and may be of two steps.
+    `finish_step()` leads on."""
+    BEHIND = "behind the step"
+    """`step()` has returned, and the worker updates what is pending. Who reads a parameter waits for its update."""
+    STOPPED = "stopped"
+    """An error ended the updates behind `step()`. Parameters that are pending cannot be read. `finish_step()` leads
+    on."""
+    SPOILT = "spoilt"
+    """An update was cut off, or gradients that are needed are gone. Only a load leads on."""
+    DONE = "done"
+    """All is updated."""
+
+
+class Condition(ABC):
+    """One of four conditions, each a class.
+
+    Args:
+        owner: name of the optimizer, for messages.
+    """
+
+    phase = StepPhase.NONE
+    """How far the step is."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+
+    @property
+    @abstractmethod
+    def lacks(self) -> frozenset[Need]:
+        """What nobody can have in this condition."""
+
+    def refuses(self, need: Need) -> StateError | None:
+        """Return the error for whoever needs this; None where he can have it."""
+        return self.refusal(need.value) if need in self.lacks else None
+
+    def refusal(self, expected: str) -> StateError:
+        """Return the error for whoever wants something that needs `expected`."""
+        return StateError(self._owner, expected, f"{self.situation}. {self.way_on}")
+
+    @property
+    @abstractmethod
+    def situation(self) -> str:
+        """What state the optimizer is in, in words."""
+
+    @property
+    @abstractmethod
+    def way_on(self) -> str:
+        """What can be done about the situation, in words."""
+
+
+class Whole(Condition):
+    """All state and all parameters are of the same step."""
+
+    lacks = frozenset({Need.REST_OF_STEP})
+    situation = "no such step"
+    way_on = "The latest one is complete: go on"
+
+
+class LoadingState(Condition):
+    """A load is under way, or was interrupted: part of the state is new and part is old.
+
+    Args:
+        owner: name of the optimizer, for messages.
+        split: whether there are split parameters, of which the state has a half.
+    """
+
+    lacks = frozenset({Need.NEXT_STEP, Need.STATE, Need.REST_OF_STEP})
+    situation = "loading a state dict stopped halfway: part of the state is new and part is old"
+
+    def __init__(self, owner: str, *, split: bool) -> None:
+        super().__init__(owner)
+        self._split = split
+
+    @property
+    def way_on(self) -> str:
+        """What can be done about the situation, in words."""
+        return f"It was cut off inside an update and cannot be finished: {checkpoint_text(split=self._split)}"
+
+
+class FoundRun(Condition):
+    """A durable run was found and not taken up: what is in memory will not be its state.
+
+    Args:
+        owner: name of the optimizer, for messages.
+        name: of the run.
+    """
+
+    lacks = frozenset({Need.NEXT_STEP, Need.STATE, Need.REST_OF_STEP})
+
+    def __init__(self, owner: str, name: str) -> None:
+        super().__init__(owner)
+        self._name = name
+
+    def refusal(self, expected: str) -> StateError:
+        """Return the error for whoever wants something that needs the state of the run."""
+        return super().refusal("a run that was resumed")
+
+    @property
+    def situation(self) -> str:
+        """What state the optimizer is in, in words."""
+        return f"nvme_path holds the durable run {self._name!r}, which has not been resumed"
+
+    @property
+    def way_on(self) -> str:
+        """What can be done about the situation, in words."""
+        return (
+            "Call resume() to go on from its latest step, load a checkpoint to go on from there, or begin anew "
+            f"after `offload runs remove {self._name}`, or under another name"
+        )
+
+
+def checkpoint_text(*, split: bool) -> str:
+    """Say how a checkpoint leads on.
+
+    Args:
+        split: whether there are split parameters, of which the state has a half.
+    """
+    return _CHECKPOINT + (_MODEL_LAST if split else _MODEL_FIRST)

@@ -1,0 +1,146 @@
+"""The worker's part of a step: updates in backward and behind `step()`, then the first reads of the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from nvme_offload.optim.state.condition import StepPhase
+from nvme_offload.optim.state.phase import StepRecord
+from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.stats import Meter
+from nvme_offload.optim.step.schedule import Schedule, ahead
+from nvme_offload.optim.step.update import read_update_write
+from nvme_offload.optim.step.waiting_parameter import let_read
+
+_WHERE = {StepPhase.BEGUN: "in backward", StepPhase.BEHIND: "behind a step"}
+
+
+class Source(Protocol):
+    """Where gradients come from while backward goes on."""
+
+    def take_in(self, record: StepRecord) -> bool:
+        """Add to the step what is there now; whether there was anything.
+
+        Raises:
+            ValueError: a gradient is not finite, and that is an error.
+        """
+
+    def allows(self, slot: SlotRecord) -> bool:
+        """Whether a subgroup that is ready may be updated now."""
+
+
+class StepJob:
+    """The job of a worker for one step.
+
+    Args:
+        store: the optimizer's state.
+        meter: of the optimizer.
+        record: of the step, BEGUN or BEHIND.
+        schedule: what comes next.
+        source: of gradients that are still to come; None: the record has them all.
+        first: subgroups as the next step will want to have them read, once this one is done.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        meter: Meter,
+        record: StepRecord,
+        schedule: Schedule,
+        source: Source | None = None,
+        first: Sequence[SlotRecord] = (),
+    ) -> None:
+        self.record = record
+        self.schedule = schedule
+        self._store = store
+        self._meter = meter
+        self._source = source
+        self._first = first
+        self._window: list[SlotRecord] | None = None
+        self._num_read = 0
+
+    @property
+    def must_end(self) -> bool:
+        """Whether it is done to its end also where everybody has let go of the worker."""
+        return self.record.phase is StepPhase.BEHIND
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do."""
+        window = self._window
+        return window is not None and self._num_read == len(window) and self._store.pipeline.is_quiet
+
+    def turn(self) -> bool:
+        """Update the first subgroup that is in memory, if any is; when all are updated, read for the next step."""
+        if self.record.phase is StepPhase.DONE:
+            self._read_first()
+        if self.record.phase not in _WHERE:
+            return False
+        with self._store.pipeline.reads_first():
+            has_updated = self._update_next()
+        if self.record.phase is StepPhase.BEHIND and not self.record.pending:
+            self._finish()
+        return has_updated
+
+    def give_up(self, error: BaseException) -> None:
+        """Say in the error, which somebody will see in quite another place, what it means.
+
+        A read for the next step was promised to nobody: who needs the state reads it again.
+        """
+        record, where = self.record, _WHERE.get(self.record.phase)
+        if record.phase is StepPhase.BEHIND:
+            record.become(StepPhase.STOPPED)
+        if where is not None:
+            error.add_note(f"This happened {where}: {record.situation}. {record.way_on}")
+
+    def _update_next(self) -> bool:
+        """Take a gradient in, or update a subgroup; whether there was either."""
+        store, record, source = self._store, self.record, self._source
+        order = ahead(self.schedule, record, store.pipeline.residents)
+        store.pipeline.advance(order)
+        if source is not None and source.take_in(record):
+            return True
+        here = (slot for slot in order if slot in record.pending and store.pipeline.is_here(slot))
+        slot = next((slot for slot in here if source is None or source.allows(slot)), None)
+        if slot is None:
+            return False
+        self._update(slot, order)
+        self._meter.count_update(behind=source is None)
+        return True
+
+    def _update(self, slot: SlotRecord, order: Sequence[SlotRecord]) -> None:
+        """Update a subgroup in memory with gradients that were captured, and let go of them.
+
+        Raises:
+            StateError: somebody has changed one since.
+        """
+        record, params = self.record, {run.param for run in slot.subgroup.runs}
+        record.check_grads(params)
+        read_update_write(self._store, self._meter, record, [slot, *(other for other in order if other is not slot)])
+        try:
+            record.check_grads(params)
+        except BaseException:
+            record.become(StepPhase.SPOILT)  # with which gradient, nobody knows
+            raise
+        if record.phase is not StepPhase.BEGUN:  # before: who finds nothing left to wait for finds a plain parameter
+            let_read(self._store.table[index] for index in params if record.ends_with(slot, index))
+        record.let_go_of(slot)
+
+    def _finish(self) -> None:
+        store, record = self._store, self.record
+        store.pipeline.start_writes()
+        for index, count in record.counts.items():
+            store.table[index].steps = count
+        self._meter.changed_behind += record.changed_tiles
+        record.become(StepPhase.DONE)
+        store.be_whole()
+        store.after_updates()
+
+    def _read_first(self) -> None:
+        """Start one read after the other, as buffers come free; each once, also where it fails."""
+        pipeline = self._store.pipeline
+        if self._window is None:
+            self._window = pipeline.window(self._first)
+        self._num_read = pipeline.read_into_free_buffers(self._window, self._num_read)
