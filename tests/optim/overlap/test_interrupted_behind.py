@@ -3,6 +3,7 @@
 import pytest
 
 from nvme_offload.offload.errors import StateError
+from nvme_offload.optim.state.phase import StepPhase
 from tests.optim.test_interrupts import STRIKES, default_handler, strided, struck  # noqa: F401
 from tests.support.interrupts import every, raise_struck
 from tests.support.sharded_model import assert_same, full_state
@@ -103,7 +104,7 @@ def test_finishing_what_stopped_behind_a_step_can_be_cut_short(pair, monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(pair.optimizer.store.pipeline, "advance", lambda ahead: raise_struck())
             pair.optimizer.step()
-            pair.optimizer.store.worker.wait_until(lambda: pair.optimizer.store.is_whole)
+            pair.optimizer.store.worker.wait_until(lambda: pair.optimizer.store.record.phase is StepPhase.STOPPED)
         assert pair.optimizer.has_unfinished_step
         struck(interrupt, pair.optimizer.finish_step)
         if pair.optimizer.has_unfinished_step:
