@@ -372,7 +372,7 @@ class Commits:
 
     def _take(self, groups: Groups, engine: Mapping[str, Any]) -> None:
         behind = self.store.record
-        counts = behind.counts if behind is not None else {}
+        counts = behind.inputs.counts if behind is not None else {}
         content = Content.taken(self.step, self.tick, self.store.table, counts, groups, self.client_state, engine)
         self._pending = self.step, content.encode()
 

@@ -16,7 +16,7 @@ from nvme_offload.offload.errors import ClosedError, CorruptionError, ForkError,
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.overlap.order import FirstUses
 from nvme_offload.optim.overlap.worker import Job, Worker
-from nvme_offload.optim.state.condition import Condition, LoadingState, Need, StepPhase, Whole
+from nvme_offload.optim.state.condition import Condition, LoadingState, Need, StepPhase, WholeState
 from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
@@ -47,7 +47,7 @@ class StateBody(ABC):
         self.blocks = blocks
         self.slots: list[SlotRecord] = []
         """Records of all subgroups that have a place."""
-        self.condition: Condition = Whole(owner)
+        self.condition: Condition = WholeState(owner)
         """Whether all of it is of the same step, and what leads there where it is not: see `enter`."""
         self.is_closed = False
         self.worker = Worker(pipeline.waiting, lambda: table.device)
@@ -124,7 +124,7 @@ class StateBody(ABC):
 
     def be_whole(self) -> None:
         """Note that all state and all parameters are of one step."""
-        self.condition = Whole(self.owner)
+        self.condition = WholeState(self.owner)
 
     @property
     def is_whole(self) -> bool:
@@ -200,7 +200,7 @@ class StateBody(ABC):
         record = self.record
         if record is None:
             return
-        if record.phase is StepPhase.BEGUN and index in record.final and not self._goes_back(record):
+        if record.phase is StepPhase.BEGUN and index in record.claims.final and not self._goes_back(record):
             begun = f"{self.table[index].name}, whose gradient was final, is used once more before step()"
             raise StateError(self.owner, 'one use in backward, or overlap_step = "forward"', begun)
         if record.phase in (StepPhase.BEGUN, StepPhase.RUNNING) or not record.concerns(index):
@@ -227,9 +227,9 @@ class StateBody(ABC):
 
     def _goes_back(self, begun: StepRecord) -> bool:
         """Take back what has begun in backward, where that is possible: somebody needs what was before."""
-        if begun.way_back is None:
+        if begun.claims.way_back is None:
             return False
-        begun.way_back()
+        begun.claims.way_back()
         return True
 
     @property

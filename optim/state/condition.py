@@ -62,7 +62,7 @@ class Condition(ABC):
     @property
     @abstractmethod
     def lacks(self) -> frozenset[Need]:
-        """What nobody can have in this condition."""
+        """Return all that nobody can have in this condition."""
 
     def refuses(self, need: Need) -> StateError | None:
         """Return the error for whoever needs this; None where he can have it."""
@@ -75,15 +75,15 @@ class Condition(ABC):
     @property
     @abstractmethod
     def situation(self) -> str:
-        """What state the optimizer is in, in words."""
+        """Say in words what state the optimizer is in."""
 
     @property
     @abstractmethod
     def way_on(self) -> str:
-        """What can be done about the situation, in words."""
+        """Say in words what can be done about the situation."""
 
 
-class Whole(Condition):
+class WholeState(Condition):
     """All state and all parameters are of the same step."""
 
     lacks = frozenset({Need.REST_OF_STEP})
@@ -108,11 +108,11 @@ class LoadingState(Condition):
 
     @property
     def way_on(self) -> str:
-        """What can be done about the situation, in words."""
+        """Say in words what can be done about the situation."""
         return f"It was cut off inside an update and cannot be finished: {checkpoint_text(split=self._split)}"
 
 
-class FoundRun(Condition):
+class UnresumedRun(Condition):
     """A durable run was found and not taken up: what is in memory will not be its state.
 
     Args:
@@ -132,12 +132,12 @@ class FoundRun(Condition):
 
     @property
     def situation(self) -> str:
-        """What state the optimizer is in, in words."""
+        """Say in words what state the optimizer is in."""
         return f"nvme_path holds the durable run {self._name!r}, which has not been resumed"
 
     @property
     def way_on(self) -> str:
-        """What can be done about the situation, in words."""
+        """Say in words what can be done about the situation."""
         return (
             "Call resume() to go on from its latest step, load a checkpoint to go on from there, or begin anew "
             f"after `offload runs remove {self._name}`, or under another name"

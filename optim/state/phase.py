@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,7 +44,7 @@ _LACKS = {
     StepPhase.SPOILT: set(Need),
     StepPhase.DONE: {Need.REST_OF_STEP},
 }
-"""What nobody can have in a phase. Who can wait for a step that is BEHIND does so before he asks."""
+"""Nobody can have these in a phase. Who can wait for a step that is BEHIND does so before he asks."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,18 @@ class StepInputs:
     """Scalars by parameter index: the bias corrections follow each parameter's own step."""
     whole: WholeParams
     """Parameters that their rule needs whole."""
+    counts: Mapping[int, int] = field(default_factory=dict)
+    """Updates that each parameter will have had, by index."""
+
+
+@dataclass
+class Claims:
+    """The claims of a step that has begun in backward on what others might use."""
+
+    final: set[int] = field(default_factory=set)
+    """Parameters whose gradient was final, by index: they may be updated at any moment."""
+    way_back: Callable[[], None] | None = None
+    """Takes back what was updated, so that nothing of the step has happened; None: nothing can."""
 
 
 class StepRecord(Condition):
@@ -69,8 +81,8 @@ class StepRecord(Condition):
         number: of the step, counted from 1.
         order: subgroups in the order of this step: first those that are updated inside it, then those behind it.
         inputs: gradients and scalars, as they were when the step began.
-        counts: updates that each parameter will have had, by index.
         split: whether there are split parameters, of which the state has a half.
+        claims: of a step that is BEGUN.
         begun: the same step, as it began in backward; its subgroups are in `order` too.
     """
 
@@ -81,9 +93,9 @@ class StepRecord(Condition):
         number: int,
         order: Sequence[SlotRecord],
         inputs: StepInputs,
-        counts: Mapping[int, int],
         *,
         split: bool,
+        claims: Claims | None = None,
         begun: StepRecord | None = None,
     ) -> None:
         super().__init__(owner)
@@ -91,17 +103,13 @@ class StepRecord(Condition):
         self.number = number
         self.order = order
         self.inputs = inputs
-        self.counts = counts
         self.pending = dict.fromkeys(order)
         """Subgroups that have not been updated yet, in the order of the step."""
         self.wanted: list[int] = []
         """Parameters that somebody waits for, by index: they come next."""
         self.changed_tiles = 0
         """Tiles of 65536 elements found changed by somebody else."""
-        self.final: set[int] = set()
-        """Parameters whose gradient was final in backward, by index: they may be updated at any moment."""
-        self.way_back: Callable[[], None] | None = None
-        """Takes back what was updated in backward, so that nothing of the step has happened; None: nothing can."""
+        self.claims = claims or Claims()
         self._left = count_parts(order)
         self._in_kernel = False
         self._versions = {index: _version(grad) for index, grad in inputs.grads.items()}
@@ -124,7 +132,7 @@ class StepRecord(Condition):
 
     @property
     def lacks(self) -> frozenset[Need]:
-        """What nobody can have in this phase."""
+        """Return all that nobody can have in this phase."""
         phase = StepPhase.SPOILT if self._in_kernel else self.phase
         return frozenset(_LACKS[phase])
 
@@ -201,7 +209,7 @@ class StepRecord(Condition):
 
     @property
     def situation(self) -> str:
-        """What state the optimizer is in, in words."""
+        """Say in words what state the optimizer is in."""
         return (
             f"step {self.number} stopped after {self.done} of {len(self.order)} subgroups: "
             "their parameters are updated, the others are not"
@@ -209,7 +217,7 @@ class StepRecord(Condition):
 
     @property
     def way_on(self) -> str:
-        """What can be done about the situation, in words."""
+        """Say in words what can be done about the situation."""
         if Need.REST_OF_STEP in self.lacks:
             return f"It was cut off inside an update and cannot be finished: {self._checkpoint}"
         return (

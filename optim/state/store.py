@@ -29,7 +29,7 @@ from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, sta
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody, check_sole
-from nvme_offload.optim.state.condition import FoundRun, StepPhase
+from nvme_offload.optim.state.condition import StepPhase, UnresumedRun
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.masters import give_birth
 from nvme_offload.optim.state.period import least_period, period_of
@@ -104,7 +104,7 @@ class StateStore(StateBody):
             super().__init__(owner, table, kernels, pipeline, BlockTiers(config, kernels))
             if self.run is not None and self.run.found:
                 pipeline.discards = self.run.is_under_way
-                self.condition = FoundRun(owner, self.run.name)
+                self.condition = UnresumedRun(owner, self.run.name)
         except BaseException:
             if self.tier is not None:
                 self.tier.close()

@@ -19,7 +19,7 @@ from nvme_offload.optim.grad_norm import sums_from_device, tile_sums
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.condition import StepPhase
-from nvme_offload.optim.state.phase import StepInputs, StepRecord, count_parts
+from nvme_offload.optim.state.phase import Claims, StepInputs, StepRecord, count_parts
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
@@ -134,7 +134,6 @@ class FinalGradients:
         self._commits = commits
         self._groups: Sequence[Mapping[str, Any]] = ()
         self._begun_with: list[dict[str, Any]] = []
-        self._guess: Guess | None = None
         self._inbox: Inbox | None = None
         self._found: dict[int, tuple[int, ...]] = {}
         self._is_taken_back = False
@@ -179,7 +178,7 @@ class FinalGradients:
         if whole is not self._held_in:
             self._hand_in_held()
         begun = self._begun
-        if begun is not None and record.index in begun.final:
+        if begun is not None and record.index in begun.claims.final:
             self._take_back_or_refuse(record)
             return
         may_begin = self.is_last_backward and self.begins_next and not self.must_agree and _may_begin(store, record)
@@ -222,7 +221,7 @@ class FinalGradients:
         if begun is None or grad is None or self._inbox is None or self._store.worker.job is None:
             return  # an error has stopped what began: `step()` says so
         self._found[record.index] = _identity_of(leaf)
-        begun.final.add(record.index)
+        begun.claims.final.add(record.index)
         let_wait([record])
         self._inbox.put(record.index, grad)
 
@@ -316,7 +315,7 @@ class FinalGradients:
             take_back(store, list(guess.updated))
             self._meter.updates_taken_back += len(guess.updated)
             store.be_whole()
-            let_read(store.table[index] for index in begun.final)
+            let_read(store.table[index] for index in begun.claims.final)
 
     def drop_begun(self) -> None:
         """Give up the step that began in backward. Where a subgroup is updated, only a checkpoint leads on.
@@ -340,13 +339,18 @@ class FinalGradients:
                 begun.become(StepPhase.SPOILT)
             else:
                 store.be_whole()
-                let_read(store.table[index] for index in begun.final)
+                let_read(store.table[index] for index in begun.claims.final)
 
     def _backward_order(self, slots: Sequence[SlotRecord]) -> list[SlotRecord]:
         """The last layer's subgroups first, and last of all those that this forward has not used."""
         uses = self._store.uses
         order = forward_order(slots, uses.ranks)[::-1]
         return sorted(order, key=lambda slot: not any(run.param in uses.latest for run in slot.subgroup.runs))
+
+    @property
+    def _guess(self) -> Guess | None:
+        """The guess of the latest step that began in backward."""
+        return self._inbox.guess if self._inbox is not None else None
 
     @property
     def _begun(self) -> StepRecord | None:
@@ -369,8 +373,8 @@ class FinalGradients:
         guess = None if self._guesses is None else Guess(store, factor, store.config.gradient_clipping)
         scalars = scalars_of(store, self._rule, self._groups, expected, factor)
         inputs = StepInputs({}, scalars, WholeParams([], [], torch.float32))
-        begun = StepRecord(store.owner, StepPhase.BEGUN, self._meter.steps + 1, [], inputs, {}, split=True)
-        begun.way_back = self.take_back if guess is not None else None
+        claims = Claims(way_back=self.take_back if guess is not None else None)
+        begun = StepRecord(store.owner, StepPhase.BEGUN, self._meter.steps + 1, [], inputs, split=True, claims=claims)
         order = [
             slot
             for slot in store.slots_of(expected)
@@ -384,7 +388,7 @@ class FinalGradients:
         self._begun_with, self._found = hyperparameters_of(self._groups), {}
         if store.mirror is not None:
             store.mirror.begin_step()
-        self._guess, self._inbox = guess, inbox
+        self._inbox = inbox
         store.enter(begun, job)
         return begun
 

@@ -56,7 +56,7 @@ class StepJob:
         self.schedule = schedule
         self._store = store
         self._meter = meter
-        self._source = source
+        self.source = source
         self._first = first
         self._window: list[SlotRecord] | None = None
         self._num_read = 0
@@ -97,7 +97,7 @@ class StepJob:
 
     def _update_next(self) -> bool:
         """Take a gradient in, or update a subgroup; whether there was either."""
-        store, record, source = self._store, self.record, self._source
+        store, record, source = self._store, self.record, self.source
         order = ahead(self.schedule, record, store.pipeline.residents)
         store.pipeline.advance(order)
         if source is not None and source.take_in(record):
@@ -131,7 +131,7 @@ class StepJob:
     def _finish(self) -> None:
         store, record = self._store, self.record
         store.pipeline.start_writes()
-        for index, count in record.counts.items():
+        for index, count in record.inputs.counts.items():
             store.table[index].steps = count
         self._meter.changed_behind += record.changed_tiles
         record.become(StepPhase.DONE)

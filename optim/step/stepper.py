@@ -73,9 +73,8 @@ class Stepper:
         self._config = config
         self._norm_group = norm_group
         self._commits = commits
-        self._has_said_that_nothing_overlaps = False
         guesses = Guesses() if config.overlap_step == "speculate" else None
-        self._has_said_that_nobody_agreed = False
+        self._said: set[str] = set()
         several = dist.is_initialized() and dist.get_world_size() > 1
         begins = config.overlap_step in ("backward", "speculate")
         self.final = FinalGradients(store, meter, rule, guesses, commits if several else None) if begins else None
@@ -165,7 +164,7 @@ class Stepper:
             self.watch(groups)
         grad_scale = self._grad_scale(grads, loss_scale, found_inf)
         if self.final is not None and self.final.is_last_backward and self.final.must_agree:
-            self._say_once_that_nobody_agreed()
+            self._say_that_nobody_agreed()
         self._settle_commit()  # not earlier, if it may be: the writes of the step before go on while the norm is taken
         begun = self.final.begun(grad_scale) if self.final is not None and grads else None
         if not grads or grad_scale is None:
@@ -174,14 +173,14 @@ class Stepper:
         rest = {index: grad for index, grad in grads.items() if begun is None or index not in begun.begun}
         done = dict.fromkeys(slot for slot in begun.order if slot not in begun.pending) if begun is not None else {}
         inside, behind = self._divided([slot for slot in store.slots_of(grads) if slot not in done], grads)
+        counts = {index: store.table[index].steps + 1 for index in grads}
         captured = begun.inputs.grads if begun is not None else {}
         record = StepRecord(
             store.owner,
             StepPhase.RUNNING,
             number,
             [*inside, *done, *behind],
-            StepInputs({**rest, **captured}, scalars, self._whole_params(rest)),
-            {index: store.table[index].steps + 1 for index in grads},
+            StepInputs({**rest, **captured}, scalars, self._whole_params(rest), counts),
             split=store.table.has_split_params,
             begun=begun,
         )
@@ -216,7 +215,7 @@ class Stepper:
         store = self._store
         # What was guessed need not be taken back for that: the step will see the factor.
         begun = store.record_in(StepPhase.BEGUN)
-        with store.at_rest() if begun is None or begun.way_back is None else store.worker.kept_away():
+        with store.at_rest() if begun is None or begun.claims.way_back is None else store.worker.kept_away():
             norm = self.clip_first * (self._norm_of(self._collect_grads(groups), found_inf=False) or 0.0)
         self.clip_first *= clip_coefficient(norm, max_norm)
         return norm
@@ -292,7 +291,7 @@ class Stepper:
         store = self._store
         may_wait = {index for index in grads if waits_for_updates(store, store.table[index])}
         if not may_wait and self._config.overlap_step not in (None, "off"):
-            self._say_once_that_nothing_overlaps(store.table[next(iter(grads))])
+            self._say_that_nothing_overlaps(store.table[next(iter(grads))])
         behind = [
             slot
             for slot in slots
@@ -302,27 +301,26 @@ class Stepper:
         inside = self._ordered([slot for slot in slots if slot not in kept])
         return inside, forward_order(behind, store.uses.take())
 
-    def _say_once_that_nothing_overlaps(self, record: ParamRecord) -> None:
-        if self._has_said_that_nothing_overlaps:
-            return
-        self._has_said_that_nothing_overlaps = True
-        warn_user(
+    def _say_that_nothing_overlaps(self, record: ParamRecord) -> None:
+        self._say_once(
+            "nothing overlaps",
             f'overlap_step = "{self._config.overlap_step}" does nothing here: {hindrance(self._store, record)}. Steps '
             'are taken as with "off", with the same bits; leave the key out to hide them wherever that is possible',
-            ConfigWarning,
         )
 
-    def _say_once_that_nobody_agreed(self) -> None:
-        if self._has_said_that_nobody_agreed:
-            return
-        self._has_said_that_nobody_agreed = True
-        warn_user(
+    def _say_that_nobody_agreed(self) -> None:
+        self._say_once(
+            "nobody agreed",
             f'overlap_step = "{self._config.overlap_step}" is done as with "forward" here: ranks of a durable run '
             "write in backward once they have agreed that the step before lasts on all of them. Call "
             "optimizer.expect_step(True) before the last backward of each step, on every rank, as the engine does. The "
             "bits are the same",
-            ConfigWarning,
         )
+
+    def _say_once(self, about: str, text: str) -> None:
+        if about not in self._said:
+            self._said.add(about)
+            warn_user(text, ConfigWarning)
 
     def _ordered(self, slots: list[SlotRecord]) -> list[SlotRecord]:
         """Subgroups in the order of this step, which is the same on every rank as far as whole parameters go."""
@@ -384,7 +382,7 @@ class Stepper:
             self._leave_to_worker(record)
             return
         # Set and not counted on, so that it may be cut short and done once more.
-        for index, count in record.counts.items():
+        for index, count in record.inputs.counts.items():
             store.table[index].steps = count
         self._meter.steps = record.number
         store.blocks.end_step(inside)

@@ -56,13 +56,13 @@ def wait_for_updates(optimizer):
     if final is None or store.record_in(StepPhase.BEGUN) is None:
         return False
     worker, job, idle = store.worker, store.worker.job, []
-    guess = job._source and job._source.guess
+    guess = job.source and job.source.guess
 
     def can_go_on(slot):
-        return store.pipeline.is_here(slot) and slot not in job._source.guess._refused
+        return store.pipeline.is_here(slot) and slot not in job.source.guess._refused
 
     def is_over():
-        if job.record.final == set(job._source.sums) and store.pipeline.is_quiet and not store.sealing.is_held:
+        if job.record.claims.final == set(job.source.sums) and store.pipeline.is_quiet and not store.sealing.is_held:
             idle.append(not (guess and any(map(can_go_on, tuple(job.record.pending)))))
         return worker.job is not job or job.record.done > 1 or (guess and guess.is_off) or sum(idle) > 30
 
@@ -124,7 +124,7 @@ def test_what_has_been_seen_of_the_norm_stops_a_guess(alone, eager, tmp_path):
         with worker.kept_away():  # all gradients arrive before the first update
             backward(engine, 3, 1000)
             job = worker.job
-        worker.wait_until(lambda: job.record.final == set(job._source.sums))
+        worker.wait_until(lambda: job.record.claims.final == set(job.source.sums))
         engine.step()
         stats = engine.optimizer.stats()
         assert (stats.wrong_guesses, stats.updates_taken_back) == (1, 0)
