@@ -25,7 +25,7 @@ from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.guess import Guess, Guesses
-from nvme_offload.optim.step.hiding import waits_for_updates
+from nvme_offload.optim.step.hiding import schedule_in
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.step.schedule import InBackward, forward_order
@@ -394,8 +394,8 @@ class FinalGradients:
 
 
 def _may_begin(store: StateStore, record: ParamRecord) -> bool:
-    """Whether an update may begin in backward: not with a gradient that is on its way from a device by then."""
-    return waits_for_updates(store, record) and not store.blocks.takes_gradient(record.leaf)
+    """Whether an update may begin in backward."""
+    return schedule_in(store, record) in ("backward", "speculate")
 
 
 def _is_reduced(parts: ShardParts | None) -> bool:

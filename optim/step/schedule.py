@@ -5,12 +5,50 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Protocol
+from typing import Literal, Protocol
 
 from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
 
+OverlapStep = Literal["off", "forward", "backward", "speculate"]
+"""The name of a schedule, as the section's ``overlap_step`` has it."""
+
 LOOK_AHEAD = 256  # subgroups; most of them may be in host memory, past which the reads go on
+
+
+def hindrance(owner: str, *, is_whole: bool, through_buffers: bool, readers_wait: bool = True) -> str | None:
+    """Say why a parameter has to be updated inside `step()`; None where its update can go on behind it.
+
+    Args:
+        owner: name of the optimizer, for the text.
+        is_whole: its rule needs it whole: it is gathered over ranks, which no two threads of a process may do at once.
+        through_buffers: it or a gradient passes through staging buffers, which a gather needs, too.
+        readers_wait: whoever reads it waits for its update.
+    """
+    if is_whole:
+        return f"{owner} updates whole parameters"
+    if through_buffers:
+        return "parameters have a tier of their own (offload_param), or gradients are on NVMe (offload_gradients)"
+    if not readers_wait:
+        return (
+            "its parameters are neither in host memory and of a plain module that optimizer.overlap_with(model) was "
+            "told, nor shards in parts, which initialize and split_parameters make"
+        )
+    return None
+
+
+def schedule_of(asked: OverlapStep | None, *, hides: bool, hindered: bool, grads_on_way: bool) -> OverlapStep:
+    """Return the schedule by which a parameter is updated.
+
+    Args:
+        asked: ``overlap_step`` of the section; None: left out.
+        hides: steps are hidden where they can be.
+        hindered: its update cannot be; see `hindrance`.
+        grads_on_way: its gradient is still on its way from a device when backward ends.
+    """
+    if hindered or not hides:
+        return "off"
+    return "forward" if grads_on_way or asked is None else asked
 
 
 def forward_order(slots: Iterable[SlotRecord], ranks: Mapping[int, int]) -> list[SlotRecord]:

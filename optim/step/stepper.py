@@ -28,7 +28,7 @@ from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.final_gradients import FinalGradients
 from nvme_offload.optim.step.guess import Guesses
-from nvme_offload.optim.step.hiding import hindrance, waits_for_updates
+from nvme_offload.optim.step.hiding import hindrance_in, schedule_in
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.step.schedule import Behind, forward_order
@@ -289,7 +289,7 @@ class Stepper:
         updates, for which nobody has to wait.
         """
         store = self._store
-        may_wait = {index for index in grads if waits_for_updates(store, store.table[index])}
+        may_wait = {index for index in grads if schedule_in(store, store.table[index]) != "off"}
         if not may_wait and self._config.overlap_step not in (None, "off"):
             self._say_that_nothing_overlaps(store.table[next(iter(grads))])
         behind = [
@@ -304,8 +304,8 @@ class Stepper:
     def _say_that_nothing_overlaps(self, record: ParamRecord) -> None:
         self._say_once(
             "nothing overlaps",
-            f'overlap_step = "{self._config.overlap_step}" does nothing here: {hindrance(self._store, record)}. Steps '
-            'are taken as with "off", with the same bits; leave the key out to hide them wherever that is possible',
+            f'overlap_step = "{self._config.overlap_step}" does nothing here: {hindrance_in(self._store, record)}. '
+            'Steps are taken as with "off", with the same bits; leave the key out to hide them where that is possible',
         )
 
     def _say_that_nobody_agreed(self) -> None:
@@ -388,7 +388,7 @@ class Stepper:
         store.blocks.end_step(inside)
         record.become(StepPhase.DONE)
         store.be_whole()
-        let_read(store.table[index] for index in record.counts)
+        let_read(store.table[index] for index in record.inputs.counts)
         store.blocks.advance()  # last: whatever stops it, the step is done
         self._meter.changed_behind += record.changed_tiles
         self._report_changed()
@@ -399,8 +399,8 @@ class Stepper:
         # As updates inside the step do, each for itself: a graph from before it must not use either weights unnoticed.
         increment_version([store.table[index].leaf for index in record.inputs.grads])
         record.keep_pending_only()
-        let_read(store.table[index] for index in record.counts if not record.concerns(index))
-        let_wait(store.table[index] for index in record.counts if record.concerns(index))
+        let_read(store.table[index] for index in record.inputs.counts if not record.concerns(index))
+        let_wait(store.table[index] for index in record.inputs.counts if record.concerns(index))
         following = self._following(record)
         # Updates that begin in backward begin with the last layers.
         first = following[::-1] if self.final is not None and self.final.begins_next else following

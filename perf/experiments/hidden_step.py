@@ -18,6 +18,7 @@ import torch.distributed as dist
 import typer
 from torch import nn
 
+from nvme_offload.optim.step.schedule import OverlapStep
 from nvme_offload.perf.measure import comparison
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
 from nvme_offload.perf.measure.comparison import Case, Comparison
@@ -29,7 +30,6 @@ from nvme_offload.perf.planning.schedule import (
     OVERLAPS,
     GroupTime,
     IterationTime,
-    OverlapStep,
     SubgroupTime,
     Work,
     iteration_time,

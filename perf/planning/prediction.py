@@ -26,12 +26,13 @@ from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.pipeline import KIND as STATE
 from nvme_offload.optim.state.placement import StatePlacement
+from nvme_offload.optim.step.schedule import OverlapStep, hindrance, schedule_of
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
 from nvme_offload.perf.planning.kept_state import KeptState
 from nvme_offload.perf.planning.machine import Machine
 from nvme_offload.perf.planning.residents import Residents
-from nvme_offload.perf.planning.schedule import OVERLAPS, IterationTime, OverlapStep, iteration_time
+from nvme_offload.perf.planning.schedule import OVERLAPS, IterationTime, iteration_time
 from nvme_offload.perf.planning.shape import ModelShape
 from nvme_offload.perf.planning.traffic import Phase, StepTraffic, Traffic, of_gradients, of_parameters, of_state
 from nvme_offload.perf.planning.work import Copies, on_one_processor, work_of
@@ -194,7 +195,7 @@ def predict(job: Job, machine: Machine) -> Prediction:
         machine=machine,
         tiers=_tier_plan(job, machine, state),
         traffic=traffic,
-        overlap_step=overlap_of(job.config, machine),
+        overlap_step=overlap_of(job, machine, state),
         times=_times(job, machine, state, traffic),
         kept=kept,
         state=_bytes_by_tier(job, state),
@@ -364,7 +365,7 @@ def _traffic(job: Job, machine: Machine, state: _StatePlan) -> dict[str, StepTra
     traffic = {}
     if state.on_nvme:
         buffers = zero.offload_optimizer.buffer_count
-        alternates = overlap_of(config, machine) == "off"
+        alternates = overlap_of(job, machine, state) == "off"
         traffic[STATE] = of_state(state.on_nvme, buffers, state.buffer_bytes, alternates=alternates)
     if state.kept is not None:
         in_place = traffic.get(STATE, StepTraffic())
@@ -429,15 +430,22 @@ def _copies(job: Job, machine: Machine) -> Copies:
     )
 
 
-def overlap_of(config: OffloadConfig, machine: Machine) -> OverlapStep:
-    """The schedule that `initialize` runs with this section: see `Stepper`, which decides parameter by parameter."""
-    on_device, zero = machine.device_memory is not None, config.zero_optimization
-    params_leave = on_device and zero.offload_param.device == "cpu"
-    hindered = config.has_block_tiers or rule_of(config.optimizer).whole or params_leave
-    if hindered or not config.hides_steps:
-        return "off"
-    grads_are_on_way = on_device and config.offload_gradients.device == "cpu"
-    return "forward" if grads_are_on_way else config.overlap_step or "forward"
+def overlap_of(job: Job, machine: Machine, state: _StatePlan) -> OverlapStep:
+    """Return the schedule that `initialize` runs with this section, by the run's own rule."""
+    config, on_device = job.config, machine.device_memory is not None
+    params = config.zero_optimization.offload_param.device
+    params_move = params == "nvme" or (on_device and params == "cpu")
+    hindered = hindrance(
+        "the optimizer",
+        is_whole=rule_of(config.optimizer).whole,
+        through_buffers=params_move or bool(state.blocks_on_nvme(GRADS)),
+    )
+    return schedule_of(
+        config.overlap_step,
+        hides=config.hides_steps,
+        hindered=hindered is not None,
+        grads_on_way=on_device and config.offload_gradients.device != "none",
+    )
 
 
 def _without_repetitions(visits: list[int]) -> list[int]:

@@ -27,8 +27,8 @@ from itertools import islice
 from typing import Any, Literal
 
 from nvme_offload.optim.stats import CLOSE, Limit
+from nvme_offload.optim.step.schedule import OverlapStep
 
-OverlapStep = Literal["off", "forward", "backward", "speculate"]
 OVERLAPS: tuple[OverlapStep, ...] = ("off", "forward", "backward", "speculate")
 IN_BACKWARD: tuple[OverlapStep, ...] = ("backward", "speculate")
 Part = Literal["forward", "backward", "step"]

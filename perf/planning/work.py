@@ -8,9 +8,10 @@ from math import inf
 
 from nvme_offload.offload.storage.tier_plan import Tier
 from nvme_offload.optim.layout.subgroup import Subgroup
+from nvme_offload.optim.step.schedule import OverlapStep
 from nvme_offload.perf.planning.kept_state import KeptState
 from nvme_offload.perf.planning.machine import Drives, Machine
-from nvme_offload.perf.planning.schedule import GroupTime, OverlapStep, SubgroupTime, Work
+from nvme_offload.perf.planning.schedule import GroupTime, SubgroupTime, Work
 from nvme_offload.perf.planning.traffic import Phase, StepTraffic, Traffic
 
 
