@@ -323,7 +323,6 @@ MANY_ATTRIBUTES = {
     "RunResult": 15,
     "StateBody": 14,
     "StateStore": 16,
-    "UnfinishedStep": 18,
     "UpdatesInBackward": 13,
     "Worker": 14,
     "_Export": 13,

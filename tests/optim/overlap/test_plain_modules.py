@@ -289,7 +289,7 @@ def test_who_reads_between_backward_and_step_gets_an_error_or_what_was(tmp_path,
         before = [param.detach().clone() for param in model.parameters()]
         loss_of(model, 3).backward()
         store = optimizer.store
-        store.worker.wait_until(lambda: store.unfinished.done > 0)
+        store.worker.wait_until(lambda: store.record.done > 0)
         if mode == "backward":
             with pytest.raises(StateError, match="used once more before step"):
                 model.head.weight.sum()
