@@ -14,4 +14,4 @@ FROM python:3.12-slim
 COPY --from=build /wheels /wheels
 RUN wheel=$(echo /wheels/*.whl) && pip install --no-cache-dir "${wheel}[pictures]" && rm -r /wheels
 VOLUME /drive
-ENTRYPOINT ["python", "-m", "nvme_offload.perf.demo", "--path", "/drive", "--out", "/drive/demo-out"]
+ENTRYPOINT ["python", "-m", "nvme_offload.perf.experiments", "demo", "--path", "/drive", "--out", "/drive/demo-out"]

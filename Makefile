@@ -13,7 +13,7 @@ WORKERS ?= 3
 .DEFAULT_GOAL := test
 
 demo: setup
-	$(BIN)/python -m nvme_offload.perf.demo $(ARGS)
+	$(BIN)/python -m nvme_offload.perf.experiments demo $(ARGS)
 
 # Three workers, on two processors: some tests wait. What needs a quiet machine waits until nothing else runs (tests/conftest.py). One: make test WORKERS=0
 test: setup
@@ -32,7 +32,7 @@ bench: setup
 compare: setup
 	sh scripts/compare-environment.sh torchao $(VENV) torchao==0.18.0
 	sh scripts/compare-environment.sh deepspeed $(VENV) wheel==0.45.1 deepspeed==0.19.8
-	$(BIN)/python -m nvme_offload.perf.compare $(ARGS)
+	$(BIN)/python -m nvme_offload.perf.experiments compare $(ARGS)
 
 # The documentation as a site, in build/site.
 docs: setup

@@ -57,8 +57,8 @@ FOLDERS_BOTTOM_UP = {
     "perf": (
         {"measure"},
         {"report"},
-        {"bench", "demo", "doctor", "planning", "runs", "tune"},
-        {"cli", "compare", "init", "top", "verify"},
+        {"bench", "doctor", "planning", "runs", "tune"},
+        {"cli", "init", "top", "verify"},
         {"experiments"},
         {"benchmarks"},
     ),

@@ -8,6 +8,14 @@ from nvme_offload.perf.cli import Command, group_of
 
 _HERE = "nvme_offload.perf.experiments"
 EXPERIMENTS = {
+    "compare": Command(
+        f"{_HERE}.compare",
+        "Train one model with ours and each of the others in turn: iteration time, memory, bytes and bits.",
+    ),
+    "demo": Command(
+        f"{_HERE}.demo.command",
+        "Train a byte-level GPT twice, with optimizer state on NVMe and in memory, and compare every bit.",
+    ),
     "durable": Command(f"{_HERE}.durable", "Measure what durable steps, snapshots and checkpoints cost."),
     "hidden-step": Command(f"{_HERE}.hidden_step", "Measure how much of a step each schedule hides."),
     "read-ahead": Command(f"{_HERE}.read_ahead", "Measure how much of the reading of parameters is hidden."),

@@ -1,28 +1,32 @@
-"""Child processes that do things when they are told to, and say how it went: JSON both ways, a message a line.
+"""Child processes that do things when they are told to, and say how it went.
 
-A process of its own makes the peak of its resident memory honest, and lets what cannot live together take turns. To
-the child go any JSON values; back come `{"kind": ..., "content": ...}`.
+A process of its own makes the peak of its resident memory honest, and lets what cannot live together take turns. A
+`multiprocessing` connection leads to the child, which any interpreter that has this package may run: to the child go
+values, back come pairs of a kind and a value.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 SECONDS_TO_STOP = 20.0
 
-Send = Callable[[str, object], None]
+Send = Callable[[str, Any], None]
 """Sends a message of this kind with this content."""
+Work = Callable[[Iterator[Any], Send], None]
+"""Done in a child: gets what it is told, one by one, and what sends messages. An exception becomes a "failure"."""
 
 
 class ChildFailedError(RuntimeError):
@@ -36,23 +40,28 @@ class Child:
     child to leave in order.
 
     Args:
-        command: What to run.
-        log: Where the child's standard error goes.
-        environment: Its environment variables; those of this process by default.
+        work: what it does; a function of a module, or a partial of one.
+        log: file for what it writes to standard output and standard error.
+        python: the interpreter; this one by default.
+        environment: variables that it has besides those of this process.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, work: Work, log: Path, *, python: str = sys.executable, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._log = log
-        with log.open("wb") as errors:
+        self._channel, theirs = Pipe()
+        with log.open("wb") as said, theirs:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
+                [python, "-m", "nvme_offload.perf.measure.child", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                pass_fds=[theirs.fileno()],
                 process_group=0,
-                env=environment,
+                env={**os.environ, **(environment or {})},
             )
+        self.tell(work)
 
     def __enter__(self) -> Self:
         return self
@@ -64,17 +73,9 @@ class Child:
             self._stop()
 
     def tell(self, content: object) -> None:
-        """Send one line. A child that is gone says so where an answer is expected."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(content) + "\n")
-            self._process.stdin.flush()
-
-    def end_input(self) -> None:
-        """Tell the child that nothing more will come."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        """Send a value; None says that nothing more will come. A child that is gone says so where it is expected to."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._channel.send(content)
 
     def expect(
         self,
@@ -82,58 +83,42 @@ class Child:
         on_other: Callable[[str, Any], None] = lambda kind, content: None,
         within: float | None = None,
     ) -> Any:
-        """The content of the next message of this kind; those before it go to `on_other`.
+        """Return the content of the next message of this kind; those before it go to `on_other`.
 
         Args:
-            wanted: The kind.
-            on_other: Called with kind and content of others.
-            within: Seconds after which the child, with all that it started, is killed; None: it may take any time.
+            wanted: the kind.
+            on_other: called with kind and content of others.
+            within: seconds after which the child, with all that it started, is killed; None: it may take any time.
 
         Raises:
-            ChildFailedError: The child failed, ended without it, or took too long.
+            ChildFailedError: the child failed, ended without it, or took too long.
         """
-        with self._killed_after(within) as has_been_killed:
-            for kind, content in self._messages():
-                if kind == "failure":
-                    raise ChildFailedError(str(content))
-                if kind == wanted:
-                    return content
-                on_other(kind, content)
-            self._process.wait()
-        if has_been_killed.is_set():
-            raise ChildFailedError(f"it took longer than {within:g} s and was ended")
-        how = _end_of(self._process.returncode)
-        raise ChildFailedError(f"the child process {how} and gave no {wanted}; its output is in {self._log}")
+        deadline = None if within is None else time.monotonic() + within
+        while True:
+            if not self._channel.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+                raise ChildFailedError(f"it took longer than {within:g} s and was ended")
+            try:
+                kind, content = self._channel.recv()
+            except (EOFError, ConnectionResetError):
+                how = _end_of(self._process.wait())
+                raise ChildFailedError(
+                    f"the child process {how} and gave no {wanted}; its output is in {self._log}"
+                ) from None
+            if kind == "failure":
+                raise ChildFailedError(content)
+            if kind == wanted:
+                return content
+            on_other(kind, content)
 
-    def wait(self) -> None:
-        """Wait for the child's end."""
+    def finish(self, wanted: str) -> Any:
+        """Tell the child that nothing more will come, and wait for its last message, of this kind, and for its end."""
+        self.tell(None)
+        content = self.expect(wanted)
         self._process.wait()
-
-    @contextlib.contextmanager
-    def _killed_after(self, seconds: float | None) -> Iterator[threading.Event]:
-        """Kill the child's process group when the time is over; the event says whether that has happened."""
-        killed = threading.Event()
-
-        def kill() -> None:
-            killed.set()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-        if seconds is None:
-            yield killed
-            return
-        timer = threading.Timer(seconds, kill)
-        timer.start()
-        try:
-            yield killed
-        finally:
-            timer.cancel()
-
-    def _messages(self) -> Iterator[tuple[str, Any]]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            message = json.loads(line)
-            yield message["kind"], message["content"]
+        return content
 
     def _stop(self) -> None:
         """End the child if it still runs: it gets time to remove its swap."""
@@ -144,38 +129,24 @@ class Child:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
+        self._channel.close()
 
 
-def serve(work: Callable[[Iterator[Any], Send], None]) -> int:
-    """The child's side: do the work; the exit code is 0 where nothing failed.
-
-    Standard output carries messages only; whatever else is written there, by native code say, goes to standard error.
-
-    Args:
-        work: Gets what it is told, line by line, and what sends messages. An exception of it becomes a "failure".
-    """
+def serve(channel: Connection) -> int:
+    """Do the work that comes first through the channel; the exit code is 0 where nothing failed."""
     signal.signal(signal.SIGTERM, _leave)
-    with os.fdopen(os.dup(1), "w", buffering=1) as channel:
-        os.dup2(2, 1)
-
-        def send(kind: str, content: object) -> None:
-            channel.write(json.dumps({"kind": kind, "content": content}, default=str) + "\n")
-
-        # torch's threads would otherwise spin while they wait. Beside another process on the same cores that can make
-        # a step ten times slower, and they would take time from the optimizer's own threads.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        try:
-            work(map(json.loads, iter(sys.stdin.readline, "")), send)
-        except BrokenPipeError:
-            return 1  # who started this is gone
-        except Exception as error:
-            traceback.print_exc()
-            send("failure", f"{type(error).__name__}: {error}")
-            return 1
+    # torch's threads would otherwise spin while they wait. Beside another process on the same cores that can make
+    # a step ten times slower, and they would take time from the optimizer's own threads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        work: Work = channel.recv()
+        work(iter(channel.recv, None), lambda kind, content: channel.send((kind, content)))
+    except (BrokenPipeError, ConnectionResetError, EOFError):
+        return 1  # who started this is gone
+    except Exception as error:
+        traceback.print_exc()
+        channel.send(("failure", f"{type(error).__name__}: {error}"))
+        return 1
     return 0
 
 
@@ -199,3 +170,7 @@ def _end_of(code: int) -> str:
     if code >= 0:
         return f"ended with code {code}"
     return f"was ended by signal {-code} ({signal.strsignal(-code)})"
+
+
+if __name__ == "__main__":
+    sys.exit(serve(Connection(int(sys.argv[1]))))

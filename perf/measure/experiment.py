@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -43,6 +43,8 @@ class Experiment:
     """The folder on the drive; None: no drive is measured."""
     save_to: Path | None = None
     """The folder for the results: JSON and Markdown."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """What else the document says, by its name there."""
 
     def run(
         self, outcomes: Iterable[Found], notes: Callable[[list[Found]], Sequence[str]] = lambda known: ()
@@ -80,6 +82,6 @@ class Experiment:
         return list(known.values())
 
     def _save(self, folder: Path, facts: dict[str, Any], outcomes: list[Found], notes: Sequence[str]) -> list[Path]:
-        document = {"environment": facts, "results": [outcome.to_dict() for outcome in outcomes]}
+        document = {"environment": facts, **self.asked, "results": [outcome.to_dict() for outcome in outcomes]}
         text = page(self.title, facts, self.head, [outcome.cells() for outcome in outcomes], notes)
         return save(folder, self.name, json.loads(json.dumps(document)), text)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nvme_offload.perf.measure.child import Send, serve
+from nvme_offload.perf.measure.child import Send
 from nvme_offload.perf.verify.outcome import Check, Found, LeftOutError, Outcome, Site, WrongError
 
 _WITHOUT_RANDOM_ORDER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -17,16 +15,16 @@ _WITHOUT_RANDOM_ORDER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def work(told: Iterator[Any], send: Send) -> None:
-    """Make the checks that are named, a line each, after a first line with the site."""
+    """Make the checks that are named, after a site."""
     os.environ.update(_WITHOUT_RANDOM_ORDER)
     import torch  # seconds, in which SIGTERM already works
 
     from nvme_offload.perf.verify.checks import CHECKS
 
     torch.use_deterministic_algorithms(True, warn_only=True)
-    site = Site.from_dict(next(told))
+    site: Site = next(told)
     for name in told:
-        send("outcome", dataclasses.asdict(outcome_of(CHECKS[name], site)))
+        send("outcome", outcome_of(CHECKS[name], site))
 
 
 def outcome_of(check: Check, site: Site) -> Outcome:
@@ -44,7 +42,3 @@ def outcome_of(check: Check, site: Site) -> Outcome:
     except LeftOutError as error:
         return outcome("left out", str(error), {})
     return outcome("ok", found.text, found.values)
-
-
-if __name__ == "__main__":
-    sys.exit(serve(work))

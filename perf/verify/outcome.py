@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -48,15 +48,6 @@ class Site:
         """A folder on the drive for one run."""
         with TemporaryDirectory(dir=self.folder, prefix="verify-") as folder:
             yield Path(folder)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The site in plain types, for another process."""
-        return {**asdict(self), "folder": str(self.folder)}
-
-    @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Site:
-        """Undo `to_dict`."""
-        return cls(**{**told, "folder": Path(told["folder"])})
 
 
 @dataclass(frozen=True)

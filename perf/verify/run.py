@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from nvme_offload.perf.measure.child import Child, ChildFailedError
+from nvme_offload.perf.measure.child import Child, ChildFailedError, Work
 from nvme_offload.perf.verify.checks import CHECKS
+from nvme_offload.perf.verify.child import work
 from nvme_offload.perf.verify.outcome import Check, Outcome, Site
 
-COMMAND = (sys.executable, "-m", "nvme_offload.perf.verify.child")
+WORK: Work = work
+"""What the child does."""
 
 
 def verify(site: Site, names: Sequence[str], say: Callable[[str], None]) -> Iterator[Outcome]:
@@ -29,8 +30,8 @@ def verify(site: Site, names: Sequence[str], say: Callable[[str], None]) -> Iter
         for name in names:
             say(name)
             if child is None:
-                child = stack.enter_context(Child(COMMAND, Path(folder) / "log"))
-                child.tell(site.to_dict())
+                child = stack.enter_context(Child(WORK, Path(folder) / "log"))
+                child.tell(site)
             outcome = _asked(child, CHECKS[name], Path(folder) / "log")
             if outcome.status == "failed":
                 stack.close()
@@ -42,7 +43,8 @@ def _asked(child: Child, check: Check, log: Path) -> Outcome:
     start = time.monotonic()
     child.tell(check.name)
     try:
-        return Outcome(**child.expect("outcome", within=check.limit))
+        outcome: Outcome = child.expect("outcome", within=check.limit)
+        return outcome
     except ChildFailedError as error:
         said = log.read_text(errors="replace").strip().splitlines()[-12:]
         return Outcome(

@@ -6,14 +6,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from nvme_offload.aio_native import ENGINES
 from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.registry import REGISTRY, open_engine
 from nvme_offload.perf.cli import load
-from nvme_offload.perf.demo.__main__ import app as demo
+from nvme_offload.perf.experiments.__main__ import EXPERIMENTS
 from nvme_offload.perf.tune.search import Search
 from scripts.configuration_page import json_schema
 
@@ -59,13 +58,13 @@ def test_an_unknown_engine_is_told_which_there_are():
 def test_everything_that_offers_engines_offers_these(tmp_path):
     assert json_schema()["$defs"]["AioConfig"]["properties"]["engine"]["enum"] == ["auto", *ENGINES]
     assert option_choices(load("bench"), "--ioengine") == ["auto", *REGISTRY]
-    assert option_choices(typer.main.get_command(demo), "--engine") == ["auto", *ENGINES]
+    assert option_choices(load("demo", EXPERIMENTS), "--engine") == ["auto", *ENGINES]
     assert Search(paths=(), size=0, seconds=1, direct="required", output=tmp_path).engines == ENGINES
 
 
 def test_the_demo_refuses_others_in_words(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    done = CliRunner().invoke(demo, ["--engine", "null"])
+    done = CliRunner().invoke(load("demo", EXPERIMENTS), ["--engine", "null"])
     assert done.exit_code == 2
     assert f"'null' is not one of 'auto', {', '.join(map(repr, ENGINES))}" in done.output
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from typing import Any
 
 import torch
 
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.perf.measure.child import serve
 from nvme_offload.perf.verify.child import work
+from nvme_offload.perf.verify.outcome import Outcome
 
 
 def broken(told: Any, send: Any) -> None:
@@ -24,5 +26,14 @@ def broken(told: Any, send: Any) -> None:
     work(told, send)
 
 
-if __name__ == "__main__":
-    sys.exit(serve(broken))
+def ends_badly(told: Any, send: Any) -> None:
+    """Ends its process at one check and takes a minute for another; any other finds the number of the process."""
+    next(told)
+    for name in told:
+        if name == "clipping":
+            sys.stderr.write("what it said\n")
+            sys.stderr.flush()
+            os._exit(3)
+        if name == "scaler":
+            time.sleep(60)
+        send("outcome", Outcome(name=name, text="", status="ok", found=str(os.getpid()), seconds=0.0))

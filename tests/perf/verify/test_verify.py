@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import sys
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +15,9 @@ from nvme_offload.perf.verify.checks import CHECKS
 from nvme_offload.perf.verify.child import outcome_of
 from nvme_offload.perf.verify.outcome import Outcome, Site, exit_status
 from nvme_offload.perf.verify.report import markdown, summary
+from tests.support.broken_build import broken, ends_badly
 from tests.support.late_device.mutations import OF_MIRROR
+from tests.support.late_device.verify_child import on_late_device
 
 MEASURED = [name for name, check in CHECKS.items() if check.measures]
 COMPARED = [name for name, check in CHECKS.items() if not check.measures]
@@ -37,7 +39,7 @@ def test_what_is_right_is_found_right(name, tmp_path):
 
 
 def test_a_broken_build_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "COMMAND", (sys.executable, "-m", "tests.support.broken_build"))
+    monkeypatch.setattr(run, "WORK", broken)
     done = verified(tmp_path, "--json", "--only", "update", "--only", "checkpoint", "--only", "copies")
     assert done.exit_code == 1, done.output
     document = json.loads(done.stdout)
@@ -60,8 +62,7 @@ def test_all_of_it_on_the_cpu(tmp_path):
 
 
 def on_stand_in(folder, monkeypatch, names, mutation=""):
-    child = (sys.executable, "-m", "tests.support.late_device.verify_child", *([mutation] if mutation else []))
-    monkeypatch.setattr(run, "COMMAND", child)
+    monkeypatch.setattr(run, "WORK", partial(on_late_device, mutation))
     return list(run.verify(site(folder, "late"), names, lambda name: None))
 
 
@@ -107,23 +108,8 @@ def test_on_the_stand_in_an_error_that_pinning_leaves_is_found(tmp_path, monkeyp
     assert "the next kernel raised" in outcome.found
 
 
-CHILD = """
-import json, os, sys, time
-site, *rest = [sys.stdin.readline()]
-for line in iter(sys.stdin.readline, ""):
-    name = json.loads(line)
-    if name == "clipping":
-        print("what it said", file=sys.stderr)
-        os._exit(3)
-    if name == "scaler":
-        time.sleep(60)
-    print(json.dumps({"kind": "outcome", "content": {
-        "name": name, "text": "", "status": "ok", "found": str(os.getpid()), "seconds": 0.0}}), flush=True)
-"""
-
-
 def test_a_check_that_ends_badly_ends_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "COMMAND", (sys.executable, "-c", CHILD))
+    monkeypatch.setattr(run, "WORK", ends_badly)
     monkeypatch.setitem(CHECKS, "scaler", dataclasses.replace(CHECKS["scaler"], limit=0.3))
     names = ["update", "machine", "clipping", "swapper", "scaler", "races"]
     outcomes = list(run.verify(site(tmp_path), names, lambda name: None))

@@ -18,18 +18,19 @@ from typer.testing import CliRunner
 
 from nvme_offload.offload.host.proc import Mount
 from nvme_offload.optim.trace import TRACKS
-from nvme_offload.perf.demo import __main__ as demo
-from nvme_offload.perf.demo import options, report
-from nvme_offload.perf.demo.corpus import find_sources, load_corpus
-from nvme_offload.perf.demo.model import ByteGPT
-from nvme_offload.perf.demo.options import ModelSize, choose_swap_parent, file_system_type, parse_size
-from nvme_offload.perf.demo.records import RunResult, StepSample
-from nvme_offload.perf.demo.spans import io_seconds, merge, total
-from nvme_offload.perf.demo.training import CONTEXT, learning_rate_factor
-from nvme_offload.perf.measure import machine
+from nvme_offload.perf.experiments.__main__ import app
+from nvme_offload.perf.experiments.demo import command as demo
+from nvme_offload.perf.experiments.demo import place, report
+from nvme_offload.perf.experiments.demo.place import choose_swap_parent, file_system_type
+from nvme_offload.perf.experiments.demo.records import RunResult, StepSample
+from nvme_offload.perf.experiments.demo.spans import io_seconds, merge, total
+from nvme_offload.perf.experiments.demo.training import CONTEXT, learning_rate_factor
+from nvme_offload.perf.measure import gpt, machine
+from nvme_offload.perf.measure.corpus import find_sources, load_corpus
+from nvme_offload.perf.measure.gpt import ByteGPT, ModelSize, parse_size
 
 STEPS = 6
-COMMAND = [sys.executable, "-m", "nvme_offload.perf.demo", "--size", "tiny"]
+COMMAND = [sys.executable, "-m", "nvme_offload.perf.experiments", "demo", "--size", "tiny"]
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -48,12 +49,20 @@ def finished(tmp_path_factory):
 def runs(finished):
     """Fresh copies of both results."""
     results = copy.deepcopy(finished[2]["runs"])
-    return RunResult.from_dict(results["nvme"]), RunResult.from_dict(results["cpu"])
+    return result_of(results["nvme"]), result_of(results["cpu"])
+
+
+def result_of(saved):
+    """The result that a file has; its keys and pairs are those of JSON."""
+    counts = {name: saved[name] and tuple(saved[name]) for name in ("counted_bytes", "process_bytes")}
+    samples = [StepSample(**sample) for sample in saved["samples"]]
+    validation = {int(step): loss for step, loss in saved["validation"].items()}
+    return RunResult(**saved | counts | {"samples": samples, "validation": validation})
 
 
 def output_of(*arguments: str) -> tuple[int, str]:
     """Exit code and text of the demo run in this process, without line breaks and frames."""
-    result = CliRunner().invoke(demo.app, list(arguments))
+    result = CliRunner().invoke(app, ["demo", *arguments])
     return result.exit_code, re.sub(r"[\s│]+", " ", result.output)
 
 
@@ -63,7 +72,7 @@ def test_both_runs_are_bit_identical(finished, runs):
     assert results["bit_identical"] is True
     assert nvme.digests == memory.digests
     assert [s.loss for s in nvme.samples] == [s.loss for s in memory.samples]
-    num_tensors = len(list(ByteGPT(options.PRESETS["tiny"], CONTEXT, torch.bfloat16).parameters()))
+    num_tensors = len(list(ByteGPT(gpt.PRESETS["tiny"], CONTEXT, torch.bfloat16).parameters()))
     assert len(nvme.digests) == 5 * num_tensors  # the parameter, master, exp_avg, exp_avg_sq, step
     assert "Bit-identical" in output
 
@@ -179,7 +188,7 @@ def test_too_little_space_is_told_before_anything_starts(tmp_path, monkeypatch):
 
 
 def test_swap_in_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(options, "mount_at", lambda path: Mount(1, "/", "/", "tmpfs", "none", ()))
+    monkeypatch.setattr(place, "mount_at", lambda path: Mount(1, "/", "/", "tmpfs", "none", ()))
     with pytest.raises(ValueError, match="is on tmpfs, which is memory"):
         choose_swap_parent(tmp_path, tmp_path)
     with pytest.raises(ValueError, match="name a directory with --path"):
@@ -226,11 +235,11 @@ def test_steps_are_scaled_to_the_budget(tmp_path, monkeypatch):
         returned_ns=1,
     )
     plan = demo.Plan(
-        size=options.PRESETS["small"],
+        size=gpt.PRESETS["small"],
         steps=None,
         budget=100.0,
         engine="auto",
-        device=options.ComputeDevice.CPU,
+        device=place.ComputeDevice.CPU,
         seed=0,
         swap_parent=tmp_path,
         out=tmp_path,
@@ -248,9 +257,9 @@ def test_number_of_parameters(text):
     assert size.num_parameters / size.sub_group_size >= 8
 
 
-@pytest.mark.parametrize("preset", options.PRESETS)
+@pytest.mark.parametrize("preset", gpt.PRESETS)
 def test_presets_have_enough_subgroups(preset):
-    size = options.PRESETS[preset]
+    size = gpt.PRESETS[preset]
     assert 8 <= size.num_parameters / size.sub_group_size <= 17
 
 

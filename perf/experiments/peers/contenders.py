@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-ENVIRONMENTS = Path(__file__).resolve().parents[2]
+ENVIRONMENTS = Path(__file__).resolve().parents[3]
 """Where `make compare` makes an environment for each peer that needs one."""
 
 
@@ -17,9 +17,13 @@ class Contender:
 
     name: str
     text: str
-    """What it is, for the table."""
+    """Its name in the table."""
     package: str | None = None
-    """The peer's; None: torch and this project alone."""
+    """The package that the peer needs; None: torch and this project alone."""
+
+    def weights(self, folder: Path) -> Path:
+        """The file in `folder` for its master weights at the end."""
+        return folder / f"{self.name}.weights"
 
     def python(self) -> str | None:
         """The interpreter that has its package; None where there is none."""
@@ -33,8 +37,8 @@ OURS = Contender("ours", "nvme-offload, state on NVMe")
 MEMORY = Contender("memory", "FSDP2 and torch.optim.AdamW, all in memory")
 CONTENDERS = (
     OURS,
-    Contender("ours-memory", "nvme-offload, state in memory"),
     MEMORY,
+    Contender("ours-memory", "nvme-offload, state in memory"),
     Contender("cpu-offload", "FSDP2 with CPUOffloadPolicy"),
     Contender("torchao", "torchao's CPUOffloadOptimizer", "torchao"),
     Contender("deepspeed", "DeepSpeed ZeRO-3, state on NVMe, pipelined", "deepspeed"),

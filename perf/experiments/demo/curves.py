@@ -10,8 +10,8 @@ matplotlib.use("Agg")  # before pyplot: no display is needed
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from nvme_offload.perf.demo.records import RunResult
-from nvme_offload.perf.demo.timeline import FAINT, INK, PICTURE_DPI
+from nvme_offload.perf.experiments.demo.records import RunResult
+from nvme_offload.perf.experiments.demo.timeline import FAINT, INK, PICTURE_DPI
 
 NVME_COLOUR = "#9ecae1"
 MEMORY_COLOUR = "#08519c"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nvme_offload.perf.compare.model import model_of
+from nvme_offload.perf.experiments.peers.worker import model_of
 
 
 class Distance:

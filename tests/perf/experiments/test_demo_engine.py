@@ -4,9 +4,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload import initialize
-from nvme_offload.perf.demo.model import ByteGPT
-from nvme_offload.perf.demo.options import ModelSize
-from nvme_offload.perf.demo.training import ACCUMULATION, CONTEXT, batches
+from nvme_offload.perf.experiments.demo.training import ACCUMULATION, CONTEXT, batches
+from nvme_offload.perf.measure.gpt import ByteGPT, ModelSize
 from tests.support.sharded_model import assert_same, full_state
 
 STEPS = 8

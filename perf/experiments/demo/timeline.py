@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from nvme_offload.perf.demo.records import RunResult, StepSample
-from nvme_offload.perf.demo.spans import io_seconds, merge, total
+from nvme_offload.perf.experiments.demo.records import RunResult, StepSample
+from nvme_offload.perf.experiments.demo.spans import io_seconds, merge, total
 
 INK = "#22272e"
 FAINT = "#8b949e"

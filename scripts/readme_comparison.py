@@ -1,4 +1,4 @@
-"""The README's comparison, from a saved result: `python -m nvme_offload.perf.compare.readme [RESULT.json]`.
+"""The README's comparison, from a saved result: `python scripts/readme_comparison.py [RESULT.json]`.
 
 Without a file it takes the newest of perf/results. The table goes between its marks in the README, the picture to
 docs/pictures/comparison.png, with the name of the result in its metadata.
@@ -10,15 +10,14 @@ import sys
 import textwrap
 from pathlib import Path
 
-from nvme_offload.perf.compare.report import HEAD, draw
-from nvme_offload.perf.compare.result import Result
+from nvme_offload.perf.experiments.peers.result import HEAD, Result, draw, notes
 from nvme_offload.perf.measure.environment import describe
 from nvme_offload.perf.measure.results import RESULTS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "pictures" / "comparison.png"
-BEGIN, END = "<!-- generated: python -m nvme_offload.perf.compare.readme -->", "<!-- end -->"
+BEGIN, END = "<!-- generated: python scripts/readme_comparison.py -->", "<!-- end -->"
 WIDTH = 120
 
 
@@ -35,7 +34,7 @@ def newest() -> Path:
 
 def block(result: Result, name: str) -> str:
     """The lines between the marks; `name`: of the result in perf/results, without its ending."""
-    what, columns, distance, *cannot = result.notes()
+    what, columns, distance, *cannot = notes(result.order, result.found)
     where = "; ".join(describe(result.environment))
     said = [f"{what}.", f"On {where} ([all of it](perf/results/{name}.md)).", f"{columns}; {distance}.", *cannot]
     return "\n".join(
@@ -44,7 +43,7 @@ def block(result: Result, name: str) -> str:
             "",
             "| " + " | ".join(HEAD) + " |",
             "|" + "---|" * len(HEAD),
-            *("| " + " | ".join(cells) + " |" for cells in result.rows()),
+            *("| " + " | ".join(found.cells()) + " |" for found in result.found),
             "",
             *textwrap.wrap(" ".join(said), WIDTH, break_long_words=False, break_on_hyphens=False),
         ]

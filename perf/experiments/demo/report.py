@@ -11,9 +11,9 @@ from typing import Any
 from rich.table import Table
 
 from nvme_offload.optim.stats import Span
-from nvme_offload.perf.demo.options import file_system_type
-from nvme_offload.perf.demo.records import RunResult
-from nvme_offload.perf.demo.spans import io_seconds
+from nvme_offload.perf.experiments.demo.place import file_system_type
+from nvme_offload.perf.experiments.demo.records import RunResult
+from nvme_offload.perf.experiments.demo.spans import io_seconds
 from nvme_offload.perf.measure import machine
 
 MIB = 2**20

@@ -1,14 +1,72 @@
 """A small GPT over bytes, in plain PyTorch."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that all PyTorch code uses
 from torch import Tensor, nn
 
-from nvme_offload.perf.demo.options import HEAD_SIZE, PAIRS, VOCABULARY, ModelSize
-
+HEAD_SIZE = 64
+VOCABULARY = 256
+PAIRS = VOCABULARY * VOCABULARY
+SUBGROUPS_WANTED = 16
+TILE_NUMEL = 64 * 1024
+STATE_BYTES_PER_PARAMETER = 12  # the most any precision needs: fp32 master weight, exp_avg and exp_avg_sq
+SLACK_BYTES = 64 * 2**20
 ROTARY_BASE = 10_000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """The shape of the GPT, and how long it trains unless told otherwise."""
+
+    layers: int
+    width: int
+    steps: int = 20
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters; `test_demo.py` compares it with the real module."""
+        embeddings = (VOCABULARY + PAIRS + VOCABULARY) * self.width
+        return embeddings + self.layers * (12 * self.width**2 + 2 * self.width) + self.width
+
+    @property
+    def sub_group_size(self) -> int:
+        """Elements of one subgroup, so that a step has about sixteen and the pipeline can be seen."""
+        blocks = -(-self.num_parameters // (SUBGROUPS_WANTED * TILE_NUMEL))
+        return blocks * TILE_NUMEL
+
+    @property
+    def swap_bytes(self) -> int:
+        """Space that the swap file may need, a little generous."""
+        return self.num_parameters * STATE_BYTES_PER_PARAMETER * 21 // 20 + SLACK_BYTES
+
+
+PRESETS = {
+    "tiny": ModelSize(layers=2, width=64, steps=20),
+    "small": ModelSize(layers=6, width=384, steps=60),
+    "medium": ModelSize(layers=12, width=768, steps=20),
+}
+
+
+def parse_size(text: str) -> ModelSize:
+    """Reads a preset's name, or layers and width as in `8x512`.
+
+    Raises:
+        ValueError: It is neither; the message says what would be.
+    """
+    if text in PRESETS:
+        return PRESETS[text]
+    layers, cross, width = text.lower().partition("x")
+    if not (cross and layers.isdecimal() and width.isdecimal()):
+        raise ValueError(f"{text!r} is not {', '.join(PRESETS)} or LAYERSxWIDTH such as 8x512")
+    size = ModelSize(layers=int(layers), width=int(width))
+    if not 1 <= size.layers <= 96:
+        raise ValueError(f"{text!r} asks for {size.layers} layers; 1 to 96 are possible")
+    if not HEAD_SIZE <= size.width <= 8192 or size.width % HEAD_SIZE:
+        raise ValueError(f"{text!r} asks for width {size.width}; multiples of {HEAD_SIZE} up to 8192 are possible")
+    return size
 
 
 def rotary_tables(context: int) -> tuple[Tensor, Tensor]:

@@ -3,20 +3,22 @@
 import dataclasses
 import hashlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from nvme_offload import OffloadAdamW
-from nvme_offload.perf.demo.corpus import Corpus, load_corpus
-from nvme_offload.perf.demo.model import ByteGPT
-from nvme_offload.perf.demo.options import ModelSize
-from nvme_offload.perf.demo.records import MEASURED_FROM, RunResult, RunSettings, StepSample
-from nvme_offload.perf.demo.spans import Span
+from nvme_offload.perf.experiments.demo.records import MEASURED_FROM, RunResult, RunSettings, StepSample
+from nvme_offload.perf.experiments.demo.spans import Span
+from nvme_offload.perf.measure.child import Send
+from nvme_offload.perf.measure.corpus import Corpus, load_corpus
+from nvme_offload.perf.measure.gpt import ByteGPT, ModelSize
 from nvme_offload.perf.measure.machine import peak_resident_bytes, settled_resident_bytes, storage_bytes
 
 CONTEXT = 128
@@ -69,6 +71,7 @@ def settle_torch(settings: RunSettings) -> None:
     if settings.compute_device == "cuda":
         if not torch.cuda.is_available():
             raise RuntimeError("--device cuda: this torch sees no CUDA device; use --device cpu")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
         torch.use_deterministic_algorithms(True)
         torch.cuda.reset_peak_memory_stats()
 
@@ -300,3 +303,17 @@ class Run:
             self.result.samples[-1] = dataclasses.replace(latest, spans=spans, bytes_moved=bytes_moved)
         self.moved_before = moved
         return waited
+
+
+def work(told: Iterator[Any], send: Send) -> None:
+    """Train in a child process: it is told settings, then numbers of steps; after each it is quiet until the next."""
+    settings: RunSettings = next(told)
+    run = Run(settings, partial(send, "step"))
+
+    def turns() -> Iterator[int]:
+        send("ready", run.result.arithmetic)
+        for steps in told:
+            yield steps
+            send("turn ended", None)
+
+    send("result", run.train(turns()))

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from nvme_offload.perf.demo.options import BUFFER_COUNT
-from nvme_offload.perf.demo.spans import Span
+from nvme_offload.perf.experiments.demo.spans import Span
 
 GRADIENT_CLIPPING = 1.0
+BUFFER_COUNT = 4
 MEASURED_FROM = 1  # the first step also creates what later steps only use
 
 
@@ -107,14 +107,3 @@ class RunResult:
     def measured(self) -> list[StepSample]:
         """The steps that times and bytes are taken from."""
         return self.samples[MEASURED_FROM:] or self.samples
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "RunResult":
-        """Make a result of what `dataclasses.asdict` and a trip through JSON left of it."""
-        data = data | {
-            "samples": [StepSample(**sample) for sample in data["samples"]],
-            "validation": {int(step): loss for step, loss in data["validation"].items()},
-            "counted_bytes": tuple(data["counted_bytes"]),
-            "process_bytes": None if data["process_bytes"] is None else tuple(data["process_bytes"]),
-        }
-        return cls(**data)

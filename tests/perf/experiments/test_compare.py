@@ -5,29 +5,26 @@ import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from nvme_offload.perf.compare import readme
-from nvme_offload.perf.compare.__main__ import app
-from nvme_offload.perf.compare.contenders import MEMORY, OURS, Contender
-from nvme_offload.perf.compare.distance import Distance, same_bits
-from nvme_offload.perf.compare.model import model_of, windows
-from nvme_offload.perf.compare.records import Ended
-from nvme_offload.perf.compare.report import draw, row
-from nvme_offload.perf.compare.result import Result
-from nvme_offload.perf.compare.rounds import Found
+from nvme_offload.perf.experiments import compare
+from nvme_offload.perf.experiments.peers.contenders import MEMORY, OURS, Contender
+from nvme_offload.perf.experiments.peers.distance import Distance, same_bits
+from nvme_offload.perf.experiments.peers.result import Found, Result, draw
+from nvme_offload.perf.experiments.peers.worker import Ended, model_of, windows
 from nvme_offload.perf.measure.comparison import Quad
+from scripts import readme_comparison as readme
+from tests.support.experiments import said
 
 SIZE = "1x64"
 
 
-def compared(*options, folder):
-    return CliRunner().invoke(app, ["--path", str(folder), "--size", SIZE, "--tokens", "128", "--quads", "1", *options])
+def compared(*options, folder, status=0):
+    small = ("--path", folder, "--size", SIZE, "--tokens", 128, "--quads", 1)
+    return said("compare", *small, *options, status=status)
 
 
 def test_ours_beside_a_run_in_memory(tmp_path):
-    result = compared("--with", "memory", "--save", str(tmp_path / "saved"), folder=tmp_path)
-    assert result.exit_code == 0, result.output
+    compared("--with", "memory", "--save", tmp_path / "saved", folder=tmp_path)
     file = next((tmp_path / "saved").glob("*.json"))
     ours, memory = json.loads(file.read_text())["results"]
     assert (ours["contender"]["name"], memory["contender"]["name"]) == ("ours", "memory")
@@ -37,6 +34,7 @@ def test_ours_beside_a_run_in_memory(tmp_path):
     assert len(memory["quads"]) == 1
     assert len(memory["seconds"]) == len(ours["seconds"]) == 4
     numel = sum(param.numel() for param in model_of(SIZE).parameters())
+    assert ours["numel"] == numel
     assert ours["ended"]["moved"][1] / numel / 4 == pytest.approx(10, rel=0.2), "lower half and moments"
     assert memory["ended"]["moved"][1] / numel < 1
     assert not memory["bits_of_ours"], "torch rounds in another order"
@@ -47,31 +45,23 @@ def test_ours_beside_a_run_in_memory(tmp_path):
     for line in readme.block(read, file.stem).splitlines():
         if line.startswith("| "):
             assert line in written
-    assert [path.read_bytes() for path in read.save(tmp_path / "again")] == [file.read_bytes(), written.encode()]
 
 
 def test_a_peer_without_its_package_is_a_row(tmp_path, monkeypatch):
-    missing = Contender("nobody", "a peer", "no_such_package")
-    monkeypatch.setattr("nvme_offload.perf.compare.__main__.CONTENDERS", (OURS, missing))
-    result = compared(folder=tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "no_such_package is not installed" in result.output
+    monkeypatch.setattr(compare, "CONTENDERS", (OURS, Contender("nobody", "a peer", "no_such_package")))
+    assert "no_such_package is not installed" in compared(folder=tmp_path)
 
 
 @pytest.mark.slow
 def test_a_peer_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
     broken = Contender("torchao", "torchao's CPUOffloadOptimizer", "json")  # there, but torchao itself is not
-    monkeypatch.setattr("nvme_offload.perf.compare.__main__.CONTENDERS", (OURS, broken))
+    monkeypatch.setattr(compare, "CONTENDERS", (OURS, broken))
     assert broken.python() == sys.executable
-    result = compared(folder=tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "ModuleNotFoundError: No module named 'torchao'" in result.output
+    assert "ModuleNotFoundError: No module named 'torchao'" in compared(folder=tmp_path)
 
 
 def test_an_unknown_peer_is_refused(tmp_path):
-    result = compared("--with", "nobody", folder=tmp_path)
-    assert result.exit_code == 2
-    assert "'nobody' is not one of" in result.output
+    assert "'nobody' is not one of" in compared("--with", "nobody", folder=tmp_path, status=2)
 
 
 def test_distances(tmp_path):
@@ -97,16 +87,18 @@ def test_the_data_is_the_same_each_time():
 
 
 def test_a_row_and_a_picture(tmp_path):
-    found = Found(MEMORY, seconds=[2.0, 4.0, 3.0], quads=[Quad((1.0, 3.0, 3.0, 1.0))], ended=Ended(3, 2**30, (30, 60)))
-    assert row(found, 10)[1:] == ["3.00 s", "3.00", "1 GiB", "1.0", "2.0", ""]
-    draw([found, Found(OURS, problem="it cannot")], tmp_path / "picture.png", "its result")
+    found = Found(
+        MEMORY, 10, seconds=[2.0, 4.0, 3.0], quads=[Quad((1.0, 3.0, 3.0, 1.0))], ended=Ended(3, 2**30, (30, 60))
+    )
+    assert found.cells()[1:] == ["3.00 s", "3.00", "1 GiB", "1.0", "2.0", ""]
+    draw([found, Found(OURS, 10, problem="it cannot")], tmp_path / "picture.png", "its result")
     drawn = (tmp_path / "picture.png").read_bytes()
     assert drawn.startswith(b"\x89PNG")
     assert b"its result" in drawn
 
 
 def test_the_readme_has_the_latest_result_and_its_picture():
-    """`python -m nvme_offload.perf.compare.readme` writes both."""
+    """`python scripts/readme_comparison.py` writes both."""
     path = readme.newest()
     said = readme.README.read_text(encoding="utf-8").partition(readme.BEGIN)[2].partition(readme.END)[0]
     assert said.strip() == readme.block(Result.of_file(path), path.stem)

@@ -1,12 +1,14 @@
-"""`python -m nvme_offload.perf.demo`: trains a small GPT twice, state on NVMe and in memory, by turns, and compares."""
+"""The demo: it trains a small GPT twice, state on NVMe and in memory, by turns, and compares every bit."""
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import shutil
 import signal
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +20,15 @@ from rich.console import Console
 
 from nvme_offload.aio_native.registry import ENGINES
 from nvme_offload.optim.trace import write_trace
-from nvme_offload.perf.demo import report
-from nvme_offload.perf.demo.children import RunChild
-from nvme_offload.perf.demo.options import (
-    PRESETS,
-    ComputeDevice,
-    ModelSize,
-    choose_swap_parent,
-    file_system_type,
-    parse_size,
-)
-from nvme_offload.perf.demo.progress import meters
-from nvme_offload.perf.demo.records import MEASURED_FROM, RunResult, RunSettings
+from nvme_offload.perf.experiments.demo import report
+from nvme_offload.perf.experiments.demo.place import ComputeDevice, choose_swap_parent, file_system_type
+from nvme_offload.perf.experiments.demo.records import MEASURED_FROM, RunResult, RunSettings, StepSample
+from nvme_offload.perf.experiments.demo.training import work
 from nvme_offload.perf.measure import machine
-from nvme_offload.perf.measure.child import ChildFailedError, uninterrupted
+from nvme_offload.perf.measure.child import Child, ChildFailedError, uninterrupted
 from nvme_offload.perf.measure.command_line import choice_option
+from nvme_offload.perf.measure.comparison import by_turns
+from nvme_offload.perf.measure.gpt import PRESETS, ModelSize, parse_size
 from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
 
 MEASURING_STEPS = 3
@@ -44,8 +40,44 @@ DEFAULT_BUDGET = 50.0
 OVERTIME = 1.15
 INTERRUPTED = 130
 GIB = 2**30
+LINES = 10
+"""Lines of progress in a run, about."""
 
-app = typer.Typer(add_completion=False)
+
+class RunChild(Child):
+    """A run in a process of its own: it trains when it is told to, says how it gets on, and ends with its result.
+
+    Args:
+        name: of the run.
+        settings: what to do.
+        log: file for what the child says besides.
+        console: gets the lines of progress.
+    """
+
+    def __init__(self, name: str, settings: RunSettings, log: Path, console: Console) -> None:
+        super().__init__(work, log)
+        self.samples: list[StepSample] = []
+        """The steps taken so far."""
+        self._name, self._steps, self._console = name, settings.steps, console
+        self.tell(settings)
+        self.arithmetic: str = self.expect("ready")
+        """Precision of forward and backward."""
+        self._started = time.monotonic()
+
+    def train(self, steps: int) -> None:
+        """Have the child take some steps, and wait until it has nothing left to do."""
+        self.tell(steps)
+        self.expect("turn ended", lambda kind, sample: self._note(sample))
+
+    def _note(self, sample: StepSample) -> None:
+        self.samples.append(sample)
+        done = len(self.samples)
+        if done in (1, self._steps) or done % max(1, self._steps // LINES) == 0:
+            self._console.print(
+                f"{self._name}: step {done}/{self._steps}, loss {sample.loss:.3f}, {sample.pace}, "
+                f"{time.monotonic() - self._started:.0f} s",
+                highlight=False,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,37 +145,31 @@ class Demo:
     def measure(self, swap: Path) -> float:
         """Seconds of a step, from a few in a run that nothing is kept of."""
         settings = dataclasses.replace(self.plan.settings("nvme", swap, MEASURING_STEPS), measure_only=True)
-        name = "measuring a step"
-        with self.child(name, settings) as trial, meters(self.console, {name: MEASURING_STEPS}) as show:
-            trial.wait_until_ready()
-            trial.train(MEASURING_STEPS, show[name])
-            trial.finish()
+        with self.child("measuring a step", settings) as trial:
+            trial.train(MEASURING_STEPS)
+            trial.finish("result")
         return statistics.mean(sample.seconds for sample in trial.samples[MEASURED_FROM:])
 
     def train(self, swap: Path, steps: int, seconds: float) -> tuple[RunResult, RunResult]:
         """Train both runs, a few steps each in turn, so that the machine's moods are those of both."""
         with contextlib.ExitStack() as children:
             nvme = children.enter_context(self.child(ON_NVME, self.plan.settings("nvme", swap, steps)))
-            arithmetic = nvme.wait_until_ready()
-            settings = dataclasses.replace(self.plan.settings("cpu", None, steps), arithmetic=arithmetic)
+            settings = dataclasses.replace(self.plan.settings("cpu", None, steps), arithmetic=nvme.arithmetic)
             memory = children.enter_context(self.child(IN_MEMORY, settings))
-            memory.wait_until_ready()
-            with meters(self.console, {ON_NVME: steps, IN_MEMORY: steps}) as show:
-                turn = [(nvme, show[ON_NVME]), (memory, show[IN_MEMORY])]
-                while (taken := len(nvme.samples)) < steps and sum(one.seconds for one in nvme.samples) < seconds:
-                    for child, on_step in turn:
-                        child.train(min(TURN_STEPS, steps - taken), on_step)
-                    turn.reverse()
+            turns = by_turns((nvme, memory))
+            while (taken := len(nvme.samples)) < steps and sum(one.seconds for one in nvme.samples) < seconds:
+                for child in itertools.islice(turns, 2):
+                    child.train(min(TURN_STEPS, steps - taken))
             if taken < steps:
                 self.console.print(f"[yellow]The drive or the processor got slower: both runs end after {taken} steps.")
-            return nvme.finish(), memory.finish()
+            return nvme.finish("result"), memory.finish("result")
 
     @contextlib.contextmanager
     def child(self, name: str, settings: RunSettings) -> Iterator[RunChild]:
-        """One run in a child process, and in the end all that it said on standard error."""
+        """Start one run in a child process; show in the end all that it said besides."""
         log = self.plan.out / f"{name.replace(' ', '-').lower()}.log"
         try:
-            with RunChild(settings, log) as child:
+            with RunChild(name, settings, log, self.console) as child:
                 yield child
             said = log.read_text(errors="replace").strip()
             if said:
@@ -192,8 +218,8 @@ class Demo:
         if not can_draw():
             return None
         # matplotlib is slow to import, and a wrong option should be told at once
-        from nvme_offload.perf.demo.curves import draw_curves
-        from nvme_offload.perf.demo.timeline import draw_timeline
+        from nvme_offload.perf.experiments.demo.curves import draw_curves
+        from nvme_offload.perf.experiments.demo.timeline import draw_timeline
 
         draw_curves(nvme, memory, self.plan.out / "loss.png")
         return draw_timeline(nvme, self.plan.out / "timeline.png")
@@ -214,8 +240,7 @@ def _on_terminate(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-@app.command()
-def main(
+def demo(
     size: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}, or LAYERSxWIDTH such as 8x512.")] = "small",
     steps: Annotated[
         int | None, typer.Option(min=2, max=100_000, help="Steps of each run; without it what fits the budget.")
@@ -232,7 +257,7 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
     out: Annotated[Path, typer.Option(help="Directory for pictures and results.")] = Path("demo-out"),
 ) -> None:
-    """Trains a byte-level GPT twice, with optimizer state on NVMe and in memory, and compares every bit."""
+    """Train a byte-level GPT twice, with optimizer state on NVMe and in memory, and compare every bit."""
     console = Console()
     try:
         shape = parse_size(size)
@@ -275,7 +300,3 @@ def main(
         raise typer.Exit(1) from None
     if not same:
         raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    app()

@@ -1,0 +1,164 @@
+"""This project beside others: each trains the same model with the same data by turns with ours."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from nvme_offload.perf.experiments.peers.contenders import BY_NAME, CONTENDERS, MEMORY, OURS, Contender
+from nvme_offload.perf.experiments.peers.distance import Distance, same_bits
+from nvme_offload.perf.experiments.peers.result import HEAD, ITERATIONS, Found, draw, notes
+from nvme_offload.perf.experiments.peers.worker import Ended, Order, Turn, work
+from nvme_offload.perf.measure.child import Child, ChildFailedError
+from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
+from nvme_offload.perf.measure.comparison import Case
+from nvme_offload.perf.measure.experiment import Experiment
+from nvme_offload.perf.measure.gpt import parse_size
+from nvme_offload.perf.measure.machine import num_cpus
+from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
+
+
+def compare(
+    path: Folder = Path(),
+    size: Annotated[str, typer.Option(help="Layers and width of the model; 16x1024 has 269 million parameters.")] = (
+        "16x1024"
+    ),
+    tokens: Annotated[int, typer.Option(min=128, help="Tokens of an iteration, a multiple of 128.")] = 512,
+    quads: Quads = 2,
+    only: Annotated[list[str] | None, typer.Option("--with", help="Beside whom; by default beside all.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="File for the picture.")] = None,
+    save_to: SaveTo = None,
+) -> None:
+    """Train one model with ours and each of the others in turn: iteration time, memory, bytes and bits."""
+    others = _others(only)
+    try:
+        parse_size(size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--size'") from None
+    order = Order(contender="", package=None, size=size, tokens=tokens, threads=num_cpus(), swap="", weights="")
+    experiment = Experiment(
+        name="compare", title="Beside others", head=HEAD, path=path, save_to=save_to, asked={"order": asdict(order)}
+    )
+    with TemporaryDirectory(prefix="nvme-offload-compare-", dir=path) as folder:
+        all_found = experiment.run(_compared(others, order, Path(folder), quads), lambda found: notes(order, found))
+    if picture is not None and can_draw():
+        draw(all_found, picture)
+        typer.echo(f"saved {picture}", err=True)
+    elif picture is not None:
+        Console(stderr=True).print(NO_PICTURE, markup=False)
+
+
+def _others(names: Sequence[str] | None) -> list[Contender]:
+    """Choose those that were asked for, and the run in memory: distances are measured from it."""
+    for name in names or ():
+        if name not in BY_NAME or name == OURS.name:
+            known = ", ".join(other.name for other in CONTENDERS if other is not OURS)
+            raise typer.BadParameter(f"{name!r} is not one of {known}", param_hint="'--with'")
+    return [
+        other for other in CONTENDERS if other is not OURS and (not names or other.name in names or other is MEMORY)
+    ]
+
+
+def _compared(others: Sequence[Contender], order: Order, folder: Path, quads: int) -> Iterator[Found]:
+    """Find out about ours and each of the others; the run in memory goes first."""
+    numel = parse_size(order.size).num_parameters
+    ours, distance = Found(OURS, numel), None
+    yield ours
+    for other in others:
+        own, found = _beside_ours(other, order, folder, quads)
+        if found.problem is None:
+            ours.seconds += own.seconds
+            ours.ended, ours.losses = own.ended, own.losses
+            weights, of_ours = other.weights(folder), OURS.weights(folder)
+            distance = distance or Distance(order.size, MEMORY.weights(folder))
+            found.distance, ours.distance = distance.of(weights), distance.of(of_ours)
+            found.bits_of_ours = same_bits(weights, of_ours)
+            if other is not MEMORY:
+                weights.unlink()
+            yield ours
+        yield found
+
+
+class Side(Child):
+    """A contender's process.
+
+    Args:
+        found: takes what is seen of it.
+        python: the interpreter that has its package.
+        order: what to do.
+        log: file for what it says besides.
+    """
+
+    def __init__(self, found: Found, python: str, order: Order, log: Path) -> None:
+        # A peer that compiles when it is first used looks for its tools on PATH; what it made stays with its packages.
+        folder = Path(python).parent
+        tools = os.pathsep.join((str(folder), str(Path(sys.executable).parent), os.environ["PATH"]))
+        made = {"PATH": tools, "TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions")}
+        super().__init__(work, log, python=python, environment=made)
+        self._found = found
+        self.tell(order)
+        found.version = self.expect("ready")
+
+    def turn(self) -> float:
+        """Take a turn; return the mean seconds of an iteration."""
+        self.tell(ITERATIONS)
+        turn: Turn = self.expect("turn")
+        self._found.seconds += turn.seconds
+        self._found.losses += turn.losses
+        return sum(turn.seconds) / ITERATIONS
+
+    def end(self) -> None:
+        """End it, its weights written down."""
+        ended: Ended = self.finish("ended")
+        self._found.ended = ended
+
+
+def _beside_ours(contender: Contender, template: Order, folder: Path, quads: int) -> tuple[Found, Found]:
+    """Train both by turns; return what was seen of ours and of the other. One that cannot train says why.
+
+    Args:
+        contender: the other.
+        template: the order of both, but for who and where.
+        folder: on the drive; gets swap, logs and weights of each.
+        quads: how many.
+    """
+    numel = parse_size(template.size).num_parameters
+    ours, theirs = Found(OURS, numel), Found(contender, numel)
+    if (python := contender.python()) is None:
+        theirs.problem = f"{contender.package} is not installed"
+        return ours, theirs
+    with ExitStack() as stack:
+        try:
+            other = stack.enter_context(_side(theirs, python, template, folder))
+        except ChildFailedError as error:
+            theirs.problem = str(error).splitlines()[0]
+            return ours, theirs
+        own = stack.enter_context(_side(ours, sys.executable, template, folder))
+        case = Case(name=contender.text, ours=own.turn, reference=other.turn, has_control=False)
+        theirs.quads = [found.rounds[-1].quad for found in case.measure(quads)]
+        own.end()
+        other.end()
+    return ours, theirs
+
+
+def _side(found: Found, python: str, template: Order, folder: Path) -> Side:
+    contender = found.contender
+    swap = folder / contender.name
+    swap.mkdir(exist_ok=True)
+    order = replace(
+        template,
+        contender=contender.name,
+        package=contender.package,
+        swap=str(swap),
+        weights=str(contender.weights(folder)),
+    )
+    return Side(found, python, order, folder / f"{contender.name}.log")
