@@ -1,4 +1,4 @@
-"""The README's comparison, from a saved result: `python scripts/readme_comparison.py [RESULT.json]`.
+"""The README's comparison, from a saved result: `python -m scripts.readme_comparison [RESULT.json]`.
 
 Without a file it takes the newest of perf/results. The table goes between its marks in the README, the picture to
 docs/pictures/comparison.png, with the name of the result in its metadata.
@@ -17,7 +17,7 @@ from nvme_offload.perf.measure.results import RESULTS
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "pictures" / "comparison.png"
-BEGIN, END = "<!-- generated: python scripts/readme_comparison.py -->", "<!-- end -->"
+BEGIN, END = "<!-- generated: python -m scripts.readme_comparison -->", "<!-- end -->"
 WIDTH = 120
 
 

@@ -332,7 +332,7 @@ MANY_ATTRIBUTES = {
 """Classes that are to become several, with the attributes that they have; none may get more."""
 OFTEN_NAMED = {
     *("Block", "Found", "Job", "Moved", "Outcome", "Pace", "Parts", "Plan", "Run", "Staging", "Training", "Written"),
-    *("_Block", "_Flight", "_ReadOnly", "_Shard"),
+    *("_Flight", "_ReadOnly", "_Shard"),
 }
 """Names of more than one class; none may be added."""
 MAX_WRITES_TO_OTHERS = 229

@@ -18,6 +18,10 @@ EXPERIMENTS = {
     ),
     "durable": Command(f"{_HERE}.durable", "Measure what durable steps, snapshots and checkpoints cost."),
     "hidden-step": Command(f"{_HERE}.hidden_step", "Measure how much of a step each schedule hides."),
+    "plan-check": Command(
+        f"{_HERE}.plan_check",
+        "Compare what `offload plan` predicts with measured iterations and with resident memory.",
+    ),
     "read-ahead": Command(f"{_HERE}.read_ahead", "Measure how much of the reading of parameters is hidden."),
     "replay": Command(f"{_HERE}.replay", "Measure updates from a log beside plain ones, over state in memory."),
 }

@@ -13,7 +13,7 @@ from nvme_offload.perf.experiments.peers.result import Found, Result, draw
 from nvme_offload.perf.experiments.peers.worker import Ended, model_of, windows
 from nvme_offload.perf.measure.comparison import Quad
 from scripts import readme_comparison as readme
-from tests.support.experiments import said
+from tests.perf.experiments.running import said
 
 SIZE = "1x64"
 
@@ -98,7 +98,7 @@ def test_a_row_and_a_picture(tmp_path):
 
 
 def test_the_readme_has_the_latest_result_and_its_picture():
-    """`python scripts/readme_comparison.py` writes both."""
+    """`python -m scripts.readme_comparison` writes both."""
     path = readme.newest()
     said = readme.README.read_text(encoding="utf-8").partition(readme.BEGIN)[2].partition(readme.END)[0]
     assert said.strip() == readme.block(Result.of_file(path), path.stem)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.experiments import results
+from tests.perf.experiments.running import results
 
 MOST = {1: (12, 10.0), 2: (7, 12.0), 3: (16 / 3, 13.4)}
 """Bytes per bf16 parameter and step by period: written, but for trailers and manifests, and read at most."""

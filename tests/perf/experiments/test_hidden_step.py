@@ -13,7 +13,7 @@ from nvme_offload.perf.experiments.hidden_step import Setup
 from nvme_offload.perf.measure.comparison import Comparison, Quad, Round
 from nvme_offload.perf.measure.models import SleepingModel
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
-from tests.support.experiments import results, said
+from tests.perf.experiments.running import results, said
 
 RATE = 2e9
 

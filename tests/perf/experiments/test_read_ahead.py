@@ -3,7 +3,7 @@
 import pytest
 
 from nvme_offload.perf.experiments.read_ahead import measure
-from tests.support.experiments import results, said
+from tests.perf.experiments.running import results, said
 
 SMALL = ("--width", 16, "--tokens", 4, "--steps", 2)
 

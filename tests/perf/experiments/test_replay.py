@@ -3,7 +3,7 @@
 import pytest
 
 from nvme_offload.perf.experiments.replay import measure
-from tests.support.experiments import results, said
+from tests.perf.experiments.running import results, said
 
 
 def test_there_is_a_rate_for_everything():

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -14,7 +13,7 @@ from nvme_offload import ConfigError, OffloadConfig, initialize
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.cli import app, load
-from nvme_offload.perf.planning import check, command
+from nvme_offload.perf.planning import command
 from nvme_offload.perf.planning.command import baseline_bytes
 from nvme_offload.perf.planning.machine import Drives, Machine
 from nvme_offload.perf.planning.prediction import Job, predict
@@ -418,14 +417,6 @@ def test_the_page_has_every_option():
     names = {(option.secondary_opts or option.opts)[0] for option in options}
     assert {"--params", "--no-checkpointing"} <= names
     assert not [name for name in sorted(names) if f"`{name}`" not in page]
-
-
-def test_a_check_of_no_folder_is_refused_in_words():
-    command = typer.Typer()
-    command.command()(check.main)
-    result = CliRunner().invoke(command, ["--path", "/nowhere"])
-    assert result.exit_code == 2
-    assert "does not exist" in result.output
 
 
 def test_the_libraries_are_weighed_from_any_folder(tmp_path, monkeypatch):

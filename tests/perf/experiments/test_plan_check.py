@@ -1,0 +1,46 @@
+"""Iterations and resident memory of whole runs beside the plan's."""
+
+import pytest
+
+from nvme_offload.offload.units import MiB
+from nvme_offload.perf.experiments import plan_check
+from nvme_offload.perf.experiments.plan_check import CASES, Configuration, MemoryCase, MemoryGrowth
+from tests.perf.experiments.running import said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_run_takes_the_memory_of_its_plan(case, tmp_path):
+    outcome = plan_check.memory_of(tmp_path, case)
+    assert outcome.within_plan, outcome.cells()
+    assert 1.1 * outcome.measured + 64 * MiB >= outcome.predicted, "the plan asks for no more than a run takes"
+
+
+@pytest.mark.parametrize(("excess", "status"), [(0, 0), (1, 1)])
+def test_the_check_fails_beyond_a_tenth_and_64_mib(excess, status, tmp_path, monkeypatch):
+    allowed = 1100 * MiB + 64 * MiB
+    monkeypatch.setattr(plan_check, "CASES", (MemoryCase("bf16", 6),))
+    monkeypatch.setattr(plan_check, "memory_of", lambda _, case: MemoryGrowth(case, 1000 * MiB, allowed + excess))
+    output = said("plan-check", "--path", tmp_path, "--memory-only", "--save", tmp_path, status=status)
+    assert f"64 MiB: {'bf16, state, 50 M' if excess else 'none'}" in output
+    assert len(list(tmp_path.glob("*-plan-memory.*"))) == 2
+
+
+def test_an_iteration_beside_its_plan(alone, tmp_path, monkeypatch):
+    for name in ("REGION_BYTES", "PASS_BYTES"):
+        monkeypatch.setattr(plan_check, name, 64 * MiB)
+    one = plan_check.iterations_of(tmp_path, Configuration("state", 4, 64)).to_dict()
+    assert one["bytes_ratio"] == pytest.approx(1, abs=0.05)
+    assert one["time_ratio"] > 0
+    assert len(one["measured_seconds"]) == plan_check.ROUNDS * plan_check.MEASURED_STEPS
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match="KeyError: 'fp64'"):
+        plan_check.memory_of(tmp_path, MemoryCase("fp64", 1))
+
+
+def test_a_folder_that_is_not_there_is_refused_in_words():
+    assert "does not exist" in said("plan-check", "--path", "/nowhere", status=2)
