@@ -10,6 +10,7 @@ mean what they mean elsewhere::
       SwapIOError          a request failed: path, offset, size, direction, errno, and what to do
         EngineLostError    the engine broke, and every request fails: what forbade it, and what to do
         OutOfSpaceError    the file system cannot hold the swap file: bytes needed and bytes free
+        ForeignFolderError a run's folder, or what is in it, may be somebody else's: which, and why
       CheckpointWriteError a checkpoint could not be written; nothing of it is left, earlier ones are as they were
       HalfRenamedError     an export of weights failed between its last renames: the folder holds a mixture
     RuntimeError
@@ -163,6 +164,28 @@ class OutOfSpaceError(SwapIOError):
 
     def _arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("path", "needed_bytes", "free_bytes")}
+
+
+class ForeignFolderError(SwapIOError):
+    """A run's folder is not this user's alone, or a link is in it: nothing of it was used or changed."""
+
+    def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
+        super().__init__(errno_names.EPERM, path=path, offset=0, size_bytes=0, direction="allocate")
+        self.problem = problem
+
+    @property
+    def remedy(self) -> str:
+        """What to do about the error."""
+        return (
+            "somebody else may have made it: look at what it is and remove it, or choose another nvme_path or name of "
+            "the run. If it is yours, for example after a restore: `chown -R` it to this user, and `chmod 0700`"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.problem}; {self.remedy}"
+
+    def _arguments(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("path", "problem")}
 
 
 class OffloadError(RuntimeError):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.storage.run_directory import RECORD_NAME, RECORD_NAME_NEW
+from nvme_offload.offload.storage.run_folder import open_in
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.optim.stats import OptimizerStats
@@ -138,7 +139,9 @@ class RunRecord:
 
 
 def _exchange(file: Path, new: Path, line: str) -> None:
-    new.write_text(line, encoding="utf-8")
+    new.unlink(missing_ok=True)  # left by one that was cut short
+    with open_in(new.parent, new.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+        os.write(fd, line.encode())
     new.replace(file)
 
 

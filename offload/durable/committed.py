@@ -12,6 +12,7 @@ from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.run import SNAPSHOT_PREFIX, read_identity
 from nvme_offload.offload.errors import ResumeError
 from nvme_offload.offload.storage.run_directory import SWAP_NAME
+from nvme_offload.offload.storage.run_folder import names_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
 from nvme_offload.offload.storage.swap_space import SwapSpace
 
@@ -51,8 +52,8 @@ class CommittedRank:
     @property
     def steps(self) -> list[Manifest]:
         """The manifests that are whole, the newest first."""
-        paths = [self.folder / name for name in NAMES if (self.folder / name).exists()]
-        found = [manifest for path in paths if (manifest := Manifest.decode(path.read_bytes())) is not None]
+        names = [name for name in names_in(self.folder) if name in NAMES]
+        found = [manifest for name in names if (manifest := Manifest.read(self.folder, name)) is not None]
         return sorted(found, key=lambda manifest: manifest.sequence, reverse=True)
 
     def snapshot(self, name: str) -> Manifest:
@@ -63,7 +64,7 @@ class CommittedRank:
         """
         path = self.folder / f"{SNAPSHOT_PREFIX}{name}"
         try:
-            manifest = Manifest.decode(path.read_bytes())
+            manifest = Manifest.read(self.folder, path.name)
         except OSError as error:
             raise ResumeError(path, f"cannot be read: {error.strerror}") from error
         if manifest is None:

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from nvme_offload.offload.durable import owner
-from nvme_offload.offload.errors import ResumeError, StateError, SwapIOError
+from nvme_offload.offload.errors import ForeignFolderError, ResumeError, StateError, SwapIOError
 from nvme_offload.offload.storage.run_directory import SWAP_NAME, remove_leftovers
+from nvme_offload.offload.storage.run_folder import make_run_folder, read_in, replace_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
-from nvme_offload.offload.sync import replace_file, sync_folder
+from nvme_offload.offload.sync import sync_folder
 
 PREFIX = "nvme-durable-"
 ABOUT_NAME = "run.json"
@@ -60,14 +61,17 @@ def read_about(directory: Path) -> dict[str, Any] | None:
     """What `DurableDirectory.write_about` wrote; None where there is nothing yet.
 
     Raises:
+        ForeignFolderError: it may be somebody else's.
         ResumeError: it is damaged, or of a newer version.
     """
     path = directory / ABOUT_NAME
     try:
-        about: dict[str, Any] = json.loads(path.read_bytes())
+        about: dict[str, Any] = json.loads(read_in(directory, ABOUT_NAME))
         written_by = about["format"]
     except FileNotFoundError:
         return None
+    except ForeignFolderError:
+        raise
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ResumeError(path, f"cannot be read: {error}") from error
     if written_by != FORMAT:
@@ -88,6 +92,7 @@ class DurableDirectory:
         rank: of this process.
 
     Raises:
+        ForeignFolderError: somebody else made the directory, or may write in it.
         SwapIOError: `path` is missing, read-only or not ours.
     """
 
@@ -97,7 +102,9 @@ class DurableDirectory:
         self._swap: SwapFile | None = None
         try:
             remove_leftovers(path)
-            self._make()
+            make_run_folder(self.path)
+        except ForeignFolderError:
+            raise
         except OSError as error:
             code = error.errno or errno.EIO
             raise SwapIOError(
@@ -127,7 +134,7 @@ class DurableDirectory:
                 swap.close()
                 raise
             swap.close()  # somebody removed the run while it was opened
-            self._make()
+            make_run_folder(self.path)
 
     @property
     def about(self) -> dict[str, Any] | None:
@@ -136,7 +143,7 @@ class DurableDirectory:
 
     def write_about(self, about: Mapping[str, Any]) -> None:
         """Say what this is the directory of. Lasts when it returns."""
-        replace_file(self.path / ABOUT_NAME, json.dumps({"format": FORMAT, **about}, indent=1).encode())
+        replace_in(self.path, ABOUT_NAME, json.dumps({"format": FORMAT, **about}, indent=1).encode())
 
     def leave(self) -> None:
         """Keep everything: the lock fell with the swap file. Idempotent."""
@@ -147,10 +154,6 @@ class DurableDirectory:
         """A lock belongs to the open file, which a forked child shares: in the child, close it."""
         if self._swap is not None:
             self._swap.close()
-
-    def _make(self) -> None:
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        sync_folder(self.path.parent)
 
 
 _open: weakref.WeakSet[DurableDirectory] = weakref.WeakSet()

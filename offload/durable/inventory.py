@@ -9,14 +9,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.durable import owner
 from nvme_offload.offload.durable.directory import ABOUT_NAME, parse_directory, read_about
 from nvme_offload.offload.durable.manifest import NAMES as MANIFEST_NAMES
 from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.durable.run import IDENTITY_PREFIX, SNAPSHOT_PREFIX, read_identity
+from nvme_offload.offload.durable.run import IDENTITY_PREFIX, SNAPSHOT_PREFIX, read_identity, snapshots_in
 from nvme_offload.offload.errors import ResumeError, StateError
 from nvme_offload.offload.storage.run_directory import FILE_NAMES, SWAP_NAME
+from nvme_offload.offload.storage.run_folder import folder_open, names_in, open_in
 from nvme_offload.offload.sync import sync_folder
 
 _BLOCK_BYTES = 512  # the unit of st_blocks (stat(2))
@@ -82,7 +82,7 @@ def find_runs(paths: Iterable[Path]) -> list[RunFound]:
     found: dict[str, dict[int, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for path in dict.fromkeys(path.absolute() for path in paths):
         for folder in sorted(path.iterdir()):
-            if (parsed := parse_directory(folder)) is not None and folder.is_dir():
+            if (parsed := parse_directory(folder)) is not None:
                 name, rank = parsed
                 found[name][rank].append(folder)
     runs = []
@@ -129,6 +129,8 @@ def _found_in(rank: int, folders: Sequence[Path]) -> RankFound | None:
             return _look_at(rank, folders)
         except FileNotFoundError:  # also of a run that lives and replaces a file
             folders = [folder for folder in folders if folder.is_dir()]
+        except OSError as error:  # it is somebody else's, or a link
+            return RankFound(rank, tuple(folders), 0, (), (), None, "", 0, None, str(error))
     return None
 
 
@@ -151,15 +153,10 @@ def _look_at(rank: int, folders: Sequence[Path]) -> RankFound:
         folders=tuple(folders),
         num_paths=num_paths,
         steps=tuple(manifest.step for manifest in ordered),
-        snapshots=tuple(
-            path.name.removeprefix(SNAPSHOT_PREFIX)
-            for folder in folders
-            for path in sorted(folder.glob(f"{SNAPSHOT_PREFIX}*"))
-            if path.suffix != ".new"
-        ),
+        snapshots=tuple(name for folder in folders for name in snapshots_in(folder)),
         committed_at=None if newest is None else newest.stat().st_mtime,
         model=model,
-        size_bytes=sum(path.stat().st_blocks * _BLOCK_BYTES for folder in folders for path in folder.iterdir()),
+        size_bytes=sum(path.lstat().st_blocks * _BLOCK_BYTES for folder in folders for path in folder.iterdir()),
         owner=next((who for folder in folders if (who := _owner_of(folder)) is not None), None),
         problem=problem,
     )
@@ -167,14 +164,13 @@ def _look_at(rank: int, folders: Sequence[Path]) -> RankFound:
 
 def _manifests(folder: Path) -> dict[Path, Manifest]:
     """Those that are whole. One that is being written is none at that moment; the other one is there."""
-    paths = [folder / name for name in MANIFEST_NAMES if (folder / name).exists()]
-    decoded = {path: Manifest.decode(path.read_bytes()) for path in paths}
+    decoded = {folder / name: Manifest.read(folder, name) for name in names_in(folder) if name in MANIFEST_NAMES}
     return {path: manifest for path, manifest in decoded.items() if manifest is not None}
 
 
 def _owner_of(folder: Path) -> owner.Owner | None:
     try:
-        swap_file = Descriptor(os.open, folder / SWAP_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        swap_file = open_in(folder, SWAP_NAME, os.O_RDONLY)
     except FileNotFoundError:
         return None
     with swap_file as fd:
@@ -200,7 +196,7 @@ def locked(run: RunFound) -> Iterator[list[Path]]:
 
 def _lock(name: str, folder: Path, locks: ExitStack) -> None:
     try:
-        swap_file = Descriptor(os.open, folder / SWAP_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        swap_file = open_in(folder, SWAP_NAME, os.O_RDONLY)
     except FileNotFoundError:
         return
     fd = locks.enter_context(swap_file)
@@ -209,6 +205,7 @@ def _lock(name: str, folder: Path, locks: ExitStack) -> None:
 
 
 def _delete(folder: Path, names: Sequence[str], prefixes: tuple[str, ...]) -> None:
-    for path in folder.iterdir():
-        if path.name.removesuffix(".new") in names or path.name.startswith(prefixes):
-            path.unlink()
+    with folder_open(folder) as place:
+        for name in os.listdir(place):
+            if name.removesuffix(".new") in names or name.startswith(prefixes):
+                os.unlink(name, dir_fd=place)

@@ -21,10 +21,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
 from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.sync import open_synced, sync_file, sync_folder
+from nvme_offload.offload.storage.run_folder import names_in, open_in, open_synced, read_in
+from nvme_offload.offload.sync import sync_file, sync_folder
 
 MAX_FILES = 17
 """Manifests that a run may have: the newest, and those that it can go back to."""
@@ -77,6 +77,15 @@ class Manifest:
         return _HEADER.pack(*fields, _digest(_HEADER.pack(*fields, bytes(32)), body))
 
     @classmethod
+    def read(cls, folder: Path, name: str) -> Manifest | None:
+        """The manifest in a file of a run's folder; None where it is none, or not whole.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return cls.decode(read_in(folder, name))
+
+    @classmethod
     def decode(cls, content: bytes) -> Manifest | None:
         """The manifest with which a file begins; None where it is none, or not whole."""
         if len(content) < _HEADER.size:
@@ -122,12 +131,15 @@ class ManifestFiles:
     """
 
     def __init__(self, folder: Path, *, direct: bool, count: int = 2) -> None:
-        self._paths = [folder / name for place, name in enumerate(NAMES) if place < count or (folder / name).exists()]
-        made = [_make(path) for path in self._paths if not path.exists()]
-        if made:
+        there = set(names_in(folder))
+        names = [name for place, name in enumerate(NAMES) if place < count or name in there]
+        self._paths = [folder / name for name in names]
+        if made := [name for name in names if name not in there]:
+            for name in made:
+                _make(folder, name)
             sync_folder(folder)
-        self._files = [open_synced(path, direct=direct) for path in self._paths]
-        self._held = [Manifest.decode(path.read_bytes()) for path in self._paths]
+        self._files = [open_synced(folder, name, direct=direct) for name in names]
+        self._held = [Manifest.read(folder, name) for name in names]
         self._memory = HostRegion(_BLOCK_BYTES)
 
     def newest_first(self) -> list[Manifest]:
@@ -201,11 +213,10 @@ class ManifestFiles:
             done += moved
 
 
-def _make(path: Path) -> Path:
-    with Descriptor(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) as fd:
-        _promise(fd, path, _FIRST_BYTES)
+def _make(folder: Path, name: str) -> None:
+    with open_in(folder, name, os.O_RDWR | os.O_CREAT) as fd:
+        _promise(fd, folder / name, _FIRST_BYTES)
         sync_file(fd)
-    return path
 
 
 def _promise(fd: int, path: Path, size_bytes: int) -> None:

@@ -11,6 +11,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nvme_offload.offload.storage.run_folder import read_in, write_in
+
 NAME = "owner"
 """The note. Says who it was where the lock is free."""
 
@@ -39,13 +41,13 @@ class Owner:
     def noted_in(cls, folder: Path) -> Owner | None:
         """Who left a note in a run's directory; None where nobody did."""
         try:
-            return cls(**json.loads((folder / NAME).read_text()))
+            return cls(**json.loads(read_in(folder, NAME)))
         except (OSError, ValueError, TypeError):
             return None
 
     def note_in(self, folder: Path) -> None:
         """Leave a note."""
-        (folder / NAME).write_text(json.dumps(asdict(self)))
+        write_in(folder, NAME, json.dumps(asdict(self)).encode())
 
     @property
     def is_alive(self) -> bool:

@@ -23,9 +23,10 @@ from nvme_offload.offload.durable.identity import Identity
 from nvme_offload.offload.durable.manifest import Manifest, ManifestFiles
 from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.errors import ResumeError, StateError, SwapIOError
+from nvme_offload.offload.storage.run_folder import names_in, read_in, replace_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy
 from nvme_offload.offload.storage.swap_space import SwapSpace
-from nvme_offload.offload.sync import replace_file, sync_data, sync_folder
+from nvme_offload.offload.sync import sync_data, sync_folder
 
 SNAPSHOT_PREFIX, IDENTITY_PREFIX = "snapshot.", "identity."
 _SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -146,9 +147,8 @@ class DurableRun:
         elif uuid != self.uuid:
             raise ResumeError(self.folder, f"is of run {self.uuid}, and other ranks have {uuid} under this name")
         digest = identities.digest(identity)
-        path = self.folder / f"{IDENTITY_PREFIX}{digest}.json"
-        if not path.exists():
-            replace_file(path, identities.canonical(identity))
+        if (name := f"{IDENTITY_PREFIX}{digest}.json") not in names_in(self.folder):
+            replace_in(self.folder, name, identities.canonical(identity))
         self._identity = digest
 
     def differences(self, manifest: Manifest, identity: Identity) -> list[str]:
@@ -261,7 +261,7 @@ class DurableRun:
             raise StateError(f"the durable run {self.name!r}", "a committed step", "none")
         self.extents.pin(name, newest[0].tables)
         try:
-            replace_file(self.folder / f"{SNAPSHOT_PREFIX}{name}", newest[0].encode())
+            replace_in(self.folder, f"{SNAPSHOT_PREFIX}{name}", newest[0].encode())
         except BaseException:
             self.extents.unpin(name)
             raise
@@ -328,10 +328,9 @@ class DurableRun:
 
     def _read_snapshots(self) -> dict[str, Manifest]:
         found = {}
-        for path in sorted(self.folder.glob(f"{SNAPSHOT_PREFIX}*")):
-            manifest = None if path.name.endswith(".new") else Manifest.decode(path.read_bytes())
-            if manifest is not None:
-                found[path.name.removeprefix(SNAPSHOT_PREFIX)] = manifest
+        for name in snapshots_in(self.folder):
+            if (manifest := Manifest.read(self.folder, f"{SNAPSHOT_PREFIX}{name}")) is not None:
+                found[name] = manifest
         return found
 
     def _claim(self) -> None:
@@ -342,6 +341,12 @@ class DurableRun:
         self.space.promise()
 
 
+def snapshots_in(folder: Path) -> list[str]:
+    """Names of the snapshots in a run's directory."""
+    names = [name for name in names_in(folder) if name.startswith(SNAPSHOT_PREFIX) and not name.endswith(".new")]
+    return [name.removeprefix(SNAPSHOT_PREFIX) for name in names]
+
+
 def read_identity(folder: Path, manifest: Manifest) -> Identity:
     """What a manifest in a run's directory was committed as.
 
@@ -350,7 +355,7 @@ def read_identity(folder: Path, manifest: Manifest) -> Identity:
     """
     path = folder / f"{IDENTITY_PREFIX}{manifest.identity}.json"
     try:
-        found: Identity = json.loads(path.read_bytes())
+        found: Identity = json.loads(read_in(folder, path.name))
         if identities.digest(found) == manifest.identity:
             return found
     except (OSError, ValueError) as error:

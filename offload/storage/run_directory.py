@@ -15,6 +15,7 @@ from pathlib import Path
 
 from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import SwapIOError
+from nvme_offload.offload.storage.run_folder import open_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
 from nvme_offload.offload.units import format_bytes
 
@@ -150,7 +151,7 @@ def _delete_if_dead(directory: Path) -> int | None:
     if not _is_ours(directory):
         return None
     # O_CREAT: a run that died between making its directory and its lock left a directory without one.
-    lock = Descriptor(os.open, directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = open_in(directory, LOCK_NAME, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its run is alive
         if not _is_lock_of(directory, lock.fileno()):
@@ -205,7 +206,7 @@ def _make_locked(path: Path, claim: _Claim) -> Path:
 
 def _lock_and_rename(hidden: Path, final: Path) -> Descriptor:
     """Lock a directory and give it its name; returns the lock file."""
-    lock = Descriptor(os.open, hidden / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    lock = open_in(hidden, LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.lexists(final):

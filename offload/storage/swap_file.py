@@ -11,8 +11,9 @@ from typing import Literal
 
 from nvme_offload.aio_native import _native
 from nvme_offload.aio_native.descriptor import Descriptor
-from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
+from nvme_offload.offload.errors import ForeignFolderError, OutOfSpaceError, SwapIOError
 from nvme_offload.offload.storage.extent import FreeList, Stripe
+from nvme_offload.offload.storage.run_folder import open_in
 
 logger = logging.getLogger(__name__)
 
@@ -174,10 +175,9 @@ class SwapFile:
 
 def _open(path: Path, direct: DirectPolicy, how: int) -> tuple[Descriptor, int | None]:
     """The open file, and the alignment of direct I/O; None: through the page cache."""
-    flags = how | os.O_CLOEXEC
     if direct == "disabled":
-        return _open_or_raise(path, flags), None
-    opened = _open_direct(path, flags)
+        return _open_or_raise(path, how), None
+    opened = _open_direct(path, how)
     if opened is not None:
         return opened
     if direct == "required":
@@ -189,7 +189,7 @@ def _open(path: Path, direct: DirectPolicy, how: int) -> tuple[Descriptor, int |
             direction="allocate",
             extent="this file system has no direct I/O (O_DIRECT)",
         )
-    file = _open_or_raise(path, flags)
+    file = _open_or_raise(path, how)
     if (device := os.fstat(file.fileno()).st_dev) not in _said_buffered:
         _said_buffered.add(device)
         logger.warning(
@@ -203,7 +203,9 @@ def _open(path: Path, direct: DirectPolicy, how: int) -> tuple[Descriptor, int |
 def _open_direct(path: Path, flags: int) -> tuple[Descriptor, int] | None:
     """The open file and the alignment; None, and no file of ours, where the file system has no direct I/O."""
     try:
-        file = Descriptor(os.open, path, flags | os.O_DIRECT, 0o600)
+        file = open_in(path.parent, path.name, flags | os.O_DIRECT)
+    except ForeignFolderError:
+        raise
     except OSError as error:
         # EINVAL is how a file system says that it has no direct I/O. Linux makes the file before it finds out.
         if error.errno != errno.EINVAL:
@@ -220,7 +222,9 @@ def _open_direct(path: Path, flags: int) -> tuple[Descriptor, int] | None:
 
 def _open_or_raise(path: Path, flags: int) -> Descriptor:
     try:
-        return Descriptor(os.open, path, flags, 0o600)
+        return open_in(path.parent, path.name, flags)
+    except ForeignFolderError:
+        raise
     except OSError as error:
         raise _allocation_error(error, path) from error
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from nvme_offload.offload.storage.run_directory import LOCK_NAME, PREFIX
+from nvme_offload.offload.storage.run_folder import open_in
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.doctor.findings import Finding, Level, ok, problem
 
@@ -33,17 +34,16 @@ def find_runs(path: Path) -> list[FoundRun]:
 
 def _state(run: Path) -> State:
     try:
-        lock_fd = os.open(run / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        lock = open_in(run, LOCK_NAME, os.O_RDONLY)
     except FileNotFoundError:
         return "dead"  # it died between making its directory and its lock
     except OSError:
         return "unknown"
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "live"
-    finally:
-        os.close(lock_fd)
+    with lock as fd:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return "live"
     return "dead"
 
 

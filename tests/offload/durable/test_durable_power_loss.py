@@ -123,8 +123,8 @@ def stale_manifests_left_alive(patch):
 
 
 def manifests_that_do_not_last(patch):
-    def opened(path, *, direct):
-        return Descriptor(os.open, path, os.O_RDWR | os.O_CLOEXEC)
+    def opened(folder, name, *, direct):
+        return Descriptor(os.open, folder / name, os.O_RDWR | os.O_CLOEXEC)
 
     patch.setattr(manifests, "open_synced", opened)
 
