@@ -260,6 +260,33 @@ def test_what_must_last_goes_through_one_door(path):
     assert not found or path.name == "sync.py", f"{found[0]} belongs in offload/sync.py"
 
 
+TAKING = re.compile(r"(?<!b)lock|acquire|\blease|hold|held|enter_context|kept_away|at_rest|Descriptor")
+"""What takes a lock, a lease or a buffer is called so, in our packages as in the standard library."""
+
+
+def kept_by_generators(tree):
+    """Of context managers that are generators: what they take, and what they undo after an exception of any kind."""
+    for manager in ast.walk(tree):
+        decorators = getattr(manager, "decorator_list", ())
+        if not any(ast.unparse(decorator).endswith("contextmanager") for decorator in decorators):
+            continue
+        for node in ast.walk(manager):
+            taking = [node.func] if isinstance(node, ast.Call) else []
+            taking += [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
+            yield from (f"line {node.lineno}: {ast.unparse(it)}" for it in taking if TAKING.search(ast.unparse(it)))
+            if isinstance(node, ast.ExceptHandler) and (node.type is None or "Base" in ast.unparse(node.type)):
+                yield f"line {node.lineno}: except {ast.unparse(node.type) if node.type else ''}"
+
+
+@of_every(SOURCES)
+def test_what_a_generator_has_is_nothing_that_can_be_lost(path):
+    """A signal handler that raises in contextlib leaves the generator where it is, with all that it holds, until the
+    exception is forgotten; and then an `except BaseException` in it undoes what others have done since."""
+    if path.relative_to(ROOT).parts[0] != "perf":
+        found = list(kept_by_generators(parsed(path)))
+        assert not found, f"{found}: write a class, whose __enter__ takes it last"
+
+
 def device_names(tree):
     """Kinds of devices that are named in code: ``torch.cuda``, ``.is_cuda``, "cuda" where it is no docstring."""
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

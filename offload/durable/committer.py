@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 
 from nvme_offload.offload.errors import ClosedError, StateError
 
@@ -19,8 +22,16 @@ class Committer:
 
     def __init__(self) -> None:
         self._commit: Callable[[], None] | None = None
-        self._changed = threading.Condition()
+        # No Condition: it takes its lock in Python, and a signal handler that raises there would leave it taken.
+        self._asked: SimpleQueue[bool] = SimpleQueue()
+        """Gives the thread something to do, or (True) ends it."""
+        self._told: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._at_work = threading.Lock()
+        """Held by the thread. Who was interrupted in Thread.join would be told that it has ended."""
+        self._ending = os.getpid(), self._asked, self._at_work
+        # An interpreter that ends while a thread waits in C++ has that unwound where C++ allows it nowhere: abort.
+        self._finalizer = weakref.finalize(self, _end, *self._ending)
         self._failure: Exception | None = None
         self._closed = False
         self.waited_seconds = 0.0
@@ -51,12 +62,8 @@ class Committer:
             raise ClosedError("committer")
         if self._commit is not None:
             raise StateError("committer", "no commit under way", "one is")
-        with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
-                self._thread.start()
-            self._commit = commit
-            self._changed.notify_all()
+        self._commit = commit
+        self._wake()
 
     def wait(self) -> None:
         """Wait until no commit is under way. What was interrupted here goes on and can be waited for again."""
@@ -64,9 +71,11 @@ class Committer:
             return
         begun = time.perf_counter()
         try:
-            with self._changed:
-                while self._commit is not None:
-                    self._changed.wait(_LOOK_SECONDS)
+            while self._commit is not None:
+                try:
+                    self._told.get(timeout=_LOOK_SECONDS)
+                except Empty:
+                    self._wake()  # where what began the commit was cut short
         finally:
             self.waited_seconds += time.perf_counter() - begun
 
@@ -79,24 +88,26 @@ class Committer:
         """Wait for what is under way and end the thread. Idempotent."""
         self.wait()
         self._closed = True
-        with self._changed:
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        _end(*self._ending)
+        self._finalizer.detach()
+
+    def _wake(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
+            self._thread.start()
+        self._asked.put(False)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while self._commit is None:
-                    if self._closed:
-                        return
-                    self._changed.wait()
-                commit = self._commit
-            self._make(commit)
-            del commit  # it knows the whole optimizer, which may go while this thread sleeps
-            with self._changed:
-                self._commit = None
-                self._changed.notify_all()
+        with self._at_work:
+            ends = False
+            while not ends:
+                ends = self._asked.get()
+                if self._commit is not None:  # else it was asked twice
+                    self._make(self._commit)
+                    self._commit = None  # it knows the whole optimizer, which may go while this thread sleeps
+                    if self._told.empty():
+                        self._told.put(None)
+        self._asked.put(True)  # where a start was cut short, there is another thread
 
     def _make(self, commit: Callable[[], None]) -> None:
         begun = time.perf_counter()
@@ -108,3 +119,10 @@ class Committer:
         else:
             self.num_committed += 1
         self.commit_seconds += time.perf_counter() - begun
+
+
+def _end(pid: int, asked: SimpleQueue[bool], at_work: threading.Lock) -> None:
+    if os.getpid() == pid:  # a forked child has the lock, and not the thread
+        asked.put(True)
+        with at_work:
+            pass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,11 @@ class RunFound:
 
     name: str
     ranks: tuple[RankFound, ...]
+
+    @property
+    def folders(self) -> list[Path]:
+        """All its directories."""
+        return [folder for rank in self.ranks for folder in rank.folders]
 
     @property
     def step(self) -> int | None:
@@ -100,11 +105,11 @@ def remove_run(run: RunFound) -> None:
         StateError: somebody is in it.
         OSError: a file cannot be deleted, or is none of ours; what can be resumed is gone by then.
     """
-    with locked(run) as folders:
-        for folder in folders:
+    with locked(run):
+        for folder in run.folders:
             _delete(folder, MANIFEST_NAMES, (SNAPSHOT_PREFIX,))
             sync_folder(folder)
-        for folder in folders:
+        for folder in run.folders:
             _delete(folder, (ABOUT_NAME, owner.NAME, *FILE_NAMES), (IDENTITY_PREFIX,))
             folder.rmdir()
 
@@ -116,8 +121,8 @@ def remove_snapshot(run: RunFound, name: str) -> None:
         StateError: somebody is in the run: it has a method for this.
         OSError: a file cannot be deleted.
     """
-    with locked(run) as folders:
-        for folder in folders:
+    with locked(run):
+        for folder in run.folders:
             _delete(folder, (SNAPSHOT_PREFIX + name,), ())
             sync_folder(folder)
 
@@ -177,21 +182,19 @@ def _owner_of(folder: Path) -> owner.Owner | None:
         return None if owner.try_lock(fd) else owner.Owner.noted_in(folder) or owner.NOBODY_KNOWN
 
 
-@contextmanager
-def locked(run: RunFound) -> Iterator[list[Path]]:
-    """The directories of a run, while nobody else can be in it.
+def locked(run: RunFound) -> ExitStack:
+    """Keep others out of a run until this is closed.
 
     Raises:
         StateError: somebody is in it; names the process.
     """
-    folders = [folder for rank in run.ranks for folder in rank.folders]
     with ExitStack() as locks:
-        for folder in folders:
+        for folder in run.folders:
             _lock(run.name, folder, locks)
-        for folder in folders:
+        for folder in run.folders:
             with suppress(OSError):  # who looks for it then is told the process before; the drive may be read-only
                 owner.Owner.this().note_in(folder)
-        yield folders
+        return locks.pop_all()
 
 
 def _lock(name: str, folder: Path, locks: ExitStack) -> None:

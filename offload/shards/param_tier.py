@@ -13,8 +13,8 @@ be kept in host memory for that, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -26,7 +26,7 @@ from nvme_offload.offload.errors import ClosedError, ConfigError, StateError
 from nvme_offload.offload.shards.departures import Departure, Departures
 from nvme_offload.offload.shards.host_block import HostBlock, host_blocks
 from nvme_offload.offload.shards.stand_in import StandIn
-from nvme_offload.offload.staging.block_cache import Block, BlockCache
+from nvme_offload.offload.staging.block_cache import Block, BlockCache, Holding, View
 from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.offload.units import format_bytes
 
@@ -164,11 +164,11 @@ class TieredShard:
         """Let the block go: FSDP2 has copied it."""
         self._tier.end_gather(self)
 
-    @contextmanager
-    def held(self, *, change: bool) -> Iterator[torch.Tensor]:
-        """A view of the staging buffer, 1D. For accesses from outside forward, backward and step."""
-        with self._tier.holding(self.block, change=change, in_order=False):
-            yield self.view()
+    def held(
+        self, *, change: bool, view: Callable[[], torch.Tensor] | None = None
+    ) -> AbstractContextManager[torch.Tensor]:
+        """A view of the staging buffer, 1D, or another. For accesses from outside forward, backward and step."""
+        return self._tier.holding(self.block, view or self.view, change=change, in_order=False)
 
     def view(self) -> torch.Tensor:
         """1D with the padding, over the staging buffer. The block must be held."""
@@ -306,7 +306,7 @@ class ParamTier:
         """
         if all(isinstance(stored, UnbornShard) for stored in values):
             return
-        with self.holding(places[0].block, change=True, in_order=True):
+        with self.holding(places[0].block, lambda: None, change=True, in_order=True):
             for place, stored in zip(places, values, strict=True):
                 if not isinstance(stored, UnbornShard):
                     place.view().copy_(stored.gather().reshape(-1))
@@ -361,9 +361,10 @@ class ParamTier:
                     self._end(gather)
                 return
 
-    @contextmanager
-    def holding(self, block: Block | HostBlock, *, change: bool, in_order: bool) -> Iterator[None]:
-        """Keep a block in host memory, outside forward and backward; see `BlockCache.hold`.
+    def holding(
+        self, block: Block | HostBlock, view: Callable[[], View], *, change: bool, in_order: bool
+    ) -> AbstractContextManager[View]:
+        """Keep a block in host memory, outside forward and backward, and give what `view` does; see `BlockCache.hold`.
 
         One that is to change has been copied by whoever was about to copy it.
         """
@@ -371,10 +372,8 @@ class ParamTier:
         if change and self._departures is not None:
             self._departures.end_all(block)
         if isinstance(block, HostBlock):
-            yield
-            return
-        with self.cache.holding(block, change=change, in_order=in_order):
-            yield
+            return nullcontext(view())
+        return Holding(self.cache, block, view, change=change, load=True, in_order=in_order)
 
     def close(self) -> None:
         """Free the memory and delete the swap files, with the parameters in them. Idempotent."""

@@ -8,9 +8,11 @@ order of earlier uses (`offload.staging.use_order`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
@@ -19,6 +21,8 @@ from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.staging.slot import FAILURES, Residency, Slot, Staging
 from nvme_offload.offload.staging.use_order import UseOrder
 from nvme_offload.offload.storage.tier import Tier
+
+View = TypeVar("View")
 
 
 @dataclass(eq=False)
@@ -33,6 +37,12 @@ class Block(Slot):
     """Whether the block was read ahead and has not been used since."""
     deferred: bool = field(default=False, init=False)
     """DIRTY, and written when something else is needed: the next change may be to the same block."""
+
+    @property
+    def held_buffer(self) -> StagingBuffer:
+        """Its buffer, while somebody holds it."""
+        assert self.buffer is not None
+        return self.buffer
 
     @property
     def holds(self) -> int:
@@ -210,18 +220,11 @@ class BlockCache:
         if in_order:
             self._read_ahead()
 
-    @contextmanager
     def holding(
         self, block: Block, *, change: bool = False, load: bool = True, in_order: bool = True
-    ) -> Iterator[StagingBuffer]:
+    ) -> AbstractContextManager[StagingBuffer]:
         """`hold` and `release` around a piece of code. With `change`, whatever it did is kept, also when it raises."""
-        user = object()
-        try:
-            yield self.hold(block, by=user, change=change, load=load, in_order=in_order)
-        finally:
-            if user in block.holders:  # not where it could not be had
-                block.holders.discard(user)  # first, whatever stops what follows
-                self.release(block, by=user, changed=change, in_order=in_order)
+        return Holding(self, block, lambda: block.held_buffer, change=change, load=load, in_order=in_order)
 
     def advance(self) -> None:
         """Start what has become possible since the latest call: reads into the buffers of writes that are done."""
@@ -377,3 +380,29 @@ class BlockCache:
         self.stats.reads_unused += block.unused
         block.unused = False
         self._staging.give_up(block)
+
+
+class Holding(AbstractContextManager[View], Generic[View]):
+    """`BlockCache.hold` and `release` around a piece of code, which gets what `view` makes of the buffer.
+
+    The block is held for as long as this object lives, at most: an exception on the way in or out may lose it.
+    """
+
+    def __init__(
+        self, cache: BlockCache, block: Block, view: Callable[[], View], *, change: bool, load: bool, in_order: bool
+    ) -> None:
+        self._cache, self._block, self._view = cache, block, view
+        self._change, self._load, self._in_order = change, load, in_order
+        self._key = weakref.ref(self, block.holders.discard)
+
+    def __enter__(self) -> View:
+        try:
+            self._cache.hold(self._block, by=self._key, change=self._change, load=self._load, in_order=self._in_order)
+            return self._view()
+        except BaseException:
+            self._block.holders.discard(self._key)
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        self._block.holders.discard(self._key)  # first, whatever stops what follows
+        self._cache.release(self._block, by=self._key, changed=self._change, in_order=self._in_order)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
@@ -128,7 +128,7 @@ class SwapSpace:
         with self._lock:
             self._free_lost()
             try:
-                with self._all_or_nothing():
+                with _AllOrNothing(self._files, self._owned, next(self._serials)):
                     extents = [self._take(size) for size in sizes]
                     for file in self._files:
                         file.reserve(file.end)
@@ -159,7 +159,7 @@ class SwapSpace:
         """
         with self._lock:
             self._free_lost()
-            with self._all_or_nothing():
+            with _AllOrNothing(self._files, self._owned, next(self._serials)):
                 for stripe in stripes:
                     self._file_of(stripe).claim(stripe)
                 return self._own(tuple(stripes))
@@ -185,22 +185,6 @@ class SwapSpace:
                 _append(stripes, Stripe(file.fd, at[file], share))
                 at[file] += share
         return self._own(tuple(stripes))
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """After an error in the block, ranges and their records are as they were.
-
-        The records of what nobody had yet, too: left alone they would say that ranges which are free again were lost.
-        """
-        before, last = [file.ranges.copy() for file in self._files], next(self._serials)
-        try:
-            yield
-        except BaseException:
-            for stripes in [stripes for stripes, serial in self._owned.items() if serial > last]:
-                del self._owned[stripes]
-            for file, ranges in zip(self._files, before, strict=True):
-                file.ranges = ranges
-            raise
 
     def _own(self, stripes: tuple[Stripe, ...]) -> Extent:
         """The record of what was taken. It may be lost to an exception anywhere on the way to its owner."""
@@ -262,6 +246,28 @@ class SwapSpace:
 
     def _file_of(self, stripe: Stripe) -> SwapFile:
         return next(file for file in self._files if file.fd == stripe.fd)
+
+
+class _AllOrNothing:
+    """After an error in the block, ranges and their records are as they were.
+
+    The records of what nobody had yet, too: left alone they would say that ranges which are free again were lost. It is
+    undone at once or never: a generator that an exception left behind would do it when the exception is forgotten.
+    """
+
+    def __init__(self, files: Sequence[SwapFile], owned: dict[tuple[Stripe, ...], int], last: int) -> None:
+        self._files, self._owned, self._last = files, owned, last
+        self._before = [file.ranges.copy() for file in files]
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for stripes in [stripes for stripes, serial in self._owned.items() if serial > self._last]:
+                del self._owned[stripes]
+            for file, ranges in zip(self._files, self._before, strict=True):
+                file.ranges = ranges
 
 
 def _append(stripes: list[Stripe], stripe: Stripe) -> None:

@@ -15,7 +15,7 @@ from nvme_offload.offload._torch_private import give_shard, local_tensor
 from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.shards.param_tier import Padded, ResidentShard, StoredShard, UnbornShard
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.optim.birth.initializers import Init, Initializers, check_initializers, shared_random_numbers
+from nvme_offload.optim.birth.initializers import Init, Initializers, SharedRandomNumbers, check_initializers
 from nvme_offload.optim.birth.master_writer import MasterWriter
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor, units
 from nvme_offload.optim.birth.weight_files import WeightSource
@@ -124,7 +124,7 @@ class Birth:
             if split is not None and isinstance(split.parts, UnbornParts):
                 split.use_parts(StateParts(body, record.index, split.parts))
         device = torch.device(mesh.device_type)
-        with shared_random_numbers(mesh), MasterWriter(body) as writer:
+        with SharedRandomNumbers(mesh), MasterWriter(body) as writer:
             initializers = Initializers(self._model, self._plan, self._init, device)
             if self._source is None:
                 self._fill_from_initializers(initializers, writer, blocks)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,7 @@ class Initializers:
         Raises:
             ValueError: nobody fills a parameter or buffer, or an initialiser writes to what is not among `unit`.
         """
-        with _whole_parameters(self._plan, unit) as whole:
+        with _WholeParameters(self._plan, unit) as whole:
             buffers = self._make_buffers(unit)
             for module in unit:
                 self._initialize(module)
@@ -129,44 +128,56 @@ def _hugging_face_models(model: nn.Module) -> dict[nn.Module, nn.Module]:
     return found
 
 
-@contextmanager
-def shared_random_numbers(mesh: DeviceMesh) -> Iterator[None]:
+class SharedRandomNumbers:
     """Draw the same random numbers on every rank: those of the first one.
 
     A rank whose generator stood where the first one's did goes on behind the numbers drawn, as after an ordinary
     construction; one that had a state of its own gets it back.
     """
-    own = torch.get_rng_state()
-    common = own.clone()
-    for dimension in range(mesh.ndim):
-        group = mesh.get_group(dimension)
-        sent = common.to(device_of(group))
-        dist.broadcast(sent, group=group, group_src=0)
-        common = sent.cpu()
-    torch.set_rng_state(common)
-    try:
-        yield
-    finally:
-        if not torch.equal(own, common):
-            torch.set_rng_state(own)
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._own = self._common = torch.get_rng_state()
+
+    def __enter__(self) -> None:
+        common = self._own.clone()
+        for dimension in range(self._mesh.ndim):
+            group = self._mesh.get_group(dimension)
+            sent = common.to(device_of(group))
+            dist.broadcast(sent, group=group, group_src=0)
+            common = sent.cpu()
+        self._common = common
+        torch.set_rng_state(common)
+
+    def __exit__(self, *exception: object) -> None:
+        if not torch.equal(self._own, self._common):
+            torch.set_rng_state(self._own)
 
 
-@contextmanager
-def _whole_parameters(plan: BirthPlan, unit: Sequence[nn.Module]) -> Iterator[dict[NewTensor, torch.Tensor]]:
+class _WholeParameters:
     """Real parameters, full of NaN, in the place of shards; of tied weights the first in the unit counts."""
-    shards: list[tuple[nn.Module, str, nn.Parameter]] = []
-    whole: dict[NewTensor, torch.Tensor] = {}
-    try:
-        for module in unit:
-            for name, shard in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                new = plan.param_at(module, name)
-                value = torch.full(new.shape, torch.nan, dtype=new.dtype, device="cpu")
-                module.register_parameter(name, nn.Parameter(value, requires_grad=shard.requires_grad))
-                shards.append((module, name, shard))
-                whole.setdefault(new, value)
-        yield whole
-    finally:
-        for module, name, shard in shards:
+
+    def __init__(self, plan: BirthPlan, unit: Sequence[nn.Module]) -> None:
+        self._plan, self._unit = plan, unit
+        self._shards: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def __enter__(self) -> dict[NewTensor, torch.Tensor]:
+        whole: dict[NewTensor, torch.Tensor] = {}
+        try:
+            for module in self._unit:
+                for name, shard in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                    new = self._plan.param_at(module, name)
+                    value = torch.full(new.shape, torch.nan, dtype=new.dtype, device="cpu")
+                    self._shards.append((module, name, shard))
+                    module.register_parameter(name, nn.Parameter(value, requires_grad=shard.requires_grad))
+                    whole.setdefault(new, value)
+            return whole
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        for module, name, shard in self._shards:
             module.register_parameter(name, shard)
 
 

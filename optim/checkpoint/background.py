@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +19,9 @@ from nvme_offload.offload.errors import CheckpointWriteError
 from nvme_offload.optim.checkpoint.others import Others
 from nvme_offload.optim.checkpoint.pinned_state import PinnedState, SealedSlots
 from nvme_offload.optim.checkpoint.run_state import Training
-from nvme_offload.optim.checkpoint.save_load import AgreedSave, PlannedItems, agree, finish, partial_folder, plan_items
+from nvme_offload.optim.checkpoint.save_load import AgreedSave, PartialFolder, PlannedItems, agree, finish, plan_items
 from nvme_offload.optim.collective import on_every_rank
+from nvme_offload.optim.overlap.flag import Flag
 from nvme_offload.optim.warn import warn_user
 
 
@@ -33,7 +35,7 @@ class Pace:
     def __init__(self, share: float) -> None:
         self._share = share
         self._begun = time.monotonic()
-        self._hurried = threading.Event()
+        self._hurried = Flag()
 
     def rest(self) -> None:
         """A piece of the work is done: rest in proportion to the time that it took."""
@@ -66,6 +68,8 @@ class BackgroundSave:
         self.failure: BaseException | None = None
         """What it failed with; nothing of it is left then."""
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        # An interpreter that ends while a thread works in C++ has that unwound where C++ allows it nowhere: abort.
+        self._finalizer = weakref.finalize(self._thread, self.join)
         self._thread.start()
 
     @property
@@ -90,6 +94,8 @@ class BackgroundSave:
         except BaseException as failure:
             self.failure = failure
             warn_user(f"the checkpoint in the background failed, and training goes on: {failure}")
+        finally:
+            self._finalizer.detach()  # it knows all that was written
 
     def _write(self) -> None:
         try:
@@ -131,7 +137,7 @@ def begin_save(
     sealing = training.optimizer.commits.sealing
     with store.at_rest(), ExitStack() as on_exit:
         save = agree(training, tag, client_state, lambda: PinnedState(SealedSlots.of(store, sealing), manifest))
-        partial = on_exit.enter_context(partial_folder(root, save.tag, group))
+        partial = on_exit.enter_context(PartialFolder(root, save.tag, group))
         items = plan_items(partial, save.contents, group)
         on_every_rank(items.keep_aside, group)
         others = Others(partial, dist.get_rank(group), dist.get_world_size(group))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,11 +30,18 @@ class RankOfStep:
 
 @dataclass(frozen=True)
 class CommittedStep:
-    """A step as all ranks of a run left it."""
+    """A step as all ranks of a run left it. Until the end of a ``with`` nobody else can be in the run."""
 
     name: str
     """Of the run."""
     ranks: list[RankOfStep]
+    _files: ExitStack
+
+    def __enter__(self) -> CommittedStep:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.close()
 
     @property
     def step(self) -> int:
@@ -55,9 +62,8 @@ class _Found(NamedTuple):
     content: Content
 
 
-@contextmanager
-def open_step(run: RunFound, *, step: int | None = None, snapshot: str | None = None) -> Iterator[CommittedStep]:
-    """A committed step of a run, for the time of the block; nobody can be in the run meanwhile.
+def open_step(run: RunFound, *, step: int | None = None, snapshot: str | None = None) -> CommittedStep:
+    """Open a committed step of a run, for the time of a ``with``; nobody can be in the run meanwhile.
 
     What is read is verified; nothing is read before somebody asks for it.
 
@@ -71,7 +77,8 @@ def open_step(run: RunFound, *, step: int | None = None, snapshot: str | None = 
         ResumeError: it has no such step on all ranks, ranks or paths are missing, it is damaged, or of another version.
         SwapIOError: a file cannot be opened.
     """
-    with locked(run), ExitStack() as files:
+    with ExitStack() as files:
+        files.enter_context(locked(run))
         ranks = {rank.rank: files.enter_context(closing(CommittedRank(rank.folders))) for rank in run.ranks}
         if len({rank.uuid for rank in ranks.values()}) > 1:
             raise ResumeError(run.name, "is the name of several runs here, with other ranks each: remove the others")
@@ -82,13 +89,11 @@ def open_step(run: RunFound, *, step: int | None = None, snapshot: str | None = 
         }
         _check_all_there(run.name, recorded)
         _check_stages(run.name, recorded)
-        yield CommittedStep(
-            run.name,
-            [
-                RankOfStep(recorded[number], found.content, _state_of(ranks[number], recorded[number], found.manifest))
-                for number, found in chosen.items()
-            ],
-        )
+        states = [
+            RankOfStep(recorded[number], found.content, _state_of(ranks[number], recorded[number], found.manifest))
+            for number, found in chosen.items()
+        ]
+        return CommittedStep(run.name, states, files.pop_all())
 
 
 def _chosen(name: str, ranks: Mapping[int, CommittedRank], step: int | None, snapshot: str | None) -> dict[int, _Found]:

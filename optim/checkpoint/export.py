@@ -86,7 +86,7 @@ def _cast(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         assert isinstance(value, DTensor)
         parts = parts_of(value)
         if parts is not None and dtype is parts.stored.form.dtype is not torch.float16:  # which may have overflowed
-            with parts.held(change=False) as flat:
+            with parts.between_steps(), parts.held(change=False) as flat:
                 return sharded_like(flat[: split.numel()].view(split.shape).clone(), value)
         source = sharded_like(split.plain(), value)
     return checked_cast(name, source, dtype)

@@ -103,22 +103,24 @@ def write_durably(path: Path, data: bytes) -> FileRecord:
     return stream.record
 
 
-@contextlib.contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """Keep others from saving into the same folder; released by the kernel when this process dies.
+def locked(root: Path) -> Descriptor:
+    """Keep others from saving into the same folder until this is closed, or this process dies.
 
     Raises:
         StateError: somebody else is saving there.
     """
-    with Descriptor(os.open, root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as descriptor:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StateError(str(root), "a folder that nobody else is saving into", "another run saves there") from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:  # a file system without locks: two runs must not share a folder there
-                raise
-        yield
+    descriptor = Descriptor(os.open, root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    except BlockingIOError:
+        descriptor.close()
+        raise StateError(str(root), "a folder that nobody else is saving into", "another run saves there") from None
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno in _NO_LOCKS:
+            return descriptor  # a file system without locks: two runs must not share a folder there
+        descriptor.close()
+        raise
 
 
 def check_tag(tag: str) -> None:

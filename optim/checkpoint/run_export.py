@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -67,7 +67,7 @@ def export_weights(step: CommittedStep, folder: Path, dtype: str, max_shard_byte
     def stored(name: str, value: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
         return weights.whole(name, params[name], wanted) if name in params else checked_cast(name, value, wanted)
 
-    with _nothing_left(folder), torch.no_grad():
+    with _NothingLeft(folder), torch.no_grad():
         return write_weights(folder, [*items, *buffers.items()], stored, dtype, max_shard_bytes)
 
 
@@ -150,7 +150,7 @@ def export_checkpoint(step: CommittedStep, root: Path, tag: str | None = None) -
     check_tag(own_tag)
     contents, scalars = _contents_of(step), _scalars_of(step)
     objects = objects_bytes(scalars, first.content.client_state)
-    with _nothing_left(root), torch.no_grad():
+    with _NothingLeft(root), torch.no_grad():
         return save_alone(root, AgreedSave(own_tag, contents, state_json(scalars, contents), objects))
 
 
@@ -209,14 +209,17 @@ def _check_whole(run: str, name: str, numel: int, whole_numel: int) -> None:
         )
 
 
-@contextmanager
-def _nothing_left(folder: Path) -> Iterator[None]:
+class _NothingLeft:
     """Where the block raises, a folder that was not there before is not there afterwards."""
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            for each in made:
-                each.rmdir()
-        raise
+
+    def __init__(self, folder: Path) -> None:
+        self._made = [each for each in (folder, *folder.parents) if not each.exists()]
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            with suppress(OSError):
+                for each in self._made:
+                    each.rmdir()

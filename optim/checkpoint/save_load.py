@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def save(training: Training, root: Path, tag: str | None, client_state: Mapping[
 def _save(training: Training, root: Path, tag: str | None, client_state: Mapping[str, Any] | None) -> Path:
     store, group = training.optimizer.store, training.group
     save = agree(training, tag, client_state, lambda: TierWindow(store, store.slots))
-    with partial_folder(root, save.tag, group) as partial:
+    with PartialFolder(root, save.tag, group) as partial:
         items = plan_items(partial, save.contents, group)
         with progress("writing the checkpoint", items.size_bytes) as advance:
             own = on_every_rank(lambda: items.write(advance), group)
@@ -103,7 +104,7 @@ def save_alone(root: Path, save: AgreedSave) -> Path:
     Raises:
         FileExistsError, StateError, CheckpointWriteError, SwapIOError, CorruptionError: see `save`.
     """
-    with partial_folder(root, save.tag, None) as partial:
+    with PartialFolder(root, save.tag, None) as partial:
         items = plan_items(partial, save.contents, None)
         with progress("writing the checkpoint", items.size_bytes) as advance:
             written = items.write(advance)
@@ -289,35 +290,41 @@ def _contents_of(training: Training, reach: Reach) -> Contents:
     return contents
 
 
-@contextmanager
-def partial_folder(root: Path, tag: str, group: dist.ProcessGroup | None) -> Iterator[Path]:
+class PartialFolder(AbstractContextManager[Path]):
     """The folder to write into, on every rank; if the block fails, nothing of it is left."""
-    with ExitStack() as on_exit:
 
-        def begin() -> Path:
-            make_folder(root)
-            on_exit.enter_context(files.locked(root))
-            return files.begin(root, tag)
+    def __init__(self, root: Path, tag: str, group: dist.ProcessGroup | None) -> None:
+        self._root, self._tag, self._group = root, tag, group
+        self._partial = root / (tag + files.PARTIAL)
+        self._lock = ExitStack()
 
-        partial = root / (tag + files.PARTIAL)
+    def __enter__(self) -> Path:
         try:
-            partial = on_first_rank(begin, group)
-        except (FileExistsError, StateError):
-            raise
-        except OSError as error:
-            raise CheckpointWriteError(error.errno or errno.EIO, partial) from error
-        try:
-            yield partial
+            self._partial = on_first_rank(self._begin, self._group)
+            return self._partial
         except BaseException as error:
-            if is_first_rank(group):
+            self._lock.close()
+            if isinstance(error, OSError) and not isinstance(error, FileExistsError | StateError):
+                raise CheckpointWriteError(error.errno or errno.EIO, self._partial) from error
+            raise
+
+    def _begin(self) -> Path:
+        make_folder(self._root)
+        self._lock.enter_context(files.locked(self._root))
+        return files.begin(self._root, self._tag)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        with self._lock:
+            if error is None:
+                return
+            if is_first_rank(self._group):
                 with suppress(OSError):  # the drive has failed; the next save removes it
-                    files.discard(partial, tag)
+                    files.discard(self._partial, self._tag)
             if isinstance(error, OSError) and not isinstance(error, SwapIOError | CheckpointWriteError):
-                said = CheckpointWriteError(error.errno or errno.EIO, partial)
+                said = CheckpointWriteError(error.errno or errno.EIO, self._partial)
                 for note in getattr(error, "__notes__", ()):  # on which rank
                     said.add_note(note)
                 raise said from error
-            raise
 
 
 @contextmanager

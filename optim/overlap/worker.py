@@ -7,12 +7,13 @@ Who owns what the job works on (the pipeline of the state, its staging buffers, 
 
 Signals arrive in the main thread alone, and may raise out of anything it does. So nothing here has to be undone there:
 a job begins with one assignment, who waits only waits, and the lock is taken and given back by C alone. CPython runs
-handlers after every call, but not inside a ``with`` or a ``for`` that calls C: between the lock and the block that
-gives it back there is no such place, as there are many in contextlib and at the entry of any ``__exit__`` in Python.
+handlers after every call, but not where ``with`` or ``for`` calls C: between the lock and the block that gives it back
+there is no such place, as there are many in contextlib and one at the entry of any ``__exit__`` in Python.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ import torch
 
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.offload.devices.device import HOST, begin_thread
+from nvme_offload.optim.overlap.flag import Flag
 
 _LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a change and the word of it
 
@@ -76,28 +78,24 @@ class Worker:
         self.lock = threading.RLock()
         """Held in each turn; take it with `kept_away`."""
         self._waiting: list[SimpleQueue[None]] = []
-        self._end = threading.Event()
-        self._starting = threading.RLock()
-        self._at_work = threading.Lock()
-        """Held by the thread as long as it works."""
-        self._threads: list[threading.Thread] = []
-        """The thread. After a start that was cut short there may be another, which waits until this one ends."""
+        self._started = _Started(self.bell)
         self._finalizer: weakref.finalize[..., Worker] | None = None
 
     def wake(self) -> None:
         """Have the worker look whether there is something to do. From any thread."""
-        with self._starting:
-            if not (self._threads and self._threads[-1].is_alive()) and not self._end.is_set():
+        started = self._started
+        with started.lock:
+            if not (started.threads and started.threads[-1].is_alive()) and not started.end.is_set:
                 self._start()
         self.bell.ring()
 
     def _start(self) -> None:
         if self._finalizer is None:
             # Made after the tiers, and so before them when the interpreter ends: no turn finds its buffers gone.
-            self._finalizer = weakref.finalize(self, _end, self._threads, self.bell, self._end)
-        arguments = weakref.ref(self), self.bell, self._end, self._at_work, self._device()
-        self._threads.append(threading.Thread(target=_work, args=arguments, name="nvme_offload: updates", daemon=True))
-        self._threads[-1].start()
+            self._finalizer = weakref.finalize(self, _end, self._started)
+        arguments, name = (weakref.ref(self), self._started, self._device()), "nvme_offload: updates"
+        self._started.threads.append(threading.Thread(target=_work, args=arguments, name=name, daemon=True))
+        self._started.threads[-1].start()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds, which is looked at after every turn. Signals are handled."""
@@ -131,7 +129,7 @@ class Worker:
 
     def stop(self) -> None:
         """End the thread for good; a job that is under way is left where it is. Idempotent."""
-        _end(self._threads, self.bell, self._end)  # not through the finalizer, which forgets before it calls
+        _end(self._started)  # not through the finalizer, which forgets before it calls
         if self._finalizer is not None:
             self._finalizer.detach()
         self.bell.close()
@@ -162,26 +160,47 @@ class Worker:
         return more
 
 
-def _work(
-    of: weakref.ref[Worker], bell: Bell, end: threading.Event, at_work: threading.Lock, device: torch.device
-) -> None:
+class _Started:
+    """The thread of a worker and what it ends with, for those who outlive the worker.
+
+    Args:
+        bell: of the worker.
+    """
+
+    def __init__(self, bell: Bell) -> None:
+        self.bell = bell
+        self.pid = os.getpid()
+        self.end = Flag()
+        self.lock = threading.RLock()
+        """Held while one is started."""
+        self.at_work = threading.Lock()
+        """Held by the thread as long as it works."""
+        self.threads: list[threading.Thread] = []
+        """The thread. After a start that was cut short there may be another: it takes no turn before this one ends."""
+
+
+def _work(of: weakref.ref[Worker], started: _Started, device: torch.device) -> None:
     """The thread: turns, and sleep when there is nothing to do."""
     begin_thread(device)
-    with at_work, torch.no_grad():
-        while not end.is_set():
+    with started.at_work, torch.no_grad():
+        while not started.end.is_set:
             worker = of()
             if worker is None:
                 return
             more, idle = worker.turn(), worker.is_idle
             if worker.job is None or not worker.job.must_end:
                 del worker
-            if not more and not end.is_set():
-                bell.wait(None if idle else _LOOK_AGAIN_SECONDS)
+            if not more and not started.end.is_set:
+                started.bell.wait(None if idle else _LOOK_AGAIN_SECONDS)
 
 
-def _end(threads: list[threading.Thread], bell: Bell, end: threading.Event) -> None:
-    end.set()
-    bell.ring()
-    for thread in threads:
-        if thread.is_alive() and thread is not threading.current_thread():
+def _end(started: _Started) -> None:
+    started.end.set()
+    started.bell.ring()
+    if os.getpid() != started.pid or threading.current_thread() in started.threads:
+        return
+    with started.at_work:  # Thread.join that was interrupted takes the thread for one that has ended
+        pass
+    for thread in started.threads:
+        if thread.is_alive():
             thread.join()

@@ -383,17 +383,23 @@ class StepPipeline:
             raise failure
 
 
-@contextmanager
-def holding(pipeline: StepPipeline, slot: SlotRecord, *, change: bool, load: bool = True) -> Iterator[Memory]:
+class Holding(AbstractContextManager[Memory]):
     """The state of one subgroup, outside a step; with `change` it is written back and waited for.
 
     If the block raises, what is on NVMe stays as it was. Without `load` the block must set all of the state.
     """
-    memory = pipeline.acquire([slot], 0, for_change=change, load=load)
-    if change:
-        pipeline.open_for_change(slot)
-    yield memory
-    if change:
-        pipeline.will_change(slot)
-        pipeline.release(slot)
-        pipeline.synchronize()
+
+    def __init__(self, pipeline: StepPipeline, slot: SlotRecord, *, change: bool, load: bool = True) -> None:
+        self._pipeline, self._slot, self._change, self._load = pipeline, slot, change, load
+
+    def __enter__(self) -> Memory:
+        memory = self._pipeline.acquire([self._slot], 0, for_change=self._change, load=self._load)
+        if self._change:
+            self._pipeline.open_for_change(self._slot)
+        return memory
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._change and kind is None:
+            self._pipeline.will_change(self._slot)
+            self._pipeline.release(self._slot)
+            self._pipeline.synchronize()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -39,19 +38,16 @@ class StateParts(ShardParts):
         self.body.wait_for_updates_of((self._index,))
         return super().gathered(dtype)
 
-    @contextmanager
-    def held(self, *, change: bool) -> Iterator[torch.Tensor]:
-        """What is stored as the latest step leaves it, 1D with the padding, outside a gather.
+    def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
+        """What is stored as the latest step leaves it, 1D with the padding, outside a gather. Call it `between_steps`.
 
         Raises:
-            SwapIOError, CorruptionError, StateError: see `StateBody.at_rest`; or it cannot be read, as where a step
-                stopped halfway: other parameters may be of another step than this one.
+            SwapIOError, CorruptionError, StateError: it cannot be read, as where a step stopped halfway: other
+                parameters may be of another step than this one.
         """
-        with self._between_steps():
-            if not (change or self.body.is_closed):
-                self.body.check(Need.PARAMS)
-            with super().held(change=change) as flat:
-                yield flat
+        if not (change or self.body.is_closed):
+            self.body.check(Need.PARAMS)
+        return super().held(change=change)
 
     def read(self) -> torch.Tensor:
         """The parts joined, fp32, in the shape of this rank's shard.
@@ -61,7 +57,7 @@ class StateParts(ShardParts):
             StateError: a step stopped halfway.
         """
         if self._is_all_stored:
-            with self._between_steps():
+            with self.between_steps():
                 if not self.body.is_closed:
                     self.body.check(Need.PARAMS)
                 return fresh_entry_of(self.body, self._index, "master").to(self.device)
@@ -77,11 +73,11 @@ class StateParts(ShardParts):
         if not self._is_all_stored:
             set_entries(self.body, {self._index: {"master": values}})
             return
-        with self.held(change=True) as flat:
+        with self.between_steps(), self.held(change=True) as flat:
             flat[: values.numel()].copy_(values.reshape(-1))
         self.owner.reshard()
 
-    def _between_steps(self) -> AbstractContextManager[None]:
+    def between_steps(self) -> AbstractContextManager[None]:
         """`StateBody.at_rest`, or nothing of parameters that are whole in memory and outlive their optimizer."""
         stays = self._is_all_stored and isinstance(self.stored, ResidentShard)
         return nullcontext() if stays and self.body.is_closed else self.body.at_rest()

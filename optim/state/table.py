@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,15 +87,15 @@ class ParamRecord:
         if parts is not None and isinstance(parts.stored, TieredShard):
             self.tiered = parts.stored
 
-    @contextmanager
-    def reaching(self, run: Run, *, change: bool) -> Iterator[torch.Tensor]:
+    def reaching(self, run: Run, *, change: bool) -> AbstractContextManager[torch.Tensor]:
         """A run of it, 1D [run.numel], outside the step; what is done to it with `change` is kept.
 
         Raises:
             SwapIOError: it is on a tier and cannot be read.
         """
-        with self.tiered.held(change=change) if self.tiered is not None else nullcontext():
-            yield self.view(run)
+        if self.tiered is None:
+            return nullcontext(self.view(run))
+        return self.tiered.held(change=change, view=lambda: self.view(run))
 
     def copy_of(self, run: Run) -> torch.Tensor:
         """A run of it, to be read on the CPU: a copy, unless it is in host memory for good.

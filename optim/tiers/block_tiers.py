@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -310,8 +310,7 @@ class BlockTiers:
         for cache, _ in self._caches():
             cache.advance()
 
-    @contextmanager
-    def held_for_update(self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    def held_for_update(self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor]) -> AbstractContextManager[object]:
         """Keep the parameters and gradients of a subgroup in memory while a step updates it.
 
         Raises:
@@ -328,8 +327,8 @@ class BlockTiers:
             if self.params is not None and (stored := self._param_blocks.get(number)) is not None:
                 if isinstance(stored, Block):
                     self.params.cache.order.note_in_step(stored.index)
-                held.enter_context(self.params.holding(stored, change=True, in_order=True))
-            yield
+                held.enter_context(self.params.holding(stored, lambda: None, change=True, in_order=True))
+            return held.pop_all()
 
     @property
     def engine_stats(self) -> list[EngineStats]:

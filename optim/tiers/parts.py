@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -141,6 +141,10 @@ class ShardParts(ABC):
     def end_gather(self) -> None:
         """Let what was gathered go: FSDP2 has copied it."""
         self.stored.end_gather()
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        """Have what is stored as the latest step leaves it, for the time of a ``with``."""
+        return nullcontext()
 
     def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
         """What is stored, 1D with the padding, outside a gather; what is done to it with `change` is kept."""

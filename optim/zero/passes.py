@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 from torch import nn
 
-from nvme_offload.offload.errors import CorruptionError, PeerError, StateError, SwapIOError
+from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
 from nvme_offload.optim.zero.peers import Peers
 from nvme_offload.optim.zero.sharding import reset_pass
 
@@ -28,8 +29,7 @@ class Passes:
         self._way_on = ""
         """What is left to do after a pass that could not be given up, in words."""
 
-    @contextmanager
-    def run(self, where: str, begin_anew: Callable[[], None]) -> Iterator[None]:
+    def run(self, where: str, begin_anew: Callable[[], None]) -> AbstractContextManager[None]:
         """Leave FSDP2 and the gradients as before the step, after an I/O error or Ctrl-C inside forward or backward.
 
         Where that cannot be, no other pass begins, and the other ranks are told. Any other exception out of a backward
@@ -41,26 +41,41 @@ class Passes:
         """
         if self._way_on:
             raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
-        try:
-            with self._peers.named():
-                yield
-        except PeerError:
+        return _Pass(self, where, begin_anew)
+
+    def end(self, where: str, begin_anew: Callable[[], None], error: BaseException) -> None:
+        """An exception came out of a pass; see `run`.
+
+        Raises:
+            PeerError: another rank failed, of which this error is what came of it.
+        """
+        said = self._peers.instead_of(error)
+        if said is not None:
             self._way_on = "Another rank failed: end them all and resume from a checkpoint."
-            raise
-        except BaseException as error:
-            is_of_tier = isinstance(error, SwapIOError | CorruptionError)
-            if not is_of_tier and (self._num_ranks > 1 or (where == "forward" and isinstance(error, Exception))):
-                raise
-            if self._num_ranks > 1:
-                self._way_on = (
-                    "Other ranks wait for this one in a collective: end them all and resume from a checkpoint."
-                )
-                self._peers.tell(where, error, goes_on=False)
-            elif not reset_pass(self._module):
-                self._way_on = "FSDP2 of this torch cannot leave a pass halfway: make a new engine, load a checkpoint."
-            else:
-                begin_anew()
-            error.add_note(
-                self._way_on or "The gradients of this step were dropped: do it again from its first micro-batch."
-            )
-            raise
+            if said is not error:
+                raise said from error
+            return
+        is_of_tier = isinstance(error, SwapIOError | CorruptionError)
+        if not is_of_tier and (self._num_ranks > 1 or (where == "forward" and isinstance(error, Exception))):
+            return
+        if self._num_ranks > 1:
+            self._way_on = "Other ranks wait for this one in a collective: end them all and resume from a checkpoint."
+            self._peers.tell(where, error, goes_on=False)
+        elif not reset_pass(self._module):
+            self._way_on = "FSDP2 of this torch cannot leave a pass halfway: make a new engine, load a checkpoint."
+        else:
+            begin_anew()
+        error.add_note(
+            self._way_on or "The gradients of this step were dropped: do it again from its first micro-batch."
+        )
+
+
+class _Pass(AbstractContextManager[None]):
+    """See `Passes.run`. A generator that an exception left behind would drop the gradients of a later step."""
+
+    def __init__(self, passes: Passes, where: str, begin_anew: Callable[[], None]) -> None:
+        self._passes, self._where, self._begin_anew = passes, where, begin_anew
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self._passes.end(self._where, self._begin_anew, error)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from nvme_offload.offload._torch_private import store_of_all_ranks
 from nvme_offload.offload.errors import OffloadError, PeerError
+from nvme_offload.optim.overlap.flag import Flag
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +35,13 @@ class Peers:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._board: _Board | None = None
-        self._finalizer: weakref.finalize[[threading.Event, threading.Thread], Peers] | None = None
+        self._finalizer: weakref.finalize[[Flag, threading.Thread], Peers] | None = None
         if others := set(ranks) - {dist.get_rank()}:
-            self._board, ended = _Board(others), threading.Event()
+            self._board, ended = _Board(others), Flag()
             # A daemon, for it must not keep the process; the finalizer ends it before the interpreter is gone.
             thread = threading.Thread(target=_watch, args=(self._board, ended), name="nvme-offload-peers", daemon=True)
-            self._finalizer = weakref.finalize(self, _end, ended, thread)
+            self._ending = ended, thread
+            self._finalizer = weakref.finalize(self, _end, *self._ending)
             thread.start()
 
     def tell(self, where: str, error: BaseException, *, goes_on: bool) -> None:
@@ -62,17 +64,26 @@ class Peers:
         """
         try:
             yield
-        except OffloadError:
+        except RuntimeError as error:
+            if (said := self.instead_of(error)) not in (None, error):
+                raise said from error
             raise
-        except RuntimeError as error:  # gloo has no kind of its own
-            if self._board is not None and (said := self._board.look()):
-                raise PeerError(said) from error
-            raise
+
+    def instead_of(self, error: BaseException) -> PeerError | None:
+        """The error to raise for one of a collective that failed because another rank did; itself, if it is that."""
+        if isinstance(error, PeerError):
+            return error
+        is_of_torch = isinstance(error, RuntimeError) and not isinstance(
+            error, OffloadError
+        )  # gloo has no kind of its own
+        said = self._board.look() if is_of_torch and self._board is not None else ""
+        return PeerError(said) if said else None
 
     def close(self) -> None:
         """End the thread. Idempotent."""
         if self._finalizer is not None:
-            self._finalizer()
+            _end(*self._ending)  # not through the finalizer, which forgets before it calls
+            self._finalizer.detach()
 
 
 class _Board:
@@ -114,7 +125,7 @@ class _Board:
         )
 
 
-def _watch(board: _Board, ended: threading.Event) -> None:
+def _watch(board: _Board, ended: Flag) -> None:
     while not ended.wait(SECONDS_BETWEEN_LOOKS):
         try:
             board.look()
@@ -122,7 +133,7 @@ def _watch(board: _Board, ended: threading.Event) -> None:
             return
 
 
-def _end(ended: threading.Event, thread: threading.Thread) -> None:
+def _end(ended: Flag, thread: threading.Thread) -> None:
     ended.set()
     if thread is not threading.current_thread():
         thread.join()

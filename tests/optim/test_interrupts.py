@@ -232,6 +232,7 @@ def test_a_constructor_that_was_cut_short_leaves_nothing(tmp_path, strike, strid
         while made:
             made.pop().close()
         del error
+        interrupt.kept = None
         gc.collect()
         assert not os.listdir(tmp_path), interrupt.place
     gc.unfreeze()

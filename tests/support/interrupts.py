@@ -1,14 +1,18 @@
 """An exception, or a real SIGINT, at the n-th point where CPython would run a signal handler inside our packages.
 
+And in contextlib and threading: a ``with`` of ours goes through them.
+
 CPython 3.11 and later run handlers after a call, at the entry of a function and at a jump back (`CHECK_EVAL_BREAKER` in
 its ceval.c), and nowhere else. Tracing opcodes finds those points one by one; a test goes through all of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
@@ -20,7 +24,8 @@ from nvme_offload import aio_native, offload, optim
 
 OURS = tuple(f"{Path(package.__file__).parent}/" for package in (aio_native, offload, optim))
 """How the file names of our packages begin."""
-_HANDLERS_RUN_AFTER = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
+_STRUCK = (*OURS, contextlib.__file__, threading.__file__)
+_HANDLERS_RUN_AFTER = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
 
 
 class Struck(BaseException):
@@ -43,10 +48,14 @@ class Interrupt:
     Args:
         number: from 1 on.
         strike: raises, or sends a signal.
+        keep: keep what came out of the block, and with it all that its frames have, for as long as this object: as an
+            ``except`` block does, and a notebook until the next exception.
     """
 
-    def __init__(self, number: int, strike: Callable[[], None]) -> None:
+    def __init__(self, number: int, strike: Callable[[], None], *, keep: bool = False) -> None:
         self.place = ""
+        self.kept: BaseException | None = None
+        self._keep = keep
         self._left = number
         self._strike = strike
         self._previous: dict[FrameType, int] = {}
@@ -55,12 +64,13 @@ class Interrupt:
         sys.settrace(self._on_call)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         sys.settrace(None)
         self._previous.clear()
+        self.kept = error if self._keep else None
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.startswith(OURS):
+        if not frame.f_code.co_filename.startswith(_STRUCK):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._on_opcode
@@ -69,9 +79,10 @@ class Interrupt:
         if event in ("return", "exception"):  # after a call that raised CPython runs no handler
             self._previous.pop(frame, None)
         elif event == "opcode":
-            before = _points_of(frame.f_code).get(self._previous.get(frame, -1))
+            last = self._previous.get(frame, -1)
+            before = _points_of(frame.f_code).get(last)
             self._previous[frame] = frame.f_lasti
-            if before:
+            if before and (frame.f_lasti < last or not before.startswith("POP_JUMP")):  # else it has not jumped
                 self._left -= 1
                 if self._left == 0:
                     self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name}, after {before})"
@@ -95,16 +106,19 @@ def _points_of(code: CodeType) -> dict[int, str]:
     return {
         this.offset: this.opname
         for this, following in pairwise([*dis.get_instructions(code), None])
-        if this.opname in _HANDLERS_RUN_AFTER
-        and (this.opname == "JUMP_BACKWARD" or following is None or guard_of(this.offset) == guard_of(following.offset))
+        if this.opname.split("_IF_")[0] in _HANDLERS_RUN_AFTER
+        and ("JUMP_BACKWARD" in this.opname or following is None or guard_of(this.offset) == guard_of(following.offset))
     }
 
 
 def every(stride: int, strike: Callable[[], None]) -> Iterator[Interrupt]:
-    """One interrupt after the other, at every `stride`-th point, until a call has no such point any more."""
+    """One interrupt after the other, at every `stride`-th point, until a call has no such point any more.
+
+    What every second one raises is kept until the next.
+    """
     number = 1
     while True:
-        interrupt = Interrupt(number, strike)
+        interrupt = Interrupt(number, strike, keep=number // stride % 2 == 0)
         yield interrupt
         if not interrupt.place:
             assert number > 1, "there was no point to strike at"

@@ -3,7 +3,12 @@
 import threading
 import time
 
+import torch
+
 from nvme_offload.optim.overlap.worker import Worker
+from tests.optim.test_interrupts import struck
+from tests.support.interrupts import every, raise_struck
+from tests.support.training import BLOCK, assert_same_training, params_of, set_grads
 
 
 class Stuck:
@@ -37,3 +42,59 @@ def test_a_job_that_waits_takes_no_turns_because_somebody_waits_for_it():
     timer.join()
     worker.stop()
     assert 1 <= job.turns < 100 * seconds  # not one after the other: that were some 10,000 in a second
+
+
+def test_three_who_wake_it_at_once_find_one_thread(monkeypatch):
+    start, started = threading.Thread.start, []
+
+    def slow_start(thread):
+        if thread.name == "nvme_offload: updates":
+            started.append(thread)
+            time.sleep(0.05)  # the others look meanwhile
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow_start)
+    worker = Worker()
+    callers = [threading.Thread(target=worker.wake) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    worker.stop()
+    assert len(started) == 1
+    assert not started[0].is_alive()
+
+
+def test_a_close_that_was_cut_short_is_made_again_and_leaves_no_thread():
+    for interrupt in every(1, raise_struck):
+        worker = Worker()
+        worker.wake()
+        struck(interrupt, worker.stop)
+        worker.stop()
+        assert not worker._at_work.locked(), interrupt.place
+
+
+def test_state_and_figures_are_read_beside_steps(make_adamw):
+    params, twins = (params_of([(2 * BLOCK,), (BLOCK,)], torch.bfloat16) for _ in range(2))
+    optimizer, twin = make_adamw(params, buffers=2, sub_group_size=BLOCK), make_adamw(twins, "cpu")
+    is_over, errors = threading.Event(), []
+
+    def read(what):
+        try:
+            while not is_over.is_set():
+                what()
+        except BaseException as error:
+            errors.append(error)
+
+    readers = [threading.Thread(target=read, args=(what,)) for what in (optimizer.state_dict, optimizer.stats)]
+    for reader in readers:
+        reader.start()
+    for step in range(20):
+        for ps, one in ((params, optimizer), (twins, twin)):
+            set_grads(ps, step % 4)
+            one.step()
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    assert not errors
+    assert_same_training(optimizer, twin)

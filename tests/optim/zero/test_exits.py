@@ -1,0 +1,69 @@
+"""Two ranks that end without closing anything: whatever is under way, no thread aborts the process."""
+
+import pytest
+
+from tests.support.training import run_child
+
+MODES = ("hidden", "durable", "background", "watched")
+
+ENDS = """
+import os, sys, threading
+import torch
+import torch.distributed as dist
+from tests.support.tiers import make, section, train_step
+
+mode, folder, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
+torch.set_num_threads(1)
+
+
+def rank_of(number):
+    for rank in range(2):
+        if os.fork() == 0:
+            os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+            store = dist.FileStore(f"{folder}/store{number}", 2)
+            dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+            return rank
+    return None
+
+
+def watch(optimizer):
+    while True:
+        optimizer.stats()
+
+
+def train(rank, number):
+    path = f"{folder}/{number}"
+    os.makedirs(path, exist_ok=True)
+    config = section(path, state="nvme", accumulation=1)
+    if mode in ("durable", "background"):
+        config["zero_optimization"]["offload_optimizer"]["durable"] = "run"
+    engine = make(config, num_layers=2, width=129)
+    for step in range(2):
+        train_step(engine, step, rank)
+    if mode == "background":
+        engine.save_checkpoint(f"{folder}/saved{number}", background=True)
+    if mode == "watched":
+        threading.Thread(target=watch, args=(engine.optimizer,), daemon=True).start()
+    train_step(engine, 2, rank)
+    dist.destroy_process_group()
+    return engine
+
+
+for number in range(rounds):
+    rank = rank_of(number)
+    if rank is not None:
+        left = train(rank, number)  # and the interpreter ends
+        break
+    for _ in range(2):
+        _, status = os.wait()
+        assert status == 0, f"{mode} {number}: {status}"
+else:
+    print(rounds, "ends")
+"""
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("rounds", [1, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_end_cleanly_without_being_closed(drive, mode, rounds):
+    assert run_child(ENDS, mode, drive, rounds, timeout=3600).split() == [str(rounds), "ends"]
