@@ -300,7 +300,7 @@ def known_bodies() -> list[StateBody]:
 
 
 def bodies_of(param: torch.Tensor) -> list[StateBody]:
-    """Those that have a parameter, the latest first."""
+    """Return the bodies that have a parameter, the latest first."""
     return [body for body in known_bodies() if body.table.find(param) is not None]
 
 

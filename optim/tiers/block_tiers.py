@@ -48,7 +48,7 @@ class Admission:
         return list(dict.fromkeys([*self.params, *self.grads]))
 
     def groups_of(self, kind: str) -> list[GatherGroup]:
-        """Those that need a place for parameters, or for gradients."""
+        """Return the groups that need a place for parameters, or for gradients."""
         return self.params if kind == PARAMS else self.grads
 
 
