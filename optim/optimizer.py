@@ -268,7 +268,8 @@ class OffloadOptimizer(DurableMethods, Optimizer):
         From then on `step` may return before they are updated. Every forward waits for what it uses, and so does
         whoever reads or sets a parameter in another way (``p.data``, ``copy.deepcopy``, an average of weights): until
         its update is done a parameter is of a subclass of ``nn.Parameter`` that waits. What looks at the memory itself
-        cannot wait: before a view, a detached alias or a NumPy array of before the step is used, call `synchronize`.
+        cannot wait: call `synchronize` before a view, a detached alias or a NumPy array of before the step is used, and
+        before a parameter itself is handed to C++ code, or to ``grad``, ``vjp`` or ``functionalize`` of ``torch.func``.
 
         Not with ``overlap_step = "off"``, and not for what is updated inside `step` in any case: parameters on a CUDA
         device, those of a class of their own, whole ones of a rule, and shards of FSDP, which are gathered before the

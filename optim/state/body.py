@@ -295,12 +295,12 @@ def _remember(body: StateBody) -> None:
 
 
 def known_bodies() -> list[StateBody]:
-    """All that are still there, the latest first."""
+    """List all that are still there, the latest first."""
     return [body for known in reversed(_bodies) if (body := known()) is not None]
 
 
 def bodies_of(param: torch.Tensor) -> list[StateBody]:
-    """Return the bodies that have a parameter, the latest first."""
+    """List those that have a parameter, the latest first."""
     return [body for body in known_bodies() if body.table.find(param) is not None]
 
 

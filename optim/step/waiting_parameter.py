@@ -31,19 +31,19 @@ _TENSOR: Any = torch.Tensor
 _PROPERTIES = (
     *(_TENSOR.shape, _TENSOR.dtype, _TENSOR.device, _TENSOR.layout, _TENSOR.ndim, _TENSOR.itemsize, _TENSOR.nbytes),
     *(_TENSOR.grad, _TENSOR.grad_fn, _TENSOR.requires_grad, _TENSOR.is_leaf),
-    *(_TENSOR.is_cpu, _TENSOR.is_cuda, _TENSOR.is_meta, _TENSOR.is_sparse),
+    *(_TENSOR.is_meta, _TENSOR.is_sparse),
 )
 _SAYS_NOTHING_OF_VALUES = {
     *(access for found in _PROPERTIES for access in (found.__get__, found.__set__)),
     *(_TENSOR.grad.__delete__, _TENSOR.requires_grad_, _TENSOR.register_post_accumulate_grad_hook),
-    *(_TENSOR.size, _TENSOR.stride, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.numel, _TENSOR.nelement, torch.numel),
-    *(_TENSOR.element_size, _TENSOR.storage_offset, _TENSOR.is_contiguous, _TENSOR.__len__),
+    *(_TENSOR.stride, _TENSOR.numel, _TENSOR.nelement, torch.numel, _TENSOR.element_size, _TENSOR.is_contiguous),
 }
-"""What is answered at once. `zero_grad` asks for some of it in every step."""
+"""These are answered at once: `zero_grad` asks for some of them in every step. Not so ``size`` and ``dim``, by which
+alone ``torch.vmap`` can be told before it takes the memory."""
 
 
 class WaitingParameter(nn.Parameter):
-    """What an exact `nn.Parameter` is until its update is done."""
+    """An exact `nn.Parameter` is one of these until its update is done."""
 
     @classmethod
     @not_compiled

@@ -52,7 +52,7 @@ def in_a_child(param):
     os.waitpid(child, 0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        return pipe.read()
+        return float(pipe.read())  # or it is the name of an error
 
 
 def averaged(model):
