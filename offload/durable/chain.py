@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
+from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs
 from nvme_offload.offload.errors import ResumeError
 from nvme_offload.offload.storage.extent import Extent, Stripe
+from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT
 from nvme_offload.offload.storage.swap_space import Size
 
 Stripes = tuple[Stripe, ...]
@@ -120,7 +123,7 @@ class ChainRows:
 
     @property
     def _num_columns(self) -> int:
-        return _STRIPES + _PER_STRIPE * _PARTS * len(self._fds)
+        return _num_columns(len(self._fds))
 
     def tables(self) -> dict[str, np.ndarray]:
         """Both, as copies: ``slots``, 2D int64 [slots, columns], and ``log``, 2D int64 [entries, columns]."""
@@ -223,8 +226,7 @@ class ChainRows:
 
     def _stripes(self, row: np.ndarray) -> Stripes:
         """Empty for a slot that was never written."""
-        places = row[_STRIPES:].reshape(-1, _PER_STRIPE).tolist()
-        return tuple(Stripe(self._fds[path], offset, size) for path, offset, size in places if size)
+        return tuple(Stripe(self._fds[path], offset, size) for path, offset, size in _places(row.tolist()))
 
     def _written(
         self, slot: int, row: np.ndarray, content: ExtentLayout, extents: Mapping[Stripes, Extent]
@@ -238,6 +240,72 @@ class ChainRows:
         written = self._written(int(row[_SLOT]), row[_ROW:], content, extents)
         assert written is not None
         return written
+
+
+def check_rows(manifest: Manifest, sizes: Sequence[int], *, where: str) -> None:
+    """Look whether every row of a manifest is one that a run writes, before anything is claimed or allocated.
+
+    Args:
+        manifest: as it was found.
+        sizes: bytes of the swap file on each path.
+        where: the manifest's place, for messages.
+
+    Raises:
+        ResumeError: names the table, the row and what is wrong in it.
+    """
+    taken: list[tuple[int, int, int, str]] = []
+    bases = manifest.tables.get(BASES, np.zeros((0, 0), np.int64))
+    for name, skipped in ((BASES, 0), (ENTRIES, _ROW)):
+        rows, width = manifest.tables.get(name), skipped + _num_columns(len(sizes))
+        if rows is None and name == ENTRIES:
+            continue  # there may be no such table where slots have no logs
+        if rows is None or rows.shape[1] != width:
+            have = "no table" if rows is None else f"{rows.shape[1]} columns in its table"
+            raise ResumeError(where, f"has {have} {name}, and one of {width} belongs to {len(sizes)} paths")
+        for number, row in enumerate(rows.tolist()):
+            places = _places(row[skipped:])
+            wrong = _wrong_place(places, sizes) or _wrong_write(row, skipped, bases, manifest.sequence)
+            if wrong:
+                raise ResumeError(where, f"has in row {number} of its table {name} {wrong}")
+            taken += [(*place, f"row {number} of {name}") for place in places]
+    for (path, offset, size, first), (other, begin, _, second) in pairwise(sorted(taken)):
+        if path == other and offset + size > begin:
+            raise ResumeError(where, f"has {first} and {second} at the same bytes, from {begin} of path {path}")
+
+
+def _wrong_place(places: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> str:
+    for path, offset, size in places:
+        if not 0 <= path < len(sizes):
+            return f"path {path}, and there are {len(sizes)}"
+        if offset < 0 or size < 0 or offset % MIN_ALIGNMENT or size % MIN_ALIGNMENT:
+            return f"offset {offset} and size {size}, which are no multiples of {MIN_ALIGNMENT} from 0 on"
+        if offset + size > sizes[path]:
+            return f"offset {offset} and size {size}, beyond the {sizes[path]} bytes of the swap file on path {path}"
+    return ""
+
+
+def _wrong_write(row: Sequence[int], skipped: int, bases: np.ndarray, newest: int) -> str:
+    """What is wrong with a row of which the places are right."""
+    places, sequence = _places(row[skipped:]), row[skipped + _SEQUENCE]
+    if places and not 1 <= sequence <= newest:
+        return f"sequence {sequence}, and the manifest is number {newest}"
+    if not skipped:
+        return ""
+    if not 0 <= row[_SLOT] < len(bases) or not _places(bases[row[_SLOT]].tolist()):
+        return f"slot {row[_SLOT]}, which has no base"
+    held = sum(size for _, _, size in places)
+    return "" if 0 < row[_CONTENT_BYTES] <= held else f"{row[_CONTENT_BYTES]} bytes of content in {held} bytes"
+
+
+def _num_columns(num_paths: int) -> int:
+    return _STRIPES + _PER_STRIPE * _PARTS * num_paths
+
+
+def _places(row: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Path, offset and size of each stripe of a row; none for a slot that was never written."""
+    numbers = row[_STRIPES:]
+    triples = zip(numbers[::_PER_STRIPE], numbers[1::_PER_STRIPE], numbers[2::_PER_STRIPE], strict=True)
+    return [(path, offset, size) for path, offset, size in triples if size]
 
 
 def _by_slot(entries: np.ndarray) -> dict[int, list[np.ndarray]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from nvme_offload.offload.durable.chain import check_rows
 from nvme_offload.offload.durable.directory import read_about
 from nvme_offload.offload.durable.identity import Identity
 from nvme_offload.offload.durable.manifest import NAMES, Manifest
@@ -30,13 +31,14 @@ class CommittedRank:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         places = {folder: about for folder in folders if (about := read_about(folder)) is not None}
-        self._folders = sorted(places, key=lambda folder: int(places[folder]["path"]))
+        self._folders = sorted(places, key=lambda folder: places[folder]["path"])
         where = folders[0]
         if not places:
             raise ResumeError(where, "says nothing of its run: nothing was committed there")
-        if [places[folder]["path"] for folder in self._folders] != list(range(places[self._folders[0]]["num_paths"])):
+        own = [(places[folder]["path"], places[folder]["num_paths"]) for folder in self._folders]
+        if own != [(place, len(own)) for place in range(len(own))]:
             raise ResumeError(where, "is of a run with further paths: name the folders of nvme_path that it had")
-        uuids = {str(about["uuid"]) for about in places.values()}
+        uuids = {about["uuid"] for about in places.values()}
         if len(uuids) > 1:
             raise ResumeError(where, f"is of another run than {', '.join(str(folder) for folder in folders[1:])}")
         (self.uuid,) = uuids
@@ -51,10 +53,18 @@ class CommittedRank:
 
     @property
     def steps(self) -> list[Manifest]:
-        """The manifests that are whole, the newest first."""
+        """The manifests that are whole, the newest first.
+
+        Raises:
+            ResumeError: one names what no run writes.
+        """
         names = [name for name in names_in(self.folder) if name in NAMES]
         found = [manifest for name in names if (manifest := Manifest.read(self.folder, name)) is not None]
-        return sorted(found, key=lambda manifest: manifest.sequence, reverse=True)
+        return sorted(map(self._checked, found), key=lambda manifest: manifest.sequence, reverse=True)
+
+    def _checked(self, manifest: Manifest) -> Manifest:
+        check_rows(manifest, self.space.file_sizes, where=f"{self.folder}, manifest {manifest.sequence}")
+        return manifest
 
     def snapshot(self, name: str) -> Manifest:
         """The step that was kept under a name.
@@ -69,7 +79,7 @@ class CommittedRank:
             raise ResumeError(path, f"cannot be read: {error.strerror}") from error
         if manifest is None:
             raise ResumeError(path, "is damaged")
-        return manifest
+        return self._checked(manifest)
 
     def identity(self, manifest: Manifest) -> Identity:
         """What the run was when it committed this.

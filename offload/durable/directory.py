@@ -18,7 +18,7 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,14 @@ PREFIX = "nvme-durable-"
 ABOUT_NAME = "run.json"
 FORMAT = 2
 """Of what a run's directory holds: 1 had no layout that could be read without the model."""
+
+_MAX_PATHS = 1024
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "uuid": lambda value: isinstance(value, str),
+    "path": lambda value: type(value) is int and 0 <= value < _MAX_PATHS,
+    "num_paths": lambda value: type(value) is int and 0 < value <= _MAX_PATHS,
+}
+"""What is read of it, and what it must be."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIRECTORY_NAME = re.compile(re.escape(PREFIX) + rf"({_RUN_NAME.pattern})-rank(\d+)")
@@ -72,7 +80,7 @@ def read_about(directory: Path) -> dict[str, Any] | None:
         return None
     except ForeignFolderError:
         raise
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ResumeError(path, f"cannot be read: {error}") from error
     if written_by != FORMAT:
         raise ResumeError(
@@ -80,6 +88,9 @@ def read_about(directory: Path) -> dict[str, Any] | None:
             f"is of format {written_by}, and this version reads {FORMAT}: go on with the version that made it and save "
             "a checkpoint there, or remove the run (`offload runs remove`)",
         )
+    for name, is_right in _FIELDS.items():
+        if not is_right(about.get(name)):
+            raise ResumeError(path, f"has {json.dumps(about.get(name))[:60]} for {name}, which no run writes")
     return about
 
 

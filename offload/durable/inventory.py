@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nvme_offload.offload.durable import owner
+from nvme_offload.offload.durable.chain import check_rows
 from nvme_offload.offload.durable.directory import ABOUT_NAME, parse_directory, read_about
 from nvme_offload.offload.durable.manifest import NAMES as MANIFEST_NAMES
 from nvme_offload.offload.durable.manifest import Manifest
@@ -141,11 +143,15 @@ def _found_in(rank: int, folders: Sequence[Path]) -> RankFound | None:
 
 def _look_at(rank: int, folders: Sequence[Path]) -> RankFound:
     problem, num_paths, model = "", 0, ""
-    manifests = {path: manifest for folder in folders for path, manifest in _manifests(folder).items()}
-    newest = max(manifests, key=lambda path: manifests[path].sequence, default=None)
+    manifests: dict[Path, Manifest] = {}
+    newest = None
     try:
-        abouts = [about for folder in folders if (about := read_about(folder)) is not None]
-        num_paths = max((about["num_paths"] for about in abouts), default=0)
+        manifests = {path: manifest for folder in folders for path, manifest in _manifests(folder).items()}
+        newest = max(manifests, key=lambda path: manifests[path].sequence, default=None)
+        abouts = {folder: about for folder in folders if (about := read_about(folder)) is not None}
+        num_paths = max((about["num_paths"] for about in abouts.values()), default=0)
+        if abouts and num_paths == len(abouts) == len(folders):
+            _check_rows(abouts, manifests)
         if newest is not None:
             model = str(read_identity(newest.parent, manifests[newest]).get("model", ""))
     except ResumeError as error:
@@ -171,6 +177,14 @@ def _manifests(folder: Path) -> dict[Path, Manifest]:
     """Those that are whole. One that is being written is none at that moment; the other one is there."""
     decoded = {folder / name: Manifest.read(folder, name) for name in names_in(folder) if name in MANIFEST_NAMES}
     return {path: manifest for path, manifest in decoded.items() if manifest is not None}
+
+
+def _check_rows(abouts: Mapping[Path, Mapping[str, Any]], manifests: Mapping[Path, Manifest]) -> None:
+    """Raise ResumeError where a manifest refers to what is not in the swap files of all paths."""
+    in_order = sorted(abouts, key=lambda folder: int(abouts[folder]["path"]))
+    sizes = [(folder / SWAP_NAME).lstat().st_size for folder in in_order]
+    for path, manifest in manifests.items():
+        check_rows(manifest, sizes, where=str(path))
 
 
 def _owner_of(folder: Path) -> owner.Owner | None:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
+from nvme_offload.offload.errors import OutOfSpaceError, ResumeError, SwapIOError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.run_folder import names_in, open_in, open_synced, read_in
 from nvme_offload.offload.sync import sync_file, sync_folder
@@ -37,6 +37,7 @@ _TABLE = np.dtype("<i8")
 _BLOCK_BYTES = 4096
 _FIRST_BYTES = 1 << 20  # what most runs ever need: a disk that is full later keeps none of their steps back
 _GROWTH = 1.5
+_NUMBERS_END = 1 << 62  # one that a run counts up never comes so far, and fits into a row
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,13 +82,21 @@ class Manifest:
         """The manifest in a file of a run's folder; None where it is none, or not whole.
 
         Raises:
+            ResumeError: it is whole, and a field of it is none that a run writes; names both.
             OSError: it cannot be read.
         """
-        return cls.decode(read_in(folder, name))
+        try:
+            return cls.decode(read_in(folder, name))
+        except ValueError as error:
+            raise ResumeError(folder / name, f"is no manifest that a run writes: {error}") from error
 
     @classmethod
     def decode(cls, content: bytes) -> Manifest | None:
-        """The manifest with which a file begins; None where it is none, or not whole."""
+        """The manifest with which a file begins; None where it is none, or not whole.
+
+        Raises:
+            ValueError: it is whole, and a field of it makes no sense; names it.
+        """
         if len(content) < _HEADER.size:
             return None
         magic, sequence, incarnation, step, body_bytes, digest = _HEADER.unpack_from(content)
@@ -96,8 +105,16 @@ class Manifest:
             return None
         if digest != _digest(_HEADER.pack(magic, sequence, incarnation, step, body_bytes, bytes(32)), body):
             return None
+        _check("sequence", sequence, 1 <= sequence < _NUMBERS_END)
+        _check("incarnation", incarnation, incarnation < _NUMBERS_END)
+        _check("step", step, 0 <= step < _NUMBERS_END)
         about, tables, blob = _parse(body)
         return cls(step, sequence, incarnation, about["identity"], tables, blob, about.get("first", False))
+
+
+def _check(field_name: str, value: object, is_right: bool) -> None:
+    if not is_right:
+        raise ValueError(f"its {field_name} is {str(value)[:60]!r}")
 
 
 def _digest(header: bytes, body: bytes | memoryview) -> bytes:
@@ -107,14 +124,28 @@ def _digest(header: bytes, body: bytes | memoryview) -> bytes:
 
 
 def _parse(body: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray], bytes]:
-    (size,) = struct.unpack_from("<Q", body)
-    about = json.loads(bytes(body[8 : 8 + size]))
+    """The parts of a body that has its digest. ValueError names a field that makes no sense; nothing was allocated."""
+    size = struct.unpack_from("<Q", body)[0] if len(body) >= 8 else -1
+    _check("length of its description", size, 0 <= size <= len(body) - 8)
+    try:
+        about = json.loads(bytes(body[8 : 8 + size]))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its description is no JSON: {error}") from error
+    _check("description", about, isinstance(about, dict))
+    _check("identity", about.get("identity"), isinstance(about.get("identity"), str) and about["identity"].isalnum())
+    _check("first", about.get("first"), isinstance(about.get("first", False), bool))
+    _check("tables", about.get("tables"), isinstance(about.get("tables"), dict))
     at, tables = 8 + size, {}
     for name, shape in about["tables"].items():
-        size_bytes = _TABLE.itemsize * int(np.prod(shape))
+        is_shape = (
+            isinstance(shape, list) and len(shape) == 2 and all(type(side) is int and side >= 0 for side in shape)
+        )
+        size_bytes = _TABLE.itemsize * shape[0] * shape[1] if is_shape else -1
+        _check(f"tables.{name}", shape, 0 <= size_bytes <= len(body) - at)
         tables[name] = np.frombuffer(body[at : at + size_bytes], _TABLE).reshape(shape).copy()
         at += size_bytes
-    return about, tables, bytes(body[at : at + about["blob"]])
+    _check("blob", about.get("blob"), type(about.get("blob")) is int and about["blob"] == len(body) - at)
+    return about, tables, bytes(body[at:])
 
 
 class ManifestFiles:
@@ -126,6 +157,7 @@ class ManifestFiles:
         count: how many there are, at least 2. One that once had more still shows them, until they are written over.
 
     Raises:
+        ResumeError: a field of one makes no sense; nothing was made.
         OutOfSpaceError: there is no room for them.
         SwapIOError: they cannot be made or read.
     """
@@ -134,12 +166,12 @@ class ManifestFiles:
         there = set(names_in(folder))
         names = [name for place, name in enumerate(NAMES) if place < count or name in there]
         self._paths = [folder / name for name in names]
+        self._held = [Manifest.read(folder, name) if name in there else None for name in names]
         if made := [name for name in names if name not in there]:
             for name in made:
                 _make(folder, name)
             sync_folder(folder)
         self._files = [open_synced(folder, name, direct=direct) for name in names]
-        self._held = [Manifest.read(folder, name) for name in names]
         self._memory = HostRegion(_BLOCK_BYTES)
 
     def newest_first(self) -> list[Manifest]:

@@ -41,9 +41,11 @@ class Owner:
     def noted_in(cls, folder: Path) -> Owner | None:
         """Who left a note in a run's directory; None where nobody did."""
         try:
-            return cls(**json.loads(read_in(folder, NAME)))
-        except (OSError, ValueError, TypeError):
+            noted = cls(**json.loads(read_in(folder, NAME)))
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
+        is_note = type(noted.pid) is int and isinstance(noted.began, str) and isinstance(noted.host, str)
+        return noted if is_note else None
 
     def note_in(self, folder: Path) -> None:
         """Leave a note."""

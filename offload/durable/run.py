@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable import identity as identities
-from nvme_offload.offload.durable.chain import SlotLayout
+from nvme_offload.offload.durable.chain import SlotLayout, check_rows
 from nvme_offload.offload.durable.directory import DurableDirectory, check_name
 from nvme_offload.offload.durable.identity import Identity
 from nvme_offload.offload.durable.manifest import Manifest, ManifestFiles
@@ -334,10 +334,19 @@ class DurableRun:
         return found
 
     def _claim(self) -> None:
+        """Keep what is referred to. Nothing is claimed, nor the files made longer, before all of it was checked."""
+        sizes = self.space.file_sizes
         for manifest in self.found:
-            self.extents.claim(manifest.tables)
+            check_rows(manifest, sizes, where=f"{self.folder}, manifest {manifest.sequence}")
         for name, manifest in self.snapshots.items():
-            self.extents.pin(name, manifest.tables)
+            check_rows(manifest, sizes, where=str(self.folder / f"{SNAPSHOT_PREFIX}{name}"))
+        try:
+            for manifest in self.found:
+                self.extents.claim(manifest.tables)
+            for name, manifest in self.snapshots.items():
+                self.extents.pin(name, manifest.tables)
+        except ValueError as error:
+            raise ResumeError(self.folder, f"has manifests that share a part of their extents: {error}") from error
         self.space.promise()
 
 
@@ -356,8 +365,8 @@ def read_identity(folder: Path, manifest: Manifest) -> Identity:
     path = folder / f"{IDENTITY_PREFIX}{manifest.identity}.json"
     try:
         found: Identity = json.loads(read_in(folder, path.name))
-        if identities.digest(found) == manifest.identity:
+        if isinstance(found, dict) and identities.digest(found) == manifest.identity:
             return found
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ResumeError(path, f"cannot be read: {error}") from error
     raise ResumeError(path, "is damaged: it is not what its name says")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -93,6 +94,11 @@ class SwapSpace:
     def fds(self) -> list[int]:
         """Open file descriptors, one per path."""
         return [file.fd for file in self._files]
+
+    @property
+    def file_sizes(self) -> list[int]:
+        """Bytes that each file has now, one per path."""
+        return [os.fstat(fd).st_size for fd in self.fds]
 
     @property
     def alignment(self) -> int:

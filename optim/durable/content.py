@@ -97,10 +97,22 @@ class Content:
             found = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
             version = found.pop("format")
             if version == FORMAT:
-                return cls(**found)
+                return cls(**found)._checked()
         except Exception as error:
             raise ResumeError(folder, f"has a manifest whose content cannot be read: {error}") from error
         raise ResumeError(folder, f"has a manifest of format {version}; this version reads {FORMAT}")
+
+    def _checked(self) -> Content:
+        """This, if each field is what `encode` was given; ValueError names one that is not."""
+        for name, kind in (("step", int), ("tick", int), ("steps", torch.Tensor), ("groups", list)):
+            if type(getattr(self, name)) is not kind:
+                raise ValueError(f"its {name} is no {kind.__name__}")
+        for name in ("client_state", "engine", "generators"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(f"its {name} is no dict")
+        if self.steps.dtype is not torch.int64 or self.steps.dim() != 1 or min(self.step, self.tick) < 0:
+            raise ValueError("its counts of steps are none")
+        return self
 
     def restore_generators(self) -> None:
         """Let random numbers go on from where they were."""

@@ -31,11 +31,11 @@ def found(folder):
 
 
 def test_all_of_it_comes_back(tmp_path):
-    files, written = opened(tmp_path), manifest(7, step=-1, blob=os.urandom(10_000))
+    files, written = opened(tmp_path), manifest(7, step=1 << 40, blob=os.urandom(10_000))
     files.write(written)
     files.close()
     (read,) = opened(tmp_path).newest_first()
-    assert (read.step, read.sequence, read.incarnation) == (-1, 7, 1 << 61)
+    assert (read.step, read.sequence, read.incarnation) == (1 << 40, 7, 1 << 61)
     assert (read.identity, read.blob) == ("identity", written.blob)
     assert read.tables.keys() == written.tables.keys()
     assert all(np.array_equal(read.tables[name], table) for name, table in written.tables.items())
