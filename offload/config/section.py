@@ -268,10 +268,11 @@ class OffloadConfig(Section):
     parameters are gathered. `backward`: as soon as a gradient is final, what is left as with `forward`; needs
     `gradient_clipping` 0 and `skip_non_finite: false`. `speculate`: as `backward`, also with clipping and skipped
     steps, while the latest steps did neither; what was guessed wrong is taken back from what a `durable` run, which it
-    needs, has committed. The bits are the same. Left out, it is `forward` for shards
-    in parts of FSDP2 (what `initialize` makes of all) and plain modules given to `optimizer.overlap_with`, with state
-    on NVMe, and `off` for the rest: other modules, Muon, where parameters have a tier of their own (beside a GPU also
-    host memory), and where gradients are on NVMe. One warning says where it does nothing."""
+    needs, has committed. The bits are the same. Left out, it is `forward` for shards in parts of FSDP2 (what
+    `initialize` makes of all) where parameters are on a GPU or state is on NVMe, and for plain modules on the CPU given
+    to `optimizer.overlap_with` with state on NVMe. It is `off` for the rest: other modules, Muon, where parameters have
+    a tier of their own (beside a GPU also host memory), and where gradients are on NVMe. One warning says where it does
+    nothing."""
     skip_non_finite: bool = key(True, "true or false")
     """Skip a step with a gradient that is not finite, and count it. `false`: such a gradient is an error."""
     host_budget: ByteBudget | None = key(None, '"auto", or 4 KiB or more, as "8GiB"', "", "bytes")
@@ -348,11 +349,14 @@ class OffloadConfig(Section):
         """Whether parameters or gradients go to NVMe, in blocks."""
         return "nvme" in (self.zero_optimization.offload_param.device, self.offload_gradients.device)
 
-    @property
-    def hides_steps(self) -> bool:
-        """Whether updates go on behind a step, as far as who reads the parameters can wait for them."""
+    def hides_steps(self, *, on_device: bool) -> bool:
+        """Whether updates go on behind a step, as far as who reads the parameters can wait for them.
+
+        Args:
+            on_device: parameters are on a device, beside which the host updates.
+        """
         if self.overlap_step is None:
-            return self.zero_optimization.offload_optimizer.device == "nvme"
+            return on_device or self.zero_optimization.offload_optimizer.device == "nvme"
         return self.overlap_step != "off"
 
     def batch_sizes(self, world_size: int) -> BatchSizes:

@@ -86,15 +86,14 @@ class PrecisionPlan:
         kept = arrived_fp32 | named_fp32
         safe = _safe_params(config, model)
         beside = {param for module in model.modules() for param in _beside_kept(module, kept)}
-        off_device = (config.zero_optimization.offload_param.device, config.offload_gradients.device)
-        parameters, leaves_device = {}, on_device and "cpu" in off_device
+        parameters = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             parameters[name] = precision = precision_of(
                 config,
                 kept=param in kept,
                 safe=param in safe,
                 beside_fp32=param in beside,
-                leaves_device=leaves_device,
+                on_device=on_device,
                 kept_as=None if param.dtype in NAMES else param.dtype,
             )
             if precision.accumulate in SIXTEEN_BITS and param in kept:
@@ -158,7 +157,7 @@ def precision_of(
     kept: bool = False,
     safe: bool = False,
     beside_fp32: bool = False,
-    leaves_device: bool = False,
+    on_device: bool = False,
     kept_as: torch.dtype | None = None,
 ) -> ParameterPrecision:
     """The rule: a key that is set holds for every parameter; one that is unset follows the parameter's own dtype.
@@ -168,7 +167,7 @@ def precision_of(
         kept: the parameter stays fp32 in a 16-bit model.
         safe: its class is one of ``lower_precision_safe_modules``.
         beside_fp32: its module also has parameters that stay fp32; FSDP2 reduces a module's own parameters together.
-        leaves_device: it is computed with on a device, and it or its gradient is kept in host memory.
+        on_device: it is computed with on a device beside the CPU.
         kept_as: its dtype, where that is none of `DTYPES`.
     """
     reduce, accumulate = config.communication_data_type, config.gradient_accumulation_dtype
@@ -178,7 +177,9 @@ def precision_of(
         gather = compute = torch.float32 if kept else DTYPES[config.compute_dtype]
     # Autocast rounds fp32 parameters, to even, where upper halves round ties away from zero: there they stay whole.
     master = MasterForm.ITSELF if kept_as else FORM_OF_DTYPE[compute or torch.float32]
-    tiered = master is not MasterForm.ITSELF or config.has_block_tiers or config.hides_steps or leaves_device
+    off_device = (config.zero_optimization.offload_param.device, config.offload_gradients.device)
+    moves = config.has_block_tiers or config.hides_steps(on_device=on_device) or (on_device and "cpu" in off_device)
+    tiered = master is not MasterForm.ITSELF or moves
     return ParameterPrecision(
         compute=compute,
         gather=gather,

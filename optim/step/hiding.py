@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nvme_offload.offload.devices.device import is_host
+from nvme_offload.offload.devices.device import is_device, is_host
 from nvme_offload.optim.state.state_parts import StateParts
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
@@ -14,7 +14,7 @@ def schedule_in(store: StateStore, record: ParamRecord) -> OverlapStep:
     """Return the schedule by which a parameter is updated."""
     return schedule_of(
         store.config.overlap_step,
-        hides=store.config.hides_steps,
+        hides=store.config.hides_steps(on_device=is_device(record.param.device)),
         hindered=hindrance_in(store, record) is not None,
         grads_on_way=store.blocks.takes_gradient(record.leaf),
     )

@@ -91,8 +91,8 @@ def initialize(
     Raises:
         ConfigError: the section is wrong, or asks for what this model or this many ranks cannot have.
         WeightsError: weight files are damaged or do not fit; the model is as it was.
-        ValueError: the model, a block, a parameter or the scheduler cannot be used, or nobody gives a parameter a
-            value.
+        ValueError: the model, a block, a parameter or the scheduler cannot be used, nobody gives a parameter a value,
+            or the model is on another device than the current one.
         OutOfSpaceError, SwapIOError: see `OffloadOptimizer`.
     """
     read = partial(_Making.read, model, config, mesh, blocks, weights, init, optimizer)
@@ -184,9 +184,21 @@ def _prepare_process(config: OffloadConfig, model: nn.Module, device_type: str) 
     The latter where memory is short enough to use NVMe: what is born, gathered and reduced comes and goes by group.
     """
     if is_device(device_type):  # after the mesh, with which a rank gets its device
-        stay_near(current_of(device_type) if is_on_meta(model) else next(model.parameters()).device)
+        device = current_of(device_type)
+        _check_is_on(model, device)
+        stay_near(device)
     if config.zero_optimization.offload_optimizer.device == "nvme" or config.has_block_tiers:
         give_back_freed_memory()
+
+
+def _check_is_on(model: nn.Module, current: torch.device) -> None:
+    """Raise ValueError for a model on another device than this thread's, to which FSDP2 would move it."""
+    device = next(model.parameters()).device
+    if device != current and not is_on_meta(model):
+        raise ValueError(
+            f"initialize: the model is on {device}, and this process computes on {current}: move the model there, or "
+            f"call torch.{device.type}.set_device({device.index}) before the process group is made"
+        )
 
 
 def _mesh_for(config: OffloadConfig, mesh: DeviceMesh) -> DeviceMesh:

@@ -442,7 +442,7 @@ def overlap_of(job: Job, machine: Machine, state: _StatePlan) -> OverlapStep:
     )
     return schedule_of(
         config.overlap_step,
-        hides=config.hides_steps,
+        hides=config.hides_steps(on_device=on_device),
         hindered=hindered is not None,
         grads_on_way=on_device and config.offload_gradients.device != "none",
     )

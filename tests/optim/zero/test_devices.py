@@ -1,5 +1,7 @@
 """Where a model is trained, and what of FSDP2's own offloading goes with it."""
 
+import tempfile
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,14 +10,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from nvme_offload import (
+    TensorSwapper,
     get_full_optimizer_state,
     get_full_param,
     initialize,
     set_full_optimizer_state,
     split_parameters,
 )
+from nvme_offload.offload.devices.device import CopyQueue
 from nvme_offload.optim.collective import device_of, on_every_rank
 from nvme_offload.optim.grad_norm import _gather
+from nvme_offload.optim.overlap.worker import Worker
+from nvme_offload.optim.tiers.arrivals import Arrivals
 from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.late_device.module import install, late_device
 from tests.support.ranks import run_ranks
@@ -78,6 +84,58 @@ def test_state_can_be_looked_at_over_groups_without_a_backend_for_the_cpu():
     for found in run_ranks(_looked_at, 2):
         moment = torch.arange(256.0).view(16, 16)
         assert_same_bits(found, [weight.detach(), moment, moment, torch.tensor([0.0, 1.0], dtype=torch.float64)])
+
+
+def test_a_model_on_another_device_than_the_current_one_is_refused(late):
+    with pytest.raises(ValueError, match=r"on late:1, and this process computes on late:0: .*set_device\(1\)"):
+        initialize(model_on("cpu").to("late:1"), CONFIG)
+
+
+class Copying:
+    """A job that copies once."""
+
+    must_end = False
+    is_done = False
+
+    def turn(self):
+        copied = torch.empty(8)
+        CopyQueue(torch.device("late", 1)).copy_all([(copied, torch.ones(8, device="late:1"))]).synchronize()
+        self.is_done = bool(copied.eq(1).all())
+        return False
+
+    def give_up(self, error):
+        raise AssertionError from error
+
+
+def take_a_turn():
+    worker = Worker(device=lambda: torch.device("late", 1))
+    worker.job = Copying()
+    worker.wait_until(lambda: worker.is_idle)
+    worker.raise_failure()
+    worker.stop()
+
+
+def let_gradients_land():
+    arrivals = Arrivals(torch.device("late", 1), pinned=True)
+    for _ in range(3):
+        arrivals.bring(None, torch.ones(8, device="late:1"), lambda landed: landed.neg_())
+    arrivals.land()
+    arrivals.close()
+
+
+def swap():
+    with tempfile.TemporaryDirectory() as drive:
+        section = {"offload_optimizer": {"device": "nvme", "nvme_path": drive}}
+        with TensorSwapper({"zero_optimization": section}) as swapper:
+            swapper.swap_out("ones", torch.ones(8, device="late:1"))
+            assert swapper.swap_in("ones").wait(60).device == torch.device("late", 1)
+
+
+@pytest.mark.parametrize("work", [take_a_turn, let_gradients_land, swap])
+def test_a_thread_that_works_for_a_device_opens_no_context_on_another(late, work):
+    torch.late.set_device(1)
+    work()
+    assert late.contexts == {1}
 
 
 def test_a_rank_keeps_near_its_device_and_on_the_cpu_where_it_is(late, monkeypatch):

@@ -115,7 +115,10 @@ def assert_memory_is_flat(results, itemsize):
     """Also what the allocator cannot give to anybody yet counts."""
     assert_all_same(results)
     (_, few), (_, many) = results
-    assert many["peak_bytes"] - few["peak_bytes"] == 8 * 8 * WIDTH * itemsize, "what 8 layers keep of 8 samples"
+    activations = (
+        8 * 8 * WIDTH * itemsize
+    )  # what 8 layers keep of 8 samples; two gradients more or less are on their way
+    assert abs(many["peak_bytes"] - few["peak_bytes"] - activations) <= LAYER_BYTES // 2 * itemsize, "memory grows"
     return few, many
 
 
@@ -205,7 +208,7 @@ def test_other_mixes_of_tiers(name):
 @pytest.mark.slow
 def test_memory_that_grows_with_the_model_is_found():
     results = trained(SIZES["host memory"], "what a gradient had waits for the host")
-    with pytest.raises(AssertionError, match="what 8 layers keep"):
+    with pytest.raises(AssertionError, match="memory grows"):
         assert_memory_is_flat(results, 2)
 
 

@@ -22,9 +22,11 @@ from tests.support.late_device.queues import (
     Stream,
     current_stream,
     default_stream,
+    number_of,
     on_stream,
     reset,
     run_all,
+    set_device,
 )
 from tests.support.late_device.tensor import copy_from, empty, empty_strided
 
@@ -59,16 +61,11 @@ def _new_host_tensor(shape: torch.Size, dtype: torch.dtype, pinned_for: torch.de
 
 @contextmanager
 def _device(device: Any) -> Iterator[None]:
-    before, LATE.current = LATE.current, _number(device)
+    before, LATE.current = LATE.current, number_of(device)
     try:
         yield
     finally:
         LATE.current = before
-
-
-def _number(device: Any) -> int:
-    index = device if isinstance(device, int) else torch.device(device).index
-    return LATE.current if index is None else index
 
 
 class _Module:
@@ -78,6 +75,7 @@ class _Module:
     stream = staticmethod(on_stream)
     current_stream = staticmethod(current_stream)
     default_stream = staticmethod(default_stream)
+    set_device = staticmethod(set_device)
 
     @staticmethod
     def cudart() -> Any:
@@ -105,8 +103,20 @@ class _Module:
         return LATE.current
 
     @staticmethod
-    def set_device(device: Any) -> None:
-        LATE.current = _number(device)
+    def max_memory_reserved(device: Any = None) -> int:
+        return LATE.peak_bytes
+
+    @staticmethod
+    def memory_reserved(device: Any = None) -> int:
+        return LATE.live_bytes + LATE.waiting_bytes
+
+    @staticmethod
+    def reset_peak_memory_stats(device: Any = None) -> None:
+        LATE.peak_bytes = LATE.live_bytes + LATE.waiting_bytes
+
+    @staticmethod
+    def empty_cache() -> None:
+        """Nothing is kept that nobody has."""
 
     @staticmethod
     def synchronize(device: Any = None) -> None:

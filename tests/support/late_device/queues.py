@@ -89,8 +89,18 @@ class Late:
         """Memory that was freed while a stream that was recorded for it had not come so far: nobody gets it yet."""
         self.peak_bytes = 0
         """The most of both at once, since it was set to zero."""
-        self.current = 0
+        self.contexts: set[int] = set()
+        """Numbers of the devices on which some thread has opened a context."""
         self.available = False
+
+    @property
+    def current(self) -> int:
+        """Number of the device that this thread uses: at first the first one, in every thread."""
+        return getattr(_local, "device", 0)
+
+    @current.setter
+    def current(self, number: int) -> None:
+        _local.device = number
 
     def count(self, live_bytes: int, waiting_bytes: int = 0) -> None:
         """Note that memory is had, or waits, that did not before; or no more, where it is less than nothing."""
@@ -99,6 +109,7 @@ class Late:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + self.waiting_bytes)
 
     def note_wait(self, why: str) -> None:
+        self.contexts.add(self.current)
         self.waits[f"{why} behind the scenes" if is_ours() else why] += 1
 
     @property
@@ -120,19 +131,29 @@ class Late:
 
 
 LATE = Late()
+_local = threading.local()
+
+
+def number_of(device: Any) -> int:
+    """The number of a device, which may be said in any way; without one, of the device that this thread uses."""
+    index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+    return LATE.current if index is None else index
+
+
+def set_device(device: Any) -> None:
+    """See ``torch.cuda.set_device``: this opens a context."""
+    LATE.current = number_of(device)
+    LATE.contexts.add(LATE.current)
 
 
 class Stream:
     """A queue that runs as far as somebody waits for it. See ``torch.cuda.Stream``."""
 
     def __init__(self, device: Any = None, priority: int = 0, **unused: Any) -> None:
+        self.device = torch.device("late", number_of(device))
         self.queue: list[Work] = []
         self.done = 0
         self._is_running = False
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("late", 0)
 
     def push(self, work: Work) -> None:
         with LOCK:
@@ -215,26 +236,37 @@ class Event:
             self.stream.run_to(len(self.stream.queue) if LATE.hasty else self.number)
 
 
-_default = Stream()
-_local = threading.local()
+_defaults: dict[int, Stream] = {}
 
 
 def current_stream(device: Any = None) -> Stream:
-    return getattr(_local, "stream", None) or _default
+    found: Stream | None = getattr(_local, "streams", {}).get(number_of(device))
+    return found or default_stream(device)
 
 
 def default_stream(device: Any = None) -> Stream:
-    return _default
+    number = number_of(device)
+    return _defaults.setdefault(number, Stream(number))
+
+
+def _set_stream(stream: Stream) -> None:
+    set_device(stream.device)
+    _local.streams = {**getattr(_local, "streams", {}), LATE.current: stream}
 
 
 @contextmanager
 def on_stream(stream: Stream | None) -> Iterator[None]:
-    before = getattr(_local, "stream", None)
-    _local.stream = stream or before
+    """See ``torch.cuda.stream``: what leaves it goes back to the device that the thread used before."""
+    if stream is None:
+        yield
+        return
+    there, here = current_stream(stream.device), current_stream()
+    _set_stream(stream)
     try:
         yield
     finally:
-        _local.stream = before
+        _set_stream(there)
+        _set_stream(here)
 
 
 def run_all() -> None:
@@ -251,4 +283,5 @@ def reset() -> None:
     run_all()
     LATE.waits.clear()
     LATE.pinned_on.clear()
+    LATE.contexts.clear()
     LATE.num_copies = LATE.refusals = LATE.latest_error = LATE.current = 0

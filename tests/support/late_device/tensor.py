@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from nvme_offload.offload._torch_private import is_view, written_tensors
 from tests.support.late_device import collectives
-from tests.support.late_device.queues import LATE, LOCK, Stream, Work, current_stream, extent_of, poison
+from tests.support.late_device.queues import LATE, LOCK, Stream, Work, current_stream, extent_of, number_of, poison
 
 aten = torch.ops.aten
 _NEEDS_VALUES = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.is_nonzero.default}
@@ -26,11 +26,13 @@ class Allocation:
     has come to where it was freed.
     """
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    def __init__(self, storage: torch.UntypedStorage, device: int) -> None:
         self.storage = storage
-        self.recorded: set[Stream] = {current_stream()}
+        owner = current_stream(device)
+        self.recorded: set[Stream] = {owner}
+        LATE.contexts.add(device)
         LATE.count(storage.nbytes())
-        weakref.finalize(self, _freed, storage, current_stream(), self.recorded).atexit = False
+        weakref.finalize(self, _freed, storage, owner, self.recorded).atexit = False
 
 
 def _freed(storage: torch.UntypedStorage, stream: Stream, recorded: set[Stream]) -> None:
@@ -66,8 +68,9 @@ class Memory:
     What is queued keeps the bytes that it was queued with.
     """
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.allocation: Allocation | None = Allocation(storage)
+    def __init__(self, storage: torch.UntypedStorage, device: int) -> None:
+        self.device = device
+        self.allocation: Allocation | None = Allocation(storage, device)
 
     def size(self) -> int:
         return self.allocation.storage.nbytes() if self.allocation is not None else 0
@@ -82,7 +85,7 @@ class Memory:
             if size_bytes:
                 room = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
                 poison(room)
-                self.allocation = Allocation(room.untyped_storage())
+                self.allocation = Allocation(room.untyped_storage(), self.device)
 
 
 class LateTensor(torch.Tensor):
@@ -93,16 +96,17 @@ class LateTensor(torch.Tensor):
     """What it became by ``resize_``: the shape of a wrapper stays."""
 
     @staticmethod
-    def __new__(cls, store: torch.Tensor, memory: Memory | None = None) -> LateTensor:
+    def __new__(cls, store: torch.Tensor, on: Memory | int) -> LateTensor:
+        memory = on if isinstance(on, Memory) else Memory(store.untyped_storage(), on)
         tensor: LateTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             store.shape,
             strides=store.stride(),
             storage_offset=store.storage_offset(),
             dtype=store.dtype,
-            device=torch.device("late", 0),
+            device=torch.device("late", memory.device),
         )
-        tensor.memory = memory or Memory(store.untyped_storage())
+        tensor.memory = memory
         return tensor
 
     @property
@@ -149,7 +153,7 @@ class LateTensor(torch.Tensor):
             if func is aten._to_copy.default and kwargs.get("device") is not None:
                 return _to_copy(*args, **kwargs)
             if func in _NEEDS_VALUES:
-                _wait(str(func))
+                _wait(str(func), _device_of(args))
                 return func(*tree_map(_store, args), **tree_map(_store, kwargs))
             if kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "late":
                 return func(*tree_map(_store, args), **kwargs)  # empty_like and its kind: of no value, elsewhere
@@ -161,7 +165,7 @@ class LateTensor(torch.Tensor):
 
 def _resize(tensor: LateTensor, size: Any) -> LateTensor:
     """As ``all_gather_object`` does with bytes; the host waits for what was in there."""
-    _wait("resize_")
+    _wait("resize_", tensor.memory.device)
     before = tensor.store
     tensor.resized = before.new_zeros(size)
     kept = min(before.numel(), tensor.resized.numel())
@@ -173,9 +177,10 @@ def _collective(func: Any, args: tuple[Any, ...]) -> Any:
     """The host waits for one: more than a device asks for, but what is shown with them is who may call them."""
     if func.name().split("::")[1] in ("wait_tensor", "_wrap_tensor_autograd"):
         return args[0]
-    _wait(str(func))
+    device = _device_of(args)
+    _wait(str(func), device)
     result = collectives.run(func, tree_map(_store, args))
-    return LateTensor(result) if isinstance(result, torch.Tensor) else (args[0], FakeWork().boxed())
+    return LateTensor(result, device) if isinstance(result, torch.Tensor) else (args[0], FakeWork().boxed())
 
 
 def _store(leaf: Any) -> Any:
@@ -186,32 +191,39 @@ def _store(leaf: Any) -> Any:
     return leaf
 
 
-def _wrapped(value: Any, memory: Memory | None = None) -> Any:
-    return LateTensor(value, memory) if isinstance(value, torch.Tensor) else value
+def _device_of(arguments: Any) -> int:
+    """The device on which an operator runs: that of its first tensor there, whichever the thread uses."""
+    leaves = tree_flatten(arguments)[0]
+    return next((leaf.memory.device for leaf in leaves if isinstance(leaf, LateTensor)), LATE.current)
 
 
-def _wait(why: str) -> None:
+def _wrapped(value: Any, on: Memory | int) -> Any:
+    return LateTensor(value, on) if isinstance(value, torch.Tensor) else value
+
+
+def _wait(why: str, device: int) -> None:
     LATE.note_wait(why)
-    stream = current_stream()
+    stream = current_stream(device)
     stream.run_to(len(stream.queue))
 
 
-def _launch(work: Work) -> None:
+def _launch(work: Work, device: int) -> None:
     if LATE.latest_error:
         error, LATE.latest_error = LATE.latest_error, 0
         raise RuntimeError(f"late error {error}, which some call before this one left behind")
-    current_stream().push(work)
+    current_stream(device).push(work)
 
 
 def _queue(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operator whose results, or the arguments that it writes to, have their values later."""
     leaves, layout = tree_flatten((args, kwargs))
+    device = number_of(kwargs["device"]) if kwargs.get("device") is not None else _device_of(args)
     stores = [_store(leaf) for leaf in leaves]
     touches = [store for store in stores if isinstance(store, torch.Tensor)]
     plain_args, plain_kwargs = tree_unflatten(stores, layout)
     written = written_tensors(func, args, kwargs)
     if written:
-        _launch(Work(lambda: func(*plain_args, **plain_kwargs), touches))
+        _launch(Work(lambda: func(*plain_args, **plain_kwargs), touches), device)
         return written[0] if len(written) == 1 and not isinstance(args[0], list | tuple) else None
     metas = tree_unflatten([_meta(store) for store in stores], layout)
     shapes, result_layout = tree_flatten(func(*metas[0], **metas[1]))
@@ -230,8 +242,8 @@ def _queue(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for target, value in zip(targets, found, strict=True):
             target.copy_(value)
 
-    _launch(Work(run, [*touches, *targets]))
-    return tree_unflatten([_wrapped(result) for result in results], result_layout)
+    _launch(Work(run, [*touches, *targets]), device)
+    return tree_unflatten([_wrapped(result, device) for result in results], result_layout)
 
 
 def _meta(leaf: Any) -> Any:
@@ -242,7 +254,7 @@ def _meta(leaf: Any) -> Any:
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Between host and device only pinned memory is copied behind the host's back; see ``cudaMemcpyAsync``."""
-    to, of = _store(target), _store(source)
+    to, of, device = _store(target), _store(source), _device_of((target, source))
     on_host = [tensor for tensor in (target, source) if not isinstance(tensor, LateTensor)]
     LATE.num_copies += bool(on_host)
     behind = not on_host or (non_blocking and LATE.is_pinned(on_host[0]))
@@ -252,9 +264,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         behind = False
     if not LATE.overlaps_pending(to):
         poison(to)
-    _launch(Work(lambda: to.copy_(of), (to, of)))
+    _launch(Work(lambda: to.copy_(of), (to, of)), device)
     if not behind and isinstance(source, LateTensor):
-        _wait("a copy to the host")
+        _wait("a copy to the host", device)
     return target
 
 
@@ -270,7 +282,9 @@ def _to_copy(
     shape = torch.empty_like(_meta(_store(source)), dtype=dtype, memory_format=memory_format or torch.preserve_format)
     room = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device="cpu")
     assert device is not None
-    return _copy(room if torch.device(device).type == "cpu" else LateTensor(room), source, non_blocking)
+    return _copy(
+        room if torch.device(device).type == "cpu" else LateTensor(room, number_of(device)), source, non_blocking
+    )
 
 
 def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -279,17 +293,19 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
         return _copy(target, source, non_blocking)
 
 
-def empty(size: Any, *, dtype: Any = None, memory_format: Any = None, **unused: Any) -> torch.Tensor:
+def empty(
+    size: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **unused: Any
+) -> torch.Tensor:
     """``aten::empty.memory_format``."""
     with LOCK:
         room = torch.empty(size, dtype=dtype or torch.get_default_dtype(), device="cpu")
         poison(room)
-        return LateTensor(room)
+        return LateTensor(room, number_of(device))
 
 
-def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **unused: Any) -> torch.Tensor:
+def empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **unused: Any) -> torch.Tensor:
     """``aten::empty_strided``."""
     with LOCK:
         room = torch.empty_strided(size, stride, dtype=dtype or torch.get_default_dtype(), device="cpu")
         poison(room)
-        return LateTensor(room)
+        return LateTensor(room, number_of(device))
