@@ -285,7 +285,7 @@ def _wrong_place(places: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -
 
 
 def _wrong_write(row: Sequence[int], skipped: int, bases: np.ndarray, newest: int) -> str:
-    """What is wrong with a row of which the places are right."""
+    """Say what is wrong with a row of which the places are right."""
     places, sequence = _places(row[skipped:]), row[skipped + _SEQUENCE]
     if places and not 1 <= sequence <= newest:
         return f"sequence {sequence}, and the manifest is number {newest}"

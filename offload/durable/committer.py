@@ -29,9 +29,8 @@ class Committer:
         self._thread: threading.Thread | None = None
         self._at_work = threading.Lock()
         """Held by the thread. Who was interrupted in Thread.join would be told that it has ended."""
-        self._ending = os.getpid(), self._asked, self._at_work
         # An interpreter that ends while a thread waits in C++ has that unwound where C++ allows it nowhere: abort.
-        self._finalizer = weakref.finalize(self, _end, *self._ending)
+        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._asked, self._at_work)
         self._failure: Exception | None = None
         self._closed = False
         self.waited_seconds = 0.0
@@ -88,7 +87,9 @@ class Committer:
         """Wait for what is under way and end the thread. Idempotent."""
         self.wait()
         self._closed = True
-        _end(*self._ending)
+        if (found := self._finalizer.peek()) is not None:  # not by calling it, which forgets before it calls
+            _, end, arguments, _ = found
+            end(*arguments)
         self._finalizer.detach()
 
     def _wake(self) -> None:

@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 
 
 class Flag:
-    """What `threading.Event` is to one thread that waits, of assignments and calls to C alone.
+    """A `threading.Event` for one thread that waits, made of assignments and calls to C alone.
 
     An Event takes a lock in Python: a signal handler that raises there leaves it taken, and whoever waits waits on.
     """

@@ -39,7 +39,7 @@ class StateParts(ShardParts):
         return super().gathered(dtype)
 
     def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
-        """What is stored as the latest step leaves it, 1D with the padding, outside a gather. Call it `between_steps`.
+        """Have what is stored as the latest step leaves it, 1D with padding. Call it `between_steps`, in no gather.
 
         Raises:
             SwapIOError, CorruptionError, StateError: it cannot be read, as where a step stopped halfway: other

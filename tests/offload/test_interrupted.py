@@ -5,8 +5,7 @@ import threading
 import pytest
 import torch
 
-from nvme_offload import OffloadConfig, TensorSwapper
-from nvme_offload.offload.errors import StateError
+from nvme_offload import OffloadConfig, StateError, TensorSwapper
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.interrupts import Struck, every, raise_struck, send_sigint

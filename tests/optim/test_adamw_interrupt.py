@@ -12,8 +12,8 @@ import torch
 
 import nvme_offload.optim.state.store
 import nvme_offload.optim.step.update
+from nvme_offload import StateError, SwapIOError
 from nvme_offload.aio_native import FaultSpec
-from nvme_offload.offload.errors import StateError, SwapIOError
 from nvme_offload.optim.state.pipeline import StepPipeline
 from tests.support.training import (
     BLOCK,
@@ -294,7 +294,7 @@ SLOW_DRIVE = """
 import json, os, signal, sys, threading, time
 import torch
 from nvme_offload.aio_native import FaultSpec
-from nvme_offload.offload.errors import StateError
+from nvme_offload import StateError
 from nvme_offload import OffloadAdamW
 from tests.support.training import SETTINGS, assert_same_training, faulty_drive, params_of, section, set_grads
 

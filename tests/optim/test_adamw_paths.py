@@ -14,7 +14,7 @@ needs_mounts = pytest.mark.skipif(not can_mount(), reason="mounting needs root o
 PRELUDE = """
 import logging, os, sys
 import torch
-from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
+from nvme_offload import OutOfSpaceError, SwapIOError
 from nvme_offload import OffloadAdamW
 from tests.support.training import SETTINGS, assert_same_training, param, params_of, section, set_grads
 

@@ -7,8 +7,7 @@ import signal
 import pytest
 import torch
 
-from nvme_offload import OffloadAdamW
-from nvme_offload.offload.errors import StateError
+from nvme_offload import OffloadAdamW, StateError
 from tests.support.interrupts import Struck, every, raise_struck, send_sigint
 from tests.support.own_resources import Resources
 from tests.support.training import BLOCK, SETTINGS, assert_same_training, params_of, section, set_grads

@@ -52,7 +52,7 @@ PRELUDE = f"""
 import os, signal, subprocess, sys
 from pathlib import Path
 import torch
-from nvme_offload.offload.errors import ForkError, OutOfSpaceError, SwapIOError
+from nvme_offload import ForkError, OutOfSpaceError, SwapIOError
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 path = Path(sys.argv[1])
 def open_swapper(**options):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from nvme_offload import ResumeError
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
-from nvme_offload.offload.errors import ResumeError
 from nvme_offload.perf.cli import app
 from tests.support.durable_run import SmallRun
 

@@ -183,7 +183,7 @@ def test_a_full_disk_while_committing(tmp_path):
     code = """
 import os, subprocess, sys
 from pathlib import Path
-from nvme_offload.offload.errors import OutOfSpaceError
+from nvme_offload import OutOfSpaceError
 from tests.support.durable_run import SmallRun, read_past_the_tier
 path = Path(sys.argv[1])
 subprocess.run(["mount", "-o", "remount,size=4m", path], check=True)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nvme_offload.offload.errors import ClosedError
+from nvme_offload import ClosedError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.region import HUGE_PAGE_BYTES
 

@@ -144,7 +144,7 @@ def test_a_read_only_file_system(tmp_path):
 import subprocess, sys
 from pathlib import Path
 from nvme_offload.offload.storage import run_directory
-from nvme_offload.offload.errors import SwapIOError
+from nvme_offload import SwapIOError
 from nvme_offload.offload.storage.run_directory import RunDirectory
 subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
 try:

@@ -220,7 +220,7 @@ def test_a_missing_path_leaves_nothing_on_the_others(tmp_path):
 PRELUDE = """
 import logging, os, subprocess, sys
 from pathlib import Path
-from nvme_offload.offload.errors import OutOfSpaceError, SwapIOError
+from nvme_offload import OutOfSpaceError, SwapIOError
 from nvme_offload.offload.storage.swap_space import SwapSpace
 path = Path(sys.argv[1])
 """

@@ -229,7 +229,7 @@ swapper.close()
 def test_a_process_without_descriptors_is_told_which_limit_to_raise(tmp_path):
     code = """
 import resource
-from nvme_offload.offload.errors import SwapIOError
+from nvme_offload import SwapIOError
 first = open_swapper()
 first.swap_out("x", torch.arange(1000)).wait()
 used = max(map(int, os.listdir("/proc/self/fd")))

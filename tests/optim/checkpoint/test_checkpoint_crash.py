@@ -56,7 +56,7 @@ FULL_DISK = """
 import ctypes, os, shutil, sys, warnings
 warnings.simplefilter("ignore")
 from types import SimpleNamespace
-from nvme_offload.offload.errors import CheckpointWriteError
+from nvme_offload import CheckpointWriteError
 from nvme_offload.optim.checkpoint import storage as checkpoint_storage
 from tests.support.killed_saves import digest_of
 from tests.support.resuming import fresh_engine, steps_of

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from nvme_offload.offload.errors import CheckpointWriteError, OutOfSpaceError, StateError
+from nvme_offload import CheckpointWriteError, OutOfSpaceError, StateError
 from nvme_offload.optim.checkpoint import background, storage
 from tests.support.durable_engine import TIERS, assert_goes_on_to, durable, expected, whole
 from tests.support.ranks import run_ranks

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_offload.offload.errors import ResumeError
+from nvme_offload import ResumeError
 from nvme_offload.optim.durable.content import Content
 
 WHOLE = {

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from nvme_offload.offload.errors import ResumeError, StateError
+from nvme_offload import ResumeError, StateError
 from tests.support.durable_engine import TIERS, assert_goes_on_to, durable, settle, whole
 from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of

@@ -9,10 +9,9 @@ import warnings
 import pytest
 import torch
 
-from nvme_offload import OffloadAdamW, OffloadLion, OffloadSGD
+from nvme_offload import OffloadAdamW, OffloadLion, OffloadSGD, ResumeError, StateError
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.durable.manifest import ManifestFiles
-from nvme_offload.offload.errors import ResumeError, StateError
 from nvme_offload.offload.sync import sync_data
 from nvme_offload.optim.grad_norm import total_norm
 from tests.support.failing_drive import Failing

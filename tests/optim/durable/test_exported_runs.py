@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from nvme_offload import OffloadAdamW
+from nvme_offload import OffloadAdamW, ResumeError
 from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.errors import ResumeError
 from nvme_offload.offload.weights import writer
 from nvme_offload.optim.checkpoint import storage
 from nvme_offload.perf.cli import app

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
+from nvme_offload import OutOfSpaceError, ResumeError
 from nvme_offload.offload.durable import manifest
 from nvme_offload.offload.durable.extent_pool import ExtentPool
-from nvme_offload.offload.errors import OutOfSpaceError, ResumeError
 from tests.support.full_disk import fresh, settled, train, warned
 from tests.support.sandbox import can_mount, run_python
 from tests.support.training import assert_same_bits, snapshot

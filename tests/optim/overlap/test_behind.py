@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from nvme_offload import ConfigWarning, OffloadAdamW, get_full_param, set_full_param
+from nvme_offload import ConfigWarning, OffloadAdamW, StateError, SwapIOError, get_full_param, set_full_param
 from nvme_offload.aio_native import Op
 from nvme_offload.offload._torch_private import local_tensor
-from nvme_offload.offload.errors import StateError, SwapIOError
 from nvme_offload.optim.state.slots import Residency
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
 from tests.support.failing_drive import Failing

@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nvme_offload import ConfigWarning, OffloadAdamW, OffloadConfig
+from nvme_offload import ConfigError, ConfigWarning, OffloadAdamW, OffloadConfig, SwapIOError
 from nvme_offload.aio_native import Op
-from nvme_offload.offload.errors import ConfigError, SwapIOError
 from nvme_offload.optim.state.condition import StepPhase
 from nvme_offload.optim.step import guess
 from nvme_offload.optim.step.guess import Guesses

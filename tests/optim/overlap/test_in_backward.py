@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from nvme_offload import StateError, SwapIOError
 from nvme_offload.aio_native import Op
-from nvme_offload.offload.errors import StateError, SwapIOError
 from nvme_offload.optim.step.schedule import forward_order
 from tests.support.failing_drive import Failing
 from tests.support.ranks import run_ranks

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nvme_offload.offload.errors import StateError
+from nvme_offload import StateError
 from nvme_offload.optim.state.phase import StepPhase
 from tests.optim.test_interrupts import STRIKES, default_handler, strided, struck  # noqa: F401
 from tests.support.interrupts import every, raise_struck

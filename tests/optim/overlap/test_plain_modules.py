@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nvme_offload import OffloadAdamW
+from nvme_offload import OffloadAdamW, StateError, SwapIOError
 from nvme_offload.aio_native import Op
-from nvme_offload.offload.errors import StateError, SwapIOError
 from nvme_offload.optim.step import guess
 from tests.support.failing_drive import Failing
 from tests.support.tiers import Model, loss_of, section, slow_updates

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nvme_offload import initialize
-from nvme_offload.offload.errors import ConfigError, ResumeError, SwapIOError
+from nvme_offload import ConfigError, ResumeError, SwapIOError, initialize
 from tests.support.ranks import run_ranks
 from tests.support.small_engine import section
 

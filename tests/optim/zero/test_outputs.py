@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.modeling_outputs import CausalLMOutput
 
-from nvme_offload import OffloadAdamW, get_full_param, initialize
-from nvme_offload.offload.errors import StateError
+from nvme_offload import OffloadAdamW, StateError, get_full_param, initialize
 from nvme_offload.optim.zero.outputs import tensors_in
 from tests.support import tiers
 from tests.support.ranks import run_ranks

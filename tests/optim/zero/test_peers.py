@@ -20,7 +20,7 @@ RANK = """
 import logging, os, sys, threading
 import torch
 import torch.distributed as dist
-from nvme_offload.offload.errors import PeerError, StateError, SwapIOError
+from nvme_offload import PeerError, StateError, SwapIOError
 from tests.optim.tiers.test_block_tiers_faults import unreadable
 from tests.support.tiers import EVERYTHING, loss_of, make, section, train_step
 
