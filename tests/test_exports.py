@@ -35,6 +35,7 @@ def test_names():
         "EngineLostError",
         "EngineUnavailable",
         "FaultSpec",
+        "ForeignFolderError",
         "ForkError",
         "HalfRenamedError",
         "OffloadAdagrad",

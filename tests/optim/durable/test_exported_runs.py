@@ -1,10 +1,12 @@
 """A run that was killed, exported from its directories: what `resume()` would have had, without the model."""
 
+import io
 import json
 import os
 import shutil
 import signal
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from nvme_offload import OffloadAdamW, ResumeError
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.weights import writer
 from nvme_offload.optim.checkpoint import storage
+from nvme_offload.optim.durable.content import Content
 from nvme_offload.perf.cli import app
 from tests.support import resuming
 from tests.support.durable_engine import TIERS, durable, settle, whole
@@ -400,3 +403,48 @@ def test_a_disk_that_is_full_is_said_with_the_bytes_that_it_needs(small, tmp_pat
     assert done.returncode == 0, done.stderr
     assert "needed 574." in done.stdout, done.stdout
     assert "free 200 KiB" in done.stdout
+
+
+CONTENT = {
+    "format": 1,
+    "step": 3,
+    "tick": 4,
+    "steps": torch.ones(2, dtype=torch.int64),
+    "groups": [{"lr": 0.1}],
+    "client_state": {},
+    "engine": {},
+    "generators": {},
+}
+
+
+def decoded(**changes):
+    buffer = io.BytesIO()
+    torch.save(CONTENT | changes, buffer)
+    return Content.decode(buffer.getvalue(), Path("folder"))
+
+
+def test_content_is_read_as_it_was():
+    assert (decoded().step, decoded().tick, decoded().groups) == (3, 4, [{"lr": 0.1}])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", "3"),
+        ("step", -1),
+        ("tick", 2.5),
+        ("steps", [1, 1]),
+        ("steps", torch.ones(2)),
+        ("steps", torch.ones(1, 2, dtype=torch.int64)),
+        ("groups", {}),
+        ("client_state", []),
+        ("engine", None),
+        ("generators", 7),
+        ("another", 7),
+    ],
+)
+def test_a_field_of_content_that_no_run_writes_is_named(name, value):
+    with pytest.raises(
+        ResumeError, match=f"folder has a manifest whose content cannot be read: .*{name}|counts of steps"
+    ):
+        decoded(**{name: value})

@@ -6,8 +6,8 @@ import stat
 import pytest
 from typer.testing import CliRunner
 
+from nvme_offload import ForeignFolderError
 from nvme_offload.offload.durable.run import DurableRun
-from nvme_offload.offload.errors import ForeignFolderError
 from nvme_offload.perf.cli import app
 from tests.support.durable_run import SmallRun
 
