@@ -40,7 +40,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "path": lambda value: type(value) is int and 0 <= value < _MAX_PATHS,
     "num_paths": lambda value: type(value) is int and 0 < value <= _MAX_PATHS,
 }
-"""Checks of what is read of it."""
+"""The fields that are read, and what each must be."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIRECTORY_NAME = re.compile(re.escape(PREFIX) + rf"({_RUN_NAME.pattern})-rank(\d+)")

@@ -50,7 +50,7 @@ class PlanRow:
 
 
 def name_of(dtype: torch.dtype | None) -> str:
-    """What the plan calls a dtype; None is what autocast chooses."""
+    """Return the name of a dtype in the plan; None is what autocast chooses."""
     return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
