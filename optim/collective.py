@@ -65,7 +65,10 @@ def on_every_rank(action: Callable[[], T], *groups: dist.ProcessGroup | None) ->
     for rank, (host, failure) in sorted(failures.items(), key=lambda found: found[0] != dist.get_rank()):
         if failure is not None:
             raised = failure if error is None else error
-            raised.add_note(f"on rank {rank}, host {host}")
+            if (note := f"on rank {rank}, host {host}") not in getattr(
+                raised, "__notes__", ()
+            ):  # it may be raised again
+                raised.add_note(note)
             raise raised
     return result
 

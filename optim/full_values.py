@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -171,9 +170,7 @@ def _gathered_entry(param: torch.Tensor, body: StateBody, index: int, name: str)
 def _on_ranks_of(param: torch.Tensor, read: Callable[[], T]) -> T:
     """Run `read` on every rank that has a part of `param`: if it fails on one, no other begins to gather."""
     groups = param.device_mesh.get_all_groups() if isinstance(param, DTensor) else []
-    for group in groups:  # one after the other, dimension by dimension, an error reaches the whole mesh
-        read = partial(on_every_rank, read, group)
-    return read()
+    return on_every_rank(read, *groups) if groups else read()
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
