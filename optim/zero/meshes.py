@@ -25,7 +25,7 @@ _KNOWN = (PIPELINE, "dp_replicate", "dp_shard", "dp", TENSOR)
 _LOCAL = ("aio.", "offload_gradients.", "zero_optimization.offload_")
 """What of the section may differ between ranks: where bytes are changes neither numbers nor collectives."""
 _SHARED = ("zero_optimization.offload_optimizer.durable",)
-"""What of that may not: ranks commit together."""
+"""These keys may not: ranks commit together."""
 
 
 @dataclass(frozen=True)
