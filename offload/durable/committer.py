@@ -29,10 +29,10 @@ class Committer:
         self._thread: threading.Thread | None = None
         self._at_work = threading.Lock()
         """Held by the thread. Who was interrupted in Thread.join would be told that it has ended."""
+        self._ending = os.getpid(), self._asked, self._at_work
         # An interpreter that ends while a thread waits in C++ has that unwound where C++ allows it nowhere: abort.
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._asked, self._at_work)
+        self._finalizer = weakref.finalize(self, _end, *self._ending)
         self._failure: Exception | None = None
-        self._closed = False
         self.waited_seconds = 0.0
         """How long `wait` waited, in all."""
         self.commit_seconds = 0.0
@@ -57,7 +57,7 @@ class Committer:
             StateError: another one is under way: `wait` first.
             ClosedError: after `close`.
         """
-        if self._closed:
+        if not self._finalizer.alive:
             raise ClosedError("committer")
         if self._commit is not None:
             raise StateError("committer", "no commit under way", "one is")
@@ -86,10 +86,7 @@ class Committer:
     def close(self) -> None:
         """Wait for what is under way and end the thread. Idempotent."""
         self.wait()
-        self._closed = True
-        if (found := self._finalizer.peek()) is not None:  # not by calling it, which forgets before it calls
-            _, end, arguments, _ = found
-            end(*arguments)
+        _end(*self._ending)
         self._finalizer.detach()
 
     def _wake(self) -> None:

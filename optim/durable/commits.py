@@ -25,7 +25,7 @@ from nvme_offload.optim.durable.ranks import Ranks
 from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.state.condition import Need, StepPhase
 from nvme_offload.optim.state.masters import read_master, write_master
-from nvme_offload.optim.state.pipeline import StateHeld
+from nvme_offload.optim.state.pipeline import HeldState
 from nvme_offload.optim.state.sealing import Sealing
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.state.store import StateStore
@@ -410,7 +410,7 @@ class Commits:
     def _rewrite(self, slot: SlotRecord) -> None:
         """Have masters start from parameters that somebody changed, as the next update would, and write them."""
         store = self.store
-        with StateHeld(store.pipeline, slot, change=True) as memory:
+        with HeldState(store.pipeline, slot, change=True) as memory:
             if slot.subgroup.form is MasterForm.ITSELF:
                 return
             for run in slot.subgroup.runs:
@@ -418,7 +418,7 @@ class Commits:
                 write_master(run, master, slot, memory, store.table, store.kernels)
 
     def _write_again(self, slot: SlotRecord) -> None:
-        with StateHeld(self.store.pipeline, slot, change=True):
+        with HeldState(self.store.pipeline, slot, change=True):
             pass
 
 

@@ -19,7 +19,7 @@ from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.state.masters import read_master, section_view, write_master
-from nvme_offload.optim.state.pipeline import StateHeld
+from nvme_offload.optim.state.pipeline import HeldState
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.tiers.gatherers import drop_gathered
 
@@ -41,7 +41,7 @@ def _read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[
     for slot in tracked("reading the state", body.slots_of(wanted), _size_of):
         if slot.residency is Residency.UNBORN:
             continue
-        with StateHeld(body.pipeline, slot, change=False) as memory:
+        with HeldState(body.pipeline, slot, change=False) as memory:
             for run in slot.subgroup.runs:
                 for name, target in flat.get(run.param, {}).items():
                     target[run.start : run.stop] = read_run(body, slot, memory, run, name)
@@ -125,7 +125,7 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
     masters = any("master" in named for named in entries.values())
     changing = body.slots_of(index for index, named in entries.items() if named.keys() - {"step"})
     for slot in tracked("writing the state", changing, _size_of):
-        with StateHeld(body.pipeline, slot, change=True, load=not _sets_everything(slot, entries)) as memory:
+        with HeldState(body.pipeline, slot, change=True, load=not _sets_everything(slot, entries)) as memory:
             # What fails in here is undone on NVMe, where the drive has the state as it was. A master is also in the
             # parameter, and the two only agree again when both are written.
             if masters or slot.is_resident:

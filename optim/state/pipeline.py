@@ -383,7 +383,7 @@ class StepPipeline:
             raise failure
 
 
-class StateHeld(AbstractContextManager[Memory]):
+class HeldState(AbstractContextManager[Memory]):
     """The state of one subgroup, outside a step; with `change` it is written back and waited for.
 
     If the block raises, what is on NVMe stays as it was. Without `load` the block must set all of the state.
