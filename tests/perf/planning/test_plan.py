@@ -1,6 +1,7 @@
 """`offload plan`: bytes against the counters of real runs, what fits, and bad values in words."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from nvme_offload import ConfigError, OffloadConfig, initialize
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.units import GiB, MiB
+from nvme_offload.optim.step.hiding import schedule_in
 from nvme_offload.perf.cli import app, load
 from nvme_offload.perf.planning import command
 from nvme_offload.perf.planning.command import baseline_bytes
@@ -117,6 +119,46 @@ def test_bytes_of_a_step_are_predicted_within_2_percent(case, tmp_path, alone):
         assert 0 < predicted["parameters"].total.written < 0.9 * 2 * job.shape.numel
     if case.get("host_budget") == "18MiB":
         assert predicted["optimizer state"].total.written < 0.7 * 10 * job.shape.numel
+
+
+def drawn(seed, folder):
+    """A random section of those that `initialize` takes."""
+    draw = random.Random(seed).choice
+    rule = draw(["AdamW", "AdamW", "Muon"])
+    overlap = draw([None, "off", "forward", "backward"])
+    if rule == "Muon":
+        params = grads = None
+    else:
+        params, grads = draw([None, None, 2]), draw([None, None, 2])
+    config = section(folder, params=params, grads=grads, accumulation=draw([1, 2]), optimizer={"type": rule})
+    config["zero_optimization"]["stage"] = draw([1, 2, 3]) if params is None else draw([2, 3])
+    config["zero_optimization"]["offload_optimizer"] |= draw([{}, {"device": "cpu"}])
+    if (budget := draw([None, None, "4MiB", "64MiB"])) is not None:
+        config["host_budget"] = budget
+    return config | ({"overlap_step": overlap, "skip_non_finite": overlap != "backward"} if overlap else {})
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 300))])
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_has_the_schedule_and_the_tiers_of_its_plan(seed, tmp_path, alone):
+    config, shape = drawn(seed, tmp_path), llama(num_hidden_layers=4)
+    try:
+        found = predict(job_of(shape, config), MACHINE)
+    except ConfigError:
+        with pytest.raises(ConfigError):
+            initialize(LlamaForCausalLM(shape), config)
+        return
+    with initialize(LlamaForCausalLM(shape), config) as engine:
+        store = engine.optimizer.store
+        assert {
+            schedule_in(store, record)
+            for record in store.table
+            if record.rule.whole
+            or config["optimizer"]["type"] != "Muon"  # the rest of a model may do it in another way
+        } == {found.overlap_step}
+        assert {kind for kind, moved in found.traffic.items() if moved.total.written} == {
+            unit.kind for unit in store.plan.units_on("nvme")
+        }
 
 
 LARGE = "--params 1e12 --layers 128 --hidden 25600 --vocab 128000 --ranks 4096 --host-memory 1TiB --capacity 30TB"
