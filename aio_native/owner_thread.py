@@ -16,12 +16,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from queue import SimpleQueue
 
 from nvme_offload.aio_native.engine import Breakdown, EngineOptions, EngineStats, Op, Segment
 from nvme_offload.aio_native.injection import Completion, FaultInjector
 from nvme_offload.aio_native.operation import PythonOperation
 from nvme_offload.aio_native.requests import Request, RequestQueue, lost
+from nvme_offload.aio_native.starting import start
 
 
 class OwnerThread(ABC):
@@ -57,7 +58,7 @@ class OwnerThread(ABC):
         self._injector = FaultInjector(options.faults, options.alignment) if options.faults else None
         self._cpu_clocks: list[int] = []
         self._cpu_ns_at_end: int | None = None
-        self._opened: Future[None] = Future()
+        self._opened: SimpleQueue[BaseException | None] = SimpleQueue()
         self._ident: int | None = None
         self._thread = threading.Thread(target=self._main, name=f"{self.name}-engine", daemon=True)
 
@@ -91,11 +92,11 @@ class OwnerThread(ABC):
         try:
             self._open()
         except BaseException as error:
-            self._opened.set_exception(error)  # `begin` raises it
+            self._opened.put(error)  # `begin` raises it
             return
         with self._lock:
             self._serving = True
-        self._opened.set_result(None)
+        self._opened.put(None)
         code = errno.EIO
         try:
             self._serve()
@@ -174,8 +175,9 @@ class OwnerThread(ABC):
 
     def begin(self) -> None:
         """Start, and wait until it is served; raises what ``_open`` raises."""
-        self._thread.start()
-        self._opened.result()
+        start(self._thread)
+        if (error := self._opened.get()) is not None:
+            raise error
 
     def hand_in(self, op: Op, segments: Sequence[Segment]) -> PythonOperation | None:
         """Have an operation done; None if `max_operations` are under way."""

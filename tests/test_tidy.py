@@ -19,7 +19,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FUNCTION_LINES = 70
 FOLDERS_BOTTOM_UP = {
     "aio_native": (
-        {"_native", "descriptor", "faults", "uring_refusal"},
+        {"_native", "descriptor", "faults", "starting", "uring_refusal"},
         {"engine"},
         {"bell", "operation", "segments"},
         {"requests"},

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.errors import ClosedError, StateError
 
 _LOOK_SECONDS = 0.1  # a signal handler may come between the end of a commit and the word of it
@@ -92,7 +93,7 @@ class Committer:
     def _wake(self) -> None:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
-            self._thread.start()
+            start(self._thread)
         self._asked.put(False)
 
     def _run(self) -> None:

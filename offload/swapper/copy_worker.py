@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from nvme_offload.aio_native.bell import Bell
+from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.offload.swapper.staged_copy import CopyQueues, DeviceCopy, StagedCopy, Waitable
@@ -58,7 +59,7 @@ class CopyWorker:
     def start(self, partner: CopyWorker) -> None:
         """Start the thread that copies."""
         self._partner = partner
-        self._thread.start()
+        start(self._thread)
 
     @property
     def alive(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CheckpointWriteError
 from nvme_offload.optim.checkpoint.others import Others
@@ -70,7 +71,7 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         # An interpreter that ends while a thread works in C++ has that unwound where C++ allows it nowhere: abort.
         self._finalizer = weakref.finalize(self._thread, self.join)
-        self._thread.start()
+        start(self._thread)
 
     @property
     def progress(self) -> float:

@@ -22,8 +22,8 @@ class Flag:
         self.is_set = True
         self._told.put(None)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until it is set, or so long; whether it is."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it is set, or so long at most; whether it is."""
         with suppress(Empty):
             if not self.is_set:
                 self._told.get(timeout=seconds)

@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 
 from nvme_offload.aio_native.bell import Bell
+from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.devices.device import HOST, begin_thread
 from nvme_offload.optim.overlap.flag import Flag
 
@@ -95,7 +96,7 @@ class Worker:
             self._finalizer = weakref.finalize(self, _end, self._started)
         arguments, name = (weakref.ref(self), self._started, self._device()), "nvme_offload: updates"
         self._started.threads.append(threading.Thread(target=_work, args=arguments, name=name, daemon=True))
-        self._started.threads[-1].start()
+        start(self._started.threads[-1])
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds, which is looked at after every turn. Signals are handled."""

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 
 import torch
 
+from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.devices.device import CopyQueue, Event, begin_thread
 from nvme_offload.offload.host.region import HostRegion
 
@@ -76,7 +77,7 @@ class Arrivals:
             target=_land_each, args=(self._handed, device), name="nvme_offload: gradients", daemon=True
         )
         self._end = weakref.finalize(self, _stop, self._handed, thread)
-        thread.start()
+        start(thread)
 
     def fill(self, to: object, target: torch.Tensor, grad: torch.Tensor, then: Callable[[], object]) -> None:
         """Copy a gradient to where it stays.

@@ -74,7 +74,7 @@ def test_the_pages_name_them():
     assert rows == list(ENGINES)
     (bench,) = re.findall(r"^\| `--ioengine` \|.*$", page("benchmark.md"), re.MULTILINE)
     (demo_row,) = re.findall(r"^\| `--engine` \|.*$", page("demo.md"), re.MULTILINE)
-    (word,) = re.findall(r"^\| engine, I/O engine \|.*$", page("README.md"), re.MULTILINE)
+    (word,) = re.findall(r"^\| engine, I/O engine \|.*$", page("glossary.md"), re.MULTILINE)
     for row, names in ((bench, ("auto", *REGISTRY)), (demo_row, ("auto", *ENGINES)), (word, ENGINES)):
         assert [name for name in dict.fromkeys(re.findall(r"`([\w-]+)`", row)) if name in names] == [*names]
 

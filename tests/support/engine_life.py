@@ -62,6 +62,7 @@ class LifeConformance(EngineTools):
             with contextlib.suppress(Struck), interrupt:
                 engine = self.engine_class(options)
             del engine
+            interrupt.kept = None  # it has all that its frames have
             left = Resources.settled(before).beyond(before)
             assert not left, f"{left} left by an exception at {interrupt.place or 'no point at all'}"
 

@@ -1,0 +1,33 @@
+"""Threads that begin whole, whatever interrupts who starts them.
+
+`threading.Thread.start` waits for the new thread with a lock that it takes in Python. A signal handler that raises
+there leaves that lock taken, and the new thread waits for it for ever. Handlers run in the main thread alone, so the
+thread is started by another one, which C begins in one call.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from queue import SimpleQueue
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread. An exception in between leaves one that begins, or none.
+
+    Raises:
+        RuntimeError: the system refuses another thread.
+    """
+    told: SimpleQueue[BaseException | None] = SimpleQueue()
+    _thread.start_new_thread(_start, (thread, told))
+    if (refusal := told.get()) is not None:
+        raise refusal
+
+
+def _start(thread: threading.Thread, told: SimpleQueue[BaseException | None]) -> None:
+    try:
+        thread.start()
+    except BaseException as error:
+        told.put(error)
+    else:
+        told.put(None)
