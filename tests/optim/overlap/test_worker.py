@@ -71,7 +71,7 @@ def test_a_close_that_was_cut_short_is_made_again_and_leaves_no_thread():
         worker.wake()
         struck(interrupt, worker.stop)
         worker.stop()
-        assert not worker._at_work.locked(), interrupt.place
+        assert not worker._started.at_work.locked(), interrupt.place
 
 
 def test_state_and_figures_are_read_beside_steps(make_adamw):
