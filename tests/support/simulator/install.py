@@ -19,13 +19,14 @@ import torch
 
 import nvme_offload.offload.host.region as region_module
 import nvme_offload.offload.storage.swap_file as swap_file_module
+from nvme_offload.aio_native import starting
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.aio_native.engine import Engine, EngineOptions
 from nvme_offload.aio_native.registry import EngineEntry
 from nvme_offload.offload.weights import writer
 from nvme_offload.optim.checkpoint import files
 from tests.support.simulator.drive import SimulatedEngine
-from tests.support.simulator.primitives import Future, SimpleQueue, Threading, Time, world
+from tests.support.simulator.primitives import SimpleQueue, Threading, Time, world
 
 _REAL = ("interrupt", "peers", "aiofiles_engine", "uring", "pyuring")
 """Modules that keep real threads and time: they look at the main thread, at other processes, or are not used."""
@@ -42,15 +43,15 @@ def install() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)  # and its locks, which are real, with it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    stepped_threads, stepped_time = Threading(), Time()
+    stepped_threads, stepped_time, start = Threading(), Time(), starting.start
     for name, module in list(sys.modules.items()):
         if not name.startswith("nvme_offload.") or name.rpartition(".")[2] in _REAL:
             continue
         for attribute, real, stepped in (("threading", threading, stepped_threads), ("time", time, stepped_time)):
             if getattr(module, attribute, None) is real:
                 setattr(module, attribute, stepped)
-        if hasattr(module, "Future") and name.endswith("owner_thread"):
-            module.Future = Future  # type: ignore[attr-defined]
+        if getattr(module, "start", None) is start:
+            module.start = _start  # type: ignore[attr-defined]
         if hasattr(module, "SimpleQueue"):
             module.SimpleQueue = SimpleQueue  # type: ignore[attr-defined]
     EngineEntry.open = _open_engine  # type: ignore[method-assign]
@@ -59,6 +60,11 @@ def install() -> None:
     _step_bells()
     _count_regions()
     gc.disable()
+
+
+def _start(thread: threading.Thread) -> None:
+    """No signal handler runs here, and each thread is of this world."""
+    thread.start()
 
 
 def freeze() -> None:

@@ -1,4 +1,4 @@
-"""What `threading`, `time`, `Future` and `SimpleQueue` are in a world: the same names, stepped by the seed."""
+"""`threading`, `time` and `SimpleQueue` of a world: the same names, stepped by the seed."""
 
 from __future__ import annotations
 
@@ -168,34 +168,6 @@ class Event:
 
     def wait(self, timeout: float | None = None) -> bool:
         return world().block(self.is_set, timeout, "an event")
-
-
-class Future:
-    """`concurrent.futures.Future`, as far as this package uses it."""
-
-    def __init__(self) -> None:
-        self._done, self._result, self._error = Event(), None, None
-
-    def set_result(self, result: Any) -> None:
-        self._result = result
-        self._done.set()
-
-    def set_exception(self, error: BaseException | None) -> None:
-        self._error = error
-        self._done.set()
-
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    def result(self, timeout: float | None = None) -> Any:
-        if not self._done.wait(timeout):
-            raise TimeoutError
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def __class_getitem__(cls, item: Any) -> Any:
-        return cls
 
 
 class SimpleQueue:
