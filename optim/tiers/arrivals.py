@@ -122,8 +122,8 @@ class Arrivals:
         """Wait for the copies and do nothing more for them. Idempotent."""
         for arrival in self._on_way:
             arrival.then = _do_nothing
-        self._end()
         self._queue.wait()
+        self._end()
         for kept in (self._on_way, self._kept):
             kept.clear()
         for room in self._rooms:

@@ -206,6 +206,12 @@ def test_other_mixes_of_tiers(name):
 
 
 @pytest.mark.slow
+def test_copies_may_be_later_than_what_is_computed():
+    sections = [SECTIONS["host memory, bf16, added up"], SECTIONS["nvme, fp32, added up"]]
+    assert_all_same(trained(sections, "copies are later than what is computed"))
+
+
+@pytest.mark.slow
 def test_memory_that_grows_with_the_model_is_found():
     results = trained(SIZES["host memory"], "what a gradient had waits for the host")
     with pytest.raises(AssertionError, match="memory grows"):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils import backend_registration
 
 from nvme_offload.offload.swapper import tensor_swapper
+from nvme_offload.optim.tiers.arrivals import Arrivals
 from tests.support.late_device import autocast
 from tests.support.late_device.queues import (
     LATE,
@@ -169,6 +170,17 @@ def install() -> None:
     _hide_from(torch._C, "_accelerator_getAccelerator", None)
 
 
+_wait_for_landing = Arrivals._wait_for
+
+
+def _land(arrivals: Arrivals, last: Any) -> None:
+    LATE.num_landing += 1
+    try:
+        _wait_for_landing(arrivals, last)
+    finally:
+        LATE.num_landing -= 1
+
+
 @contextmanager
 def late_device() -> Iterator[Late]:
     """The stand-in, with nothing queued and nothing counted, as the accelerator that torch sees."""
@@ -177,6 +189,7 @@ def late_device() -> Iterator[Late]:
     LATE.available = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_swapper, "new_host_tensor", _new_host_tensor)  # torch pins none for a device of Python
+        patch.setattr(Arrivals, "_wait_for", _land)
         patch.setattr(torch.accelerator, "current_stream", current_stream)  # nor has streams of it
         yield LATE
     LATE.available = False

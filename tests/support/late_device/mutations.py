@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -28,15 +28,17 @@ def _without(holder: Any, name: str, instead: Callable[..., Any]) -> Callable[[]
     return mutated
 
 
-def _in_haste(mutated: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+def _while(
+    mode: str, mutated: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Callable[[], AbstractContextManager[None]]:
     @contextmanager
-    def hasty() -> Iterator[None]:
-        LATE.hasty = True
+    def changed() -> Iterator[None]:
+        setattr(LATE, mode, True)
         with mutated():
             yield
-        LATE.hasty = False
+        setattr(LATE, mode, False)
 
-    return hasty
+    return changed
 
 
 def _nothing(*unused: Any, **unused_too: Any) -> None:
@@ -53,9 +55,9 @@ def _fetch_into_a_mirror_in_use(mirror: Any, *arguments: Any) -> None:
     _FETCH(mirror, *arguments)
 
 
-def _copy_and_forget(queue: Any, target: Any, source: Any, **unused: Any) -> None:
-    with queue._module.stream(queue._stream):
-        target.copy_(source, non_blocking=True)
+def _come_after_all_alone(queue: Any, mark: Any = None) -> None:
+    if mark is None:
+        _COME_AFTER(queue)
 
 
 def _copy_without_waiting(copy: Any, pairs: Any, queues: Any) -> Iterator[Any]:
@@ -119,6 +121,7 @@ def _take_memory_back_at_once(alone: Any) -> None:
 
 
 _FETCH, _BRING, _COPY = DeviceMirror.fetch, Arrivals.bring, CopyQueue.copy
+_COME_AFTER = CopyQueue.let_current_come_after
 _SEND, _WAIT = Departures._send, _GroupOfOne.wait_for_unshard
 
 OF_MIRROR = {
@@ -138,9 +141,11 @@ OF_GRADIENTS = {
     ),
     "a gradient is copied before it is final": _without(Arrivals, "_send", _send_at_once),
     "a gradient is summed before it has landed": _without(_Arrival, "land", _sum_at_once),
-    "a gradient is freed before it is copied": _without(CopyQueue, "copy", _copy_and_forget),
-    "a room is used again before its gradient is added": _in_haste(
-        _without(Arrivals, "bring", _bring_into_a_room_in_use)
+    "a gradient's memory is used again before it is copied": _while(
+        "prompt", _without(CopyQueue, "let_current_come_after", _come_after_all_alone)
+    ),
+    "a room is used again before its gradient is added": _while(
+        "hasty", _without(Arrivals, "bring", _bring_into_a_room_in_use)
     ),
     "a block is written before its gradients have landed": _without(
         grad_tier.GradTier, "_release_landed", _release_at_once
@@ -162,4 +167,5 @@ OF_UPDATES_BEHIND = {
     "the worker does not wait for its copies": _without(DeviceMirror, "take", _take_at_once),
 }
 OF_MEMORY = {"what a gradient had waits for the host": _without(CopyQueue, "copy", _copy_and_record)}
-MUTATIONS = {**OF_MEMORY, **OF_UPDATES_BEHIND, **OF_MIRROR, **OF_SWAPPER, **OF_GRADIENTS, **OF_PARAMETERS}
+NO_MISTAKE = {"copies are later than what is computed": _while("prompt")}
+MUTATIONS = {**NO_MISTAKE, **OF_MEMORY, **OF_UPDATES_BEHIND, **OF_MIRROR, **OF_SWAPPER, **OF_GRADIENTS, **OF_PARAMETERS}

@@ -15,7 +15,7 @@ import torch
 
 POISON = 0xA5
 LOCK = threading.RLock()
-LANDING_SECONDS = 0.002
+LANDING_SECONDS = 0.5
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -83,12 +83,16 @@ class Late:
         self.latest_error = 0
         self.hasty = False
         """Whether a stream that somebody waits for runs on to its end, as it may."""
+        self.prompt = False
+        """Whether the streams that compute run at once, as they may, and only others are late."""
         self.live_bytes = 0
         """Memory of the device that somebody has."""
         self.waiting_bytes = 0
         """Memory that was freed while a stream that was recorded for it had not come so far: nobody gets it yet."""
         self.peak_bytes = 0
         """The most of both at once, since it was set to zero."""
+        self.num_landing = 0
+        """How many threads wait for gradients to land."""
         self.contexts: set[int] = set()
         """Numbers of the devices on which some thread has opened a context."""
         self.available = False
@@ -160,7 +164,7 @@ class Stream:
             work.stream = self
             LATE.pending[work] = None
             self.queue.append(work)
-            self.run_to(self.done)
+            self.run_to(len(self.queue) if LATE.prompt and self in _defaults.values() else self.done)
 
     def run_to(self, number: int) -> None:
         with LOCK:
@@ -228,11 +232,17 @@ class Event:
             self.stream.run_to(self.number)
         return self.stream.done >= self.number
 
+    def _wait_for_others(self, stream: Stream) -> None:
+        """Let the device be late also where a thread of ours waits for each copy: until somebody waits for that one."""
+        latest = time.monotonic() + LANDING_SECONDS
+        while stream.done < self.number and not LATE.num_landing and time.monotonic() < latest:
+            time.sleep(0.001)
+
     def synchronize(self) -> None:
         LATE.note_wait("Event.synchronize")
         if self.stream is not None:
-            if threading.current_thread().name.endswith("gradients") and self.stream.done < self.number:
-                time.sleep(LANDING_SECONDS)  # or that thread would make the device as early as possible
+            if threading.current_thread().name == "nvme_offload: gradients":
+                self._wait_for_others(self.stream)
             self.stream.run_to(len(self.stream.queue) if LATE.hasty else self.number)
 
 
