@@ -394,6 +394,7 @@ class Holding(AbstractContextManager[View], Generic[View]):
         self._cache, self._block, self._view = cache, block, view
         self._change, self._load, self._in_order = change, load, in_order
         self._key = weakref.ref(self, block.holders.discard)
+        hash(self._key)  # it keeps that, and is looked for when this object has gone
 
     def __enter__(self) -> View:
         try:

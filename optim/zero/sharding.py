@@ -267,5 +267,9 @@ def reset_pass(model: nn.Module) -> bool:
     reset = getattr(model, "reset_iter_state", None)
     if reset is None:
         return False
-    reset()
+    try:
+        reset()
+    except AttributeError as error:
+        if error.name != "all_gather_state":  # which the first forward makes: before it there is nothing to forget
+            raise
     return True

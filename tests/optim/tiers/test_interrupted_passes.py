@@ -1,5 +1,7 @@
 """An exception between any two instructions while FSDP2 gathers from tiers and hands gradients to them."""
 
+import gc
+
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
@@ -63,6 +65,8 @@ def test_a_step_is_done_again_or_finished_or_refused(alone, tmp_path, stage, str
                 error.add_note(f"struck at {interrupt.place}")
                 raise
             engine.optimizer.synchronize()
+            interrupt.kept = None  # what its frames hold
+            gc.collect()
             check_buffers(engine, interrupt.place)
     assert not list(drive.iterdir())
 
@@ -85,3 +89,13 @@ def test_a_gather_that_is_cut_short_holds_no_buffer_that_nobody_gives_back(alone
             for gather in list(tier._gathers):
                 tier._end(gather)
             tier._latest = None
+
+
+def test_before_the_first_forward_there_is_nothing_to_forget(alone, tmp_path, monkeypatch):
+    with make(section(tmp_path), num_layers=2) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.optimizer, "passing", lambda kind: raise_struck())
+            with pytest.raises(Struck):
+                train_step(engine, 0)
+        train_step(engine, 0)
+        assert engine.global_steps == 1
