@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from nvme_offload import ConfigError, ConfigWarning, OffloadConfig
-from nvme_offload.offload.config import reference
 from nvme_offload.offload.config.section import OffloadOptimizerConfig
 from nvme_offload.offload.config.training import Bf16Config, Fp16Config
+from scripts import configuration_page
 
 ZERO = "zero_optimization"
 
@@ -79,7 +79,7 @@ def nested(key, value):
 @pytest.fixture(scope="module")
 def listed():
     """Keys with a row of their own on the page."""
-    cells = [line.split(" | ")[0] for line in reference.page().splitlines() if line.startswith("| `")]
+    cells = [line.split(" | ")[0] for line in configuration_page.page().splitlines() if line.startswith("| `")]
     return {name.strip("`").split(": ")[0] for cell in cells for name in re.findall(r"`[^`]+`", cell)}
 
 
