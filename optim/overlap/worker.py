@@ -69,9 +69,9 @@ class Worker:
         self.bell = Bell()
         """Ring it when there may be something to do, as `wake` does."""
         self.job: Job | None = None
-        """What it does. Assign it, then `wake` the worker; None again when it is done or given up."""
+        """Its job. Assign it, then `wake` the worker; None again when it is done or given up."""
         self.failure: BaseException | None = None
-        """What ended the latest job, until somebody takes it with `raise_failure`."""
+        """The error that ended the latest job, until somebody takes it with `raise_failure`."""
         self.wait_seconds = 0.0
         """Seconds that others waited for it."""
         self._counted = counted

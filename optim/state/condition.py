@@ -22,7 +22,7 @@ class Need(enum.Enum):
 
 
 class StepPhase(enum.Enum):
-    """How far a step is.
+    """The phase tells how far a step is.
 
     The record keeps a gradient from the moment it is handed in until all parts of its parameter are updated.
     """
@@ -54,7 +54,7 @@ class Condition(ABC):
     """
 
     phase = StepPhase.NONE
-    """How far the step is."""
+    """The phase of the step, where this is one."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner

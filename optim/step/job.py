@@ -18,7 +18,7 @@ _WHERE = {StepPhase.BEGUN: "in backward", StepPhase.BEHIND: "behind a step"}
 
 
 class Source(Protocol):
-    """Where gradients come from while backward goes on."""
+    """A source of gradients while backward goes on."""
 
     def take_in(self, record: StepRecord) -> bool:
         """Add to the step what is there now; whether there was anything.

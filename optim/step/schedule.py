@@ -1,4 +1,4 @@
-"""What a step does next: pure functions of where subgroups are, what is final, and what somebody waits for."""
+"""Pure functions say what a step does next: by where subgroups are, what is final, and what somebody waits for."""
 
 from __future__ import annotations
 
