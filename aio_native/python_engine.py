@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -18,6 +17,7 @@ from nvme_offload.aio_native.engine import (
     Registration,
     Segment,
 )
+from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.operation import PythonOperation
 from nvme_offload.aio_native.owner_thread import OwnerThread
 from nvme_offload.aio_native.segments import check_segments
@@ -37,7 +37,7 @@ class PythonEngine(Engine):
         self._owner = self.owner_type(self.name, options)
         # Before it begins, so that there is no moment at which nobody would end it. Not when the interpreter ends: it
         # is a daemon, and whoever has memory under way then waits for that.
-        weakref.finalize(self, self._owner.end).atexit = False
+        finalize(self, self._owner.end).atexit = False
         self._owner.begin()
 
     @property

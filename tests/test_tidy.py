@@ -19,7 +19,9 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FUNCTION_LINES = 70
 FOLDERS_BOTTOM_UP = {
     "aio_native": (
-        {"_native", "descriptor", "faults", "starting", "uring_refusal"},
+        {"_native", "faults", "interrupt", "starting", "uring_refusal"},
+        {"finalizing"},
+        {"descriptor"},
         {"engine"},
         {"bell", "operation", "segments"},
         {"requests"},
@@ -40,7 +42,7 @@ FOLDERS_BOTTOM_UP = {
         {"weights"},
     ),
     "optim": (
-        {"_kernels", "blocks", "collective", "interrupt", "metrics", "overlap", "warn"},
+        {"_kernels", "blocks", "collective", "metrics", "overlap", "warn"},
         {"stats", "wear"},
         {"rules", "run_record", "trace"},
         {"layout"},
@@ -68,7 +70,7 @@ PRIVATE_TORCH = re.compile(
     r"\btorch(\.\w+)*\._[a-z]\w*|^\s*(from|import) torch(\.\w+)*\._\w+|\._version\b", re.MULTILINE
 )
 
-PUBLIC_IN_SPITE = {"_asdict", "_fields", "_make", "_replace", "_getframe", "_init_weights"}
+PUBLIC_IN_SPITE = {"_asdict", "_fields", "_make", "_replace", "_getframe", "_current_frames", "_init_weights"}
 """Of NamedTuple, sys and transformers, whose documentation offers them."""
 
 assert len(SOURCES) > 20, "the sources were not found"

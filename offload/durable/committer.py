@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.errors import ClosedError, StateError
 
@@ -32,7 +32,7 @@ class Committer:
         """Held by the thread. Who was interrupted in Thread.join would be told that it has ended."""
         self._ending = os.getpid(), self._asked, self._at_work
         # An interpreter that ends while a thread waits in C++ has that unwound where C++ allows it nowhere: abort.
-        self._finalizer = weakref.finalize(self, _end, *self._ending)
+        self._finalizer = finalize(self, _end, *self._ending)
         self._failure: Exception | None = None
         self.waited_seconds = 0.0
         """How long `wait` waited, in all."""

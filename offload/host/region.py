@@ -15,11 +15,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import weakref
 from contextlib import suppress
 
 import torch
 
+from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.offload.devices.device import page_lock, page_unlock
 from nvme_offload.offload.units import format_bytes
 
@@ -102,7 +102,7 @@ class HostRegion:
                 f"cudaHostRegister refused {format_bytes(self.size_bytes)} (CUDA error {error}): lower "
                 "offload_optimizer.staging_budget, or set offload_optimizer.pin_memory to false"
             )
-        self._unpin_when_dropped = weakref.finalize(self, _unlock, self._owner_pid, self.address, device, self._map)
+        self._unpin_when_dropped = finalize(self, _unlock, self._owner_pid, self.address, device, self._map)
         self._unpin_when_dropped.atexit = False  # the driver does it when the process ends
         self.pinned = True
 

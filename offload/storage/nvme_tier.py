@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from nvme_offload.aio_native import (
     Registration,
     Segment,
 )
+from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ClosedError, EngineLostError, ForkError, SwapIOError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
@@ -106,7 +106,7 @@ class NvmeTier:
             self.space.close()
             raise
         # Also when nobody calls close(): first the engine ends what is under way, then its memory and files may go.
-        self._finalizer = weakref.finalize(self, _shut, self._owner_pid, self._engines, self.space, self._under_way)
+        self._finalizer = finalize(self, _shut, self._owner_pid, self._engines, self.space, self._under_way)
 
     @property
     def name(self) -> str:

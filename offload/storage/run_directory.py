@@ -14,6 +14,7 @@ import weakref
 from pathlib import Path
 
 from nvme_offload.aio_native.descriptor import Descriptor
+from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.offload.errors import SwapIOError
 from nvme_offload.offload.storage.run_folder import open_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
@@ -81,7 +82,7 @@ class RunDirectory:
         self._owner_pid = os.getpid()
         self._claim = _Claim()
         # First of all: whatever an exception cuts short from here on is given up with this object.
-        self._finalizer = weakref.finalize(self, _give_up, self._claim, self._owner_pid)
+        self._finalizer = finalize(self, _give_up, self._claim, self._owner_pid)
         try:
             remove_leftovers(path)
             self.path = _make_locked(path.absolute(), self._claim)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CheckpointWriteError
@@ -70,7 +70,7 @@ class BackgroundSave:
         """What it failed with; nothing of it is left then."""
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         # An interpreter that ends while a thread works in C++ has that unwound where C++ allows it nowhere: abort.
-        self._finalizer = weakref.finalize(self._thread, self.join)
+        self._finalizer = finalize(self._thread, self.join)
         start(self._thread)
 
     @property

@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 
 from nvme_offload.aio_native.bell import Bell
+from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.devices.device import HOST, begin_thread
 from nvme_offload.optim.overlap.flag import Flag
@@ -93,7 +94,7 @@ class Worker:
     def _start(self) -> None:
         if self._finalizer is None:
             # Made after the tiers, and so before them when the interpreter ends: no turn finds its buffers gone.
-            self._finalizer = weakref.finalize(self, _end, self._started)
+            self._finalizer = finalize(self, _end, self._started)
         arguments, name = (weakref.ref(self), self._started, self._device()), "nvme_offload: updates"
         self._started.threads.append(threading.Thread(target=_work, args=arguments, name=name, daemon=True))
         start(self._started.threads[-1])

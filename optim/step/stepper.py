@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
+from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.grad_norm import clip_coefficient, sums_from_device, total_norm
-from nvme_offload.optim.interrupt import DeferredInterrupt
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.condition import Need, StepPhase

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from queue import SimpleQueue
 
 import torch
 
+from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.devices.device import CopyQueue, Event, begin_thread
 from nvme_offload.offload.host.region import HostRegion
@@ -76,7 +76,7 @@ class Arrivals:
         thread = threading.Thread(
             target=_land_each, args=(self._handed, device), name="nvme_offload: gradients", daemon=True
         )
-        self._end = weakref.finalize(self, _stop, self._handed, thread)
+        self._end = finalize(self, _stop, self._handed, thread)
         start(thread)
 
     def fill(self, to: object, target: torch.Tensor, grad: torch.Tensor, then: Callable[[], object]) -> None:

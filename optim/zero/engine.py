@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LRScheduler
 
+from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.offload._torch_private import drop_unsharded_grads
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import StateError
@@ -403,11 +404,14 @@ class OffloadEngine(CheckpointEngine):
     def close(self) -> None:
         """Free the optimizer's memory and files. Idempotent. The process group stays, for others may use it.
 
-        Waits for a checkpoint that is written in the background.
+        Waits for a checkpoint that is written in the background. What an exception cuts short is done by the next call,
+        or when nobody has the engine any more.
         """
+        rest = finalize(self, self.optimizer.close)
         self._peers.close()
         self._join_checkpoint()
         self.optimizer.close()
+        rest.detach()
 
     def __enter__(self) -> OffloadEngine:
         return self

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import start
 from nvme_offload.offload._torch_private import store_of_all_ranks
 from nvme_offload.offload.errors import OffloadError, PeerError
@@ -42,7 +43,7 @@ class Peers:
             # A daemon, for it must not keep the process; the finalizer ends it before the interpreter is gone.
             thread = threading.Thread(target=_watch, args=(self._board, ended), name="nvme-offload-peers", daemon=True)
             self._ending = ended, thread
-            self._finalizer = weakref.finalize(self, _end, *self._ending)
+            self._finalizer = finalize(self, _end, *self._ending)
             start(thread)
 
     def tell(self, where: str, error: BaseException, *, goes_on: bool) -> None:

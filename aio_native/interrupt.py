@@ -46,8 +46,7 @@ class DeferredInterrupt:
         signal.signal(signal.SIGINT, self._previous)
         self._installed = False
         self._caller = None
-        pending, self._pending = self._pending, False
-        if pending and not isinstance(error, KeyboardInterrupt):
+        if self.take() and not isinstance(error, KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
     def deliver(self) -> None:
@@ -55,6 +54,11 @@ class DeferredInterrupt:
         if self._pending and callable(self._previous):
             self._pending = False
             self._previous(signal.SIGINT, None)
+
+    def take(self) -> bool:
+        """Say whether a signal came, and leave what follows from it to the caller."""
+        pending, self._pending = self._pending, False
+        return pending
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         left = frame is not None and not self._is_inside(frame)

@@ -1,0 +1,86 @@
+"""Ctrl-C while a finalizer runs comes out of the program, behind the finalizer."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from nvme_offload.aio_native.finalizing import finalize
+from nvme_offload.aio_native.starting import start
+from tests.support.interrupts import every, send_sigint
+
+
+class Owner:
+    """Dies when nobody has it any more."""
+
+
+def end(asked, thread, ended):
+    asked.set()
+    with threading.Lock():  # what a finalizer of ours waits with
+        thread.join()
+    ended.append(thread)
+
+
+def owner_of_a_thread(asked, ended):
+    owner = Owner()
+    thread = threading.Thread(target=asked.wait, daemon=True)
+    start(thread)
+    finalize(owner, end, asked, thread, ended)
+    return owner
+
+
+def lose(owners):
+    """Let the owner go; give what comes behind its finalizer the time to come."""
+    owners.clear()
+    for _ in range(50):
+        time.sleep(0.001)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_it_comes_when_the_finalizer_has_returned():
+    """But for a few instructions before it has begun and after it has ended, where Python loses what is raised."""
+    held_back = lost = 0
+    for interrupt in every(1, send_sigint):
+        asked, ended = threading.Event(), []
+        owners = [owner_of_a_thread(asked, ended)]
+        try:
+            with interrupt:
+                lose(owners)
+        except KeyboardInterrupt:
+            held_back += 1
+            assert ended, interrupt.place
+        else:
+            assert bool(ended) == asked.is_set(), interrupt.place
+            asked.set()
+            lost += 1
+    assert held_back > lost
+
+
+def test_the_interpreter_ends_all_the_same():
+    script = (
+        "import signal, weakref\n"
+        "from nvme_offload.aio_native.finalizing import finalize\n"
+        "class Owner: pass\n"
+        "first, second = Owner(), Owner()\n"
+        "finalize(first, print, 'ended')\n"
+        "finalize(second, signal.raise_signal, signal.SIGINT)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "ended\n", "")
+
+
+def test_a_second_one_gets_through():
+    owner, said = Owner(), []
+
+    def never_ends():
+        send_sigint()
+        said.append("first")
+        send_sigint()
+        said.append("second")
+
+    call = finalize(owner, never_ends)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert said == ["first"]
