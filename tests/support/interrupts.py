@@ -1,7 +1,5 @@
 """An exception, or a real SIGINT, at the n-th point where CPython would run a signal handler inside our packages.
 
-And in contextlib and threading: a ``with`` of ours goes through them.
-
 CPython 3.11 and later run handlers after a call, at the entry of a function and at a jump back (`CHECK_EVAL_BREAKER` in
 its ceval.c), and nowhere else. Tracing opcodes finds those points one by one; a test goes through all of them.
 """
@@ -20,11 +18,16 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 from nvme_offload import aio_native, offload, optim
 
-OURS = tuple(f"{Path(package.__file__).parent}/" for package in (aio_native, offload, optim))
-"""How the file names of our packages begin."""
-_STRUCK = (*OURS, contextlib.__file__, threading.__file__)
+PACKAGES = tuple(f"{Path(package.__file__).parent}/" for package in (aio_native, offload, optim))
+"""How the names of files begin that have our code."""
+OURS = (*PACKAGES, contextlib.__file__, threading.__file__)
+"""Besides, what a ``with`` or a thread of ours goes through."""
+TORCH = (f"{Path(torch.__file__).parent}/",)
+"""How those of torch begin."""
 _HANDLERS_RUN_AFTER = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
 
 
@@ -48,13 +51,17 @@ class Interrupt:
     Args:
         number: from 1 on.
         strike: raises, or sends a signal.
+        inside: how file names begin whose code is struck.
         keep: keep what came out of the block, and with it all that its frames have, for as long as this object: as an
             ``except`` block does, and a notebook until the next exception.
     """
 
-    def __init__(self, number: int, strike: Callable[[], None], *, keep: bool = False) -> None:
+    def __init__(
+        self, number: int, strike: Callable[[], None], inside: tuple[str, ...] = OURS, *, keep: bool = False
+    ) -> None:
         self.place = ""
         self.kept: BaseException | None = None
+        self._inside = inside
         self._keep = keep
         self._left = number
         self._strike = strike
@@ -70,7 +77,7 @@ class Interrupt:
         self.kept = error if self._keep else None
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.startswith(_STRUCK):
+        if not frame.f_code.co_filename.startswith(self._inside):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._on_opcode
@@ -111,14 +118,14 @@ def _points_of(code: CodeType) -> dict[int, str]:
     }
 
 
-def every(stride: int, strike: Callable[[], None]) -> Iterator[Interrupt]:
+def every(stride: int, strike: Callable[[], None], inside: tuple[str, ...] = OURS) -> Iterator[Interrupt]:
     """One interrupt after the other, at every `stride`-th point, until a call has no such point any more.
 
     What every second one raises is kept until the next.
     """
     number = 1
     while True:
-        interrupt = Interrupt(number, strike, keep=number // stride % 2 == 0)
+        interrupt = Interrupt(number, strike, inside, keep=number // stride % 2 == 0)
         yield interrupt
         if not interrupt.place:
             assert number > 1, "there was no point to strike at"

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from nvme_offload.optim.state import body
-from tests.support.interrupts import OURS, Interrupt, Struck, raise_struck, send_sigint
+from tests.support.interrupts import PACKAGES, Interrupt, Struck, raise_struck, send_sigint
 from tests.support.simulator import install
 from tests.support.simulator.case import Case, Strike
 from tests.support.simulator.drive import Drive
@@ -119,7 +119,7 @@ class Player:
             return step
 
         def on_call(frame: FrameType, event: str, argument: Any) -> Any:
-            if not frame.f_code.co_filename.startswith(OURS):
+            if not frame.f_code.co_filename.startswith(PACKAGES):
                 return None
             if not by_opcode:
                 step(frame, event, argument)
