@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 import nvme_offload.optim._kernels as _kernels
+from nvme_offload.offload.devices.numa import num_processors_of_rank
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.optim._kernels import LoggedStep, Segment, SummedMemory
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, num_tiles
@@ -190,7 +191,7 @@ def ordered_sum(values: torch.Tensor) -> float:
 def num_threads_of_rank() -> int:
     """As many as torch uses; under torchrun, which sets that to 1, this rank's share of the CPUs."""
     if "LOCAL_WORLD_SIZE" in os.environ:
-        return max(torch.get_num_threads(), len(os.sched_getaffinity(0)) // ranks_on_host())
+        return max(torch.get_num_threads(), num_processors_of_rank(ranks_on_host()))
     return torch.get_num_threads()
 
 

@@ -11,6 +11,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 SYS = Path("/sys")
+_narrowed_from: set[int] = set()
+"""Processors that this process had before `stay_near` took some of them away."""
 
 
 def cpus_near(device: torch.device) -> set[int]:
@@ -26,22 +28,34 @@ def cpus_near(device: torch.device) -> set[int]:
     return _numbers(listed)
 
 
-def stay_near(device: torch.device) -> bool:
+def stay_near(device: torch.device, num_ranks: int) -> bool:
     """Keep this thread, and those that it starts from here on, to the processors near a device.
 
-    Memory that they are the first to touch is then near it, too. Where somebody has narrowed the processors of this
-    process before, as ``torchrun --numa-binding`` and batch systems do, nothing is changed.
+    Memory that they are the first to touch is then near it, too. A lone rank keeps all processors: those of the other
+    socket would have nothing to do. Where somebody has narrowed the processors of this process before, as
+    ``torchrun --numa-binding`` and batch systems do, nothing is changed.
+
+    Args:
+        device: that this process computes on.
+        num_ranks: on this host.
 
     Returns:
-        Whether anything was.
+        Whether anything was changed.
     """
     allowed, near = os.sched_getaffinity(0), cpus_near(device)
     wanted = allowed & near
-    if len(allowed) < (os.cpu_count() or 1) or not wanted or wanted == allowed:
+    if num_ranks == 1 or len(allowed) < (os.cpu_count() or 1) or not wanted or wanted == allowed:
         return False
     os.sched_setaffinity(0, wanted)
+    _narrowed_from.update(allowed)
     logger.info("this thread keeps to %d of %d processors, which are near %s", len(wanted), len(allowed), device)
     return True
+
+
+def num_processors_of_rank(num_ranks: int) -> int:
+    """How many processors one of so many ranks on this host works with: its share, within those that it may use."""
+    own = os.sched_getaffinity(0)
+    return max(1, min(len(own), len(_narrowed_from or own) // num_ranks))
 
 
 def _numbers(listed: str) -> set[int]:

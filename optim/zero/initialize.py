@@ -21,6 +21,7 @@ from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST, KINDS, current_of, default_device_type, is_device, is_host
 from nvme_offload.offload.devices.numa import stay_near
+from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.blocks import find_units, match_blocks
@@ -186,7 +187,7 @@ def _prepare_process(config: OffloadConfig, model: nn.Module, device_type: str) 
     if is_device(device_type):  # after the mesh, with which a rank gets its device
         device = current_of(device_type)
         _check_is_on(model, device)
-        stay_near(device)
+        stay_near(device, ranks_on_host())
     if config.zero_optimization.offload_optimizer.device == "nvme" or config.has_block_tiers:
         give_back_freed_memory()
 

@@ -139,12 +139,12 @@ def test_a_thread_that_works_for_a_device_opens_no_context_on_another(late, work
 
 def test_a_rank_keeps_near_its_device_and_on_the_cpu_where_it_is(late, monkeypatch):
     kept = []
-    monkeypatch.setattr("nvme_offload.optim.zero.initialize.stay_near", kept.append)
+    monkeypatch.setattr("nvme_offload.optim.zero.initialize.stay_near", lambda *given: kept.append(given))
     initialize(model_on("cpu"), CONFIG).close()
     assert kept == []
     dist.destroy_process_group()
     initialize(model_on("cpu").to("late"), CONFIG).close()
-    assert kept == [torch.device("late", 0)]
+    assert kept == [(torch.device("late", 0), 1)]
 
 
 def test_ranks_with_a_device_can_gather_in_host_memory_too(late):
