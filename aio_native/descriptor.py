@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
-
-from nvme_offload.aio_native.finalizing import finalize
 
 
 class Descriptor:
@@ -25,7 +24,7 @@ class Descriptor:
 
     def __init__(self, opened_by: Callable[..., int], *arguments: Any) -> None:
         self._held: list[int] = []
-        finalize(self, _close, self._held).atexit = False
+        weakref.finalize(self, _close, self._held).atexit = False
         self._held.extend(map(opened_by, *([argument] for argument in arguments)))
 
     def fileno(self) -> int:

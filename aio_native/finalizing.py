@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -26,19 +27,26 @@ _LOOK_AGAIN_SECONDS = 0.001
 def finalize(owner: T, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> weakref.finalize[..., T]:
     """Call ``function(*args, **kwargs)`` when `owner` is gone, as `weakref.finalize` does, and lose no Ctrl-C.
 
-    A first Ctrl-C reaches the main thread as soon as the finalizer has returned. A second one gets through at once.
-    When the interpreter ends, the first one is dropped: there is no program left to stop.
+    Ctrl-C reaches the main thread as soon as the finalizer has returned; a second one ends it at once. When the
+    interpreter ends it is dropped: there is no program left to stop.
     """
     return weakref.finalize(owner, _undisturbed, function, args, kwargs)
 
 
 def _undisturbed(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    with DeferredInterrupt() as interrupt:
-        try:
+    has_begun = False
+    try:
+        with DeferredInterrupt() as interrupt:
+            has_begun = True
+            try:
+                with suppress(KeyboardInterrupt):  # a second one, which has ended a wait
+                    function(*args, **kwargs)
+            finally:
+                if interrupt.take() and threading.main_thread().is_alive():
+                    _thread.start_new_thread(_deliver_behind, (sys._getframe(1),))
+    finally:
+        if not has_begun:  # a handler raised before this was on its guard
             function(*args, **kwargs)
-        finally:
-            if interrupt.take() and threading.main_thread().is_alive():
-                _thread.start_new_thread(_deliver_behind, (sys._getframe(1),))
 
 
 def _deliver_behind(finalizer: FrameType) -> None:

@@ -19,9 +19,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FUNCTION_LINES = 70
 FOLDERS_BOTTOM_UP = {
     "aio_native": (
-        {"_native", "faults", "interrupt", "starting", "uring_refusal"},
+        {"_native", "descriptor", "faults", "interrupt", "starting", "uring_refusal"},
         {"finalizing"},
-        {"descriptor"},
         {"engine"},
         {"bell", "operation", "segments"},
         {"requests"},

@@ -8,26 +8,10 @@ import torch
 from nvme_offload import OffloadConfig, StateError, TensorSwapper
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from tests.support.interrupts import Struck, every, raise_struck, send_sigint
+from tests.support.interrupts import STRIKES, every, strided, struck
 
 PATIENCE = 30.0
 SIZE = 8192
-
-STRIKES = pytest.mark.parametrize("strike", [raise_struck, send_sigint])
-
-
-def strided(stride):
-    """Some of the points, and all of them where there is time."""
-    return pytest.mark.parametrize("stride", [stride, pytest.param(1, marks=pytest.mark.slow)])
-
-
-def struck(interrupt, call):
-    try:
-        with interrupt:
-            call()
-    except (Struck, KeyboardInterrupt):
-        return
-
 
 OLD = torch.arange(70_000, dtype=torch.int32)
 NEW = OLD + 1

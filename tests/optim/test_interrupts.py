@@ -8,19 +8,12 @@ import pytest
 import torch
 
 from nvme_offload import OffloadAdamW, StateError
-from tests.support.interrupts import Struck, every, raise_struck, send_sigint
+from tests.support.interrupts import STRIKES, Struck, every, raise_struck, strided, struck
 from tests.support.own_resources import Resources
 from tests.support.training import BLOCK, SETTINGS, assert_same_training, params_of, section, set_grads
 
 SHAPES = [(2 * BLOCK,), (BLOCK,), (BLOCK,)]
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32)
-
-STRIKES = pytest.mark.parametrize("strike", [raise_struck, send_sigint])
-
-
-def strided(stride):
-    """Some of the points, and all of them where there is time."""
-    return pytest.mark.parametrize("stride", [stride, pytest.param(1, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(autouse=True)
@@ -76,16 +69,6 @@ class Pair:
         pipeline = self.optimizer.store.pipeline
         assert pipeline.pool.num_free + len(pipeline.residents) == pipeline.pool.num_buffers
         assert len({slot.buffer.place for slot in pipeline.residents}) == len(pipeline.residents)
-
-
-def struck(interrupt, call):
-    """Call while an interrupt waits for its point; what came of it, or None."""
-    try:
-        with interrupt:
-            call()
-    except (Struck, KeyboardInterrupt) as error:
-        return error
-    return None
 
 
 READERS = {

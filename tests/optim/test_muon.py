@@ -13,7 +13,7 @@ from nvme_offload.optim.rules.adamw import AdamW
 from nvme_offload.optim.rules.muon import Muon
 from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.step import update
-from tests.support.interrupts import Struck, every, raise_struck, send_sigint
+from tests.support.interrupts import STRIKES, Struck, every, raise_struck, strided
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import ACCUMULATION, assert_same, full_state, loss_of, sharded_model
 from tests.support.sharded_model import section as sharded_section
@@ -185,8 +185,8 @@ def test_it_stays_with_torch_on_any_number_of_ranks(world_size, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("strike", [raise_struck, send_sigint])
-@pytest.mark.parametrize("stride", [67, pytest.param(1, marks=pytest.mark.slow)])
+@STRIKES
+@strided(67)
 def test_a_step_that_was_cut_off_is_finished_repeated_or_refused(drive, strike, stride):
     shapes = SHAPES[:2]
     runs = [params_of(shapes, torch.bfloat16, torch.float32) for _ in range(2)]

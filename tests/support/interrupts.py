@@ -11,13 +11,15 @@ import dis
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
 import torch
 
 from nvme_offload import aio_native, offload, optim
@@ -28,6 +30,8 @@ OURS = (*PACKAGES, contextlib.__file__, threading.__file__)
 """Besides, what a ``with`` or a thread of ours goes through."""
 TORCH = (f"{Path(torch.__file__).parent}/",)
 """How those of torch begin."""
+Point = tuple[CodeType, int]
+"""Code, and the offset of the instruction after which a handler runs."""
 _HANDLERS_RUN_AFTER = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
 
 
@@ -46,10 +50,10 @@ def send_sigint() -> None:
 
 
 class Interrupt:
-    """Calls `strike` at the `number`-th point inside the block, in this thread; `place` says where, if there is one.
+    """Calls `strike` at one point inside the block, in this thread; `place` says where, if it came to that.
 
     Args:
-        number: from 1 on.
+        when: the number of the point, from 1 on; or says of each whether it is the one.
         strike: raises, or sends a signal.
         inside: how file names begin whose code is struck.
         keep: keep what came out of the block, and with it all that its frames have, for as long as this object: as an
@@ -57,13 +61,18 @@ class Interrupt:
     """
 
     def __init__(
-        self, number: int, strike: Callable[[], None], inside: tuple[str, ...] = OURS, *, keep: bool = False
+        self,
+        when: int | Callable[[Point], bool],
+        strike: Callable[[], None],
+        inside: tuple[str, ...] = OURS,
+        *,
+        keep: bool = False,
     ) -> None:
         self.place = ""
         self.kept: BaseException | None = None
         self._inside = inside
         self._keep = keep
-        self._left = number
+        self._is_due = _nth(when) if isinstance(when, int) else when
         self._strike = strike
         self._previous: dict[FrameType, int] = {}
 
@@ -89,12 +98,11 @@ class Interrupt:
             last = self._previous.get(frame, -1)
             before = _points_of(frame.f_code).get(last)
             self._previous[frame] = frame.f_lasti
-            if before and (frame.f_lasti < last or not before.startswith("POP_JUMP")):  # else it has not jumped
-                self._left -= 1
-                if self._left == 0:
-                    self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name}, after {before})"
-                    sys.settrace(None)
-                    self._strike()
+            has_jumped = before and (frame.f_lasti < last or not before.startswith("POP_JUMP"))
+            if has_jumped and self._is_due((frame.f_code, last)):
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name}, after {before})"
+                sys.settrace(None)
+                self._strike()
         return self._on_opcode
 
 
@@ -118,11 +126,46 @@ def _points_of(code: CodeType) -> dict[int, str]:
     }
 
 
+def _nth(number: int) -> Callable[[Point], bool]:
+    numbers = count(1)
+    return lambda point: next(numbers) == number
+
+
+def struck(interrupt: Interrupt, call: Callable[[], object]) -> BaseException | None:
+    """Call while an interrupt waits for its point; what came of it, or None."""
+    try:
+        with interrupt:
+            call()
+    except (Struck, KeyboardInterrupt) as error:
+        return error
+    return None
+
+
+STRIKES = pytest.mark.parametrize(
+    "strike",
+    [
+        # What is raised in a finalizer that a collection runs just then is printed, whoever wrote the finalizer.
+        pytest.param(strike, marks=pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
+        for strike in (raise_struck, send_sigint)
+    ],
+)
+EACH = 0
+"""In place of a stride: each point of the code, when it is passed for the first and for the second time."""
+
+
+def strided(stride: int) -> pytest.MarkDecorator:
+    """Some of the points, and each of the code's where there is time."""
+    return pytest.mark.parametrize("stride", [stride, pytest.param(EACH, marks=pytest.mark.slow)])
+
+
 def every(stride: int, strike: Callable[[], None], inside: tuple[str, ...] = OURS) -> Iterator[Interrupt]:
     """One interrupt after the other, at every `stride`-th point, until a call has no such point any more.
 
     What every second one raises is kept until the next.
     """
+    if stride == EACH:
+        yield from _each(strike, inside)
+        return
     number = 1
     while True:
         interrupt = Interrupt(number, strike, inside, keep=number // stride % 2 == 0)
@@ -131,3 +174,29 @@ def every(stride: int, strike: Callable[[], None], inside: tuple[str, ...] = OUR
             assert number > 1, "there was no point to strike at"
             return
         number += stride
+
+
+def _each(strike: Callable[[], None], inside: tuple[str, ...], passages: int = 2) -> Iterator[Interrupt]:
+    """Loops make most points of a call the same ones. What a call comes to only after a strike is struck, too."""
+    found: dict[tuple[Point, int], None] = {}
+    """Points with the number of a passage, in the order in which they were first seen."""
+    num_struck = 0
+
+    def look_out_for(wanted: tuple[Point, int] | None) -> Callable[[Point], bool]:
+        passed: Counter[Point] = Counter()
+
+        def is_due(point: Point) -> bool:
+            passed[point] += 1
+            this = point, passed[point]
+            if passed[point] <= passages:
+                found.setdefault(this)
+            return this == wanted
+
+        return is_due
+
+    yield Interrupt(look_out_for(None), strike, inside)
+    assert found, "there was no point to strike at"
+    while num_struck < len(found):
+        wanted = next(islice(found, num_struck, None))
+        num_struck += 1
+        yield Interrupt(look_out_for(wanted), strike, inside, keep=num_struck % 2 == 0)

@@ -6,25 +6,9 @@ import pytest
 import torch
 
 from nvme_offload import StateError
-from tests.support.interrupts import Struck, every, raise_struck, send_sigint
+from tests.support.interrupts import STRIKES, every, strided, struck
 from tests.support.sharded_model import full_state
 from tests.support.tiers import EVERYTHING, make, section, train_step
-
-STRIKES = pytest.mark.parametrize("strike", [raise_struck, send_sigint])
-
-
-def strided(stride):
-    """A few of the points, of which there are 9,000 to 22,000, and more of them where there is time."""
-    return pytest.mark.parametrize("stride", [stride, pytest.param(29, marks=pytest.mark.slow)])
-
-
-def struck(interrupt, call):
-    try:
-        with interrupt:
-            call()
-    except (Struck, KeyboardInterrupt) as error:
-        return error
-    return None
 
 
 def state_of(engine):

@@ -7,10 +7,8 @@ import torch
 
 from nvme_offload import StateError
 from nvme_offload.optim.layout.master import TILE_NUMEL
-from tests.support.interrupts import Struck, every, raise_struck, send_sigint
+from tests.support.interrupts import STRIKES, Struck, every, raise_struck, strided
 from tests.support.logged_pair import ADAMW
-
-STRIDES = [797, pytest.param(13, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 
 
 @pytest.fixture
@@ -20,8 +18,8 @@ def pair(pairs):
     return pair
 
 
-@pytest.mark.parametrize("stride", STRIDES)
-@pytest.mark.parametrize("strike", [raise_struck, send_sigint])
+@STRIKES
+@strided(797)
 def test_a_step_that_is_cut_short_is_finished_and_logged_once(pair, strike, stride):
     optimizer = pair.logged
 
@@ -42,7 +40,7 @@ def test_a_step_that_is_cut_short_is_finished_and_logged_once(pair, strike, stri
         check(pair, interrupt)
 
 
-@pytest.mark.parametrize("stride", STRIDES)
+@strided(797)
 @pytest.mark.parametrize("read", ["state_dict", "synchronize"])
 def test_a_reader_that_is_cut_short_changes_nothing(pair, read, stride):
     for interrupt in every(stride, raise_struck):

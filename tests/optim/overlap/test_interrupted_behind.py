@@ -4,8 +4,8 @@ import pytest
 
 from nvme_offload import StateError
 from nvme_offload.optim.state.phase import StepPhase
-from tests.optim.test_interrupts import STRIKES, default_handler, strided, struck  # noqa: F401
-from tests.support.interrupts import every, raise_struck
+from tests.optim.test_interrupts import default_handler  # noqa: F401
+from tests.support.interrupts import STRIKES, every, raise_struck, strided, struck
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import loss_of, make, section
 

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload import StateError
-from tests.support.interrupts import OURS, TORCH, Struck, every, raise_struck, send_sigint
+from tests.support.interrupts import EACH, OURS, STRIKES, TORCH, Struck, every, raise_struck
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import EVERYTHING, loss_of, make, section, train_step
 
@@ -50,13 +50,13 @@ def sections(path, mode):
 FRAMES = {"ours": OURS, "torch": TORCH}
 FEW = [("tiers", "ours", 2501), ("forward", "torch", 4501)]
 MANY = [
-    pytest.param(mode, *inside, marks=pytest.mark.slow)
+    pytest.param(mode, inside, EACH, marks=pytest.mark.slow)
     for mode in ("tiers", "forward", "backward")
-    for inside in (("ours", 101), ("torch", 7))
+    for inside in FRAMES
 ]
 
 
-@pytest.mark.parametrize("strike", [raise_struck, send_sigint])
+@STRIKES
 @pytest.mark.parametrize(("mode", "inside", "stride"), [*FEW, *MANY])
 def test_a_step_is_done_again_or_finished_or_refused(alone, tmp_path, mode, inside, stride, strike):
     """All its forwards, backwards and the step. What torch's own frames leave halfway is refused, never silent."""

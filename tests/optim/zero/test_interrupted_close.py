@@ -6,15 +6,13 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from tests.optim.test_interrupts import STRIKES, strided, struck
-from tests.support.interrupts import every
+from tests.support.interrupts import STRIKES, every, strided, struck
 from tests.support.tiers import EVERYTHING, make, section, train_step
 
 
 @STRIKES
 @strided(811)
 @pytest.mark.parametrize("overlap", ["off", "forward"])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_engine_whose_close_was_cut_short_leaves_nothing(alone, tmp_path, overlap, strike, stride):
     """No thread and no file, although FSDP2 keeps a module that was trained, and with it the optimizer."""
     tiers = EVERYTHING if overlap == "off" else {"state": "nvme", "accumulation": 1}
