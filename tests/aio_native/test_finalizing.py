@@ -46,9 +46,9 @@ def let_go(owners, asked, num_before):
 def test_it_comes_when_the_finalizer_has_returned(monkeypatch):
     """Before it has begun, and after it has ended, Python loses what is raised; then, too, it does its work."""
     monkeypatch.setattr(sys, "unraisablehook", lambda lost: None)
-    held_back = lost = 0
+    held_back, lost, num_before = 0, 0, num_threads()
     for interrupt in every(1, send_sigint):
-        num_before, asked, ended = num_threads(), threading.Event(), []
+        asked, ended = threading.Event(), []
         owners = [owner_of_a_thread(asked, ended)]
         try:
             with interrupt:
