@@ -16,7 +16,7 @@ from nvme_offload.optim.checkpoint.pinned_state import PinnedState, SealedSlots
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.durable.recorded import RecordedRun
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.state.slot_logs import SlotLogs
+from nvme_offload.optim.updates.slot_logs import SlotLogs
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,11 @@ from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.checkpoint.places import Place
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import MasterForm
-from nvme_offload.optim.layout.subgroup import Run, Subgroup
+from nvme_offload.optim.layout.subgroup import Run, Subgroup, section_view
 from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.masters import section_view
 from nvme_offload.optim.state.sealing import Sealing
-from nvme_offload.optim.state.slot_logs import SlotLogs
 from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.updates.slot_logs import SlotLogs
 
 
 class SealedSlots(NamedTuple):

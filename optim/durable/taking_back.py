@@ -34,7 +34,7 @@ def take_back(store: StateStore, slots: Sequence[SlotRecord]) -> None:
     """
     sealing = store.sealing
     assert sealing is not None
-    store.settle_params()  # what is on its way to a device has come there before something else is put in its place
+    store.mirror.end_step()  # what is on its way to a device has come there before something else is put in its place
     for slot in slots:
         sealing.run.extents.take_back_write(slot.index)
         sealing.find(slot, store.pipeline)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
+from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.layout.master import (
     FORM_OF_DTYPE,
     MASTER_DTYPE,
@@ -65,7 +67,7 @@ class Subgroup:
         """Elements of the subgroup that belong to parameters."""
         return sum(run.numel for run in self.runs)
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """Elements of one section of the subgroup, padding included."""
         last = self.runs[-1]
@@ -81,7 +83,7 @@ class Subgroup:
         """Dtype of what the parameters have besides the state; None where the state has all."""
         return TAIL_DTYPE[self.form]
 
-    @property
+    @cached_property
     def sections(self) -> dict[str, tuple[torch.dtype, int]]:
         """Dtype and byte offset of ``master``, where there is such a section, and of each state, by name."""
         dtype = MASTER_DTYPE[self.form]
@@ -92,6 +94,21 @@ class Subgroup:
             found[name] = dtype, offset
             offset += self.padded_numel * dtype.itemsize
         return found
+
+
+def section_view(subgroup: Subgroup, memory: Memory, name: str, run: Run) -> torch.Tensor | None:
+    """A run's part of the section ``master`` or of a state; None where there is no such section."""
+    section = subgroup.sections.get(name)
+    if section is None:
+        return None
+    dtype, offset = section
+    return memory.view(dtype, offset + run.at * dtype.itemsize, run.numel)
+
+
+def state_views(subgroup: Subgroup, memory: Memory, run: Run) -> list[torch.Tensor]:
+    """A run's part of every state of the rule, in the rule's order."""
+    places = [subgroup.sections[state.name] for state in subgroup.rule.states]
+    return [memory.view(dtype, offset + run.at * dtype.itemsize, run.numel) for dtype, offset in places]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.tiers.block_tiers import BlockTiers
+from nvme_offload.optim.updates.mirrored import DeviceMirror
 
 _BEHIND = StepPhase.BEHIND  # to look an enum's member up would call Python
 
@@ -35,16 +36,24 @@ class StateBody(ABC):
         kernels: to split, join and update with.
         pipeline: through which the state of a subgroup is reached.
         blocks: tiers of the parameters and gradients themselves.
+        mirror: copies of what is on a device.
     """
 
     def __init__(
-        self, owner: str, table: ParamTable, kernels: KernelPool, pipeline: StepPipeline, blocks: BlockTiers
+        self,
+        owner: str,
+        table: ParamTable,
+        kernels: KernelPool,
+        pipeline: StepPipeline,
+        blocks: BlockTiers,
+        mirror: DeviceMirror,
     ) -> None:
         self.owner = owner
         self.table = table
         self.kernels = kernels
         self.pipeline = pipeline
         self.blocks = blocks
+        self.mirror = mirror
         self.slots: list[SlotRecord] = []
         """Records of all subgroups that have a place."""
         self.condition: Condition = WholeState(owner)
@@ -54,8 +63,6 @@ class StateBody(ABC):
         """Does what is left of a step when it returns."""
         self.after_updates: Callable[[], None] = lambda: None
         """Called when the updates behind a step are done, by who did them: in a turn of the worker."""
-        self.settle_params: Callable[[], None] = lambda: None
-        """Called before parameters are read: those on a device may be on their way there."""
         pipeline.ring(self.worker.bell)
         self.uses = FirstUses()
         """In which order the latest forward used the parameters."""
@@ -175,7 +182,7 @@ class StateBody(ABC):
         if forgiving:
             worker.failure = None
         worker.raise_failure()
-        self.settle_params()
+        self.mirror.end_step()
 
     def wait_until_quiet(self) -> None:
         """Wait until nothing is done behind the latest step, no reads for the next one either; see `at_rest`."""
@@ -193,7 +200,7 @@ class StateBody(ABC):
         """
         for index in indices:
             self._wait_for_update_of(index)
-        self.settle_params()
+        self.mirror.end_step()
 
     def _wait_for_update_of(self, index: int) -> None:
         self.uses.note(index)

@@ -14,11 +14,11 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.layout.flat import flat_view, room_like, unflatten
-from nvme_offload.optim.layout.subgroup import Run
+from nvme_offload.optim.layout.subgroup import Run, section_view
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.state.masters import read_master, section_view, write_master
+from nvme_offload.optim.state.masters import read_master, write_master
 from nvme_offload.optim.state.pipeline import HeldState
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.tiers.gatherers import drop_gathered

@@ -7,24 +7,9 @@ import torch
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm
-from nvme_offload.optim.layout.subgroup import Run, Subgroup
+from nvme_offload.optim.layout.subgroup import Run, section_view
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamTable
-
-
-def section_view(subgroup: Subgroup, memory: Memory, name: str, run: Run) -> torch.Tensor | None:
-    """A run's part of the section ``master`` or of a state; None where there is no such section."""
-    section = subgroup.sections.get(name)
-    if section is None:
-        return None
-    dtype, offset = section
-    return memory.view(dtype, offset + run.at * dtype.itemsize, run.numel)
-
-
-def state_views(subgroup: Subgroup, memory: Memory, run: Run) -> list[torch.Tensor]:
-    """A run's part of every state of the rule, in the rule's order."""
-    places = [subgroup.sections[state.name] for state in subgroup.rule.states]
-    return [memory.view(dtype, offset + run.at * dtype.itemsize, run.numel) for dtype, offset in places]
 
 
 def give_birth(slot: SlotRecord, memory: Memory, table: ParamTable, pool: KernelPool) -> None:

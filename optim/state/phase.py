@@ -23,7 +23,7 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.state.condition import Condition, Need, StepPhase, checkpoint_text
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
-from nvme_offload.optim.tiles import StepScalars
+from nvme_offload.optim.updates.work import StepScalars
 from nvme_offload.optim.whole_params import WholeParams
 
 _MAY_FOLLOW = {

@@ -117,7 +117,7 @@ class StepPipeline:
             for_change: first write again what could not be written. Readers do not insist: a drive that takes no more
                 writes must not keep them from state that is still in memory.
             load: False when all of the state is about to be overwritten; then a copy on the tier is not read.
-            replay: False for who does himself what the log has that is read with the state: see `SlotRecord.is_behind`.
+            replay: False for who does himself what the log has that is read with the state: see `LogState.is_behind`.
 
         Raises:
             SwapIOError: the read failed, or a write that ran behind did. What could not be written is still in its
@@ -141,7 +141,7 @@ class StepPipeline:
                 self._read_ahead(window, load)
         if slot.residency is Residency.UNBORN:
             self._give_birth(slot, slot.buffer)
-        if replay and slot.is_behind and self._seal is not None:
+        if replay and self._seal is not None:
             self._seal.replay(slot)
         return slot.buffer
 
@@ -223,10 +223,16 @@ class StepPipeline:
         if slot.residency is Residency.STAGED:
             slot.become(Residency.ON_TIER)
 
-    def will_change(self, slot: SlotRecord) -> None:
-        """Say that the acquired memory is about to differ from the tier."""
+    def will_change(self, slot: SlotRecord, updated: Iterable[int] = ()) -> None:
+        """Say that the acquired memory is about to differ from the tier.
+
+        Args:
+            slot: whose memory it is.
+            updated: parameters that have a gradient in an update, by index.
+        """
         if slot.memory is None:
-            slot.open_version()
+            if slot.log is not None:
+                slot.log.open_version(frozenset(updated))
             slot.become(Residency.DIRTY)
 
     def release(self, slot: SlotRecord) -> None:
@@ -257,8 +263,8 @@ class StepPipeline:
             extent: where it was left; all of it is read.
             num_logged: entries of a log that it ends with.
         """
-        self._forget(slot)
-        slot.read_bytes, slot.num_logged = None, num_logged
+        self._forget(slot, num_logged)
+        slot.read_bytes = None
         self._staging.adopt(slot, extent)
 
     def forget(self, slots: Iterable[SlotRecord]) -> None:
@@ -266,9 +272,10 @@ class StepPipeline:
         for slot in slots:
             self._forget(slot)
 
-    def _forget(self, slot: SlotRecord) -> None:
+    def _forget(self, slot: SlotRecord, num_logged: int = 0) -> None:
         self._staging.forget(slot)
-        slot.begin_anew()
+        if slot.log is not None:
+            slot.log.begin_anew(num_logged)
 
     def synchronize(self) -> None:
         """Wait for everything under way.
@@ -340,7 +347,8 @@ class StepPipeline:
 
     def _begin(self, slot: SlotRecord, load: bool) -> None:
         if slot.needs_read:
-            slot.is_behind = load and slot.num_logged > 0
+            if slot.log is not None:
+                slot.log.begin_read(load=load)
             if load:
                 self._staging.start_read(slot)
 

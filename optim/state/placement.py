@@ -14,10 +14,10 @@ from nvme_offload.offload.units import MiB, format_bytes
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, state_itemsize
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.pipeline import KIND
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.tiers.units import STAGING
+from nvme_offload.optim.updates.mirrored import DeviceMirror
 
 _GRAD_ITEMSIZE = 4  # the widest
 

@@ -15,12 +15,11 @@ from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.gradient_log.entry import PartOfMemory
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm
-from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.state.masters import section_view
+from nvme_offload.optim.layout.subgroup import Subgroup, section_view
 from nvme_offload.optim.state.pipeline import StepPipeline
-from nvme_offload.optim.state.slot_logs import SlotLogs
-from nvme_offload.optim.state.slots import Draft, SlotRecord
+from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamTable
+from nvme_offload.optim.updates.slot_logs import Draft, LogState, SlotLogs
 
 _NO_SUMS = torch.zeros(0, dtype=torch.int64, device="cpu")
 
@@ -33,9 +32,17 @@ class Sealing:
         table: the parameters.
         kernels: for checksums, and to round masters.
         period: every how many steps a subgroup is rewritten at the latest, where its updates can be logged.
+        settle_params: called before parameters are read: those on a device may be on their way there.
     """
 
-    def __init__(self, run: DurableRun, table: ParamTable, kernels: KernelPool, period: int) -> None:
+    def __init__(
+        self,
+        run: DurableRun,
+        table: ParamTable,
+        kernels: KernelPool,
+        period: int,
+        settle_params: Callable[[], None],
+    ) -> None:
         self.run = run
         self.logs = SlotLogs(run.extents, lambda index: table[index].log_dtype, kernels, period)
         self.before_write: Callable[[], None] = lambda: None
@@ -44,8 +51,7 @@ class Sealing:
         """Whether a commit is under way, so that a write would wait."""
         self.begins_turn = True
         """Whether what is written next is of another step than what was written before."""
-        self.settle_params: Callable[[], None] = lambda: None
-        """Called before parameters are read: those on a device may be on their way there."""
+        self._settle_params = settle_params
         self._alignment = run.space.alignment
         self._table = table
         self._kernels = kernels
@@ -91,25 +97,24 @@ class Sealing:
 
     def seal(self, slot: SlotRecord) -> WriteTarget:
         """Choose what of a slot's buffer is written where, and complete it for that: an entry of its log, or all."""
-        if slot.target is not None:  # the drive did not take it
-            return slot.target
+        log = _log_of(slot)
+        if log.target is not None:  # the drive did not take it
+            return log.target
         self.begin_writing()
         assert slot.buffer is not None
-        if slot.draft is not None:
-            target = self._seal_entry(slot, slot.buffer, slot.draft)
+        if log.draft is not None:
+            target = self._seal_entry(slot, slot.buffer, log.draft)
         else:
-            target = self._seal_base(slot, slot.buffer)
+            target = self._seal_base(slot, log, slot.buffer)
         self.point(slot)
-        # No call in between: a signal handler sees what is sealed, or what is to be, which is then sealed once more.
-        slot.draft = slot.sums = None
-        slot.target = target
+        log.end_version(target)
         return target
 
     def point(self, slot: SlotRecord) -> None:
         """Say where the newest of a slot is read from."""
         chain = self.run.extents.slots[slot.index].current
         assert chain.base is not None
-        slot.num_logged = len(chain.log)
+        _log_of(slot).num_logged = len(chain.log)
         if chain.log:
             slot.extent, slot.read_bytes = chain.reading(base_bytes=chain.base.content.size_bytes), None
         else:
@@ -122,25 +127,24 @@ class Sealing:
         size_bytes = extents.seal_entry(slot.index, part, draft.size_bytes, sums, place=draft.place)
         return WriteTarget(extent, draft.start, size_bytes)
 
-    def _seal_base(self, slot: SlotRecord, memory: Memory) -> WriteTarget:
-        sums = slot.sums or self._completed(slot, memory)
+    def _seal_base(self, slot: SlotRecord, log: LogState, memory: Memory) -> WriteTarget:
+        sums = log.sums or self._completed(slot, log, memory)
         extent = self.run.extents.to_rewrite(slot.index)
         self.run.extents.seal_base(slot.index, memory, sums)
         slot.checksums = sums.state
         self._note_tail(slot, sums)
         return WriteTarget(extent)
 
-    def _completed(self, slot: SlotRecord, memory: Memory) -> Sums:
+    def _completed(self, slot: SlotRecord, log: LogState, memory: Memory) -> Sums:
         """Put what the parameters have besides the state into the tail, where the update has not, and take the sums.
 
         One that somebody changed and that had no gradient is its own master from here on, as its next update would
         have it: what it was split from is nowhere any more.
         """
-        if slot.is_behind:
-            self.replay(slot)
+        self.replay(slot)
         self._fill_tail(slot, memory)
         for run, tail in self.logs.tails(slot.subgroup, memory):
-            known = None if run.param in slot.updated else self._table[run.param].checksums_of(run)
+            known = None if run.param in log.updated else self._table[run.param].checksums_of(run)
             if known is None:
                 continue
             found = self._kernels.tile_checksums(tail[: run.numel])
@@ -152,20 +156,20 @@ class Sealing:
         return self._sums(slot.subgroup, memory)
 
     def _fill_tail(self, slot: SlotRecord, memory: Memory) -> None:
-        self.settle_params()
+        self._settle_params()
         for run, tail in self.logs.tails(slot.subgroup, memory):
             with self._table[run.param].reaching(run, change=False) as param:
                 _copy(tail[: run.numel], param)
             tail[run.numel :].zero_()
 
     def replay(self, slot: SlotRecord) -> None:
-        """Do the updates that are in the log which was read with the state.
+        """Do the updates that are in the log which was read with the state, where that is not done.
 
         Raises:
             CorruptionError: it is not what was written.
         """
         assert slot.buffer is not None
-        self.logs.replay(slot, slot.buffer)
+        self.logs.replay(slot.subgroup, _log_of(slot), slot.buffer)
 
     def verify(self, slot: SlotRecord) -> None:
         """Look whether what a step reads of a slot is what was written.
@@ -175,7 +179,7 @@ class Sealing:
         """
         if slot.checksums is None or slot.buffer is None:  # who takes it up looks at all of it
             return
-        if slot.is_behind:
+        if _log_of(slot).is_behind:
             self._check(slot, slot.buffer)
             return
         path = self.run.extents.path_of(self._base_of(slot))
@@ -217,8 +221,7 @@ class Sealing:
             SwapIOError: a parameter is on a tier that fails.
         """
         sums = self._check(slot, memory)
-        if slot.is_behind:
-            self.replay(slot)
+        self.replay(slot)
         self._restore(slot, memory)
         slot.checksums = sums.state
         self._note_tail(slot, sums)
@@ -268,6 +271,11 @@ class Sealing:
 
     def _sums_of(self, memory: Memory, at: int, size_bytes: int) -> torch.Tensor:
         return self._kernels.tile_checksums(memory.view(torch.int32, at, size_bytes // 4))
+
+
+def _log_of(slot: SlotRecord) -> LogState:
+    assert slot.log is not None
+    return slot.log
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

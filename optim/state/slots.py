@@ -2,64 +2,37 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from nvme_offload.offload.durable.seal import Sums
-from nvme_offload.offload.staging.slot import Residency, Slot, WriteTarget
+from nvme_offload.offload.staging.slot import Residency, Slot
 from nvme_offload.offload.storage.device_tier import DeviceTier
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.optim.layout.subgroup import Subgroup
+from nvme_offload.optim.updates.slot_logs import LogState
+from nvme_offload.optim.updates.updater import Updater
 
 __all__ = ["Residency", "SlotRecord"]
 
 
-class Draft(NamedTuple):
-    """The entry of a log in a slot's buffer, which nobody has sealed yet."""
-
-    start: int
-    """Byte of the buffer at which it begins."""
-    size_bytes: int
-    """Without its trailer."""
-    place: int
-    """Which entry of the log it is."""
-
-
 class SlotRecord(Slot):
-    """A slot with the state of a subgroup, and the tier that it is on.
+    """A slot with the state of a subgroup, the tier that it is on, and how it is updated.
 
-    Of a durable run its extent may have a base, and behind that a log of the updates since.
+    Args:
+        subgroup: whose state it is.
+        updater: updates it; None: it is read only.
+        log: in a durable run; None: the state ends with the process.
     """
 
-    def __init__(self, subgroup: Subgroup) -> None:
+    def __init__(self, subgroup: Subgroup, updater: Updater | None = None, log: LogState | None = None) -> None:
         super().__init__(subgroup.index, f"optimizer state of subgroup {subgroup.index}", subgroup.size_bytes)
         self.subgroup = subgroup
+        self.updater = updater
+        self.log = log
         self.tier: Tier | None = None
-        self.num_logged = 0
-        """Entries of the log that are read along with the base."""
-        self.is_behind = False
-        """Whether the state in the buffer is that of the base: the updates in the log are still to be done."""
-        self.updated: frozenset[int] = frozenset()
-        """Parameters that had a gradient in the update that the buffer is to be written for, by index."""
-        self.draft: Draft | None = None
-        """What that update appends to the log; None: all of the buffer is written."""
-        self.sums: Sums | None = None
-        """Of all that is in the buffer, which that update has completed for writing; None: it is to be completed."""
-        self.target: WriteTarget | None = None
-        """Where what is in the buffer was sealed for; None: it has changed since."""
 
-    def open_version(self) -> None:
-        """What was to be written is not what comes next."""
-        self.target = None
-        self.draft = None
-        self.sums = None
-        self.updated = frozenset()
-
-    def begin_anew(self) -> None:
-        """Nothing of what it was is kept."""
-        self.open_version()
-        self.num_logged = 0
-        self.is_behind = False
+    @property
+    def can_be_behind(self) -> bool:
+        """Whether the way it is updated lets that be done behind a step."""
+        return self.updater is not None and not self.updater.inside
 
     def place(self, tier: Tier, extent: Extent) -> None:
         """Say where it is, once."""

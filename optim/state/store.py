@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,7 +31,6 @@ from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subg
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody, check_sole
 from nvme_offload.optim.state.condition import StepPhase, UnresumedRun
-from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.masters import give_birth
 from nvme_offload.optim.state.period import least_period, period_of
 from nvme_offload.optim.state.pipeline import StepPipeline
@@ -42,6 +42,10 @@ from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.tiers.block_tiers import Admission, BlockTiers
 from nvme_offload.optim.tiers.parts import OwnParts, parts_of, split_shard
+from nvme_offload.optim.updates.choice import updater_of
+from nvme_offload.optim.updates.mirrored import DeviceMirror
+from nvme_offload.optim.updates.slot_logs import LogState
+from nvme_offload.optim.updates.updater import Means
 from nvme_offload.optim.warn import warn_user
 
 
@@ -68,18 +72,18 @@ class StateStore(StateBody):
         """Where state is that stays on a device; None before the first."""
         self.tier: NvmeTier | None = None
         self.pool: BufferPool | None = None
-        self.mirror: DeviceMirror | None = None
         self.run: DurableRun | None = None
         """The run that outlives this process; None where the state ends with it."""
         self.sealing: Sealing | None = None
         """What completes the subgroups of a durable run."""
-        self.changed_on_device: list[torch.Tensor] = []
-        """Numbers of tiles that updates on a device found changed, which nobody has asked for yet."""
         self.plan = plan_tiers([], {})
         """What lives where."""
         self._arrived: list[ParamRecord] = []
         """Placed, with something still where it was before: see `_tidy_up`."""
         table, kernels = ParamTable(), KernelPool(num_threads_of_rank())
+        mirror = DeviceMirror(meter, pinned=section.pin_memory is not False)
+        self.means = Means(kernels, lambda index: table[index].param)
+        """What the updaters of subgroups work with."""
         if section.device == "nvme":
             self.pool = BufferPool(self._num_buffers, 1)
             # With a finalizer of its own, should anything after it fail.
@@ -91,8 +95,9 @@ class StateStore(StateBody):
             if self.run is not None and self.tier is not None:
                 period = period_of(section, self.run, self.tier, rule, kernels.num_threads)
                 self._placement = StatePlacement(config, rule, period)
-                self.sealing = Sealing(self.run, table, kernels, period)
+                self.sealing = Sealing(self.run, table, kernels, period, mirror.end_step)
                 self._placement.size_of = self.sealing.buffer_bytes
+                self.means = replace(self.means, logs=self.sealing.logs, begin_writing=self.sealing.begin_writing)
             pipeline = StepPipeline(
                 lambda slot, memory: give_birth(slot, memory, table, kernels),
                 meter,
@@ -101,7 +106,7 @@ class StateStore(StateBody):
                 checksum,
                 self.sealing,
             )
-            super().__init__(owner, table, kernels, pipeline, BlockTiers(config, kernels))
+            super().__init__(owner, table, kernels, pipeline, BlockTiers(config, kernels), mirror)
             if self.run is not None and self.run.found:
                 pipeline.discards = self.run.is_under_way
                 self.condition = UnresumedRun(owner, self.run.name)
@@ -245,7 +250,7 @@ class StateStore(StateBody):
 
     def _place(self, missing: Sequence[ParamRecord], admitted: Admission, slots: list[SlotRecord]) -> TierPlan:
         """Promise places and fill in `slots`, one for each new subgroup; returns the plan with them in it."""
-        blocks, devices = self.blocks.units(admitted), self._devices
+        blocks, there = self.blocks.units(admitted), self._on_device
         subgroups = self._cut(missing, blocks)
         if not subgroups and not admitted.groups:
             return self.plan
@@ -259,15 +264,19 @@ class StateStore(StateBody):
             )
         plan = self._plan(subgroups, blocks)
         self.blocks.reserve(admitted, plan.tiers[: len(blocks)])
-        slots += [SlotRecord(subgroup) for subgroup in subgroups]
         tiers = plan.tiers[len(plan.tiers) - len(subgroups) :]
+        for subgroup, tier in zip(subgroups, tiers, strict=True):
+            log = None if self.sealing is None else LogState()
+            mirror = self.mirror if any(run.param in there for run in subgroup.runs) else None
+            updater = updater_of(subgroup, self.means, log, on_device=tier == "device", mirror=mirror)
+            slots.append(SlotRecord(subgroup, updater, log))
         on = {tier: [slot for slot, its in zip(slots, tiers, strict=True) if its == tier] for tier in TIERS}
         moving = on["nvme"]
         if moving:
             self.pipeline.synchronize()  # a write that failed says so before anything is promised
             self._fit_pool(max(self._placement.size_bytes(slot.subgroup) for slot in moving))
         if len(on["device"]) < len(subgroups):
-            self._fit_mirror(devices, [slot.subgroup for slot in (*on["host"], *moving)])
+            self._fit_mirror(set(there.values()), [slot.subgroup for slot in (*on["host"], *moving)])
         # Last, because it is what would have to be given back.
         if self.sealing is not None:
             self._place_sealed(self.sealing, slots, moving)
@@ -325,7 +334,7 @@ class StateStore(StateBody):
     def staging_bytes(self) -> int:
         """Host memory of all staging buffers and, for parameters on a device, of the mirrors beside them."""
         pool = self.pool.size_bytes if self.pool else 0
-        return pool + (self.mirror.size_bytes if self.mirror else 0) + self.blocks.staging_bytes
+        return pool + self.mirror.size_bytes + self.blocks.staging_bytes
 
     @property
     def host_state_bytes(self) -> int:
@@ -352,8 +361,7 @@ class StateStore(StateBody):
         )  # parameters stay, and stay as the latest step has them
         self.worker.stop()
         self.is_closed = True  # and each part once more does no harm: an interrupted close can be repeated
-        if self.mirror is not None:
-            self.mirror.close()
+        self.mirror.close()
         self.blocks.close()
         if self.tier is not None:
             self.tier.close()
@@ -367,7 +375,7 @@ class StateStore(StateBody):
         self.pipeline.close()
         self.kernels.end_workers()
         # The memory goes with its last user, and this object may be kept.
-        self.pool, self.mirror, self.settle_params = None, None, lambda: None
+        self.pool = None
         self.slots.clear()
         if not self.is_whole:
             self.worker.raise_failure()
@@ -408,7 +416,7 @@ class StateStore(StateBody):
                 record.param.dtype,
                 record.rule,
                 self.blocks.number_of(record.leaf),
-                logs.itemsize_of(record) if logs is not None else 0,
+                logs.itemsize_of(record.form, record.rule, record.log_dtype) if logs is not None else 0,
             )
             for record in records
         ]
@@ -438,13 +446,17 @@ class StateStore(StateBody):
         return bool(self._devices) and self.config.zero_optimization.offload_param.device == "none"
 
     @property
-    def _devices(self) -> set[torch.device]:
-        """Where parameters or gradients are that a step brings to host memory and back."""
+    def _on_device(self) -> dict[int, torch.device]:
+        """The devices of parameters that are there in a step, or have their gradients there, by index."""
         return {
-            record.param.device
+            record.index: record.param.device
             for record in self.table
             if is_device(record.param.device) and not self.blocks.leaves_device(record.leaf)
         }
+
+    @property
+    def _devices(self) -> set[torch.device]:
+        return set(self._on_device.values())
 
     def _largest_numel(self, subgroups: Sequence[Subgroup]) -> int:
         return max(subgroup.padded_numel for subgroup in [*subgroups, *(slot.subgroup for slot in self.slots)])
@@ -462,16 +474,8 @@ class StateStore(StateBody):
         self.pool = self.pipeline.pool = larger
 
     def _fit_mirror(self, devices: set[torch.device], subgroups: Sequence[Subgroup]) -> None:
-        if not devices:
-            return
-        pinned = self.config.zero_optimization.offload_optimizer.pin_memory is not False
-        larger = DeviceMirror(_only(devices), self._largest_numel(subgroups), pinned=pinned)
-        if self.mirror is not None:
-            self.mirror.close()
-        self.mirror = larger
-        self.settle_params = larger.end_step
-        if self.sealing is not None:
-            self.sealing.settle_params = larger.end_step
+        if devices:
+            self.mirror.fit(_only(devices), self._largest_numel(subgroups))
 
 
 def _only(devices: set[torch.device]) -> torch.device:

@@ -11,13 +11,15 @@ import torch
 
 from nvme_offload.offload.devices.device import HOST, is_device
 from nvme_offload.offload.shards.param_tier import TieredShard
-from nvme_offload.optim.device_tiles import tile_sums
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.flat import Layout, flat_view, storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, TILE_NUMEL, MasterForm, num_tiles
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.tiers.parts import OwnParts, parts_of, split_shard
+from nvme_offload.optim.updates.in_torch import OnAccelerator
+
+_tile_sums = OnAccelerator().sums
 
 
 @dataclass(eq=False)
@@ -46,7 +48,7 @@ class ParamRecord:
     is_awaited: bool = False
     """Whether the forwards of a plain module wait until it is updated, so that it may be behind a step."""
     sums_on_device: torch.Tensor | None = field(default=None, init=False)
-    """`tile_sums` of what was last written where the state is on a device, in the place of `checksums` for these tiles;
+    """Sums of what was last written where the state is on a device, in the place of `checksums` for these tiles;
     int64 per tile there. None: no state of it is on a device."""
     tiered: TieredShard | None = None
     """Where on the parameter tier it is; None where it is not there."""
@@ -133,7 +135,7 @@ class ParamRecord:
         sums = self.checksums_of(run, on_device=on_device)
         assert sums is not None
         if on_device:
-            sums.copy_(tile_sums(self.view(run)))
+            sums.copy_(_tile_sums(self.view(run)))
         else:
             pool.tile_checksums(values, out=sums)
 
@@ -142,7 +144,7 @@ class ParamRecord:
         known = self.checksums_of(run, on_device=on_device)
         if known is None:
             return []
-        found = tile_sums(self.view(run)) if on_device else pool.tile_checksums(values)
+        found = _tile_sums(self.view(run)) if on_device else pool.tile_checksums(values)
         return [int(number) for number in (found != known).nonzero().flatten().tolist()]
 
 

@@ -99,7 +99,7 @@ class Inbox:
 
     def _sums_of(self, grad: torch.Tensor, final: Event | None) -> torch.Tensor:
         """Return sums of squares of a gradient's tiles; of one on a device after the mark behind which it is final."""
-        if final is None or self._store.mirror is None:
+        if final is None or not self._store.mirror.is_in_use:
             return tile_sums(grad, self._store.kernels)
         with self._store.mirror.come_after(final):
             return sums_from_device({0: grad})[0]
@@ -163,7 +163,7 @@ class FinalGradients:
         if self._guesses is None:
             return True
         # What is on a device is given back by the thread that computes there, in its own order.
-        return self._guesses.factor is not None and not self._is_taken_back and self._store.mirror is None
+        return self._guesses.factor is not None and not self._is_taken_back and not self._store.mirror.is_in_use
 
     def arrive(self, leaf: torch.Tensor) -> None:
         """A gradient has been added to ``leaf.grad``: see whether it is final, and hand it in.
@@ -378,7 +378,7 @@ class FinalGradients:
         order = [
             slot
             for slot in store.slots_of(expected)
-            if not slot.is_on_device
+            if slot.can_be_behind
             and all(
                 run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs
             )
@@ -386,8 +386,7 @@ class FinalGradients:
         inbox = Inbox(store, expected, order, guess)
         job = StepJob(store, self._meter, begun, InBackward(self._backward_order(order), self._num_early), inbox)
         self._begun_with, self._found = hyperparameters_of(self._groups), {}
-        if store.mirror is not None:
-            store.mirror.begin_step()
+        store.mirror.begin_step()
         self._inbox = inbox
         store.enter(begun, job)
         return begun

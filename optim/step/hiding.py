@@ -8,6 +8,7 @@ from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.step.schedule import OverlapStep, hindrance, schedule_of
 from nvme_offload.optim.tiers.parts import parts_of
+from nvme_offload.optim.updates.choice import way_of
 
 
 def schedule_in(store: StateStore, record: ParamRecord) -> OverlapStep:
@@ -24,7 +25,7 @@ def hindrance_in(store: StateStore, record: ParamRecord) -> str | None:
     """Say why a parameter has to be updated inside `step()`; None where whoever reads it finds it updated."""
     return hindrance(
         store.owner,
-        is_whole=record.rule.whole,
+        inside=way_of(record.rule, is_durable=store.run is not None, on_device=False).inside,
         through_buffers=store.blocks.pass_through_buffers,
         readers_wait=isinstance(parts_of(record.leaf), StateParts)
         or (record.is_awaited and is_host(record.param.device)),

@@ -8,7 +8,7 @@ from typing import Any
 from nvme_offload.optim.groups import check_group
 from nvme_offload.optim.rules.rule import UpdateRule, rounded
 from nvme_offload.optim.state.store import StateStore
-from nvme_offload.optim.tiles import StepScalars
+from nvme_offload.optim.updates.work import StepScalars
 
 
 def scalars_of(

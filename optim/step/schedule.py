@@ -16,17 +16,17 @@ OverlapStep = Literal["off", "forward", "backward", "speculate"]
 LOOK_AHEAD = 256  # subgroups; most of them may be in host memory, past which the reads go on
 
 
-def hindrance(owner: str, *, is_whole: bool, through_buffers: bool, readers_wait: bool = True) -> str | None:
+def hindrance(owner: str, *, inside: str, through_buffers: bool, readers_wait: bool = True) -> str | None:
     """Say why a parameter has to be updated inside `step()`; None where its update can go on behind it.
 
     Args:
         owner: name of the optimizer, for the text.
-        is_whole: its rule needs it whole: it is gathered over ranks, which no two threads of a process may do at once.
+        inside: what the way it is updated says to that, see `Updater.inside`.
         through_buffers: it or a gradient passes through staging buffers, which a gather needs, too.
         readers_wait: whoever reads it waits for its update.
     """
-    if is_whole:
-        return f"{owner} updates whole parameters"
+    if inside:
+        return f"{owner} {inside}"
     if through_buffers:
         return "parameters have a tier of their own (offload_param), or gradients are on NVMe (offload_gradients)"
     if not readers_wait:

@@ -295,7 +295,7 @@ class Stepper:
         behind = [
             slot
             for slot in slots
-            if not slot.is_on_device and all(run.param in may_wait for run in slot.subgroup.runs if run.param in grads)
+            if slot.can_be_behind and all(run.param in may_wait for run in slot.subgroup.runs if run.param in grads)
         ]
         kept = set(behind)
         inside = self._ordered([slot for slot in slots if slot not in kept])
@@ -364,8 +364,7 @@ class Stepper:
         self.clip_first = 1.0  # the record has it
         inside = [slot.subgroup for slot in record.order[:num_inside]]
         store.pipeline.on_pause = on_pause
-        if store.mirror:
-            store.mirror.begin_step()
+        store.mirror.begin_step()
         store.blocks.begin_step([subgroup.subgroup for subgroup in record.pending][:num_inside])
         try:
             for position, slot in enumerate(record.order[:num_inside]):
@@ -376,8 +375,7 @@ class Stepper:
         finally:
             store.pipeline.on_pause = lambda: None
             # Also after a failure: the device must not read parameters that are still on their way to it.
-            if store.mirror:
-                store.mirror.end_step()
+            store.mirror.end_step()
         if record.pending:
             self._leave_to_worker(record)
             return
@@ -419,9 +417,9 @@ class Stepper:
     def _note_changed_on_device(self) -> None:
         """Ask the device what the step before found there: this step waits for it anyway, for the norm."""
         store = self._store
-        if store.changed_on_device:
-            found, store.changed_on_device = store.changed_on_device, []
+        if found := store.means.found_changed:
             self._meter.changed_behind += int(torch.stack(found).sum())
+            found.clear()
 
     def _report_changed(self) -> None:
         changed_tiles, self._meter.changed_behind = self._meter.changed_behind, 0

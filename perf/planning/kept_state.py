@@ -22,6 +22,7 @@ from nvme_offload.optim.layout.master import DTYPE_OF_FORM, TILE_NUMEL, MasterFo
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.optim.rules.registry import rule_of
+from nvme_offload.optim.updates.slot_logs import is_loggable
 from nvme_offload.perf.planning.machine import Machine
 from nvme_offload.perf.planning.traffic import StepTraffic, Traffic
 
@@ -52,11 +53,12 @@ class KeptState:
         if not section.durable:
             return None
         precision, rule = precision_of(config), rule_of(config.optimizer)
-        is_logged = precision.master is not MasterForm.ITSELF and bool(rule.kernel) and not rule.whole
         period = section.rewrite_every
         if period == "auto":
             period = _suiting(config, machine)
-        return cls(period if is_logged else 1, precision.accumulate.itemsize, section.rewind_steps)
+        return cls(
+            period if is_loggable(precision.master, rule) else 1, precision.accumulate.itemsize, section.rewind_steps
+        )
 
     def size_of(self, subgroup: Subgroup) -> DurableBytes:
         """What there is of a subgroup."""

@@ -23,12 +23,13 @@ from nvme_offload.optim.layout.master import TILE_NUMEL, sealed_itemsize, state_
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.optim.rules.registry import rule_of
-from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.state.pipeline import KIND as STATE
 from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.step.schedule import OverlapStep, hindrance, schedule_of
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
+from nvme_offload.optim.updates.choice import way_of
+from nvme_offload.optim.updates.mirrored import DeviceMirror
 from nvme_offload.perf.planning.kept_state import KeptState
 from nvme_offload.perf.planning.machine import Machine
 from nvme_offload.perf.planning.residents import Residents
@@ -437,7 +438,7 @@ def overlap_of(job: Job, machine: Machine, state: _StatePlan) -> OverlapStep:
     params_move = params == "nvme" or (on_device and params == "cpu")
     hindered = hindrance(
         "the optimizer",
-        is_whole=rule_of(config.optimizer).whole,
+        inside=way_of(rule_of(config.optimizer), is_durable=state.kept is not None, on_device=False).inside,
         through_buffers=params_move or bool(state.blocks_on_nvme(GRADS)),
     )
     return schedule_of(

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import nvme_offload.optim.state.store
-import nvme_offload.optim.step.update
 from nvme_offload import StateError, SwapIOError
 from nvme_offload.aio_native import FaultSpec
 from nvme_offload.optim.state.pipeline import StepPipeline
+from nvme_offload.optim.updates.native import NativeKernel
 from tests.support.training import (
     BLOCK,
     assert_same_bits,
@@ -46,10 +46,10 @@ def interrupt_after(monkeypatch):
     """SIGINT arrives inside the n-th kernel call from now."""
 
     def arrange(number, signals=1):
-        update_of, calls = nvme_offload.optim.step.update.update_of, []
+        prepare, calls = NativeKernel.prepare, []
 
         def interrupted(*arguments):
-            update = update_of(*arguments)
+            update = prepare(*arguments)
 
             def update_under_signals():
                 calls.append(arguments)
@@ -60,7 +60,7 @@ def interrupt_after(monkeypatch):
 
             return update_under_signals
 
-        monkeypatch.setattr(nvme_offload.optim.step.update, "update_of", interrupted)
+        monkeypatch.setattr(NativeKernel, "prepare", interrupted)
 
     yield arrange
     monkeypatch.undo()

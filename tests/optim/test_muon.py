@@ -12,7 +12,7 @@ from nvme_offload.offload.units import MiB
 from nvme_offload.optim.rules.adamw import AdamW
 from nvme_offload.optim.rules.muon import Muon
 from nvme_offload.optim.state.placement import StatePlacement
-from nvme_offload.optim.step import update
+from nvme_offload.optim.updates.in_torch import WholeMatrix
 from tests.support.interrupts import STRIKES, Struck, every, raise_struck, strided
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import ACCUMULATION, assert_same, full_state, loss_of, sharded_model
@@ -223,11 +223,11 @@ def cut_off_on_one_rank(rank, world_size, path):
     config = sharded_section("nvme", path)
     config["zero_optimization"]["stage"] = 3
     config["optimizer"] = {"type": "Muon", "params": {"lr": 2e-2, "adjust_lr_fn": "match_rms_adamw"}}
-    update_of, ends = update.update_of, []
+    prepare, ends = WholeMatrix.prepare, []
 
     def interrupted(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
-        return update_of(*arguments)
+        return prepare(*arguments)
 
     for disturbed in (False, True):
         torch.manual_seed(0)
@@ -237,7 +237,7 @@ def cut_off_on_one_rank(rank, world_size, path):
                 torch.manual_seed(step)
                 engine.backward(engine(torch.randn(4, 9)).square().mean())
                 if disturbed and step == 1 and rank == 0:
-                    patch.setattr(update, "update_of", interrupted)
+                    patch.setattr(WholeMatrix, "prepare", interrupted)
                     with pytest.raises(KeyboardInterrupt) as caught:
                         engine.step()
                     assert "step 2 stopped after 1 of" in caught.value.__notes__[0]

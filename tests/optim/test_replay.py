@@ -9,7 +9,7 @@ import torch
 
 from nvme_offload.optim.kernels import ABSENT, KernelPool, LoggedStep, make_logged_step
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, num_tiles
-from nvme_offload.optim.tiles import StepScalars
+from nvme_offload.optim.updates.work import StepScalars
 from tests.support.kernel_twins import POOLS, State, Twin, awkward, flushed_denormals, same_bits, scalars_at
 from tests.support.rules import CASES, RuleCase
 

@@ -12,7 +12,7 @@ from nvme_offload import UpdateRule, rounded
 from nvme_offload.optim import kernels
 from nvme_offload.optim.kernels import KernelPool, available_isas, make_segment
 from nvme_offload.optim.layout.master import MasterForm
-from nvme_offload.optim.tiles import StepScalars
+from nvme_offload.optim.updates.work import StepScalars
 from tests.support.rules import CASES, RuleCase
 from tests.support.twins import split_reference, step_reference, twin_of
 

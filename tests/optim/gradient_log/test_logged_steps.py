@@ -165,7 +165,7 @@ def test_a_step_does_not_replay_an_entry_of_another_write(drive):
             set_grads(params, step)
             optimizer.step()
         optimizer.commits.settle()
-        slot = next(slot for slot in optimizer.store.slots if slot.num_logged and slot.buffer is None)
+        slot = next(slot for slot in optimizer.store.slots if slot.log.num_logged and slot.buffer is None)
         entry = optimizer.store.run.extents.slots[slot.index].current.log[0]
         flip(optimizer, entry.extent, entry.content.trailer_at + 20)
         set_grads(params, 2)

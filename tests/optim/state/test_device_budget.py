@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from nvme_offload import ConfigError, FaultSpec, OffloadConfig, OffloadMuon
-from nvme_offload.optim.device_tiles import join, split, tile_sums, update_on_device
 from nvme_offload.optim.kernels import KernelPool, make_segment
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.rules.adagrad import Adagrad
@@ -15,7 +14,8 @@ from nvme_offload.optim.rules.adam import Adam
 from nvme_offload.optim.rules.adamw import AdamW
 from nvme_offload.optim.rules.lion import Lion
 from nvme_offload.optim.rules.sgd import SGD
-from nvme_offload.optim.tiles import RunTensors, StepScalars
+from nvme_offload.optim.updates.in_torch import CHUNK_NUMEL, OnAccelerator, update_run
+from nvme_offload.optim.updates.work import RunTensors, StepScalars
 from tests.optim.state.test_device_mirror import DTYPES, STEPS, trained
 from tests.support.training import BLOCK, assert_same_bits, faulty_drive, params_of, set_grads
 
@@ -33,6 +33,7 @@ RULES = {
     "Adagrad": (Adagrad(), {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-10}),
 }
 NUMEL = TILE_NUMEL + 1234
+THERE = OnAccelerator()
 
 
 def wild(numel, seed):
@@ -67,7 +68,7 @@ def test_operators_give_the_bits_of_the_kernel(name, dtype):
     (rule, group), pool = RULES[name], KernelPool(1)
     ours, theirs = weights(dtype, rule, pool), weights(dtype, rule, pool)
     is_half = dtype is not torch.float32
-    sums, known = (tile_sums(ours[0]), pool.tile_checksums(theirs[0])) if is_half else (None, None)
+    sums, known = (THERE.sums(ours[0]), pool.tile_checksums(theirs[0])) if is_half else (None, None)
     for step, grad_dtype in enumerate((torch.bfloat16, torch.float16, torch.float32), start=1):
         if step == 2 and is_half:
             ours[0][7] = theirs[0][7] = 1.5
@@ -77,7 +78,11 @@ def test_operators_give_the_bits_of_the_kernel(name, dtype):
             param=theirs[0], grad=grad, master=theirs[1], states=theirs[2], checksums=known, rule=rule,
             scalars=scalars, grad_scale=scale,
         )  # fmt: skip
-        assert int(update_on_device(rule, run)) == sum(pool.update([segment])) == (step == 2 and is_half)
+        assert (
+            int(update_run(rule.update, run, THERE, CHUNK_NUMEL))
+            == sum(pool.update([segment]))
+            == (step == 2 and is_half)
+        )
         flat = [[part for part in (each[0], each[1], *each[2]) if part is not None] for each in (ours, theirs)]
         for one, other in zip(*flat, strict=True):
             as_int = {2: torch.int16, 4: torch.int32}[one.element_size()]
@@ -88,24 +93,24 @@ def test_halves_are_those_of_the_kernel():
     values, pool = wild(1 << 18, 3), KernelPool(1)
     hi, lo = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.uint16)
     expected = torch.empty_like(hi), torch.empty_like(lo)
-    split(values, hi, lo)
+    THERE.divide(values, hi, lo)
     pool.divide(values, *expected)
     assert torch.equal(hi.view(torch.int16), expected[0].view(torch.int16))
     assert torch.equal(lo.view(torch.int16), expected[1].view(torch.int16))
-    assert torch.equal(join(hi, lo).view(torch.int32), pool.joined(*expected).view(torch.int32))
+    assert torch.equal(THERE.join(hi, lo).view(torch.int32), pool.joined(*expected).view(torch.int32))
 
 
 def test_a_changed_element_shows():
     param = wild(2 * TILE_NUMEL + 5, 4).bfloat16()
-    before = tile_sums(param)
+    before = THERE.sums(param)
     assert before.shape == (3,)
     for place in (0, TILE_NUMEL - 1, TILE_NUMEL, 2 * TILE_NUMEL + 4):
         changed = param.clone()
         changed.view(torch.int16)[place] ^= 1
-        assert (tile_sums(changed) != before).nonzero().flatten().tolist() == [place // TILE_NUMEL]
+        assert (THERE.sums(changed) != before).nonzero().flatten().tolist() == [place // TILE_NUMEL]
     swapped = param.clone()
     swapped[[3, 4]] = param[[4, 3]]
-    assert tile_sums(swapped)[0] != before[0]
+    assert THERE.sums(swapped)[0] != before[0]
 
 
 MIXES = {
@@ -209,7 +214,7 @@ def test_the_host_waits_no_more_for_more_subgroups(make_adamw, late):
             late.waits.clear()
             optimizer.step()
         counted.append(late.waits.total())
-        assert optimizer.store.mirror is None
+        assert not optimizer.store.mirror.is_in_use
     assert counted == [2, 2]
 
 
@@ -220,7 +225,8 @@ def test_gradients_that_have_left_the_device_come_back(make_adamw, late):
     there = [tensor.to("late") for tensor in (param, lower, *states)]
     scalars, grad = StepScalars(rule.scalars(HYPER, 1), 0.5), gradient(1, torch.bfloat16)
     for tensors in ((param, lower, states), (there[0], there[1], there[2:])):
-        update_on_device(rule, RunTensors(tensors[0], grad, tensors[1], tensors[2], tile_sums(tensors[0]), scalars))
+        run = RunTensors(tensors[0], grad, tensors[1], tensors[2], THERE.sums(tensors[0]), scalars)
+        update_run(rule.update, run, THERE, CHUNK_NUMEL)
     assert torch.equal(there[0].cpu().view(torch.int16), param.view(torch.int16))
     assert torch.equal(there[1].cpu().view(torch.int16), lower.view(torch.int16))
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nvme_offload import FaultSpec
-from nvme_offload.optim.state.device_mirror import DeviceMirror
+from nvme_offload.optim.stats import Meter
+from nvme_offload.optim.updates.mirrored import DeviceMirror, MirroredRuns
 from tests.support.late_device.mutations import OF_MIRROR
 from tests.support.training import AWKWARD_SHAPES, assert_same_bits, faulty_drive, params_of, set_grads
 
@@ -85,27 +86,26 @@ def test_a_mirror_that_cannot_be_made_leaves_the_one_before(make_adamw, late, mo
     """A later group that needs larger mirrors is refused when no memory can be pinned for them."""
     optimizer = make_adamw([torch.nn.Parameter(p.detach().to("late")) for p in params_of([(100,)], *DTYPES)])
     optimizer.place()
-    before, closed = optimizer.store.mirror, []
-    close = DeviceMirror.close
-    monkeypatch.setattr(DeviceMirror, "close", lambda mirror: (closed.append(mirror), close(mirror)))
+    mirror, closed = optimizer.store.mirror, []
+    before, close = mirror.size_bytes, MirroredRuns.close
+    monkeypatch.setattr(MirroredRuns, "close", lambda runs: (closed.append(runs), close(runs)))
     larger = [torch.nn.Parameter(p.detach().to("late")) for p in params_of([(3 * 65536,)], *DTYPES)]
     late.refusals = 1
     with pytest.raises(RuntimeError, match="cudaHostRegister refused"):
         optimizer.add_param_group({"params": larger})
-    assert optimizer.store.mirror is before
-    assert closed == []
+    assert (mirror.size_bytes, closed) == (before, [])
     optimizer.add_param_group({"params": larger})
-    assert closed == [before]
-    assert optimizer.store.mirror.size_bytes > before.size_bytes
+    assert len(closed) == 3
+    assert mirror.size_bytes > before
 
 
 def test_of_three_mirrors_none_stays_pinned_when_one_cannot_be(monkeypatch):
     first = Mock()
     monkeypatch.setattr(
-        "nvme_offload.optim.state.device_mirror.MirroredRuns", Mock(side_effect=[first, RuntimeError("refused")])
+        "nvme_offload.optim.updates.mirrored.MirroredRuns", Mock(side_effect=[first, RuntimeError("refused")])
     )
     with pytest.raises(RuntimeError, match="refused"):
-        DeviceMirror(torch.device("cpu"), 100, pinned=True)
+        DeviceMirror(Meter(), pinned=True).fit(torch.device("cpu"), 100)
     first.close.assert_called_once()
 
 

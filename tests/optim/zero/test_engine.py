@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-import nvme_offload.optim.step.update
 from nvme_offload import ConfigError, OffloadAdamW, OffloadConfig, OffloadEngine, initialize, split_parameters
+from nvme_offload.optim.updates.native import NativeKernel
 from nvme_offload.optim.zero.schedulers import scheduler_of
 from tests.support import layered_model
 from tests.support.ranks import run_ranks
@@ -315,11 +315,11 @@ def test_a_step_that_stopped_halfway_is_completed_by_the_next_call(make_engine, 
 @pytest.mark.parametrize("then", ["step", "save_checkpoint"])
 def test_an_update_that_is_done_is_not_done_again(make_engine, monkeypatch, tmp_path, then):
     """Ctrl-C in the last subgroup is raised when the update is done."""
-    update_of = nvme_offload.optim.step.update.update_of
+    prepare = NativeKernel.prepare
 
     def interrupted(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
-        return update_of(*arguments)
+        return prepare(*arguments)
 
     states = []
     for disturbed in (False, True):
@@ -327,7 +327,7 @@ def test_an_update_that_is_done_is_not_done_again(make_engine, monkeypatch, tmp_
         backward(engine, 0, 0)
         if disturbed:
             with monkeypatch.context() as patch:
-                patch.setattr(nvme_offload.optim.step.update, "update_of", interrupted)
+                patch.setattr(NativeKernel, "prepare", interrupted)
                 with pytest.raises(KeyboardInterrupt) as caught:
                     engine.step()
             assert "The update of this step is done" in caught.value.__notes__[-1]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nvme_offload import OffloadAdamW, split_parameters
-from nvme_offload.optim.step.update import update_of
+from nvme_offload.optim.updates.native import NativeKernel
 from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import (
@@ -292,17 +292,17 @@ def test_the_way_back_that_a_stopped_step_names_with_split_parameters(alone, mon
             for entries in state["state"].values():
                 del entries["master"]
         before = full_state(model, optimizer)
-        calls = itertools.count(1)
+        calls, prepare = itertools.count(1), NativeKernel.prepare
 
         def cut_off():
             raise KeyboardInterrupt
 
         def cut_off_the_second(*arguments):
-            return cut_off if next(calls) == 2 else update_of(*arguments)
+            return cut_off if next(calls) == 2 else prepare(*arguments)
 
         backward(model, 0, 1)
         with monkeypatch.context() as patch:
-            patch.setattr("nvme_offload.optim.step.update.update_of", cut_off_the_second)
+            patch.setattr(NativeKernel, "prepare", cut_off_the_second)
             with pytest.raises(KeyboardInterrupt) as stopped:
                 optimizer.step()
         way_on = "cannot be finished: load a checkpoint with load_state_dict, the optimizer's, then the model's"

@@ -12,9 +12,9 @@ from nvme_offload.offload._torch_private import _GroupOfOne
 from nvme_offload.offload.devices.device import CopyQueue
 from nvme_offload.offload.shards.departures import Departures
 from nvme_offload.offload.swapper.staged_copy import HostCopy, SwapInCopy, SwapOutCopy
-from nvme_offload.optim.state.device_mirror import DeviceMirror
 from nvme_offload.optim.tiers import grad_tier
 from nvme_offload.optim.tiers.arrivals import Arrivals, _Arrival
+from nvme_offload.optim.updates.mirrored import DeviceMirror
 from tests.support.late_device.queues import LATE, Event
 
 

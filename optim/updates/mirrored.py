@@ -1,17 +1,20 @@
-"""Host copies of what the kernel needs from a device: parameters and gradients of one subgroup at a time."""
+"""Parameters on a device whose state is not: copies of one subgroup at a time are updated in host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
 
-from nvme_offload.offload.devices.device import CopyQueue, Event
+from nvme_offload.offload.devices.device import CopyQueue, Event, is_host
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.optim.layout.flat import flat_view
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
+from nvme_offload.optim.stats import Meter
+from nvme_offload.optim.updates.updater import Updater
+from nvme_offload.optim.updates.work import SubgroupStep
 
 _MAX_ITEMSIZE = 4  # of a parameter and of a gradient
 _NUM_MIRRORS = 3  # one arrives, one is worked on, one leaves
@@ -55,29 +58,53 @@ class DeviceMirror:
 
     Each direction has a queue of its own, so that neither waits for the other's bytes. Copies begin after what computed
     the gradients, and what computes next begins after them. A mirror is filled again after its bytes have gone, which
-    the device sees to; the host waits only for what the kernel is about to read.
+    the device sees to; the host waits only for what the kernel is about to read. Before `fit` there is nothing to
+    mirror, and nothing happens.
 
     Args:
-        device: where parameters and gradients are.
-        max_numel: padded elements of the largest subgroup.
+        meter: counts the time that is spent waiting for the device.
         pinned: page-lock the memory, which asynchronous copies need.
     """
 
     BYTES_PER_ELEMENT = _NUM_MIRRORS * 2 * _MAX_ITEMSIZE
     """Host memory of all mirrors, for one element of the largest subgroup."""
 
-    def __init__(self, device: torch.device, max_numel: int, *, pinned: bool) -> None:
+    def __init__(self, meter: Meter, *, pinned: bool) -> None:
+        self._meter = meter
+        self._pinned = pinned
         self._mirrors: list[MirroredRuns] = []
-        try:
-            for _ in range(_NUM_MIRRORS):
-                self._mirrors.append(MirroredRuns(max_numel, device, pinned))
-            self._down, self._up = CopyQueue(device), CopyQueue(device)
-        except BaseException:
-            for mirror in self._mirrors:  # or the first would stay pinned
-                mirror.close()
-            raise
+        self._down: CopyQueue
+        self._up: CopyQueue
         self._ready: dict[int, MirroredRuns] = {}
         """Mirrors that were filled and not taken yet, by the subgroup's index; the one filled first comes first."""
+
+    def fit(self, device: torch.device, max_numel: int) -> None:
+        """Have room for subgroups of this size, in place of the room before. Call it between two steps.
+
+        Args:
+            device: where parameters and gradients are.
+            max_numel: padded elements of the largest subgroup.
+
+        Raises:
+            RuntimeError: memory cannot be pinned; all is as before.
+        """
+        mirrors: list[MirroredRuns] = []
+        try:
+            for _ in range(_NUM_MIRRORS):
+                mirrors.append(MirroredRuns(max_numel, device, self._pinned))
+            queues = CopyQueue(device), CopyQueue(device)
+        except BaseException:
+            for mirror in mirrors:  # or the first would stay pinned
+                mirror.close()
+            raise
+        self.close()
+        self._down, self._up = queues
+        self._mirrors, self._ready = mirrors, {}
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether anything is mirrored."""
+        return bool(self._mirrors)
 
     @property
     def size_bytes(self) -> int:
@@ -90,11 +117,13 @@ class DeviceMirror:
         What goes up comes after what came down, for which the host waits.
         """
         self._ready.clear()
-        self._down.come_after()
+        if self._mirrors:
+            self._down.come_after()
 
     def end_step(self) -> None:
         """Let what this thread queues next on the device come after the copies to it: it reads the parameters."""
-        self._up.let_current_come_after()
+        if self._mirrors:
+            self._up.let_current_come_after()
 
     def come_after(self, mark: Event) -> AbstractContextManager[object]:
         """Let copies of this step come after a mark, too: a gradient is final there.
@@ -105,7 +134,7 @@ class DeviceMirror:
         self._down.come_after(mark)
         return self._down.computing()
 
-    def fetch(self, subgroup: Subgroup, params: Sequence[torch.Tensor], grads: Mapping[int, torch.Tensor]) -> None:
+    def fetch(self, subgroup: Subgroup, params: Mapping[int, torch.Tensor], grads: Mapping[int, torch.Tensor]) -> None:
         """Start copying the parameters and gradients of a subgroup to the host; what is there already, not.
 
         Fetch the subgroup that is taken next, then at most one further. Where that one does not come next, others are
@@ -132,45 +161,93 @@ class DeviceMirror:
         """The mirror that ``fetch`` filled, when its bytes have arrived."""
         mirror = self._ready.pop(subgroup.index)
         if mirror.arrived is not None:
-            mirror.arrived.synchronize()
+            with self._meter.waiting("device"):
+                mirror.arrived.synchronize()
         return mirror
 
     def copy_back(
         self,
         subgroup: Subgroup,
         mirror: MirroredRuns,
-        params: Sequence[torch.Tensor],
-        grads: Mapping[int, torch.Tensor],
+        params: Mapping[int, torch.Tensor],
+        grads: Container[int],
     ) -> None:
         """Start copying the updated parameters back to the device; the mirror is free after it."""
         mirror.left = self._up.copy_all(
             (_device_run(params, run), mirror.param(run, params[run.param].dtype))
             for run in _runs_with_grad(subgroup, grads)
-            if not isinstance(params[run.param], StandIn)
+            if _is_there(params[run.param])
         )
 
     def close(self) -> None:
-        """Wait for the copies under way and unpin."""
-        self._down.wait()
-        self._up.wait()
+        """Wait for the copies under way and unpin. Idempotent."""
+        if self._mirrors:
+            self._down.wait()
+            self._up.wait()
         for mirror in self._mirrors:
             mirror.close()
+        self._mirrors = []
+
+
+class Mirrored(Updater):
+    """Parameters and gradients on a device are brought to the host for another updater, and parameters back.
+
+    Args:
+        updater: for the state in host memory.
+        mirror: for what is on the device.
+    """
+
+    def __init__(self, updater: Updater, mirror: DeviceMirror) -> None:
+        super().__init__(updater.subgroup, updater.means)
+        self.inside = updater.inside
+        self._updater = updater
+        self._mirror = mirror
+
+    def expect(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """Start to copy parameters and gradients to the host."""
+        self._mirror.fetch(self.subgroup, self._params(), grads)
+
+    def prepare(self, work: SubgroupStep) -> Callable[[], int]:
+        """See `Updater.prepare`. Waits for the copies that `expect` has begun."""
+        copies = self._mirror.take(self.subgroup)
+        runs = dict(work.runs)
+        for run in self.subgroup.runs:
+            if (there := runs.get(run.param)) is not None:
+                param = there.param if is_host(there.param.device) else copies.param(run, there.param.dtype)
+                grad = there.grad if is_host(there.grad.device) else copies.grad(run, there.grad.dtype)
+                runs[run.param] = there._replace(param=param, grad=grad)
+        update = self._updater.prepare(work._replace(runs=runs))
+
+        def update_and_copy_back() -> int:
+            changed_tiles = update()
+            self._mirror.copy_back(self.subgroup, copies, self._params(), work.runs)
+            return changed_tiles
+
+        return update_and_copy_back
+
+    def _params(self) -> dict[int, torch.Tensor]:
+        return {run.param: self.means.param_of(run.param) for run in self.subgroup.runs}
 
 
 def _down_pairs(
-    mirror: MirroredRuns, subgroup: Subgroup, params: Sequence[torch.Tensor], grads: Mapping[int, torch.Tensor]
+    mirror: MirroredRuns, subgroup: Subgroup, params: Mapping[int, torch.Tensor], grads: Mapping[int, torch.Tensor]
 ) -> Pairs:
     for run in _runs_with_grad(subgroup, grads):
         param, grad = params[run.param], grads[run.param]
-        if not isinstance(param, StandIn):
+        if _is_there(param):
             yield mirror.param(run, param.dtype), _device_run(params, run)
-        if not isinstance(grad, StandIn):
+        if _is_there(grad):
             yield mirror.grad(run, grad.dtype), grad[run.start : run.stop]
 
 
-def _device_run(params: Sequence[torch.Tensor], run: Run) -> torch.Tensor:
+def _device_run(params: Mapping[int, torch.Tensor], run: Run) -> torch.Tensor:
     return flat_view(params[run.param])[run.start : run.stop]
 
 
-def _runs_with_grad(subgroup: Subgroup, grads: Mapping[int, torch.Tensor]) -> list[Run]:
+def _runs_with_grad(subgroup: Subgroup, grads: Container[int]) -> list[Run]:
     return [run for run in subgroup.runs if run.param in grads]
+
+
+def _is_there(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its bytes on a device."""
+    return not (isinstance(tensor, StandIn) or is_host(tensor.device))

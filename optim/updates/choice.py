@@ -1,0 +1,50 @@
+"""Which way a subgroup is updated."""
+
+from __future__ import annotations
+
+from nvme_offload.optim.layout.subgroup import Subgroup
+from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.updates.in_torch import InTorch, OnDevice, WholeMatrix
+from nvme_offload.optim.updates.logged import LoggedKernel
+from nvme_offload.optim.updates.mirrored import DeviceMirror, Mirrored
+from nvme_offload.optim.updates.native import NativeKernel
+from nvme_offload.optim.updates.slot_logs import LogState
+from nvme_offload.optim.updates.updater import Means, Updater
+
+
+def way_of(rule: UpdateRule, *, is_durable: bool, on_device: bool) -> type[Updater]:
+    """Return how subgroups are updated, from plain facts. Another way is one more class, and one more line here.
+
+    Args:
+        rule: of their parameters.
+        is_durable: the state outlives the process.
+        on_device: the state stays on a device.
+    """
+    if on_device:
+        return OnDevice
+    if rule.whole:
+        return WholeMatrix
+    if not rule.kernel:
+        return InTorch
+    return LoggedKernel if is_durable else NativeKernel
+
+
+def updater_of(
+    subgroup: Subgroup,
+    means: Means,
+    log: LogState | None,
+    *,
+    on_device: bool,
+    mirror: DeviceMirror | None,
+) -> Updater:
+    """Return what updates a subgroup that gets its place.
+
+    Args:
+        subgroup: that is placed.
+        means: of the optimizer.
+        log: of a subgroup of a durable run.
+        on_device: its state stays on a device.
+        mirror: where it has parameters or gradients on a device; None: it has none.
+    """
+    updater = way_of(subgroup.rule, is_durable=log is not None, on_device=on_device)(subgroup, means, log)
+    return updater if mirror is None or on_device else Mirrored(updater, mirror)

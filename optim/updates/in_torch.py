@@ -1,0 +1,223 @@
+"""Updates in torch operators: for rules without a native kernel, for whole matrices, and for state on a device.
+
+Masters, states and checks are those of the native kernels. On a device rules that have a kernel give its bits, too, and
+nothing waits for the device: what the host wants to know is a tensor there.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import torch
+
+from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.layout.flat import unflatten
+from nvme_offload.optim.layout.master import TILE_NUMEL, num_tiles
+from nvme_offload.optim.updates.updater import Updater
+from nvme_offload.optim.updates.work import RunTensors, SubgroupStep
+
+CHUNK_NUMEL = 256 * TILE_NUMEL
+"""Elements that a device works on at a time: seven fp32 tensors of them are needed besides."""
+
+_INF_BITS, _QUIET_BIT, _UPPER, _MAGNITUDE = 0x7F800000, 0x00400000, -0x10000, 0x7FFFFFFF
+
+
+class InTorch(Updater):
+    """The rule's own `update` sees fp32 tensors of at most `TILE_NUMEL` elements."""
+
+    def prepare(self, work: SubgroupStep) -> Callable[[], int]:
+        """See `Updater.prepare`."""
+        here, update = OnHost(self.means.kernels), self.subgroup.rule.update
+        return lambda: sum(int(update_run(update, run, here, TILE_NUMEL)) for run in work.runs.values())
+
+
+class WholeMatrix(Updater):
+    """The rule's own `update_whole` sees a parameter, or this rank's shard of it, in its shape."""
+
+    inside = "updates whole parameters"
+
+    def prepare(self, work: SubgroupStep) -> Callable[[], int]:
+        """See `Updater.prepare`."""
+        rule, here = self.subgroup.rule, OnHost(self.means.kernels)
+
+        def update_one(index: int, run: RunTensors) -> int:
+            like = self.means.param_of(index)
+
+            def update(
+                master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: tuple[float, ...]
+            ) -> None:
+                shaped = [unflatten(each, like) for each in (master, grad, *states)]
+                rule.update_whole(shaped[0], shaped[1], shaped[2:], scalars, partial(work.whole.through, index))
+
+            return int(update_run(update, run, here, run.param.numel()))
+
+        return lambda: sum(update_one(index, run) for index, run in work.runs.items())
+
+
+class OnDevice(Updater):
+    """The rule's own `update` works where state and parameters are. Nobody has to wait for it."""
+
+    inside = "updates state on the device"
+
+    def prepare(self, work: SubgroupStep) -> Callable[[], int]:
+        """See `Updater.prepare`. Tiles found changed are not in what is returned: see `Means.found_changed`."""
+        there, update = OnAccelerator(), self.subgroup.rule.update
+
+        def update_all() -> int:
+            for run in work.runs.values():
+                self.means.found_changed.append(update_run(update, run, there, CHUNK_NUMEL))
+            return 0
+
+        return update_all
+
+
+class Arithmetic(ABC):
+    """Checksums and halves of parameters in one kind of memory."""
+
+    @abstractmethod
+    def sums(self, param: torch.Tensor) -> torch.Tensor:
+        """Checksum a 16-bit parameter, 1D: int64 per tile of 65536 elements."""
+
+    @abstractmethod
+    def join(self, hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
+        """Undo `divide`: bf16 and uint16 [numel] to fp32."""
+
+    @abstractmethod
+    def divide(self, master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor | None) -> None:
+        """Round masters, fp32, to the parameter; what leads back is in `lower` then. None beside fp32."""
+
+    @abstractmethod
+    def take_over(self, master: torch.Tensor, param: torch.Tensor, differ: torch.Tensor) -> None:
+        """Set masters to the parameter in the tiles that differ, bool [num_tiles]."""
+
+    def settle(self, values: torch.Tensor) -> None:
+        """Bring what operators left to the bits that the kernel leaves."""
+        return
+
+
+def update_run(
+    update: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], tuple[float, ...]], None],
+    run: RunTensors,
+    here: Arithmetic,
+    chunk_numel: int,
+) -> torch.Tensor:
+    """Update one run. A tile whose parameter no longer matches its checksum gets its master from it as found.
+
+    Args:
+        update: changes masters and states in place; takes master, gradient, states and scalars, fp32 [chunk_numel].
+        run: in one memory, but for the gradient, which may be in host memory.
+        here: the arithmetic of that memory; its `sums` are the run's checksums.
+        chunk_numel: elements to work on at a time, a multiple of `TILE_NUMEL` or all.
+
+    Returns:
+        The number of such tiles: int64, 0D, in that memory.
+    """
+    differ = None if run.checksums is None else here.sums(run.param) != run.checksums
+    for start in range(0, run.param.numel(), chunk_numel):
+        part, first = slice(start, start + chunk_numel), start // TILE_NUMEL
+        param, lower = run.param[part], None if run.master is None else run.master[part]
+        master = param if lower is None else here.join(param, lower) if lower.dtype is torch.uint16 else lower
+        if differ is not None:
+            here.take_over(master, param, differ[first : first + num_tiles(param.numel())])
+        states = [state[part].float() for state in run.states]
+        grad = run.grad[part].to(param.device).float() * run.scalars.grad_scale
+        update(master, grad, states, run.scalars.of_rule)
+        for values in (master, *states):
+            here.settle(values)
+        for state, updated in zip(run.states, states, strict=True):
+            state[part].copy_(updated)  # where it is fp32, it is the same memory
+        here.divide(master, param, lower)
+    if run.checksums is None or differ is None:
+        return torch.zeros((), dtype=torch.int64, device=run.param.device)
+    run.checksums.copy_(here.sums(run.param))
+    return differ.sum()
+
+
+class OnHost(Arithmetic):
+    """Host memory, where the native kernels work.
+
+    Args:
+        kernels: the threads.
+    """
+
+    def __init__(self, kernels: KernelPool) -> None:
+        self._kernels = kernels
+
+    def sums(self, param: torch.Tensor) -> torch.Tensor:
+        """See `KernelPool.tile_checksums`."""
+        return self._kernels.tile_checksums(param)
+
+    def join(self, hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
+        """See `KernelPool.join`."""
+        return self._kernels.join(hi, lo)
+
+    def divide(self, master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor | None) -> None:
+        """See `KernelPool.divide`."""
+        self._kernels.divide(master, param, lower)
+
+    def take_over(self, master: torch.Tensor, param: torch.Tensor, differ: torch.Tensor) -> None:
+        """See `Arithmetic.take_over`."""
+        for number in differ.nonzero().flatten().tolist():
+            part = slice(number * TILE_NUMEL, (number + 1) * TILE_NUMEL)
+            master[part] = param[part].float()
+
+
+class OnAccelerator(Arithmetic):
+    """Memory of a device, in torch's operators."""
+
+    def sums(self, param: torch.Tensor) -> torch.Tensor:
+        """Checksum each tile; the sums are others than the kernel's.
+
+        Each element counts with an odd weight of its own, modulo 2^64: that a single one changed always shows, of other
+        changes about one in 2^64 does not.
+        """
+        weights = _weights(param.device)
+        sums = []
+        for start in range(0, param.numel(), CHUNK_NUMEL):
+            bits = param[start : start + CHUNK_NUMEL].view(torch.int16).to(torch.int64)
+            whole = bits.numel() // TILE_NUMEL * TILE_NUMEL
+            sums.append((bits[:whole].view(-1, TILE_NUMEL) * weights).sum(1))
+            if whole < bits.numel():
+                sums.append((bits[whole:] * weights[: bits.numel() - whole]).sum(0, keepdim=True))
+        return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=param.device)
+
+    def join(self, hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
+        """See `Arithmetic.join`."""
+        upper = hi.view(torch.int16).to(torch.int32)
+        lower = lo.view(torch.int16).to(torch.int32) & 0xFFFF
+        return ((upper - (lower >> 15)) << 16 | lower).view(torch.float32)
+
+    def divide(self, master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor | None) -> None:
+        """Round to the nearest: for bf16 ties away from zero, for fp16 to even."""
+        if lower is None:
+            return
+        if lower.dtype is not torch.uint16:
+            param.copy_(master)
+            param.masked_fill_(master.isnan(), math.nan)  # devices have NaNs of their own
+            return
+        bits = master.view(torch.int32)
+        is_nan = (bits & _MAGNITUDE) > _INF_BITS
+        upper = torch.where(is_nan, (bits | _QUIET_BIT) & _UPPER, bits + 0x8000) >> 16
+        param.view(torch.int16).copy_(upper)
+        lower.view(torch.int16).copy_(bits.masked_fill(is_nan, 0))  # conversion keeps the lower half
+
+    def take_over(self, master: torch.Tensor, param: torch.Tensor, differ: torch.Tensor) -> None:
+        """See `Arithmetic.take_over`; without asking whether any differs."""
+        by_element = differ.repeat_interleave(TILE_NUMEL)[: param.numel()]
+        master.copy_(torch.where(by_element, param.float(), master))
+
+    def settle(self, values: torch.Tensor) -> None:
+        """Put one NaN in the place of all."""
+        values.masked_fill_(values.isnan(), math.nan)
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd numbers without a pattern, int64 [TILE_NUMEL]: of splitmix64, but for the sign in its shifts."""
+    mixed = torch.arange(1, TILE_NUMEL + 1, dtype=torch.int64, device="cpu") * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return (mixed ^ (mixed >> 31) | 1).to(device)

@@ -1,0 +1,105 @@
+"""Updates of a durable run: after those in the log, and with what it takes to do this one again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from nvme_offload.offload.durable.chain import Chain
+from nvme_offload.offload.durable.seal import Sums
+from nvme_offload.offload.errors import OutOfSpaceError
+from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.optim.gradient_log.entry import MAX_SCALARS, PartOfMemory
+from nvme_offload.optim.kernels import Segment
+from nvme_offload.optim.layout.master import num_tiles
+from nvme_offload.optim.layout.subgroup import Subgroup
+from nvme_offload.optim.updates.slot_logs import Draft, LogState, Parts
+from nvme_offload.optim.updates.updater import Means, Updater
+from nvme_offload.optim.updates.work import RunTensors, SubgroupStep
+
+
+class LoggedKernel(Updater):
+    """The rule's kernel does what the log has, then the step. Where a base is not due, an entry is drafted.
+
+    What cannot be put into the log is rewritten. Where all of it has a gradient, the update completes it for that, too.
+    """
+
+    def __init__(self, subgroup: Subgroup, means: Means, log: LogState | None) -> None:
+        super().__init__(subgroup, means, log)
+        assert means.logs is not None
+        assert log is not None
+        self._logs, self._log = means.logs, log
+
+    def prepare(self, work: SubgroupStep) -> Callable[[], int]:
+        """See `Updater.prepare`."""
+        self.means.begin_writing()
+        subgroup, memory, logs = self.subgroup, work.memory, self._logs
+        steps = logs.steps(subgroup, self._chain if self._log.is_behind else Chain(), memory)
+        entry = self._begin_entry(memory, work.runs)
+        completes = entry is None and all(run.param in work.runs for run in subgroup.runs)
+        segments = []
+        for number, run in enumerate(subgroup.runs):
+            tensors, offsets = work.runs.get(run.param), None
+            if tensors is not None and entry is not None:
+                offsets = self._note(entry, number, tensors)
+            if tensors is not None or steps[number]:
+                its = steps[number]
+                segments.append(logs.segment(subgroup, memory, run, tensors, its, offsets, completes=completes))
+        if entry is not None:
+            return lambda: self._update_and_log(segments, entry)
+        return lambda: self._update(segments, logs.parts(subgroup, memory) if completes else None)
+
+    @property
+    def _chain(self) -> Chain:
+        return self._logs.extents.slots[self.subgroup.index].current
+
+    def _update(self, segments: list[Segment], parts: Parts | None) -> int:
+        """Update; with the state and the tail take the sums that they are written with."""
+        if parts is None:
+            changed, sums = self._logs.kernels.update(segments), None
+        else:
+            sums = Sums(*(torch.empty(num_tiles(part.numel()), dtype=torch.int64, device="cpu") for part in parts))
+            changed = self._logs.kernels.update(segments, list(zip(parts, (sums.state, sums.tail), strict=True)))
+        self._log.end_update(sums=sums)
+        return sum(changed)
+
+    def _update_and_log(self, segments: list[Segment], entry: PartOfMemory) -> int:
+        format_ = self._logs.format_of(self.subgroup)
+        data = format_.data(entry, format_.most_bytes)
+        changed, data_bytes = self._logs.kernels.update_and_log(segments, data)
+        fits = data_bytes <= data.numel()
+        draft = Draft(entry.start, format_.finish(entry, data_bytes), len(self._chain.log)) if fits else None
+        self._log.end_update(draft=draft)
+        return sum(changed)
+
+    def _begin_entry(self, memory: Memory, runs: Mapping[int, RunTensors]) -> PartOfMemory | None:
+        """Where an entry of this update goes; None where the subgroup is rewritten. Either way there is room for it."""
+        extents, index, format_ = self._logs.extents, self.subgroup.index, self._logs.format_of(self.subgroup)
+        is_wide = any(run.grad.dtype.itemsize > format_.grad_itemsize for run in runs.values())
+        has_many = any(len(run.scalars.of_rule) > MAX_SCALARS for run in runs.values())
+        if not (extents.is_due(index) or is_wide or has_many):
+            try:
+                extents.to_append(index)
+            except OutOfSpaceError:
+                pass
+            else:
+                entry = PartOfMemory(memory, self._end_of_log())
+                format_.begin(entry)
+                return entry
+        extents.to_rewrite(index)
+        return None
+
+    def _end_of_log(self) -> int:
+        """Where the next entry begins in the buffer: behind those that an update still needs."""
+        log = self._chain.log if self._log.is_behind else ()
+        return self._logs.base_of(self.subgroup).size_bytes + sum(written.content.size_bytes for written in log)
+
+    def _note(self, entry: PartOfMemory, number: int, run: RunTensors) -> torch.Tensor:
+        return self._logs.format_of(self.subgroup).note_run(
+            entry,
+            number,
+            grad_dtype=run.grad.dtype,
+            grad_scale=run.scalars.grad_scale,
+            scalars=run.scalars.of_rule,
+        )

@@ -1,0 +1,68 @@
+"""What every way to update a subgroup is to whoever updates it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.layout.subgroup import Subgroup
+from nvme_offload.optim.updates.slot_logs import LogState, SlotLogs
+from nvme_offload.optim.updates.work import SubgroupStep
+
+
+@dataclass(frozen=True)
+class Means:
+    """The means that the updaters of one optimizer share."""
+
+    kernels: KernelPool
+    param_of: Callable[[int], torch.Tensor]
+    """Gives what is in this process's memory of a parameter, by index."""
+    logs: SlotLogs | None = None
+    """Of a durable run; None: nothing outlives the process."""
+    begin_writing: Callable[[], None] = lambda: None
+    """Waits until a durable run may choose extents."""
+    found_changed: list[torch.Tensor] = field(default_factory=list)
+    """Gets the numbers of tiles that updates on a device found changed, int64 there: the host asks a step later."""
+
+
+class Updater(ABC):
+    """How one subgroup is updated. It is chosen when the subgroup is placed, and stays: see `updater_of`.
+
+    Args:
+        subgroup: to update.
+        means: to do it with.
+        log: of a subgroup of a durable run.
+    """
+
+    inside = ""
+    """Why the update has to be done inside `step()`, as a predicate of the optimizer; empty: it can be behind it."""
+
+    def __init__(self, subgroup: Subgroup, means: Means, log: LogState | None = None) -> None:
+        self.subgroup = subgroup
+        self.means = means
+        self.log = log
+
+    def expect(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """Start to bring what `prepare` will wait for, before the state is there.
+
+        Args:
+            grads: flat gradients of the step, by index of the parameter.
+        """
+        return
+
+    @abstractmethod
+    def prepare(self, work: SubgroupStep) -> Callable[[], int]:
+        """Make an update ready. Before what it returns is called nothing changes.
+
+        Returns:
+            A function that updates the state and the parameters, to be called once. It returns how many tiles of 65536
+            elements somebody else had changed since the last update.
+
+        Raises:
+            CorruptionError: what is to be done again first is not what was written.
+            OutOfSpaceError: there is no room for what is to be written.
+        """
