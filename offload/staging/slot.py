@@ -33,6 +33,7 @@ import torch
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.offload.errors import CorruptionError, StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
+from nvme_offload.offload.staging.home import VISITING, Home
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.offload.storage.transfer import Transfer
@@ -88,11 +89,9 @@ class Slot:
     """What messages call the slot, as "parameters of layers.3"."""
     size_bytes: int
     extent: Extent | None = None
-    """Where on the tier the slot lives. None: it lives in host memory."""
-    own_pool: BufferPool | None = None
-    """A buffer that nobody else gets: bytes that are in it stay there. None: the slot visits those of all."""
-    read_bytes: int | None = None
-    """How many of the extent's first bytes are read, a multiple of the alignment; None: all."""
+    """Where on the tier the bytes are. None: nowhere yet."""
+    home: Home = VISITING
+    """Whether the slot visits the staging buffers of all, or lives in memory of its own."""
     residency: Residency = Residency.UNBORN
     buffer: StagingBuffer | None = field(default=None, init=False)
     """The staging buffer that is leased to the slot: the pool sets this."""
@@ -150,6 +149,9 @@ class Sealer(Protocol[S_in]):
         What could not be written is asked for again.
         """
 
+    def read_bytes(self, slot: S_in) -> int | None:
+        """Return how many of the first bytes of a slot's extent are read, a multiple of the alignment; None: all."""
+
     def verify(self, slot: S_in) -> None:
         """Look whether what was read into the buffer of a slot is what was written.
 
@@ -206,9 +208,9 @@ class Staging(Generic[S]):
     def lease(self, slot: S) -> bool:
         """Give a slot a buffer that is free; False if none is."""
         self.touch(slot)
-        if slot.own_pool is not None:
-            self._own_pools[slot.own_pool] = None
-        pool = slot.own_pool or self.pool
+        if slot.home.pool is not None:
+            self._own_pools[slot.home.pool] = None
+        pool = slot.home.pool or self.pool
         return pool is not None and pool.try_acquire(slot) is not None
 
     def lease_spare(self, slot: S) -> bool:
@@ -227,10 +229,9 @@ class Staging(Generic[S]):
         assert self.tier is not None
         assert slot.extent is not None
         assert slot.buffer is not None
+        size_bytes = self.sealer.read_bytes(slot) if self.sealer is not None else None
         slot.become(Residency.READING)
-        slot.transfer = self.tier.read(
-            slot.extent, slot.buffer, what=slot.name, kind=self.kind, size_bytes=slot.read_bytes
-        )
+        slot.transfer = self.tier.read(slot.extent, slot.buffer, what=slot.name, kind=self.kind, size_bytes=size_bytes)
         self._ring_for(slot.transfer)
 
     def complete(self, slot: S) -> None:
@@ -313,8 +314,8 @@ class Staging(Generic[S]):
         if slot.residency is not Residency.UNBORN:
             slot.become(Residency.UNBORN)
         self.give_up(slot)
-        if slot.own_pool is not None:
-            self._own_pools.pop(slot.own_pool, None)
+        if slot.home.pool is not None:
+            self._own_pools.pop(slot.home.pool, None)
 
     def adopt(self, slot: S, extent: Extent) -> None:
         """Take the bytes of an extent, which a run that ended has left, for those of a slot that was forgotten."""

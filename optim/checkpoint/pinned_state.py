@@ -8,17 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from nvme_offload.offload.durable.chain import Chain
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.pinned import PinnedReader
 from nvme_offload.offload.durable.ring import ExtentRing
-from nvme_offload.offload.durable.seal import check_sums
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.checkpoint.places import Place
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import MasterForm
-from nvme_offload.optim.layout.subgroup import Run, Subgroup, section_view
+from nvme_offload.optim.layout.subgroup import Run, section_view
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.sealing import Sealing
 from nvme_offload.optim.state.slots import SlotRecord
@@ -107,30 +105,16 @@ class PinnedState:
             self._held = None
             chain = self._chains[slot.index]
             memory = self._reader.read(chain)
-            self._check(slot.subgroup, chain, memory)
+            self._logs.check(slot.subgroup, chain, memory)
             self._logs.replay_chain(slot.subgroup, chain, memory)
             self._held = slot, memory
         return self._held[1]
 
-    def _check(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> None:
-        assert chain.base is not None
-        expected, path = (
-            self._extents.open_sealed(subgroup.index, chain.base, memory),
-            self._extents.path_of(chain.base),
-        )
-        layout, sums = chain.base.content, self.kernels.tile_checksums
-        state = sums(memory.view(torch.int32, 0, layout.state_bytes // 4))
-        tail = sums(memory.view(torch.int32, layout.tail_at, layout.tail_bytes // 4))
-        check_sums(expected.state, state, path=path, what=f"the state of subgroup {subgroup.index}")
-        check_sums(expected.tail, tail, path=path, what=f"the parameters of subgroup {subgroup.index}")
-        self._logs.check(subgroup, chain, memory)
-
     def tail(self, slot: SlotRecord, run: Run) -> torch.Tensor:
         """What parameters of a run have besides the state: bf16 upper halves or fp32, 1D [run.numel]."""
-        dtype = slot.subgroup.tail_dtype
-        assert dtype is not None
-        at = self._logs.base_of(slot.subgroup).tail_at + run.at * dtype.itemsize
-        return self.read(slot).view(dtype, at, run.numel)
+        tail = self._logs.base_view(slot.subgroup, self.read(slot), run)
+        assert tail is not None
+        return tail
 
 
 class _ReadOnly:

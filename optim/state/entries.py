@@ -128,7 +128,7 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
         with HeldState(body.pipeline, slot, change=True, load=not _sets_everything(slot, entries)) as memory:
             # What fails in here is undone on NVMe, where the drive has the state as it was. A master is also in the
             # parameter, and the two only agree again when both are written.
-            if masters or slot.is_resident:
+            if masters or not slot.home.is_visited:
                 body.note_half_written()
             for run in slot.subgroup.runs:
                 for name, values in entries.get(run.param, {}).items():

@@ -23,7 +23,7 @@ def give_birth(slot: SlotRecord, memory: Memory, table: ParamTable, pool: Kernel
     for run in subgroup.runs:
         if table[run.param].checksums is not None:
             host = table[run.param].copy_of(run)
-            table[run.param].note_written(run, host, pool, on_device=slot.is_on_device)
+            table[run.param].note_written(run, host, pool, on_device=slot.home.on_device)
             rest, master = table[run.param].first_rest, section_view(subgroup, memory, "master", run)
             assert master is not None
             if rest is not None:
@@ -47,7 +47,7 @@ def write_master(
     """
     master = section_view(slot.subgroup, memory, "master", run)
     rounded = torch.empty(run.numel, dtype=table[run.param].param.dtype, device="cpu")
-    if master is None or not slot.is_on_device:
+    if master is None or not slot.home.on_device:
         pool.divide(values, rounded, master)
     else:
         there = torch.empty(run.numel, dtype=master.dtype, device="cpu")
@@ -55,7 +55,7 @@ def write_master(
         master.copy_(there)
     with table[run.param].reaching(run, change=True) as param:
         param.copy_(rounded)
-    table[run.param].note_written(run, rounded, pool, on_device=slot.is_on_device)
+    table[run.param].note_written(run, rounded, pool, on_device=slot.home.on_device)
 
 
 def read_master(run: Run, slot: SlotRecord, memory: Memory, table: ParamTable, pool: KernelPool) -> torch.Tensor:
@@ -66,7 +66,7 @@ def read_master(run: Run, slot: SlotRecord, memory: Memory, table: ParamTable, p
     param = table[run.param].copy_of(run)
     master = section_view(slot.subgroup, memory, "master", run)
     joined = pool.joined(param, master if master is None else master.cpu())
-    for block in table[run.param].changed_tiles(run, param, pool, on_device=slot.is_on_device):
+    for block in table[run.param].changed_tiles(run, param, pool, on_device=slot.home.on_device):
         part = slice(block * TILE_NUMEL, (block + 1) * TILE_NUMEL)
         joined[part] = param[part].float()
     return joined

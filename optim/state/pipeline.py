@@ -129,8 +129,8 @@ class StepPipeline:
             self.start_writes()
         self._settle_finished()
         self._read_ahead(window, load)
-        if (memory := slot.memory) is not None:
-            return self._in_host_memory(slot, memory)
+        if (memory := slot.home.memory) is not None:
+            return self._at_home(slot, memory)
         while slot.buffer is None or slot.transfer is not None:
             with self._meter.waiting("staging buffers" if slot.buffer is None else "drive"):
                 if any(other.transfer for other in self.residents):
@@ -198,7 +198,7 @@ class StepPipeline:
 
     def is_here(self, slot: SlotRecord) -> bool:
         """Whether `acquire` of this subgroup, for a change, would wait for nothing: not for an old write either."""
-        if slot.memory is not None:
+        if slot.home.memory is not None:
             return True
         return slot.buffer is not None and slot.transfer is None and slot.residency is not Residency.DIRTY
 
@@ -230,7 +230,7 @@ class StepPipeline:
             slot: whose memory it is.
             updated: parameters that have a gradient in an update, by index.
         """
-        if slot.memory is None:
+        if slot.home.memory is None:
             if slot.log is not None:
                 slot.log.open_version(frozenset(updated))
             slot.become(Residency.DIRTY)
@@ -264,7 +264,6 @@ class StepPipeline:
             num_logged: entries of a log that it ends with.
         """
         self._forget(slot, num_logged)
-        slot.read_bytes = None
         self._staging.adopt(slot, extent)
 
     def forget(self, slots: Iterable[SlotRecord]) -> None:
@@ -322,15 +321,14 @@ class StepPipeline:
             if not room:
                 break
             slot = order[i]
-            if slot.own_pool is not None:
-                if i == position or slot.needs_read:
-                    window.append(slot)
-            elif not slot.is_resident:
+            if slot.home.is_visited:
                 window.append(slot)
                 room -= 1
+            elif slot.home.memory is None and (i == position or slot.needs_read):
+                window.append(slot)
         return window
 
-    def _in_host_memory(self, slot: SlotRecord, memory: Memory) -> Memory:
+    def _at_home(self, slot: SlotRecord, memory: Memory) -> Memory:
         if slot.residency is Residency.UNBORN:
             self._give_birth(slot, memory)
             slot.become(Residency.HOST)
@@ -360,7 +358,7 @@ class StepPipeline:
 
     def _evict_outside(self, window: Sequence[SlotRecord]) -> bool:
         for slot in self.residents:
-            if slot.evictable and slot.own_pool is None and slot not in window:
+            if slot.evictable and slot.home.is_visited and slot not in window:
                 self._staging.give_up(slot)
                 return True
         return False

@@ -132,7 +132,7 @@ class StatePlacement:
             choice = ("host", "nvme")
         units = list(blocks)
         units += [Unit(f"{STAGING} of {KIND}", STAGING, staging_bytes, tiers=("host",))] if staging_bytes else []
-        units += [self._unit(slot.subgroup, page, (_tier_of(slot),)) for slot in placed]
+        units += [self._unit(slot.subgroup, page, (slot.home.tier,)) for slot in placed]
         units += [self._unit(subgroup, page, self._choice(subgroup, choice, on_device)) for subgroup in new]
         budgets: dict[Tier, int] = {} if self.host_budget is None else {"host": self.host_budget}
         if self.device_budget is not None:
@@ -198,9 +198,3 @@ class StatePlacement:
             f"{self._shown}: the {self._section.buffer_count} staging buffers take {own}{more}{beside}; write at least "
             f"{needed}, or a smaller buffer_count"
         )
-
-
-def _tier_of(slot: SlotRecord) -> Tier:
-    if slot.is_on_device:
-        return "device"
-    return "host" if slot.is_resident else "nvme"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from nvme_offload.offload.durable.chain import SlotLayout, Written
+from nvme_offload.offload.durable.chain import Chain, SlotLayout
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import Sums, check_sums
 from nvme_offload.offload.staging.slot import WriteTarget
@@ -70,7 +70,11 @@ class Sealing:
         """Whether updates of a subgroup are logged, and it is not rewritten in every step."""
         return self.run.extents.slots[slot.index].layout.period > 1
 
-    def read_bytes_of(self, subgroup: Subgroup) -> int:
+    def read_bytes(self, slot: SlotRecord) -> int | None:
+        """Return how many bytes of a slot's extent are read; None: all."""
+        return _log_of(slot).read_bytes
+
+    def _least_bytes_of(self, subgroup: Subgroup) -> int:
         """How much of a base a step reads. At least a page, also where the rule has no state."""
         return self.logs.base_of(subgroup).state_span or self._alignment
 
@@ -83,10 +87,10 @@ class Sealing:
         if self.logs.period == 1:
             return list(slots)
         extents = self.run.extents
-        visitors = [slot for slot in slots if not slot.is_resident]
+        visitors = [slot for slot in slots if slot.home.is_visited]
         visitors.sort(key=lambda slot: (slot.buffer is None, extents.num_logged_next(slot.index)))
         following = iter(visitors)
-        return [slot if slot.is_resident else next(following) for slot in slots]
+        return [next(following) if slot.home.is_visited else slot for slot in slots]
 
     def begin_writing(self) -> None:
         """Wait until extents may be chosen; call it before the log of a subgroup is asked where its entry goes."""
@@ -112,13 +116,13 @@ class Sealing:
 
     def point(self, slot: SlotRecord) -> None:
         """Say where the newest of a slot is read from."""
-        chain = self.run.extents.slots[slot.index].current
+        chain = self._chain_of(slot)
         assert chain.base is not None
-        _log_of(slot).num_logged = len(chain.log)
         if chain.log:
-            slot.extent, slot.read_bytes = chain.reading(base_bytes=chain.base.content.size_bytes), None
+            slot.extent = chain.reading(base_bytes=chain.base.content.size_bytes)
         else:
-            slot.extent, slot.read_bytes = chain.base.extent, self.read_bytes_of(slot.subgroup)
+            slot.extent = chain.base.extent
+        _log_of(slot).point(len(chain.log), None if chain.log else self._least_bytes_of(slot.subgroup))
 
     def _seal_entry(self, slot: SlotRecord, memory: Memory, draft: Draft) -> WriteTarget:
         part, extents = PartOfMemory(memory, draft.start), self.run.extents
@@ -153,7 +157,7 @@ class Sealing:
             for tile in (found != known).nonzero().flatten().tolist():
                 lower[tile * TILE_NUMEL : (tile + 1) * TILE_NUMEL] = 0
             known.copy_(found)
-        return self._sums(slot.subgroup, memory)
+        return self.logs.sums(slot.subgroup, memory)
 
     def _fill_tail(self, slot: SlotRecord, memory: Memory) -> None:
         self._settle_params()
@@ -180,10 +184,12 @@ class Sealing:
         if slot.checksums is None or slot.buffer is None:  # who takes it up looks at all of it
             return
         if _log_of(slot).is_behind:
-            self._check(slot, slot.buffer)
+            self.logs.check(slot.subgroup, self._chain_of(slot), slot.buffer)
             return
-        path = self.run.extents.path_of(self._base_of(slot))
-        actual = self._sums_of(slot.buffer, 0, slot.size_bytes)
+        base = self._chain_of(slot).base
+        assert base is not None
+        path = self.run.extents.path_of(base)
+        actual = self._kernels.tile_checksums(slot.buffer.view(torch.int32, 0, slot.size_bytes // 4))
         check_sums(slot.checksums, actual, path=path, what=f"the state of subgroup {slot.index}")
 
     def is_changed(self, slot: SlotRecord) -> bool:
@@ -208,7 +214,7 @@ class Sealing:
 
     def find(self, slot: SlotRecord, pipeline: StepPipeline) -> bool:
         """Have all of the newest that is written of a slot read next, its log too; False: there is nothing."""
-        chain = self.run.extents.slots[slot.index].current
+        chain = self._chain_of(slot)
         if chain.base is not None:
             pipeline.adopt(slot, chain.reading(base_bytes=chain.base.content.size_bytes), len(chain.log))
         return chain.base is not None
@@ -220,27 +226,15 @@ class Sealing:
             CorruptionError: it is not what the table of the adopted manifest refers to.
             SwapIOError: a parameter is on a tier that fails.
         """
-        sums = self._check(slot, memory)
+        sums = self.logs.check(slot.subgroup, self._chain_of(slot), memory)
         self.replay(slot)
         self._restore(slot, memory)
         slot.checksums = sums.state
         self._note_tail(slot, sums)
         self.point(slot)
 
-    def _check(self, slot: SlotRecord, memory: Memory) -> Sums:
-        """Verify every byte of a base and its log; returns the sums of the base."""
-        base, layout = self._base_of(slot), self.logs.base_of(slot.subgroup)
-        expected, path = self.run.extents.open_sealed(slot.index, base, memory), self.run.extents.path_of(base)
-        actual = self._sums_of(memory, 0, layout.state_bytes), self._sums_of(memory, layout.tail_at, layout.tail_bytes)
-        check_sums(expected.state, actual[0], path=path, what=f"the state of subgroup {slot.index}")
-        check_sums(expected.tail, actual[1], path=path, what=f"the parameters of subgroup {slot.index}")
-        self.logs.check(slot.subgroup, self.run.extents.slots[slot.index].current, memory)
-        return expected
-
-    def _base_of(self, slot: SlotRecord) -> Written:
-        base = self.run.extents.slots[slot.index].current.base
-        assert base is not None
-        return base
+    def _chain_of(self, slot: SlotRecord) -> Chain:
+        return self.run.extents.slots[slot.index].current
 
     def _restore(self, slot: SlotRecord, memory: Memory) -> None:
         subgroup = slot.subgroup
@@ -263,14 +257,6 @@ class Sealing:
         """Note that the parameters are as these sums say, where nobody else does: those in fp32 have no log."""
         if slot.subgroup.form is MasterForm.ITSELF:
             self._tail_sums[slot.index] = sums.tail
-
-    def _sums(self, subgroup: Subgroup, memory: Memory) -> Sums:
-        layout = self.logs.base_of(subgroup)
-        state = self._sums_of(memory, 0, layout.state_bytes)
-        return Sums(state, self._sums_of(memory, layout.tail_at, layout.tail_bytes))
-
-    def _sums_of(self, memory: Memory, at: int, size_bytes: int) -> torch.Tensor:
-        return self._kernels.tile_checksums(memory.view(torch.int32, at, size_bytes // 4))
 
 
 def _log_of(slot: SlotRecord) -> LogState:

@@ -19,11 +19,13 @@ from nvme_offload.offload.errors import ConfigError, ConfigWarning
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.shards.param_tier import TieredShard
+from nvme_offload.offload.staging.home import VISITING, Resident, Staying
 from nvme_offload.offload.storage.device_tier import DeviceTier
 from nvme_offload.offload.storage.host_tier import HostTier
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan, Unit, plan_tiers
+from nvme_offload.offload.storage.tier_plan import Tier as TierName
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.optim.kernels import KernelPool, num_threads_of_rank
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
@@ -67,9 +69,8 @@ class StateStore(StateBody):
         self.config = config
         section = config.zero_optimization.offload_optimizer
         self._placement = StatePlacement(config, rule, least_period(section))
-        self.host = HostTier()
-        self.device: DeviceTier | None = None
-        """Where state is that stays on a device; None before the first."""
+        self._tiers: dict[TierName, Tier] = {"host": HostTier()}
+        """Where state is; that of a device comes with the first state that stays there."""
         self.tier: NvmeTier | None = None
         self.pool: BufferPool | None = None
         self.run: DurableRun | None = None
@@ -89,6 +90,7 @@ class StateStore(StateBody):
             # With a finalizer of its own, should anything after it fail.
             self.run = DurableRun.of(config)
             self.tier = NvmeTier(config, space=self.run.space) if self.run is not None else NvmeTier(config)
+            self._tiers["nvme"] = self.tier
         try:
             # Not a method of this object, which would live until the garbage collector runs.
             checksum = kernels.tile_checksums if config.aio.checksums else None
@@ -281,9 +283,9 @@ class StateStore(StateBody):
         if self.sealing is not None:
             self._place_sealed(self.sealing, slots, moving)
         else:
-            self._reserve(self.tier, moving)
-            self._reserve(self.host, on["host"])
-            self._reserve(self._device_tier() if on["device"] else None, on["device"])
+            for tier, placed in on.items():
+                if placed:
+                    self._reserve(tier, placed)
         return plan
 
     def _place_sealed(self, sealing: Sealing, slots: Sequence[SlotRecord], moving: Sequence[SlotRecord]) -> None:
@@ -298,22 +300,17 @@ class StateStore(StateBody):
             )
         if not sealing.run.is_under_way:
             sealing.run.extents.add(layouts)
-        kept = set(slots) - set(moving)
-        for slot in slots:
-            slot.tier = self.tier
-            slot.read_bytes = sealing.read_bytes_of(slot.subgroup)
-            if slot in kept:
-                slot.own_pool = BufferPool(1, self._placement.size_bytes(slot.subgroup))
+        for slot in set(slots) - set(moving):
+            slot.place(Staying(BufferPool(1, self._placement.size_bytes(slot.subgroup))))
 
-    def _reserve(self, tier: Tier | None, slots: Sequence[SlotRecord]) -> None:
-        if tier is not None:
-            for slot, extent in zip(slots, tier.reserve([slot.size_bytes for slot in slots]), strict=True):
-                slot.place(tier, extent)
-
-    def _device_tier(self) -> DeviceTier:
-        if self.device is None:
-            self.device = DeviceTier(_only(self._devices))
-        return self.device
+    def _reserve(self, name: TierName, slots: Sequence[SlotRecord]) -> None:
+        """Promise an extent to each of these slots."""
+        if name == "device" and name not in self._tiers:
+            self._tiers[name] = DeviceTier(_only(self._devices))
+        tier = self._tiers[name]
+        for slot, extent in zip(slots, tier.reserve([slot.size_bytes for slot in slots]), strict=True):
+            memory = tier.memory(extent)
+            slot.place(VISITING if memory is None else Resident(memory, name), extent)
 
     def _give_up(self, slots: Sequence[SlotRecord]) -> None:
         """Undo `_place` and `_write_rests`, as far as they came."""
@@ -322,8 +319,8 @@ class StateStore(StateBody):
             self.run.extents.drop(len(self.slots))
             return
         for slot in slots:
-            if slot.tier is not None and slot.extent is not None:
-                slot.tier.free(slot.extent)
+            if slot.extent is not None:
+                self._tiers[slot.home.tier].free(slot.extent)
 
     @property
     def run_directory(self) -> Path | None:
@@ -339,13 +336,13 @@ class StateStore(StateBody):
     @property
     def host_state_bytes(self) -> int:
         """State that lives in host memory for good."""
-        kept = (slot.subgroup for slot in self.slots if slot.is_resident and not slot.is_on_device)
+        kept = (slot.subgroup for slot in self.slots if slot.home.tier == "host")
         return sum(map(self._placement.size_bytes, kept))
 
     @property
     def device_state_bytes(self) -> int:
         """State that lives on a device for good."""
-        return sum(slot.size_bytes for slot in self.slots if slot.is_on_device)
+        return sum(slot.size_bytes for slot in self.slots if slot.home.on_device)
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files. Idempotent; no-op in a forked child.
@@ -363,13 +360,10 @@ class StateStore(StateBody):
         self.is_closed = True  # and each part once more does no harm: an interrupted close can be repeated
         self.mirror.close()
         self.blocks.close()
-        if self.tier is not None:
-            self.tier.close()
+        for tier in self._tiers.values():
+            tier.close()
         if self.run is not None:
             self.run.close()
-        self.host.close()
-        if self.device is not None:
-            self.device.close()
         if self.pool is not None:
             self.pool.close()
         self.pipeline.close()

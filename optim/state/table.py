@@ -19,7 +19,7 @@ from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.tiers.parts import OwnParts, parts_of, split_shard
 from nvme_offload.optim.updates.in_torch import OnAccelerator
 
-_tile_sums = OnAccelerator().sums
+_tile_sums = OnAccelerator().tile_checksums
 
 
 @dataclass(eq=False)

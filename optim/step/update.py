@@ -69,7 +69,7 @@ def _work_of(slot: SlotRecord, memory: Memory, inputs: StepInputs, table: ParamT
                 _flat(grad)[run.start : run.stop],
                 section_view(subgroup, memory, "master", run),
                 state_views(subgroup, memory, run),
-                table[run.param].checksums_of(run, on_device=slot.is_on_device),
+                table[run.param].checksums_of(run, on_device=slot.home.on_device),
                 inputs.scalars[run.param],
             )
     return SubgroupStep(memory, runs, inputs.whole)

@@ -7,7 +7,6 @@ nothing waits for the device: what the host wants to know is a tensor there.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 
@@ -30,7 +29,7 @@ class InTorch(Updater):
 
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
         """See `Updater.prepare`."""
-        here, update = OnHost(self.means.kernels), self.subgroup.rule.update
+        here, update = self.means.kernels, self.subgroup.rule.update
         return lambda: sum(int(update_run(update, run, here, TILE_NUMEL)) for run in work.runs.values())
 
 
@@ -41,7 +40,7 @@ class WholeMatrix(Updater):
 
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
         """See `Updater.prepare`."""
-        rule, here = self.subgroup.rule, OnHost(self.means.kernels)
+        rule, here = self.subgroup.rule, self.means.kernels
 
         def update_one(index: int, run: RunTensors) -> int:
             like = self.means.param_of(index)
@@ -74,34 +73,10 @@ class OnDevice(Updater):
         return update_all
 
 
-class Arithmetic(ABC):
-    """Checksums and halves of parameters in one kind of memory."""
-
-    @abstractmethod
-    def sums(self, param: torch.Tensor) -> torch.Tensor:
-        """Checksum a 16-bit parameter, 1D: int64 per tile of 65536 elements."""
-
-    @abstractmethod
-    def join(self, hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
-        """Undo `divide`: bf16 and uint16 [numel] to fp32."""
-
-    @abstractmethod
-    def divide(self, master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor | None) -> None:
-        """Round masters, fp32, to the parameter; what leads back is in `lower` then. None beside fp32."""
-
-    @abstractmethod
-    def take_over(self, master: torch.Tensor, param: torch.Tensor, differ: torch.Tensor) -> None:
-        """Set masters to the parameter in the tiles that differ, bool [num_tiles]."""
-
-    def settle(self, values: torch.Tensor) -> None:
-        """Bring what operators left to the bits that the kernel leaves."""
-        return
-
-
 def update_run(
     update: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], tuple[float, ...]], None],
     run: RunTensors,
-    here: Arithmetic,
+    here: KernelPool | OnAccelerator,
     chunk_numel: int,
 ) -> torch.Tensor:
     """Update one run. A tile whose parameter no longer matches its checksum gets its master from it as found.
@@ -109,66 +84,40 @@ def update_run(
     Args:
         update: changes masters and states in place; takes master, gradient, states and scalars, fp32 [chunk_numel].
         run: in one memory, but for the gradient, which may be in host memory.
-        here: the arithmetic of that memory; its `sums` are the run's checksums.
+        here: works in that memory, and takes the checksums.
         chunk_numel: elements to work on at a time, a multiple of `TILE_NUMEL` or all.
 
     Returns:
         The number of such tiles: int64, 0D, in that memory.
     """
-    differ = None if run.checksums is None else here.sums(run.param) != run.checksums
+    on_host = isinstance(here, KernelPool)
+    differ = None if run.checksums is None else here.tile_checksums(run.param) != run.checksums
     for start in range(0, run.param.numel(), chunk_numel):
         part, first = slice(start, start + chunk_numel), start // TILE_NUMEL
         param, lower = run.param[part], None if run.master is None else run.master[part]
         master = param if lower is None else here.join(param, lower) if lower.dtype is torch.uint16 else lower
-        if differ is not None:
-            here.take_over(master, param, differ[first : first + num_tiles(param.numel())])
+        if differ is not None and not (on_host and not differ.any()):  # a device is not asked: that would wait for it
+            by_tile = differ[first : first + num_tiles(param.numel())]
+            by_element = by_tile.repeat_interleave(TILE_NUMEL)[: param.numel()]
+            master.copy_(torch.where(by_element, param.float(), master))
         states = [state[part].float() for state in run.states]
         grad = run.grad[part].to(param.device).float() * run.scalars.grad_scale
         update(master, grad, states, run.scalars.of_rule)
-        for values in (master, *states):
-            here.settle(values)
+        for values in () if on_host else (master, *states):
+            values.masked_fill_(values.isnan(), math.nan)  # devices have NaNs of their own
         for state, updated in zip(run.states, states, strict=True):
             state[part].copy_(updated)  # where it is fp32, it is the same memory
         here.divide(master, param, lower)
     if run.checksums is None or differ is None:
         return torch.zeros((), dtype=torch.int64, device=run.param.device)
-    run.checksums.copy_(here.sums(run.param))
+    run.checksums.copy_(here.tile_checksums(run.param))
     return differ.sum()
 
 
-class OnHost(Arithmetic):
-    """Host memory, where the native kernels work.
+class OnAccelerator:
+    """What `KernelPool` does to parameters, in torch's operators: for memory of a device."""
 
-    Args:
-        kernels: the threads.
-    """
-
-    def __init__(self, kernels: KernelPool) -> None:
-        self._kernels = kernels
-
-    def sums(self, param: torch.Tensor) -> torch.Tensor:
-        """See `KernelPool.tile_checksums`."""
-        return self._kernels.tile_checksums(param)
-
-    def join(self, hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
-        """See `KernelPool.join`."""
-        return self._kernels.join(hi, lo)
-
-    def divide(self, master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor | None) -> None:
-        """See `KernelPool.divide`."""
-        self._kernels.divide(master, param, lower)
-
-    def take_over(self, master: torch.Tensor, param: torch.Tensor, differ: torch.Tensor) -> None:
-        """See `Arithmetic.take_over`."""
-        for number in differ.nonzero().flatten().tolist():
-            part = slice(number * TILE_NUMEL, (number + 1) * TILE_NUMEL)
-            master[part] = param[part].float()
-
-
-class OnAccelerator(Arithmetic):
-    """Memory of a device, in torch's operators."""
-
-    def sums(self, param: torch.Tensor) -> torch.Tensor:
+    def tile_checksums(self, param: torch.Tensor) -> torch.Tensor:
         """Checksum each tile; the sums are others than the kernel's.
 
         Each element counts with an odd weight of its own, modulo 2^64: that a single one changed always shows, of other
@@ -185,7 +134,7 @@ class OnAccelerator(Arithmetic):
         return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=param.device)
 
     def join(self, hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
-        """See `Arithmetic.join`."""
+        """Undo `divide`: bf16 and uint16 [numel] to fp32."""
         upper = hi.view(torch.int16).to(torch.int32)
         lower = lo.view(torch.int16).to(torch.int32) & 0xFFFF
         return ((upper - (lower >> 15)) << 16 | lower).view(torch.float32)
@@ -196,22 +145,13 @@ class OnAccelerator(Arithmetic):
             return
         if lower.dtype is not torch.uint16:
             param.copy_(master)
-            param.masked_fill_(master.isnan(), math.nan)  # devices have NaNs of their own
+            param.masked_fill_(master.isnan(), math.nan)
             return
         bits = master.view(torch.int32)
         is_nan = (bits & _MAGNITUDE) > _INF_BITS
         upper = torch.where(is_nan, (bits | _QUIET_BIT) & _UPPER, bits + 0x8000) >> 16
         param.view(torch.int16).copy_(upper)
         lower.view(torch.int16).copy_(bits.masked_fill(is_nan, 0))  # conversion keeps the lower half
-
-    def take_over(self, master: torch.Tensor, param: torch.Tensor, differ: torch.Tensor) -> None:
-        """See `Arithmetic.take_over`; without asking whether any differs."""
-        by_element = differ.repeat_interleave(TILE_NUMEL)[: param.numel()]
-        master.copy_(torch.where(by_element, param.float(), master))
-
-    def settle(self, values: torch.Tensor) -> None:
-        """Put one NaN in the place of all."""
-        values.masked_fill_(values.isnan(), math.nan)
 
 
 @cache

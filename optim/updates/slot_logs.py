@@ -40,6 +40,8 @@ class LogState:
     def __init__(self) -> None:
         self.num_logged = 0
         """Entries of the log that are read along with the base."""
+        self.read_bytes: int | None = None
+        """How many of the first bytes of the extent are read; None: all."""
         self.is_behind = False
         """Whether the state in the buffer is that of the base: the updates in the log are still to be done."""
         self.updated: Container[int] = ()
@@ -50,6 +52,16 @@ class LogState:
         """Sums of what is in the buffer, which that update has completed; None: it is to be completed for writing."""
         self.target: WriteTarget | None = None
         """Where what is in the buffer was sealed for; None: it has changed since."""
+
+    def point(self, num_logged: int, read_bytes: int | None) -> None:
+        """Note what is read next.
+
+        Args:
+            num_logged: entries of the log behind the base.
+            read_bytes: how many of the first bytes of the extent; None: all.
+        """
+        self.num_logged = num_logged
+        self.read_bytes = read_bytes
 
     def begin_read(self, *, load: bool) -> None:
         """Note that a base is read, with its log; without `load` both are about to be overwritten."""
@@ -82,7 +94,7 @@ class LogState:
     def begin_anew(self, num_logged: int = 0) -> None:
         """Keep nothing of what it was."""
         self.open_version()
-        self.num_logged = num_logged
+        self.point(num_logged, None)
         self.is_behind = False
 
 
@@ -161,7 +173,7 @@ class SlotLogs:
             offsets: gets where the update puts its tiles; None: it is not logged.
             completes: the tail becomes what the update makes of the parameter.
         """
-        base = self._base_view(subgroup, memory, run)
+        base = self.base_view(subgroup, memory, run)
         scalars = tensors.scalars if tensors is not None else StepScalars((), 1.0)
         return make_segment(
             param=tensors.param if tensors is not None else self._any_param(subgroup, memory, run),
@@ -178,8 +190,8 @@ class SlotLogs:
             tail=base if completes else None,
         )
 
-    def _base_view(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor | None:
-        """The parameter as the base has it, where the state does not say it."""
+    def base_view(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor | None:
+        """Return the parameter as the base has it, 1D; None where the state says it."""
         dtype = subgroup.tail_dtype
         if dtype is None:
             return None
@@ -199,28 +211,44 @@ class SlotLogs:
         """State and tail, in which nothing is left of what was between runs before."""
         for run, tail in self.tails(subgroup, memory):
             tail[run.numel :].zero_()
+        return self._state_and_tail(subgroup, memory)
+
+    def _state_and_tail(self, subgroup: Subgroup, memory: Memory) -> Parts:
         layout = self.base_of(subgroup)
         state = memory.view(torch.int32, 0, layout.state_bytes // 4)
         return state, memory.view(torch.int32, layout.tail_at, layout.tail_bytes // 4)
 
     def _any_param(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor:
         """Memory of the parameter's kind, which a replay alone does not look at."""
-        base = self._base_view(subgroup, memory, run)
+        base = self.base_view(subgroup, memory, run)
         return memory.view(DTYPE_OF_FORM[subgroup.form], 0, run.numel) if base is None else base
 
     # Entries in a buffer.
 
-    def check(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> None:
-        """Verify every byte of the log of a chain that was read into memory: all of its base, then each entry.
+    def check(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> Sums:
+        """Verify every byte of a chain that was read into memory: all of its base, then each entry of its log.
+
+        Returns:
+            The sums of the base.
 
         Raises:
             CorruptionError: one is not what was written.
         """
+        assert chain.base is not None
+        index, path = subgroup.index, self.extents.path_of(chain.base)
+        base, actual = self.extents.open_sealed(index, chain.base, memory), self.sums(subgroup, memory)
+        check_sums(base.state, actual.state, path=path, what=f"the state of subgroup {index}")
+        check_sums(base.tail, actual.tail, path=path, what=f"the parameters of subgroup {index}")
         for written, part in _entries(chain, memory):
-            expected = self.extents.open_sealed(subgroup.index, written, part)
-            actual = self.kernels.tile_checksums(part.view(torch.int32, 0, written.content.state_bytes // 4))
+            expected = self.extents.open_sealed(index, written, part)
+            found = self.kernels.tile_checksums(part.view(torch.int32, 0, written.content.state_bytes // 4))
             path = self.extents.path_of(written)
-            check_sums(expected.state, actual, path=path, what=f"the log of subgroup {subgroup.index}")
+            check_sums(expected.state, found, path=path, what=f"the log of subgroup {index}")
+        return base
+
+    def sums(self, subgroup: Subgroup, memory: Memory) -> Sums:
+        """Take the sums of a base as it is in memory."""
+        return Sums(*map(self.kernels.tile_checksums, self._state_and_tail(subgroup, memory)))
 
     def steps(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> list[list[LoggedStep]]:
         """What is to be done again, by run, the oldest first."""

@@ -68,7 +68,7 @@ def test_operators_give_the_bits_of_the_kernel(name, dtype):
     (rule, group), pool = RULES[name], KernelPool(1)
     ours, theirs = weights(dtype, rule, pool), weights(dtype, rule, pool)
     is_half = dtype is not torch.float32
-    sums, known = (THERE.sums(ours[0]), pool.tile_checksums(theirs[0])) if is_half else (None, None)
+    sums, known = (THERE.tile_checksums(ours[0]), pool.tile_checksums(theirs[0])) if is_half else (None, None)
     for step, grad_dtype in enumerate((torch.bfloat16, torch.float16, torch.float32), start=1):
         if step == 2 and is_half:
             ours[0][7] = theirs[0][7] = 1.5
@@ -102,15 +102,15 @@ def test_halves_are_those_of_the_kernel():
 
 def test_a_changed_element_shows():
     param = wild(2 * TILE_NUMEL + 5, 4).bfloat16()
-    before = THERE.sums(param)
+    before = THERE.tile_checksums(param)
     assert before.shape == (3,)
     for place in (0, TILE_NUMEL - 1, TILE_NUMEL, 2 * TILE_NUMEL + 4):
         changed = param.clone()
         changed.view(torch.int16)[place] ^= 1
-        assert (THERE.sums(changed) != before).nonzero().flatten().tolist() == [place // TILE_NUMEL]
+        assert (THERE.tile_checksums(changed) != before).nonzero().flatten().tolist() == [place // TILE_NUMEL]
     swapped = param.clone()
     swapped[[3, 4]] = param[[4, 3]]
-    assert THERE.sums(swapped)[0] != before[0]
+    assert THERE.tile_checksums(swapped)[0] != before[0]
 
 
 MIXES = {
@@ -225,7 +225,7 @@ def test_gradients_that_have_left_the_device_come_back(make_adamw, late):
     there = [tensor.to("late") for tensor in (param, lower, *states)]
     scalars, grad = StepScalars(rule.scalars(HYPER, 1), 0.5), gradient(1, torch.bfloat16)
     for tensors in ((param, lower, states), (there[0], there[1], there[2:])):
-        run = RunTensors(tensors[0], grad, tensors[1], tensors[2], THERE.sums(tensors[0]), scalars)
+        run = RunTensors(tensors[0], grad, tensors[1], tensors[2], THERE.tile_checksums(tensors[0]), scalars)
         update_run(rule.update, run, THERE, CHUNK_NUMEL)
     assert torch.equal(there[0].cpu().view(torch.int16), param.view(torch.int16))
     assert torch.equal(there[1].cpu().view(torch.int16), lower.view(torch.int16))
@@ -237,7 +237,7 @@ def test_whole_matrices_stay_with_the_host(late):
     groups = [{"params": [matrix]}, {"params": [rest], "rule": "AdamW"}]
     with OffloadMuon(groups, offload=section) as optimizer:
         optimizer.place()
-        assert [slot.is_on_device for slot in optimizer.store.slots] == [False, True]
+        assert [slot.home.on_device for slot in optimizer.store.slots] == [False, True]
         assert 0 < optimizer.stats().device_state_bytes < optimizer.stats().host_state_bytes
 
 

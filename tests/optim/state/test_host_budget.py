@@ -51,7 +51,7 @@ def expected():
 
 
 def kinds_of_slots(optimizer):
-    return {"host" if slot.is_resident else "nvme" for slot in optimizer.store.slots}
+    return {slot.home.tier for slot in optimizer.store.slots}
 
 
 BUDGETS = {
@@ -80,20 +80,20 @@ def test_the_bits_do_not_depend_on_the_budget(make_adamw, expected, monkeypatch,
     assert_same_bits(snapshot(optimizer), expected[1])
 
     stats = optimizer.stats()
-    on_nvme = sum(slot.subgroup.size_bytes for slot in optimizer.store.slots if not slot.is_resident)
+    on_nvme = sum(slot.subgroup.size_bytes for slot in optimizer.store.slots if slot.home.is_visited)
     assert stats.host_state_bytes + on_nvme == stats.state_bytes
     assert (stats.bytes_written == 0) == (kinds == {"host"})
     if budget != "auto":
         assert stats.staging_bytes + stats.host_state_bytes <= budget
     plan = optimizer.tier_plan
-    assert len(plan.units_on("nvme")) == sum(not slot.is_resident for slot in optimizer.store.slots)
+    assert len(plan.units_on("nvme")) == sum(slot.home.is_visited for slot in optimizer.store.slots)
     assert "optimizer state" in str(plan)
 
 
 def test_subgroups_that_stay_are_spread_among_those_that_move(make_adamw):
     optimizer = make_adamw([param((40 * BLOCK,))], buffers=2, host_budget=STAGING + 20 * 10 * BLOCK)
     optimizer.place()
-    hosted = [slot.is_resident for slot in optimizer.store.slots]
+    hosted = [not slot.home.is_visited for slot in optimizer.store.slots]
     assert len(hosted) == 40
     assert sum(hosted) == 20 + (STAGING - 2 * 10 * BLOCK) // (10 * BLOCK), "bf16 buffers are smaller than they might be"
     assert not any(all(hosted[i : i + 3]) or not any(hosted[i : i + 3]) for i in range(38))
@@ -116,9 +116,9 @@ def test_parameters_that_come_later_stay_within_the_budget(make_adamw):
         if step == 2:
             optimizer.add_param_group({"params": params[2:4]})
         if step == 4:
-            before = [slot.is_resident for slot in optimizer.store.slots]
+            before = [slot.home.tier for slot in optimizer.store.slots]
             optimizer.add_param_group({"params": params[4:]})
-            assert [slot.is_resident for slot in optimizer.store.slots][: len(before)] == before
+            assert [slot.home.tier for slot in optimizer.store.slots][: len(before)] == before
         present = [p for group in optimizer.param_groups for p in group["params"]]
         set_grads(params, step)
         for p in params[len(present) :]:

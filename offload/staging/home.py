@@ -1,0 +1,60 @@
+"""Where the bytes of a slot live: decided once, when it is placed."""
+
+from __future__ import annotations
+
+from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.offload.storage.tier_plan import Tier as TierName
+
+
+class Home:
+    """A place for the bytes of one slot, or of many.
+
+    Args:
+        tier: what the tier plan calls it.
+    """
+
+    memory: Memory | None = None
+    """The bytes themselves, where they are in memory for good. None: they come to a staging buffer."""
+    pool: BufferPool | None = None
+    """A buffer that nobody else gets: bytes that are in it stay there. None: a buffer is one of those of all."""
+    is_visited = False
+    """Whether the slot comes and goes through the staging buffers that all share."""
+
+    def __init__(self, tier: TierName) -> None:
+        self.tier = tier
+        self.on_device = tier == "device"
+
+
+class Visiting(Home):
+    """An extent on NVMe: the slot visits the staging buffers of all."""
+
+    is_visited = True
+
+
+class Staying(Home):
+    """A staging buffer of the slot's own, which is written from: what comes there is never read again.
+
+    Args:
+        pool: of one buffer.
+    """
+
+    def __init__(self, pool: BufferPool) -> None:
+        super().__init__("host")
+        self.pool = pool
+
+
+class Resident(Home):
+    """Memory of the host or of a device; nothing is moved.
+
+    Args:
+        memory: of an extent.
+        tier: "host" or "device".
+    """
+
+    def __init__(self, memory: Memory, tier: TierName) -> None:
+        super().__init__(tier)
+        self.memory = memory
+
+
+VISITING = Visiting("nvme")
