@@ -85,7 +85,7 @@ class OffloadOptimizer(DurableMethods, Optimizer):
         self.store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
         """The state itself, for those who save, load and fill it: see `StateBody`."""
         self._take_on_durable(self.store, self._meter, norm_group)
-        self._stepper = Stepper(self.store, self.rule, self._meter, self.config, norm_group, self._commits)
+        self._stepper = Stepper(self.store, self.rule, self._meter, norm_group, self._commits)
         self._plain_modules = PlainModules(self.store)
         self._record = RunRecord(self.store.run_directory, self.config.run_log)
         self._complete = False
@@ -133,6 +133,7 @@ class OffloadOptimizer(DurableMethods, Optimizer):
             super().add_param_group(param_group)
             added = take_on(self.store, self.rule, self.param_groups[-1], number)
             if self.store.is_settled:
+                self._stepper.schedules.forget()
                 self.store.place_trainable(added)
             if self._complete:
                 self._note_groups()
@@ -287,7 +288,9 @@ class OffloadOptimizer(DurableMethods, Optimizer):
         with self.store.at_rest():
             self._follow()
             if self.config.overlap_step != "off":
+                self._stepper.schedules.forget()
                 self._plain_modules.watch(model, blocks)
+                self._stepper.schedules.decide()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or with ``set_to_none=False`` make them zero, wherever they are.

@@ -304,10 +304,34 @@ class Meter:
         names = ("updates_behind", "updates_in_backward", "guesses", "wrong_guesses", "updates_taken_back")
         return {name: getattr(self, name) for name in names}
 
-    def count_update(self, *, behind: bool) -> None:
-        """Count a subgroup that was updated behind a step, or else in backward."""
+    def count_updates(self, *, behind: int = 0, in_backward: int = 0, taken_back: int = 0) -> None:
+        """Count subgroups that were updated behind a step, or in backward, or whose update was taken back."""
         self.updates_behind += behind
-        self.updates_in_backward += not behind
+        self.updates_in_backward += in_backward
+        self.updates_taken_back += taken_back
+
+    def count_guess(self, *, is_right: bool) -> None:
+        """Count a step of which somebody guessed the factor."""
+        self.guesses += 1
+        self.wrong_guesses += not is_right
+
+    def count_step(self, number: int) -> None:
+        """Note which step was the latest. It may be cut short and done once more."""
+        self.steps = number
+
+    def skip_step(self) -> None:
+        """Count a step that was skipped."""
+        self.skipped_steps += 1
+
+    def note_changed(self, tiles: int) -> None:
+        """Note tiles that were found changed; `take_changed` tells of them."""
+        self.changed_behind += tiles
+
+    def take_changed(self) -> int:
+        """Return how many tiles were found changed since the last call."""
+        tiles, self.changed_behind = self.changed_behind, 0
+        self.resplit_blocks += tiles
+        return tiles
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

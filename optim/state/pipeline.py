@@ -83,8 +83,7 @@ class StepPipeline:
         self.discards = False
         """Whether what is released is given up in place of being written: other state will take its place."""
         self._reads_go_first = False
-        self.on_pause: Callable[[], None] = lambda: None
-        """Called now and then while waiting. May raise: what was waited for goes on and can be waited for again."""
+        self._on_pause: Callable[[], None] | None = None
 
     @property
     def pool(self) -> BufferPool | None:
@@ -156,6 +155,18 @@ class StepPipeline:
             yield
         finally:
             self._reads_go_first = False
+
+    @contextmanager
+    def pausing(self, on_pause: Callable[[], None]) -> Iterator[None]:
+        """In here `on_pause` is called now and then while waiting.
+
+        It may raise: what was waited for goes on and can be waited for again.
+        """
+        self._on_pause = on_pause
+        try:
+            yield
+        finally:
+            self._on_pause = None
 
     def advance(self, ahead: Sequence[SlotRecord]) -> None:
         """Go on without waiting: take note of what is done, and start the reads of the first of `ahead` on NVMe.
@@ -365,7 +376,8 @@ class StepPipeline:
 
     def _await_completion(self) -> None:
         self._staging.wait()
-        self.on_pause()
+        if self._on_pause is not None:
+            self._on_pause()
 
     def _settle_finished(self, wanted: SlotRecord | None = None) -> None:
         """Take note of finished transfers; raise for a failed write, and for a failed read of the slot wanted now.

@@ -29,17 +29,23 @@ class StatePlacement:
         config: the whole section. A host budget of "auto" is fixed here.
         rule: of the optimizer; a group may have fewer states than it has at most.
         period: every how many steps a durable run is rewritten.
+        size_of: gives the bytes that a durable run's subgroups take in a buffer; None: they hold the state alone.
 
     Raises:
         ConfigError: the staging budget does not hold one block for each buffer; names what is needed.
     """
 
-    def __init__(self, config: OffloadConfig, rule: UpdateRule, period: int = 1) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        rule: UpdateRule,
+        period: int = 1,
+        size_of: Callable[[Subgroup], int] | None = None,
+    ) -> None:
         self._section = config.zero_optimization.offload_optimizer
         self._num_logged = period - 1 if self._section.run_name is not None else None
         """Entries of a log that are read beside a subgroup of a durable run, at most; None where there is none."""
-        self.size_of: Callable[[Subgroup], int] | None = None
-        """Bytes that a durable run's subgroups take in a buffer; None: they hold the state and nothing else."""
+        self._size_of = size_of
         # A master that is not beside its parameter has it in a tail: sealed or not, the widest form is the same.
         widest = state_itemsize(MasterForm.FULL, rule.widest_states) + (self._num_logged or 0) * _GRAD_ITEMSIZE
         self._largest_block_bytes = TILE_NUMEL * widest
@@ -77,7 +83,7 @@ class StatePlacement:
 
     def size_bytes(self, subgroup: Subgroup) -> int:
         """Bytes that a subgroup takes in memory: its state, in a durable run also what is written beside it."""
-        return subgroup.size_bytes if self.size_of is None else self.size_of(subgroup)
+        return subgroup.size_bytes if self._size_of is None else self._size_of(subgroup)
 
     def check_whole(self, rule: UpdateRule, needed_bytes: int, name: str) -> None:
         """Look whether a staging buffer holds the state of a parameter that its rule needs whole.

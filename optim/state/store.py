@@ -96,9 +96,8 @@ class StateStore(StateBody):
             checksum = kernels.tile_checksums if config.aio.checksums else None
             if self.run is not None and self.tier is not None:
                 period = period_of(section, self.run, self.tier, rule, kernels.num_threads)
-                self._placement = StatePlacement(config, rule, period)
                 self.sealing = Sealing(self.run, table, kernels, period, mirror.end_step)
-                self._placement.size_of = self.sealing.buffer_bytes
+                self._placement = StatePlacement(config, rule, period, self.sealing.buffer_bytes)
                 self.means = replace(self.means, logs=self.sealing.logs, begin_writing=self.sealing.begin_writing)
             pipeline = StepPipeline(
                 lambda slot, memory: give_birth(slot, memory, table, kernels),

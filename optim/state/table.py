@@ -223,6 +223,11 @@ class ParamTable:
                     f"{record.name} was {record.layout} and is now {found}: make the optimizer after converting a model"
                 )
 
+    def count_steps(self, counts: Mapping[int, int]) -> None:
+        """Set how many updates parameters have had, by index. It may be cut short and done once more."""
+        for index, count in counts.items():
+            self._records[index].steps = count
+
     def members(self, groups: Iterable[Mapping[str, Any]]) -> list[ParamRecord]:
         """Records of what is in the optimizer's groups now, in the order of the table; the state of others rests.
 

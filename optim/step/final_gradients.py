@@ -25,7 +25,7 @@ from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.guess import Guess, Guesses
-from nvme_offload.optim.step.hiding import schedule_in
+from nvme_offload.optim.step.hiding import Schedules
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.step.schedule import InBackward, forward_order
@@ -105,6 +105,18 @@ class Inbox:
             return sums_from_device({0: grad})[0]
 
 
+class _HeldBack:
+    """Gradients that were added up in one tensor, to which more may be added.
+
+    Args:
+        whole: that tensor; None: nothing is held.
+    """
+
+    def __init__(self, whole: torch.Tensor | None = None) -> None:
+        self.whole = whole
+        self.records: dict[torch.Tensor, ParamRecord] = {}
+
+
 class FinalGradients:
     """Notices when a gradient is final, and has its parameter's subgroups updated.
 
@@ -112,6 +124,7 @@ class FinalGradients:
         store: the optimizer's state.
         meter: of the optimizer.
         rule: the optimizer's.
+        schedules: say of which parameters updates may begin in backward.
         guesses: of what steps multiply gradients by. What is begun with a wrong one, or would be an error because of
             what somebody did after backward, is taken back. None: nothing is guessed.
         commits: of a durable run on several ranks: none of them writes before all know of the latest one.
@@ -122,6 +135,7 @@ class FinalGradients:
         store: StateStore,
         meter: Meter,
         rule: UpdateRule,
+        schedules: Schedules,
         guesses: Guesses | None = None,
         commits: Commits | None = None,
     ) -> None:
@@ -130,6 +144,7 @@ class FinalGradients:
         self._store = store
         self._meter = meter
         self._rule = rule
+        self._schedules = schedules
         self._guesses = guesses
         self._commits = commits
         self._groups: Sequence[Mapping[str, Any]] = ()
@@ -139,8 +154,7 @@ class FinalGradients:
         self._is_taken_back = False
         self._hooked: set[int] = set()
         self._places: dict[int, int] = {}
-        self._held: dict[torch.Tensor, ParamRecord] = {}
-        self._held_in: torch.Tensor | None = None
+        self._held = _HeldBack()
         self._num_early: int | None = None
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -175,20 +189,20 @@ class FinalGradients:
         store = self._store
         record, parts = store.table.of(leaf), parts_of(leaf)
         whole = self._added_up_in(record, leaf)
-        if whole is not self._held_in:
+        if whole is not self._held.whole:
             self._hand_in_held()
         begun = self._begun
         if begun is not None and record.index in begun.claims.final:
             self._take_back_or_refuse(record)
             return
-        may_begin = self.is_last_backward and self.begins_next and not self.must_agree and _may_begin(store, record)
+        may_begin = self.is_last_backward and self.begins_next and not self.must_agree and self._may_begin(record)
         if store.is_closed or not may_begin or not _is_reduced(parts):
             return
         if whole is None:
             self._hand_in(record, leaf)
         else:
-            self._held_in = whole
-            self._held[leaf] = record
+            self._held = self._held if self._held.whole is whole else _HeldBack(whole)
+            self._held.records[leaf] = record
 
     def _added_up_in(self, record: ParamRecord, leaf: torch.Tensor) -> torch.Tensor | None:
         """The tensor that a gradient was added up in with others of its unit; None for one by itself.
@@ -202,18 +216,21 @@ class FinalGradients:
         is_old, self._places[record.index] = self._places.get(record.index) == local.data_ptr(), local.data_ptr()
         return base_of(local) if is_old else None
 
+    def _may_begin(self, record: ParamRecord) -> bool:
+        return self._schedules.of(record.index) in ("backward", "speculate")
+
     def _hand_in_held(self) -> None:
         """Hand in the gradients of a unit, to which nothing is added any more once there is one of another unit.
 
         Those of the last unit are left to the step.
         """
-        held = list(self._held.items())
+        held = self._held
         self._drop_held()
-        for leaf, record in held:
+        for leaf, record in held.records.items():
             self._hand_in(record, leaf)
 
     def _drop_held(self) -> None:
-        self._held, self._held_in = {}, None
+        self._held = _HeldBack()
 
     def _hand_in(self, record: ParamRecord, leaf: torch.Tensor) -> None:
         begun = self._begun or self._begin()
@@ -294,8 +311,7 @@ class FinalGradients:
             is_right = grad_scale == guess.factor and not self._is_taken_back
             if not is_right:
                 self.take_back()
-            self._meter.guesses += 1
-            self._meter.wrong_guesses += not is_right
+            self._meter.count_guess(is_right=is_right)
         self._is_taken_back = False
         guesses.note(grad_scale, is_right=is_right)
 
@@ -313,7 +329,7 @@ class FinalGradients:
             self._is_taken_back = True  # first: an exception leaves some of it to be taken back once more
             store.worker.job = None
             take_back(store, list(guess.updated))
-            self._meter.updates_taken_back += len(guess.updated)
+            self._meter.count_updates(taken_back=len(guess.updated))
             store.be_whole()
             let_read(store.table[index] for index in begun.claims.final)
 
@@ -366,7 +382,7 @@ class FinalGradients:
         expected = {
             record.index
             for record in store.table.members(self._groups)
-            if record.leaf.requires_grad and _may_begin(store, record)
+            if record.leaf.requires_grad and self._may_begin(record)
         }
         factor = 1.0 if self._guesses is None else self._guesses.factor
         assert factor is not None
@@ -390,11 +406,6 @@ class FinalGradients:
         self._inbox = inbox
         store.enter(begun, job)
         return begun
-
-
-def _may_begin(store: StateStore, record: ParamRecord) -> bool:
-    """Whether an update may begin in backward."""
-    return schedule_in(store, record) in ("backward", "speculate")
 
 
 def _is_reduced(parts: ShardParts | None) -> bool:

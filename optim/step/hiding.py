@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from nvme_offload.offload.devices.device import is_device, is_host
 from nvme_offload.optim.state.state_parts import StateParts
 from nvme_offload.optim.state.store import StateStore
@@ -9,6 +11,34 @@ from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.step.schedule import OverlapStep, hindrance, schedule_of
 from nvme_offload.optim.tiers.parts import parts_of
 from nvme_offload.optim.updates.choice import way_of
+
+
+class Schedules:
+    """The schedule of each parameter that has its place: decided when that changes, not in every step.
+
+    Args:
+        store: the optimizer's state.
+    """
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+        self._of: dict[int, OverlapStep] = {}
+
+    def decide(self) -> None:
+        """Look where parameters are, and who waits for them."""
+        self._of = {record.index: schedule_in(self._store, record) for record in self._store.table if record.is_placed}
+
+    def forget(self) -> None:
+        """Have every update inside `step()` until `decide`: where parameters are, or who waits for them, changes."""
+        self._of = {}
+
+    def know(self, records: Iterable[ParamRecord]) -> bool:
+        """Whether all of these are decided."""
+        return all(record.index in self._of for record in records)
+
+    def of(self, index: int) -> OverlapStep:
+        """Return the schedule of a parameter, by its index."""
+        return self._of.get(index, "off")
 
 
 def schedule_in(store: StateStore, record: ParamRecord) -> OverlapStep:
@@ -25,7 +55,7 @@ def hindrance_in(store: StateStore, record: ParamRecord) -> str | None:
     """Say why a parameter has to be updated inside `step()`; None where whoever reads it finds it updated."""
     return hindrance(
         store.owner,
-        inside=way_of(record.rule, is_durable=store.run is not None, on_device=False).inside,
+        inside=way_of(record.rule, is_durable=store.means.logs is not None, on_device=False).inside,
         through_buffers=store.blocks.pass_through_buffers,
         readers_wait=isinstance(parts_of(record.leaf), StateParts)
         or (record.is_awaited and is_host(record.param.device)),

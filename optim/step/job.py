@@ -107,7 +107,7 @@ class StepJob:
         if slot is None:
             return False
         self._update(slot, order)
-        self._meter.count_update(behind=source is None)
+        self._meter.count_updates(behind=source is None, in_backward=source is not None)
         return True
 
     def _update(self, slot: SlotRecord, order: Sequence[SlotRecord]) -> None:
@@ -131,9 +131,8 @@ class StepJob:
     def _finish(self) -> None:
         store, record = self._store, self.record
         store.pipeline.start_writes()
-        for index, count in record.inputs.counts.items():
-            store.table[index].steps = count
-        self._meter.changed_behind += record.changed_tiles
+        store.table.count_steps(record.inputs.counts)
+        self._meter.note_changed(record.changed_tiles)
         record.become(StepPhase.DONE)
         store.be_whole()
         store.after_updates()

@@ -13,7 +13,6 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
-from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.optim.durable.commits import Commits
@@ -28,7 +27,7 @@ from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.final_gradients import FinalGradients
 from nvme_offload.optim.step.guess import Guesses
-from nvme_offload.optim.step.hiding import hindrance_in, schedule_in
+from nvme_offload.optim.step.hiding import Schedules, hindrance_in
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.step.schedule import Behind, forward_order
@@ -45,7 +44,6 @@ class Stepper:
         store: the optimizer's state.
         rule: the optimizer's.
         meter: counts steps and collects their timeline.
-        config: the section, of which ``gradient_clipping`` and ``skip_non_finite`` say what becomes of a norm.
         norm_group: further ranks whose gradients belong to the same global norm.
         commits: of a durable run: the one before a step is settled before it writes anything.
     """
@@ -55,7 +53,6 @@ class Stepper:
         store: StateStore,
         rule: UpdateRule,
         meter: Meter,
-        config: OffloadConfig,
         norm_group: dist.ProcessGroup | None,
         commits: Commits | None = None,
     ) -> None:
@@ -70,18 +67,21 @@ class Stepper:
         self._store = store
         self._rule = rule
         self._meter = meter
-        self._config = config
         self._norm_group = norm_group
         self._commits = commits
-        guesses = Guesses() if config.overlap_step == "speculate" else None
+        self.schedules = Schedules(store)
+        """How each parameter is updated; to be decided anew by `watch` where that changes."""
+        guesses = Guesses() if store.config.overlap_step == "speculate" else None
         self._said: set[str] = set()
         several = dist.is_initialized() and dist.get_world_size() > 1
-        begins = config.overlap_step in ("backward", "speculate")
-        self.final = FinalGradients(store, meter, rule, guesses, commits if several else None) if begins else None
+        begins = store.config.overlap_step in ("backward", "speculate")
+        agreeing = commits if several else None
+        self.final = FinalGradients(store, meter, rule, self.schedules, guesses, agreeing) if begins else None
         """Begins the updates in backward, where the section asks for that."""
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Note that these are the optimizer's groups from now on."""
+        """Note that these are the optimizer's groups from now on, and that their parameters stay where they are."""
+        self.schedules.decide()
         if self.final is not None:
             self.final.watch(groups)
 
@@ -124,7 +124,7 @@ class Stepper:
                 has_begun = True
                 self._note_changed_on_device()
                 self._report_changed()
-                self._step(number, groups, loss_scale, found_inf, interrupt)
+                self._step(number, groups, self._settled(groups), loss_scale, found_inf, interrupt)
         except BaseException as error:
             if has_begun or not isinstance(error, Exception):  # else it is a refusal
                 error.add_note(self._where_it_stands(number))
@@ -143,25 +143,34 @@ class Stepper:
             self._store.worker.raise_failure()
             raise refusal
 
+    def _settled(self, groups: Sequence[Mapping[str, Any]]) -> list[ParamRecord]:
+        """Return the parameters of the groups. Those that have a gradient have their place from here on."""
+        store = self._store
+        members = store.table.members(groups)
+        used = [record for record in members if record.leaf.grad is not None]
+        if not self.schedules.know(used):
+            store.table.check_layouts()
+            self.schedules.forget()
+            store.ensure_placed(used)
+            self.watch(groups)
+        return members
+
     def _step(
         self,
         number: int,
         groups: Sequence[Mapping[str, Any]],
+        members: Sequence[ParamRecord],
         loss_scale: float | None,
         found_inf: bool | None,
         interrupt: DeferredInterrupt,
     ) -> None:
         store = self._store
-        grads = self._collect_grads(groups)
+        grads = self._collect_grads(members)
         if self.final is not None:
             self.final.check(groups, grads)
         self.had_gradients = bool(grads)
         if not grads and self._norm_group is None:
             return
-        was_settled = store.is_settled
-        store.ensure_placed([store.table[index] for index in grads])
-        if not was_settled:
-            self.watch(groups)
         grad_scale = self._grad_scale(grads, loss_scale, found_inf)
         if self.final is not None and self.final.is_last_backward and self.final.must_agree:
             self._say_that_nobody_agreed()
@@ -216,7 +225,8 @@ class Stepper:
         # What was guessed need not be taken back for that: the step will see the factor.
         begun = store.record_in(StepPhase.BEGUN)
         with store.at_rest() if begun is None or begun.claims.way_back is None else store.worker.kept_away():
-            norm = self.clip_first * (self._norm_of(self._collect_grads(groups), found_inf=False) or 0.0)
+            grads = self._collect_grads(store.table.members(groups))
+            norm = self.clip_first * (self._norm_of(grads, found_inf=False) or 0.0)
         self.clip_first *= clip_coefficient(norm, max_norm)
         return norm
 
@@ -229,11 +239,9 @@ class Stepper:
             return f"Step {number} is complete."
         return f"Step {number} has updated nothing: parameters and state are as before, and step() can be called again."
 
-    def _collect_grads(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, torch.Tensor]:
-        """Flat gradient by parameter index, of those that are in a group and have one; empty where the shard is."""
-        table = self._store.table
-        members = table.members(groups)
-        table.check_layouts()
+    def _collect_grads(self, members: Sequence[ParamRecord]) -> dict[int, torch.Tensor]:
+        """Flat gradient by parameter index, of those that have one; empty where the shard is."""
+        self._store.table.check_layouts()
         grads = {record.index: flat_grad(record.leaf, record.name) for record in members}
         return {index: grad for index, grad in grads.items() if grad is not None}
 
@@ -263,13 +271,13 @@ class Stepper:
         self.had_gradients = norm is not None
         self.total_norm = (norm or 0.0) * inv_scale
         if not math.isfinite(self.total_norm):
-            if not self._config.skip_non_finite:
+            if not self._store.config.skip_non_finite:
                 self.drop_begun()
                 raise ValueError(
                     f"gradient norm is {self.total_norm}, and skip_non_finite = false makes that an error: write true "
                     "to skip and count such steps"
                 )
-            self._meter.skipped_steps += 1
+            self._meter.skip_step()
             self.clip_first = 1.0
             if found_inf is None:
                 warn_user(
@@ -277,7 +285,7 @@ class Stepper:
                     "(counted in stats().skipped_steps)"
                 )
             return None
-        self.clip_coef = clip_coefficient(self.total_norm, self._config.gradient_clipping)
+        self.clip_coef = clip_coefficient(self.total_norm, self._store.config.gradient_clipping)
         return inv_scale * self.clip_coef
 
     def _divided(
@@ -289,8 +297,8 @@ class Stepper:
         updates, for which nobody has to wait.
         """
         store = self._store
-        may_wait = {index for index in grads if schedule_in(store, store.table[index]) != "off"}
-        if not may_wait and self._config.overlap_step not in (None, "off"):
+        may_wait = {index for index in grads if self.schedules.of(index) != "off"}
+        if not may_wait and self._store.config.overlap_step not in (None, "off"):
             self._say_that_nothing_overlaps(store.table[next(iter(grads))])
         behind = [
             slot
@@ -304,18 +312,22 @@ class Stepper:
     def _say_that_nothing_overlaps(self, record: ParamRecord) -> None:
         self._say_once(
             "nothing overlaps",
-            f'overlap_step = "{self._config.overlap_step}" does nothing here: {hindrance_in(self._store, record)}. '
+            f"{self._asked} does nothing here: {hindrance_in(self._store, record)}. "
             'Steps are taken as with "off", with the same bits; leave the key out to hide them where that is possible',
         )
 
     def _say_that_nobody_agreed(self) -> None:
         self._say_once(
             "nobody agreed",
-            f'overlap_step = "{self._config.overlap_step}" is done as with "forward" here: ranks of a durable run '
+            f'{self._asked} is done as with "forward" here: ranks of a durable run '
             "write in backward once they have agreed that the step before lasts on all of them. Call "
             "optimizer.expect_step(True) before the last backward of each step, on every rank, as the engine does. The "
             "bits are the same",
         )
+
+    @property
+    def _asked(self) -> str:
+        return f'overlap_step = "{self._store.config.overlap_step}"'
 
     def _say_once(self, about: str, text: str) -> None:
         if about not in self._said:
@@ -363,32 +375,29 @@ class Stepper:
 
         self.clip_first = 1.0  # the record has it
         inside = [slot.subgroup for slot in record.order[:num_inside]]
-        store.pipeline.on_pause = on_pause
         store.mirror.begin_step()
         store.blocks.begin_step([subgroup.subgroup for subgroup in record.pending][:num_inside])
         try:
-            for position, slot in enumerate(record.order[:num_inside]):
-                if slot in record.pending:
-                    on_pause()
-                    read_update_write(store, self._meter, record, record.order, position)
-            record.inputs.whole.finish()
+            with store.pipeline.pausing(on_pause):
+                for position, slot in enumerate(record.order[:num_inside]):
+                    if slot in record.pending:
+                        on_pause()
+                        read_update_write(store, self._meter, record, record.order, position)
+                record.inputs.whole.finish()
         finally:
-            store.pipeline.on_pause = lambda: None
             # Also after a failure: the device must not read parameters that are still on their way to it.
             store.mirror.end_step()
         if record.pending:
             self._leave_to_worker(record)
             return
-        # Set and not counted on, so that it may be cut short and done once more.
-        for index, count in record.inputs.counts.items():
-            store.table[index].steps = count
-        self._meter.steps = record.number
+        store.table.count_steps(record.inputs.counts)
+        self._meter.count_step(record.number)
         store.blocks.end_step(inside)
         record.become(StepPhase.DONE)
         store.be_whole()
         let_read(store.table[index] for index in record.inputs.counts)
         store.blocks.advance()  # last: whatever stops it, the step is done
-        self._meter.changed_behind += record.changed_tiles
+        self._meter.note_changed(record.changed_tiles)
         self._report_changed()
 
     def _leave_to_worker(self, record: StepRecord) -> None:
@@ -406,7 +415,7 @@ class Stepper:
         job = StepJob(store, self._meter, record, schedule, first=first)
         # In this order, so that whoever interrupts it leaves a step that can be finished, or one that somebody does.
         store.worker.job = job
-        self._meter.steps = record.number
+        self._meter.count_step(record.number)
         record.become(StepPhase.BEHIND)
         store.worker.wake()
 
@@ -418,13 +427,11 @@ class Stepper:
         """Ask the device what the step before found there: this step waits for it anyway, for the norm."""
         store = self._store
         if found := store.means.found_changed:
-            self._meter.changed_behind += int(torch.stack(found).sum())
+            self._meter.note_changed(int(torch.stack(found).sum()))
             found.clear()
 
     def _report_changed(self) -> None:
-        changed_tiles, self._meter.changed_behind = self._meter.changed_behind, 0
-        self._meter.resplit_blocks += changed_tiles
-        if changed_tiles:
+        if changed_tiles := self._meter.take_changed():
             warn_user(
                 f"{changed_tiles} tiles of 65536 elements were changed between steps by something other than this "
                 "optimizer: their master weights now start from the changed 16-bit values (the moments are kept)"

@@ -288,8 +288,9 @@ def _state_plan(job: Job, machine: Machine, kept: KeptState | None) -> _StatePla
     """Plan the optimizer's state as the optimizer itself would."""
     config, section = job.config, job.config.zero_optimization.offload_optimizer
     rule = rule_of(config.optimizer)
-    placement = StatePlacement(config, rule, kept.period if kept is not None else 1)
-    placement.size_of = kept.buffer_bytes if kept is not None else None
+    placement = (
+        StatePlacement(config, rule) if kept is None else StatePlacement(config, rule, kept.period, kept.buffer_bytes)
+    )
     has_mirrors = _copies(job, machine).update > 0
     blocks = _block_units(job, machine)
     precision = precision_of(config)
