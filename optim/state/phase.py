@@ -13,7 +13,7 @@ Whoever interrupts a step leaves its record behind, so the record never has to b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -144,6 +144,16 @@ class StepRecord(Condition):
     def concerns(self, index: int) -> bool:
         """Whether a part of this parameter is still to be updated, or nobody knows. From any thread."""
         return index in self._left or self.phase is StepPhase.SPOILT
+
+    @property
+    def updated(self) -> frozenset[SlotRecord]:
+        """Subgroups that have been updated."""
+        return frozenset(slot for slot in self.order if slot not in self.pending)
+
+    def waited_for(self) -> Iterator[SlotRecord]:
+        """Yield pending subgroups of parameters that somebody waits for."""
+        for index in tuple(self.wanted):
+            yield from (slot for slot in self.pending if any(run.param == index for run in slot.subgroup.runs))
 
     def update(self, slot: SlotRecord, kernel: Callable[[], int]) -> None:
         """Run the kernel of a subgroup, and note that it is updated.

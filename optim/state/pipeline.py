@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -32,11 +33,11 @@ from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.optim.state.slots import Residency, SlotRecord
+from nvme_offload.optim.state.visits import leaving, may_write, window_of
 from nvme_offload.optim.stats import Meter, Span, SpanKind
 
 KIND = "optimizer state"
 """What the bytes of this pipeline are counted as."""
-_KEEP_BUSY = 2  # transfers: while who waits for one of them hears of its end, the drive does the other
 
 _SPAN_OF: dict[Residency, SpanKind] = {Residency.READING: "read", Residency.WRITING: "write"}
 
@@ -185,7 +186,8 @@ class StepPipeline:
             SwapIOError: it cannot be begun.
         """
         for slot in self.residents:
-            if self._reads_go_first and sum(other.transfer is not None for other in self.residents) >= _KEEP_BUSY:
+            num_under_way = sum(other.transfer is not None for other in self.residents)
+            if not may_write(num_under_way, reads_first=self._reads_go_first):
                 return
             if slot.residency is Residency.DIRTY:
                 self._staging.start_write(slot)
@@ -327,17 +329,12 @@ class StepPipeline:
 
         Of the latter only those that have to be read first, or that are wanted now.
         """
-        window, room = [], self.pool.num_buffers if self.pool else 0
-        for i in range(position, len(order)):
-            if not room:
-                break
-            slot = order[i]
-            if slot.home.is_visited:
-                window.append(slot)
-                room -= 1
-            elif slot.home.memory is None and (i == position or slot.needs_read):
-                window.append(slot)
-        return window
+        return window_of(
+            islice(order, position, None),
+            self.pool.num_buffers if self.pool else 0,
+            visits=lambda slot: slot.home.is_visited,
+            reads_alone=lambda slot: slot.home.memory is None and (slot is order[position] or slot.needs_read),
+        )
 
     def _at_home(self, slot: SlotRecord, memory: Memory) -> Memory:
         if slot.residency is Residency.UNBORN:
@@ -368,11 +365,10 @@ class StepPipeline:
         self._begin(slot, load)
 
     def _evict_outside(self, window: Sequence[SlotRecord]) -> bool:
-        for slot in self.residents:
-            if slot.evictable and slot.home.is_visited and slot not in window:
-                self._staging.give_up(slot)
-                return True
-        return False
+        slot = leaving(self.residents, window, lambda slot: slot.evictable and slot.home.is_visited)
+        if slot is not None:
+            self._staging.give_up(slot)
+        return slot is not None
 
     def _await_completion(self) -> None:
         self._staging.wait()

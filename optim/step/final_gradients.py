@@ -28,7 +28,7 @@ from nvme_offload.optim.step.guess import Guess, Guesses
 from nvme_offload.optim.step.hiding import Schedules
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.scalars import scalars_of
-from nvme_offload.optim.step.schedule import InBackward, forward_order
+from nvme_offload.optim.step.schedule import InBackward, forward_order, learnt_early
 from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
 from nvme_offload.optim.tiers.parts import ShardParts, parts_of
 from nvme_offload.optim.whole_params import WholeParams
@@ -300,8 +300,7 @@ class FinalGradients:
             way_on = 'gradients without a scale (or overlap_step = "forward")'
             raise StateError(self._store.owner, way_on, f"a scale of {grad_scale}, after updates began in backward")
         if begun is not None and self._store.worker.job is not None:  # no error has stopped it
-            # One more than the last time, unless these were too many.
-            self._num_early = begun.done + (self._num_early is not None and begun.done >= self._num_early)
+            self._num_early = learnt_early(begun.done, self._num_early)
         return begun
 
     def _judge(self, guesses: Guesses, grad_scale: float | None) -> None:

@@ -10,7 +10,7 @@ from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.stats import Meter
-from nvme_offload.optim.step.schedule import Schedule, ahead
+from nvme_offload.optim.step.schedule import Schedule, ahead, next_update
 from nvme_offload.optim.step.update import read_update_write
 from nvme_offload.optim.step.waiting_parameter import let_read
 
@@ -48,7 +48,7 @@ class StepJob:
         store: StateStore,
         meter: Meter,
         record: StepRecord,
-        schedule: Schedule,
+        schedule: Schedule[SlotRecord],
         source: Source | None = None,
         first: Sequence[SlotRecord] = (),
     ) -> None:
@@ -102,9 +102,11 @@ class StepJob:
         store.pipeline.advance(order)
         if source is not None and source.take_in(record):
             return True
-        here = (slot for slot in order if slot in record.pending and store.pipeline.is_here(slot))
-        slot = next((slot for slot in here if source is None or source.allows(slot)), None)
-        if slot is None:
+
+        def may_begin(slot: SlotRecord) -> bool:
+            return store.pipeline.is_here(slot) and (source is None or source.allows(slot))
+
+        if (slot := next_update(order, record.pending, may_begin)) is None:
             return False
         self._update(slot, order)
         self._meter.count_updates(behind=source is None, in_backward=source is not None)

@@ -1,14 +1,21 @@
-"""Pure functions say what a step does next: by where subgroups are, what is final, and what somebody waits for."""
+"""Pure functions say what a step does next: by where subgroups are, what is final, and what somebody waits for.
+
+The stepper and the worker ask them, and so does `offload plan`, whose subgroups are numbers. What the staging buffers
+are for next is said in `optim.state.visits`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Literal, Protocol
+from itertools import chain, filterfalse, islice
+from typing import Generic, Literal, Protocol, TypeVar
 
-from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
+
+S = TypeVar("S")
+"""A subgroup: its slot, or whatever stands for it."""
+S_co = TypeVar("S_co", covariant=True)
 
 OverlapStep = Literal["off", "forward", "backward", "speculate"]
 """The name of a schedule, as the section's ``overlap_step`` has it."""
@@ -61,39 +68,64 @@ def forward_order(slots: Iterable[SlotRecord], ranks: Mapping[int, int]) -> list
     return sorted(slots, key=rank)
 
 
-class Schedule(Protocol):
+class Updates(Protocol[S_co]):
+    """The facts of a step that a schedule goes by."""
+
+    @property
+    def pending(self) -> Collection[S_co]:
+        """Subgroups that may be updated and have not been, in the order of the step."""
+
+    @property
+    def updated(self) -> Collection[S_co]:
+        """Subgroups that have been updated."""
+
+    def waited_for(self) -> Iterator[S_co]:
+        """Yield pending subgroups of parameters that somebody waits for."""
+
+
+class Schedule(Protocol[S]):
     """The order in which a worker comes to the subgroups of a step."""
 
-    def upcoming(self, record: StepRecord, residents: Sequence[SlotRecord]) -> Iterator[SlotRecord]:
+    def upcoming(self, step: Updates[S], residents: Sequence[S]) -> Iterator[S]:
         """Yield subgroups as they will be needed, pending or not; one may come twice.
 
         Args:
-            record: of the step.
+            step: what is to be updated.
             residents: subgroups that hold a staging buffer.
         """
 
 
-def ahead(schedule: Schedule, record: StepRecord, residents: Sequence[SlotRecord]) -> list[SlotRecord]:
+def ahead(schedule: Schedule[S], step: Updates[S], residents: Sequence[S]) -> list[S]:
     """Return the subgroups that will be needed next, each once."""
-    return list(dict.fromkeys(islice(schedule.upcoming(record, residents), LOOK_AHEAD)))
+    return list(dict.fromkeys(islice(schedule.upcoming(step, residents), LOOK_AHEAD)))
+
+
+def next_update(order: Iterable[S], pending: Collection[S], may_begin: Callable[[S], bool]) -> S | None:
+    """Return the subgroup that is updated now; None: none can be.
+
+    Args:
+        order: subgroups as they will be needed next.
+        pending: those whose gradients are final, and that are to be updated.
+        may_begin: whether the state is in memory, and nothing else stands in the way. Asked until it is so.
+    """
+    return next((slot for slot in order if slot in pending and may_begin(slot)), None)
 
 
 @dataclass(frozen=True)
-class Behind:
+class Behind(Generic[S]):
     """Updates behind a step: what somebody waits for, the rest in the order of the forward, then the next step's.
 
     Where updates began in backward, what is in memory already comes before the rest: it holds the buffers.
     """
 
-    following: Sequence[SlotRecord]
+    following: Sequence[S]
     """Subgroups as the next step will go through them."""
     began_in_backward: bool
 
-    def upcoming(self, record: StepRecord, residents: Sequence[SlotRecord]) -> Iterator[SlotRecord]:
+    def upcoming(self, step: Updates[S], residents: Sequence[S]) -> Iterator[S]:
         """See `Schedule`."""
-        pending = record.pending
-        for index in tuple(record.wanted):
-            yield from (slot for slot in pending if any(run.param == index for run in slot.subgroup.runs))
+        pending = step.pending
+        yield from step.waited_for()
         if self.began_in_backward:
             yield from (slot for slot in residents if slot in pending)
         yield from pending
@@ -101,7 +133,7 @@ class Behind:
 
 
 @dataclass(frozen=True)
-class InBackward:
+class InBackward(Generic[S]):
     """Updates in backward: what is ready, then what will be, the last layer's first.
 
     Args:
@@ -110,13 +142,42 @@ class InBackward:
             what the forward needs first; None: for whatever is ready.
     """
 
-    order: Sequence[SlotRecord]
+    order: Sequence[S]
     num_early: int | None
 
-    def upcoming(self, record: StepRecord, residents: Sequence[SlotRecord]) -> Iterator[SlotRecord]:
+    def upcoming(self, step: Updates[S], residents: Sequence[S]) -> Iterator[S]:
         """See `Schedule`."""
-        done = {slot for slot in record.order if slot not in record.pending}
-        early = self.num_early
-        order = self.order if early is None else [*self.order[:early], *reversed(self.order[early:])]
-        ready = tuple(record.pending) if early is None else ()
-        return chain(ready, (slot for slot in order if slot not in done))
+        early, updated = self.num_early, step.updated
+        order = self.order if early is None else chain(islice(self.order, early), self.order[early:][::-1])
+        ready = tuple(step.pending) if early is None else ()
+        return chain(ready, filterfalse(updated.__contains__, order))
+
+
+def learnt_early(num_done: int, num_early: int | None) -> int:
+    """Return how many subgroups the next backward will probably get done: `InBackward.num_early` of the next step.
+
+    One more than were done, unless these were fewer than expected.
+
+    Args:
+        num_done: subgroups that were updated in backward.
+        num_early: how many were expected; None: nobody knew.
+    """
+    return num_done + (num_early is not None and num_done >= num_early)
+
+
+def in_direction(slots: Sequence[S], step: int) -> Sequence[S]:
+    """Return the order of updates inside the `step`-th step, counted from 0.
+
+    Directions alternate: a step begins with what the one before left in the buffers.
+    """
+    return slots if step % 2 == 0 else slots[::-1]
+
+
+def first_of_next(following: Sequence[S], *, begins_in_backward: bool) -> Sequence[S]:
+    """Return the subgroups of the next step in the order in which they are read for it.
+
+    Args:
+        following: as the next forward will want them.
+        begins_in_backward: whether updates begin there, which is with the last layers.
+    """
+    return following[::-1] if begins_in_backward else following

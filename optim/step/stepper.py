@@ -30,7 +30,7 @@ from nvme_offload.optim.step.guess import Guesses
 from nvme_offload.optim.step.hiding import Schedules, hindrance_in
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.scalars import scalars_of
-from nvme_offload.optim.step.schedule import Behind, forward_order
+from nvme_offload.optim.step.schedule import Behind, first_of_next, forward_order, in_direction
 from nvme_offload.optim.step.update import read_update_write
 from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
 from nvme_offload.optim.warn import warn_user
@@ -340,7 +340,7 @@ class Stepper:
             slots.sort(key=lambda slot: slot.subgroup.runs[0].param)
         if self._store.blocks.exist:  # those of one block one after the other, also where groups share the block
             slots.sort(key=lambda slot: slot.subgroup.block)
-        ordered = slots if self._is_forward else slots[::-1]
+        ordered = list(in_direction(slots, self._meter.steps))
         sealing = self._store.sealing
         if sealing is None or self._rule.whole or self._store.blocks.exist:
             return ordered
@@ -352,12 +352,7 @@ class Stepper:
         indices = sorted(index for index in grads if table[index].rule.whole)
         if blocks.exist:
             indices.sort(key=lambda index: blocks.number_of(table[index].leaf))
-        return WholeParams(table.leaves, indices if self._is_forward else indices[::-1], self._rule.gathered_dtype)
-
-    @property
-    def _is_forward(self) -> bool:
-        """Whether this step goes through the subgroups forward: directions alternate."""
-        return self._meter.steps % 2 == 0
+        return WholeParams(table.leaves, in_direction(indices, self._meter.steps), self._rule.gathered_dtype)
 
     def _go_on(self, record: StepRecord, num_inside: int, interrupt: DeferredInterrupt) -> None:
         """Do what is left of a step. Ctrl-C is honoured between subgroups, so that the step can be finished later.
@@ -409,8 +404,8 @@ class Stepper:
         let_read(store.table[index] for index in record.inputs.counts if not record.concerns(index))
         let_wait(store.table[index] for index in record.inputs.counts if record.concerns(index))
         following = self._following(record)
-        # Updates that begin in backward begin with the last layers.
-        first = following[::-1] if self.final is not None and self.final.begins_next else following
+        begins = self.final is not None and self.final.begins_next
+        first = first_of_next(following, begins_in_backward=begins)
         schedule = Behind(following, began_in_backward=bool(record.done))
         job = StepJob(store, self._meter, record, schedule, first=first)
         # In this order, so that whoever interrupts it leaves a step that can be finished, or one that somebody does.

@@ -1,0 +1,62 @@
+"""Pure functions say which subgroups visit the staging buffers next, which leave them, and when writes may begin.
+
+The pipeline of a run asks them, and so does `offload plan`, whose subgroups are numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+S = TypeVar("S")
+"""A subgroup: its slot, or whatever stands for it."""
+
+_KEEP_BUSY = 2  # transfers: while who waits for one of them hears of its end, the drive does the other
+
+
+def window_of(
+    upcoming: Iterable[S],
+    num_buffers: int,
+    visits: Callable[[S], bool],
+    reads_alone: Callable[[S], bool] = lambda slot: False,
+) -> list[S]:
+    """Return the subgroups that are read ahead: the next ones, as many as there are staging buffers.
+
+    Args:
+        upcoming: subgroups in the order in which they will be needed, each once.
+        num_buffers: staging buffers that all subgroups share.
+        visits: whether a subgroup passes through one of them. The others are looked past.
+        reads_alone: whether one that does not has to be read into a buffer of its own; it comes with those around it.
+    """
+    window, room = list[S](), num_buffers
+    for slot in upcoming if room else ():
+        if visits(slot):
+            window.append(slot)
+            room -= 1
+            if not room:
+                break
+        elif reads_alone(slot):
+            window.append(slot)
+    return window
+
+
+def leaving(residents: Iterable[S], window: Iterable[S], may_leave: Callable[[S], bool]) -> S | None:
+    """Return the subgroup that gives its buffer to one of the window; None: there is none to be had.
+
+    Args:
+        residents: subgroups that have a buffer, the one that has it longest first.
+        window: what is wanted next.
+        may_leave: whether nothing is lost and nothing is under way.
+    """
+    wanted = set(window)
+    return next((slot for slot in residents if may_leave(slot) and slot not in wanted), None)
+
+
+def may_write(num_under_way: int, *, reads_first: bool) -> bool:
+    """Return whether one more write may begin.
+
+    Args:
+        num_under_way: transfers, in both directions.
+        reads_first: nobody waits for the end of the updates, so writes only keep a drive busy that reads leave idle.
+    """
+    return not reads_first or num_under_way < _KEEP_BUSY
