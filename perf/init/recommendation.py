@@ -10,7 +10,7 @@ from typing import Any
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.perf.planning.command import baseline_bytes, plannable
+from nvme_offload.perf.planning.command import plannable
 from nvme_offload.perf.planning.machine import Machine
 from nvme_offload.perf.planning.prediction import Job, Prediction, predict
 from nvme_offload.perf.planning.shape import ModelShape
@@ -45,7 +45,7 @@ def recommend(shape: ModelShape, machine: Machine, paths: Sequence[Path], tokens
     for found, why in candidates(paths):
         try:
             config = plannable(OffloadConfig.from_dict(found), machine)
-            job = Job(shape=shape, config=config, tokens=tokens, checkpointing=True, baseline_bytes=baseline_bytes())
+            job = Job(shape=shape, config=config, tokens=tokens, checkpointing=True)
             prediction = predict(job, machine)
         except ConfigError as error:  # a budget of "auto" that comes to less than the staging buffers
             missing = str(error)

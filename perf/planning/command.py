@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from functools import cache
 from math import nan
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,16 +38,6 @@ ALL_ON_NVME: dict[str, Any] = {
     "offload_gradients": _DRIVE,
 }
 """What is planned for the CPU without ``--config``, and for GPUs that do not hold parameters and gradients."""
-
-
-_BASELINE = """
-import contextlib, nvme_offload
-nvme_offload.initialize
-with contextlib.suppress(ImportError):
-    from transformers import LlamaForCausalLM
-from nvme_offload.offload.host.proc import status_field
-print(int(status_field("VmHWM").split()[0]) * 1024)
-"""
 
 
 def _number(text: str) -> int:
@@ -169,13 +156,7 @@ def _predicted(
     own = [ALL_ON_NVME] if machine.device_memory is None else [STATE_ON_NVME, ALL_ON_NVME]
     for section in own if file is None else [file]:
         config = plannable(OffloadConfig.of(section), machine)
-        job = Job(
-            shape=shape,
-            config=config,
-            tokens=tokens,
-            checkpointing=checkpointing,
-            baseline_bytes=baseline_bytes(),
-        )
+        job = Job(shape=shape, config=config, tokens=tokens, checkpointing=checkpointing)
         if "device" not in excess_of(job, machine):
             break
     return predict(job, machine)
@@ -201,12 +182,6 @@ def plannable(config: OffloadConfig, machine: Machine) -> OffloadConfig:
     if config.host_budget != "auto":
         return config
     return config.model_copy(update={"host_budget": machine.host_budget})
-
-
-@cache
-def baseline_bytes() -> int:
-    """Resident memory of a fresh process that has loaded the libraries, transformers too, and trained nothing."""
-    return int(subprocess.run([sys.executable, "-c", _BASELINE], capture_output=True, text=True, check=True).stdout)
 
 
 def _shape(

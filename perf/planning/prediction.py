@@ -19,6 +19,7 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.shards.param_tier import Padded
 from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
+from nvme_offload.offload.units import MiB
 from nvme_offload.optim.layout.master import TILE_NUMEL, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.precision.plan import precision_of
@@ -38,6 +39,9 @@ from nvme_offload.perf.planning.shape import ModelShape
 from nvme_offload.perf.planning.traffic import Phase, StepTraffic, Traffic, of_gradients, of_parameters, of_state
 from nvme_offload.perf.planning.work import Copies, on_one_processor, work_of
 
+LIBRARIES_BYTES = 384 * MiB
+"""Resident memory of a process that has loaded torch, transformers' models and this package, and trained nothing."""
+
 MAX_SUBGROUPS = 4096
 """Most subgroups of a plan; beyond, they are larger. A plan of ten terabytes is no better for being made of 100,000."""
 
@@ -56,8 +60,8 @@ class Job:
     """Tokens of one micro-batch on one rank."""
     checkpointing: bool
     """Whether each layer's activations are computed again in backward."""
-    baseline_bytes: int
-    """Resident memory of a process that has loaded the libraries and nothing else."""
+    baseline_bytes: int = LIBRARIES_BYTES
+    """Resident memory of a process before it trains."""
 
     @property
     def micro_batches(self) -> int:

@@ -1,17 +1,9 @@
 """How long an iteration takes, from what its pieces take: a model of events.
 
 Computing goes through the groups that are gathered together: forward, then backward the other way. One drive reads and
-writes the state of subgroups, one transfer at a time, reads first. One worker updates subgroups. A subgroup is read
-into a staging buffer, of which there are few, and holds it until it is written; afterwards the buffer is given up for
-another one only where nothing sooner wanted is in it. What differs is when this may happen (``overlap_step``):
-
-- ``off``: all of it in ``step()``; the last writes go on under the next forward. Steps alternate in direction, and
-  begin with what the step before left in the buffers.
-- ``forward``: updates from the end of backward on, in the order of the next forward, which waits for its own subgroups
-  only. Reads at any time.
-- ``backward``: as many subgroups as the drive can do during backward are updated as soon as their gradient is final,
-  the last first; the others as with ``forward``.
-- ``speculate``: the same, where every guess is right.
+writes the state of subgroups, one transfer at a time. One worker updates subgroups. Here are durations and events
+alone: what is read, written, given up and updated next is said by the functions that a run asks
+(`optim.step.schedule`, `optim.state.visits`), of subgroups that are numbers. With ``speculate`` every guess is right.
 
 Nothing else costs time here, so a run cannot be much quicker: a bound to measure schedules against, and a prediction.
 """
@@ -20,14 +12,25 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
+from nvme_offload.optim.state.visits import leaving, may_write, window_of
 from nvme_offload.optim.stats import CLOSE, Limit
-from nvme_offload.optim.step.schedule import OverlapStep
+from nvme_offload.optim.step.schedule import (
+    LOOK_AHEAD,
+    Behind,
+    InBackward,
+    OverlapStep,
+    Schedule,
+    ahead,
+    first_of_next,
+    in_direction,
+    learnt_early,
+    next_update,
+)
 
 OVERLAPS: tuple[OverlapStep, ...] = ("off", "forward", "backward", "speculate")
 IN_BACKWARD: tuple[OverlapStep, ...] = ("backward", "speculate")
@@ -192,23 +195,94 @@ def iteration_time(work: Work, overlap_step: OverlapStep) -> IterationTime:
     )
 
 
-class _Drive:
-    """Moves one thing at a time; what computing waits for first, then reads, then writes."""
+class _Buffers:
+    """The staging buffers and what is in them, and the drive, which moves one thing at a time."""
 
-    def __init__(self) -> None:
-        self.is_busy = False
-        self._queues: tuple[deque[tuple[float, Callable[[], None]]], ...] = (deque(), deque(), deque())
+    def __init__(self, work: Work, after: Callable[[float, Callable[[], None]], None]) -> None:
+        self.residents: dict[int, None] = {}
+        """Subgroups that have a buffer, the one that has it longest first."""
+        self.here = {i for i, subgroup in enumerate(work.subgroups) if subgroup.is_resident}
+        """Subgroups whose state is in memory, with nothing under way and nothing to be written."""
+        self._at_home = frozenset(self.here)
+        self._work, self._after = work, after
+        self._num_moving = 0
+        self._changed: dict[int, None] = {}
+        """Subgroups that are updated, and neither written nor being written."""
+        self._urgent: deque[tuple[float, Callable[[], None]]] = deque()
+        self._asked: deque[tuple[float, Callable[[], None]]] = deque()
+        self._is_busy = False
 
-    def ask(self, rank: int, seconds: float, then: Callable[[], None]) -> None:
-        self._queues[rank].append((seconds, then))
+    def read_ahead(self, order: Iterable[int]) -> None:
+        window = window_of(order, self._work.num_buffers, lambda i: i not in self._at_home)
+        for i in window:
+            if i in self.residents:
+                continue
+            if len(self.residents) >= self._work.num_buffers:
+                left = leaving(self.residents, window, self.here.__contains__)
+                if left is None:
+                    return
+                del self.residents[left]
+                self.here.remove(left)
+            self.residents[i] = None
+            self._move(i, self._work.subgroups[i].read)
 
-    def take(self) -> tuple[float, Callable[[], None]] | None:
-        """What to do now, if anything."""
-        waiting = () if self.is_busy else [queue for queue in self._queues if queue]
-        return waiting[0].popleft() if waiting else None
+    def begin_change(self, i: int) -> None:
+        if i not in self._at_home:
+            self.here.remove(i)
+
+    def end_change(self, i: int) -> None:
+        if i not in self._at_home:
+            self._changed[i] = None
+
+    def write(self, *, reads_first: bool) -> None:
+        for i in tuple(self._changed):
+            if not may_write(self._num_moving, reads_first=reads_first):
+                return
+            del self._changed[i]
+            self._move(i, self._work.subgroups[i].write)
+
+    def ask(self, seconds: float, then: Callable[[], None]) -> None:
+        """Have the drive do what computing waits for: it comes first."""
+        self._urgent.append((seconds, then))
+
+    def go_on(self) -> None:
+        """Begin the next transfer, where there is one and the drive is idle."""
+        waiting = self._urgent or self._asked
+        if self._is_busy or not waiting:
+            return
+        seconds, then = waiting.popleft()
+        self._is_busy = True
+
+        def done() -> None:
+            self._is_busy = False
+            then()
+
+        self._after(seconds, done)
+
+    def _move(self, i: int, seconds: float) -> None:
+        def done() -> None:
+            self._num_moving -= 1
+            self.here.add(i)
+
+        self._num_moving += 1
+        self._asked.append((seconds, done))
 
 
-_FOR_COMPUTE, _READ, _WRITE = range(3)
+class _Step:
+    """What is to be updated in a step: the facts that the run's schedules go by, see `optim.step.schedule.Updates`."""
+
+    def __init__(self, pending: Iterable[int] = ()) -> None:
+        self.pending = dict.fromkeys(pending)
+        self.updated: set[int] = set()
+        self.wanted: Iterable[int] = ()
+        """Subgroups that a forward waits for."""
+
+    def waited_for(self) -> Iterator[int]:
+        return (i for i in self.wanted if i in self.pending)
+
+    def update(self, i: int) -> None:
+        del self.pending[i]
+        self.updated.add(i)
 
 
 class _Model:
@@ -221,29 +295,22 @@ class _Model:
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
-        self._drive = _Drive()
-        self._is_updating = False
         self._waited: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-        numbers = range(len(work.subgroups))
-        self._order = list(numbers)
         self._of_group: list[list[int]] = [[] for _ in work.groups]
         self._final_with: list[list[int]] = [[] for _ in work.groups]
         for i, subgroup in enumerate(work.subgroups):
             self._final_with[subgroup.first].append(i)
             for group in range(subgroup.first, subgroup.last + 1):
                 self._of_group[group].append(i)
-        self._held: dict[int, None] = {}
-        """Subgroups that have a staging buffer, the one that has it longest first."""
-        self._moving: set[int] = set()
-        """Those of them that are being read or written."""
-        self._todo: dict[int, None] = {}
-        """What this step has to update, in order."""
-        self._ready: set[int] = set()
-        """What may be updated: the gradient is known, and what it is multiplied by."""
-        self._in_backward: set[int] = set()
-        """What is to be updated while the backward under way goes on."""
-        self._done_early: set[int] = set()
-        """What it has updated."""
+        self._order = range(len(work.subgroups))
+        self._buffers = _Buffers(work, self._after)
+        self._step = _Step()
+        self._schedule: Schedule[int] | None = None
+        """By which the worker updates; None: updates are inside `step()`, or done."""
+        self._first: Sequence[int] = ()
+        """What is read for the next step when this one is done."""
+        self._num_early: int | None = None
+        self._is_updating = False
         self._of_tiers = self._seconds_of_tiers()
         """Seconds of the drive for each pass through a group, in the order of an iteration; none without such tiers."""
         self._num_passes = self._num_asked = self._num_arrived = 0
@@ -297,22 +364,25 @@ class _Model:
             for micro_batch in range(work.micro_batches):
                 for group in groups:
                     if not micro_batch:
-                        yield from self._wait("forward", partial(self._is_updated, group))
+                        yield from self._wait_for_updates(group)
                     yield from self._pass("forward", group)
-                is_last = micro_batch == work.micro_batches - 1
-                if is_last:
-                    self._begin_last_backward()
+                begins = micro_batch == work.micro_batches - 1 and self._overlap in IN_BACKWARD
+                if begins:
+                    self._step, self._schedule = _Step(), InBackward(self._order[::-1], self._num_early)
                 for group in reversed(groups):
                     yield from self._pass("backward", group)
-                    if is_last and self._overlap in IN_BACKWARD:
-                        self._ready |= self._in_backward.intersection(self._final_with[group])
-            self._step(number)
+                    if begins:
+                        self._step.pending |= dict.fromkeys(self._final_with[group])
+            self._take_step(number)
             if self._overlap == "off":
-                yield from self._wait("step", lambda: not self._todo)
+                yield from self._wait("step", lambda: not self._step.pending)
             self.ends.append((self._now, self._waited.copy()))
 
-    def _is_updated(self, group: int) -> bool:
-        return not any(i in self._todo for i in self._of_group[group])
+    def _wait_for_updates(self, group: int) -> Iterator[Callable[[], bool]]:
+        own, step = self._of_group[group], self._step
+        step.wanted = own
+        yield from self._wait("forward", lambda: not any(i in step.pending for i in own))
+        step.wanted = ()
 
     def _wait(self, part: Part, until: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
         start = self._now
@@ -323,8 +393,8 @@ class _Model:
         """Compute a group, for which its own parameters must be there; those of the next ones are read meanwhile."""
         number, self._num_passes = self._num_passes, self._num_passes + 1
         last = min(number + self._work.tier_ahead, len(self._of_tiers) - 1)
-        for ahead in range(self._num_asked, last + 1):
-            self._drive.ask(_FOR_COMPUTE, self._of_tiers[ahead], self._count_arrival)
+        for following in range(self._num_asked, last + 1):
+            self._buffers.ask(self._of_tiers[following], self._count_arrival)
         self._num_asked = max(self._num_asked, last + 1)
         if self._of_tiers:
             yield from self._wait(part, lambda: self._num_arrived > number)
@@ -333,99 +403,43 @@ class _Model:
     def _count_arrival(self) -> None:
         self._num_arrived += 1
 
-    def _begin_last_backward(self) -> None:
-        """With ``backward``: choose what will be updated in it, as much as the drive can do meanwhile."""
-        if self._overlap not in IN_BACKWARD:
-            return
-        left = sum(group.seconds("backward") for group in self._work.groups)
-        for i in reversed(self._order):
-            subgroup = self._work.subgroups[i]
-            left -= max(subgroup.read + subgroup.write, subgroup.busy)
-            if left < -_SAME_MOMENT:
-                break
-            self._in_backward.add(i)
-        last_first = [i for i in reversed(self._order) if i in self._in_backward]
-        self._todo = dict.fromkeys([*last_first, *self._order])
-
-    def _step(self, number: int) -> None:
+    def _take_step(self, number: int) -> None:
         """The norm is known: what is left may be updated."""
         if self._overlap == "off":
-            self._todo = dict.fromkeys(self._order if number % 2 == 0 else reversed(self._order))
-        elif self._overlap == "forward":
-            self._todo = dict.fromkeys(self._order)
-        self._ready = set(self._todo)
-        self._in_backward, self._done_early = set(), set()
+            self._step = _Step(in_direction(self._order, number))
+            return
+        begins = self._overlap in IN_BACKWARD
+        done = self._step.updated if begins else set[int]()
+        if begins:
+            self._num_early = learnt_early(len(done), self._num_early)
+        self._step = _Step(i for i in self._order if i not in done)
+        self._schedule = Behind(self._order, began_in_backward=bool(done))
+        self._first = first_of_next(self._order, begins_in_backward=begins)
 
     def _react(self) -> None:
-        self._read_ahead()
-        self._update()
-        if (job := self._drive.take()) is not None:
-            seconds, then = job
-            self._drive.is_busy = True
+        step, schedule, buffers = self._step, self._schedule, self._buffers
+        if schedule is None:
+            order: Sequence[int] = list(islice(step.pending, LOOK_AHEAD)) or self._first
+        else:
+            order = ahead(schedule, step, list(buffers.residents))
+        buffers.read_ahead(order)
+        buffers.write(reads_first=schedule is not None)
+        if not self._is_updating and not step.pending.keys().isdisjoint(buffers.here):
+            among = order if schedule is not None else order[:1]
+            self._update(next_update(among, step.pending, buffers.here.__contains__))
+        buffers.go_on()
 
-            def done() -> None:
-                self._drive.is_busy = False
-                then()
-
-            self._after(seconds, done)
-
-    def _expected(self) -> Iterator[int]:
-        """What will be updated, the next one first."""
-        yield from self._todo
-        if self._overlap != "off":
-            following = self._order if self._overlap == "forward" else reversed(self._order)
-            yield from (i for i in following if i not in self._todo and i not in self._done_early)
-
-    def _window(self) -> list[int]:
-        """As many of the next ones that pass through buffers as there are buffers."""
-        moving = (i for i in self._expected() if not self._work.subgroups[i].is_resident)
-        return list(islice(moving, self._work.num_buffers))
-
-    def _read_ahead(self) -> None:
-        window = self._window()
-        for i in window:
-            if i in self._held:
-                continue
-            if len(self._held) >= self._work.num_buffers and not self._evict_outside(window):
-                return
-            self._held[i] = None
-            self._move(_READ, i, self._work.subgroups[i].read)
-
-    def _evict_outside(self, window: list[int]) -> bool:
-        for i in self._held:
-            if i not in self._moving and i not in window:
-                del self._held[i]
-                return True
-        return False
-
-    def _move(self, rank: int, i: int, seconds: float) -> None:
-        self._moving.add(i)
-        self._drive.ask(rank, seconds, lambda: self._moving.discard(i))
-
-    def _update(self) -> None:
-        if self._is_updating or (i := self._next_update()) is None:
+    def _update(self, i: int | None) -> None:
+        if i is None:
             return
         self._is_updating = True
+        self._buffers.begin_change(i)
 
         def done() -> None:
             self._is_updating = False
-            del self._todo[i]
-            self._ready.discard(i)
-            if i in self._in_backward:
-                self._done_early.add(i)
-            if not self._work.subgroups[i].is_resident:
-                self._move(_WRITE, i, self._work.subgroups[i].write)
+            self._step.update(i)
+            self._buffers.end_change(i)
+            if isinstance(self._schedule, Behind) and not self._step.pending:
+                self._schedule = None
 
         self._after(self._work.subgroups[i].busy, done)
-
-    def _next_update(self) -> int | None:
-        """What is there and may be updated. In ``step()`` only the next in order; otherwise the first within reach."""
-        reach = 0
-        for i in self._todo:
-            is_there = self._work.subgroups[i].is_resident or (i in self._held and i not in self._moving)
-            if is_there and i in self._ready:
-                return i
-            reach += not self._work.subgroups[i].is_resident
-            if self._overlap == "off" or reach > self._work.num_buffers:
-                return None
-        return None

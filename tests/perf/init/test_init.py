@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from nvme_offload import OffloadConfig
 from nvme_offload.offload.units import GiB
 from nvme_offload.perf.cli import app
-from nvme_offload.perf.init import command, recommendation
+from nvme_offload.perf.init import command
 from nvme_offload.perf.planning.machine import Machine
 
 LLAMA = {
@@ -26,7 +26,6 @@ LLAMA = {
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    monkeypatch.setattr(recommendation, "baseline_bytes", lambda: GiB // 2)
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: False)
     folder = tmp_path / "model"
     folder.mkdir()

