@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
-from nvme_offload.optim.kernels import KernelPool, available_isas, make_segment
+from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.optim.kernels import ABSENT, KernelPool, available_isas, make_logged_step, make_segment
+from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.rules.registry import rule_named
 
 MASTER_DTYPES = {torch.bfloat16: torch.uint16, torch.float16: torch.float32, torch.float32: None}
@@ -44,6 +46,48 @@ def test_update(measure: Callable[..., Any], numel: int, name: str, isa: str, dt
     changed = [tensor for tensor in (param, master, *states) if tensor is not None]
     size_bytes = grad.nbytes + 2 * sum(tensor.nbytes for tensor in changed)
     measure(partial(KernelPool(isa=isa).update, [segment]), size_bytes)
+
+
+@pytest.mark.parametrize("num_logged", [0, 1, 3])
+@pytest.mark.parametrize("keeps", [False, True], ids=["rewrites", "keeps"])
+def test_logged_update(measure: Callable[..., Any], numel: int, num_logged: int, keeps: bool) -> None:
+    """A step of a durable run: it does the logged updates again, and its own; some keep their gradient for the log."""
+    numel = -(-numel // TILE_NUMEL) * TILE_NUMEL
+    settings, pool = OPTIMIZERS["AdamW"], KernelPool()
+    rule = rule_named("AdamW").of(settings)
+    param, grad = torch.ones(numel).bfloat16(), torch.full((numel,), 1e-3).bfloat16()
+    master, states = torch.zeros(numel, dtype=torch.uint16), [torch.full((numel,), 1e-3) for _ in rule.states]
+    offsets = torch.full((numel // TILE_NUMEL, 2), ABSENT)
+    offsets[:, 0] = torch.arange(numel // TILE_NUMEL) * 2 * TILE_NUMEL
+    entry = HostRegion(grad.nbytes).view(torch.uint8, 0, grad.nbytes)
+    entry.view(torch.bfloat16).copy_(grad)
+    logged = make_logged_step(
+        entry=entry,
+        offsets=offsets,
+        numel=numel,
+        grad_dtype=torch.bfloat16,
+        scalars=rule.scalars(settings, 10),
+        grad_scale=1.0,
+    )
+    # A segment holds addresses: what they point at has to outlive it.
+    checksums, base, kept_offsets = pool.tile_checksums(param), param.clone(), torch.empty_like(offsets)
+    segment = make_segment(
+        param=param,
+        grad=grad,
+        master=master,
+        states=states,
+        checksums=checksums,
+        rule=rule,
+        scalars=rule.scalars(settings, 10),
+        grad_scale=1.0,
+        log=[logged] * num_logged,
+        base=base,
+        offsets=kept_offsets if keeps else None,
+    )
+    size_bytes = grad.nbytes + 2 * sum(tensor.nbytes for tensor in (param, master, *states)) + num_logged * grad.nbytes
+    kept = HostRegion(grad.nbytes).view(torch.uint8, 0, grad.nbytes)
+    update = partial(pool.update_and_log, [segment], kept) if keeps else partial(pool.update, [segment])
+    measure(update, size_bytes)
 
 
 @pytest.mark.parametrize("isa", available_isas())

@@ -23,7 +23,6 @@ EXPERIMENTS = {
         "Compare what `offload plan` predicts with measured iterations and with resident memory.",
     ),
     "read-ahead": Command(f"{_HERE}.read_ahead", "Measure how much of the reading of parameters is hidden."),
-    "replay": Command(f"{_HERE}.replay", "Measure updates from a log beside plain ones, over state in memory."),
 }
 
 app = typer.Typer(name="experiments", cls=group_of(EXPERIMENTS), no_args_is_help=True, add_completion=False)

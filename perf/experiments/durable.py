@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from nvme_offload.perf.experiments.hidden_step import Setup, compute_for
 from nvme_offload.perf.measure import comparison
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
 from nvme_offload.perf.measure.comparison import Case, Comparison
-from nvme_offload.perf.measure.experiment import Experiment
+from nvme_offload.perf.measure.experiment import Column, Experiment, Figures
 from nvme_offload.perf.measure.machine import storage_bytes
 
 NAME = "benchmark-"
@@ -39,7 +40,7 @@ Compute = Annotated[float, typer.Option(min=0, help="Seconds of each iteration i
 
 
 @dataclass(frozen=True)
-class Moved:
+class Moved(Figures):
     """Bytes per parameter and step, as the kernel counts them, and seconds of a step, after the first steps."""
 
     name: str
@@ -50,14 +51,14 @@ class Moved:
     commit_wait_seconds: float
     """Seconds of all measured steps in which a commit was waited for."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The figures in plain types, for JSON."""
-        return asdict(self)
-
-    def cells(self) -> list[str]:
-        """The figures as a row."""
-        seconds = (f"{value:.3f}" for value in (self.step_seconds, self.commit_wait_seconds))
-        return [self.name, f"{self.read:.2f}", f"{self.written:.2f}", *seconds, str(self.commits)]
+    COLUMNS = (
+        Column("", "name"),
+        Column("B read", "read", ".2f"),
+        Column("B written", "written", ".2f"),
+        Column("seconds", "step_seconds", ".3f"),
+        Column("waited for commits", "commit_wait_seconds", ".3f"),
+        Column("commits", "commits"),
+    )
 
 
 @durable.command("bytes")
@@ -87,7 +88,7 @@ def moved(
     experiment = Experiment(
         name="durable-bytes",
         title="Bytes per parameter and step of durable steps",
-        head=("", "B read", "B written", "seconds", "waited for commits", "commits"),
+        head=Moved.head(),
         path=path,
         save_to=save_to,
     )
@@ -186,7 +187,7 @@ def checkpoint(
 
 
 @dataclass(frozen=True)
-class Pinned:
+class Pinned(Figures):
     """One snapshot, after the commit of the step before it."""
 
     name: str
@@ -196,13 +197,12 @@ class Pinned:
     reserved: int
     """Bytes by which the swap file has grown."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The figures in plain types, for JSON."""
-        return asdict(self)
-
-    def cells(self) -> list[str]:
-        """The figures as a row."""
-        return [self.name, f"{self.seconds:.4f}", f"{self.written:,}", f"{self.reserved:,}"]
+    COLUMNS = (
+        Column("snapshot", "name"),
+        Column("seconds", "seconds", ".4f"),
+        Column("bytes written", "written", ","),
+        Column("bytes reserved", "reserved", ","),
+    )
 
 
 @durable.command()
@@ -232,7 +232,7 @@ def snapshots(
     experiment = Experiment(
         name="durable-snapshots",
         title="Snapshots",
-        head=("snapshot", "seconds", "bytes written", "bytes reserved"),
+        head=Pinned.head(),
         path=path,
         save_to=save_to,
     )
@@ -312,8 +312,5 @@ def _slow_flushes(seconds: float) -> Iterator[None]:
         flush(descriptor)
         time.sleep(seconds)
 
-    vars(run)["sync_data"] = slow
-    try:
+    with patch.object(run, "sync_data", slow):
         yield
-    finally:
-        vars(run)["sync_data"] = flush

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -22,7 +22,7 @@ from nvme_offload.optim.step.schedule import OverlapStep
 from nvme_offload.perf.measure import comparison
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
 from nvme_offload.perf.measure.comparison import Case, Comparison
-from nvme_offload.perf.measure.experiment import Experiment
+from nvme_offload.perf.measure.experiment import Column, Experiment, Figures
 from nvme_offload.perf.measure.models import BACKWARD_SHARE, Shape, SleepingModel, layered_model
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
 from nvme_offload.perf.measure.training import Iteration, Training
@@ -148,7 +148,7 @@ def section(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class Cell(Figures):
     """Iterations of one schedule at one ratio. Seconds are medians."""
 
     overlap_step: OverlapStep
@@ -181,31 +181,26 @@ class Cell:
         """Whether computing alone did not take what it should have."""
         return abs(self.compute * self.ratio / self.nvme - 1) > TOLERANCE
 
-    def to_dict(self) -> dict[str, Any]:
-        """The cell in plain types, for JSON."""
-        return {**asdict(self), "of_ideal": self.of_ideal, "quotient": self.quotient, "is_disturbed": self.is_disturbed}
+    @property
+    def name(self) -> str:
+        """Schedule and ratio."""
+        return f"{self.overlap_step}, {self.ratio:g}{' (disturbed)' if self.is_disturbed else ''}"
 
-    def cells(self) -> list[str]:
-        """The cell as a row below `HEAD`."""
+    @property
+    def parts(self) -> str:
+        """Median seconds of forward, backward and step."""
         parts = (median(getattr(one, part) for one in self.iterations) for part in ("forward", "backward", "step"))
-        return [
-            f"{self.overlap_step}, {self.ratio:g}{' (disturbed)' if self.is_disturbed else ''}",
-            f"{self.seconds:.3f}",
-            *(f"{self.of_ideal:.2f}", f"{self.bound:.2f}", f"{self.quotient:.3f}"),
-            *(f"{part:.3f}" for part in parts),
-        ]
+        return " + ".join(f"{part:.3f}" for part in parts)
 
-
-HEAD = (
-    "overlap_step, I/O : compute",
-    "iteration s",
-    "of the ideal",
-    "bound",
-    "quotient",
-    "forward",
-    "backward",
-    "step",
-)
+    COLUMNS = (
+        Column("overlap_step, I/O : compute", "name"),
+        Column("iteration s", "seconds", ".3f"),
+        Column("of the ideal", "of_ideal", ".2f"),
+        Column("bound", "bound", ".2f"),
+        Column("quotient", "quotient", ".3f"),
+        Column("forward + backward + step", "parts"),
+    )
+    BESIDES = ("is_disturbed",)
 
 
 @hidden_step.command()
@@ -234,7 +229,7 @@ def paced(
         return [*notes, f"at most {LIMIT:g} times the bound: {within} of {len(found)}"]
 
     experiment = Experiment(
-        name=f"hidden-step-{shape}", title="Iterations over a paced drive", head=HEAD, save_to=save_to
+        name=f"hidden-step-{shape}", title="Iterations over a paced drive", head=Cell.head(), save_to=save_to
     )
     with _folder() as folder:
         experiment.run(_cells(setup, _schedules(overlap_step), io_seconds, iterations, folder), with_verdict)

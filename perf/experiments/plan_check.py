@@ -24,7 +24,7 @@ from nvme_offload.offload.config.section import AioConfig, OffloadConfig
 from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.measure.child import Child, Send
 from nvme_offload.perf.measure.command_line import Folder, SaveTo
-from nvme_offload.perf.measure.experiment import Experiment
+from nvme_offload.perf.measure.experiment import Column, Experiment, Figures
 from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
 from nvme_offload.perf.measure.models import layered_model
 from nvme_offload.perf.measure.settings import Rw, Settings
@@ -129,7 +129,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Iterations:
+class Iterations(Figures):
     """One configuration: predicted and measured."""
 
     configuration: Configuration
@@ -148,17 +148,27 @@ class Iterations:
     @property
     def time_ratio(self) -> float:
         """Ratio of the seconds predicted to the median of those measured."""
-        return self.predicted_seconds / median(self.measured_seconds)
+        return self.predicted_seconds / self.median_seconds
 
-    def to_dict(self) -> dict[str, Any]:
-        """The outcome in plain types, for JSON."""
-        return {**asdict(self), "bytes_ratio": self.bytes_ratio, "time_ratio": self.time_ratio}
+    @property
+    def name(self) -> str:
+        """Name of the configuration."""
+        return self.configuration.name
 
-    def cells(self) -> list[str]:
-        """The outcome as a row of the table."""
-        sizes = (f"{size / 1e9:.3f}" for size in (self.predicted_bytes, self.measured_bytes))
-        seconds = (f"{time:.2f}" for time in (self.predicted_seconds, median(self.measured_seconds)))
-        return [self.configuration.name, *sizes, f"{self.bytes_ratio:.3f}", *seconds, f"{self.time_ratio:.2f}"]
+    @property
+    def median_seconds(self) -> float:
+        """Median of the seconds measured."""
+        return median(self.measured_seconds)
+
+    COLUMNS = (
+        Column("configuration", "name"),
+        Column("bytes predicted", "predicted_bytes", ".4g"),
+        Column("measured", "measured_bytes", ".4g"),
+        Column("ratio", "bytes_ratio", ".3f"),
+        Column("s predicted", "predicted_seconds", ".2f"),
+        Column("measured", "median_seconds", ".2f"),
+        Column("ratio", "time_ratio", ".2f"),
+    )
 
 
 def iterations_of(path: Path, configuration: Configuration) -> Iterations:
@@ -268,7 +278,7 @@ CASES = tuple(
 
 
 @dataclass(frozen=True)
-class MemoryGrowth:
+class MemoryGrowth(Figures):
     """A run: the growth of its resident memory at the peak, predicted and measured, in bytes."""
 
     case: MemoryCase
@@ -280,15 +290,23 @@ class MemoryGrowth:
         """Whether it took no more than the plan with its margin."""
         return self.measured <= (1 + SHARE) * self.predicted + SLACK_BYTES
 
-    def to_dict(self) -> dict[str, Any]:
-        """The outcome in plain types, for JSON."""
-        return {**asdict(self), "numel": self.case.numel, "within_plan": self.within_plan}
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.case.name
 
-    def cells(self) -> list[str]:
-        """The outcome as a row of the table."""
-        sizes = (self.predicted, self.measured)
-        each = (f"{size / self.case.numel:.2f}" for size in sizes)
-        return [self.case.name, *(f"{size / MiB:.0f}" for size in sizes), *each]
+    @property
+    def numel(self) -> int:
+        """Parameters of its model."""
+        return self.case.numel
+
+    COLUMNS = (
+        Column("run", "name"),
+        Column("parameters", "numel", ","),
+        Column("bytes predicted", "predicted", ","),
+        Column("measured", "measured", ","),
+    )
+    BESIDES = ("within_plan",)
 
 
 def memory_of(path: Path, case: MemoryCase) -> MemoryGrowth:
@@ -340,7 +358,7 @@ def plan_check(
         Experiment(
             name="plan-check",
             title="offload plan: predicted and measured",
-            head=("configuration", "GB predicted", "measured", "ratio", "s predicted", "measured", "ratio"),
+            head=Iterations.head(),
             path=path,
             save_to=save_to,
         ).run((iterations_of(path, configuration) for configuration in CONFIGURATIONS), _within)
@@ -349,7 +367,7 @@ def plan_check(
     runs = Experiment(
         name="plan-memory",
         title="offload plan: resident memory predicted and measured",
-        head=("run", "MiB predicted", "measured", "B per parameter predicted", "measured"),
+        head=MemoryGrowth.head(),
         path=path,
         save_to=save_to,
     ).run((memory_of(path, case) for case in CASES), lambda found: [f"more than {BOUND}: {_excessive(found)}"])

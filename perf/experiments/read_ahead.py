@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,12 +13,12 @@ import typer
 
 from nvme_offload import OffloadEngine, initialize
 from nvme_offload.perf.measure.command_line import Folder, SaveTo
-from nvme_offload.perf.measure.experiment import Experiment
+from nvme_offload.perf.measure.experiment import Column, Experiment, Figures
 from nvme_offload.perf.measure.models import layered_model
 
 
 @dataclass(frozen=True)
-class Waiting:
+class Waiting(Figures):
     """What one training did for its parameters, from its second step on."""
 
     name: str
@@ -42,18 +42,17 @@ class Waiting:
         """Reads that were started before they were needed, of all reads."""
         return self.reads_ahead / self.reads if self.reads else 1.0
 
-    def to_dict(self) -> dict[str, Any]:
-        """The figures in plain types, for JSON."""
-        return {**asdict(self), "share_ahead": self.share_ahead}
-
-    def cells(self) -> list[str]:
-        """The figures as a row below `HEAD`."""
-        counts = (self.reads, self.reads_ahead, self.reads_unused, self.uses)
-        seconds = (self.wait_seconds, self.wait_in_passes_seconds, self.step_seconds)
-        return [self.name, *map(str, counts), *(f"{value:.3f}" for value in seconds)]
-
-
-HEAD = ("", "reads", "ahead", "for nothing", "uses", "waited s", "of that in forward and backward", "step s")
+    COLUMNS = (
+        Column("", "name"),
+        Column("reads", "reads"),
+        Column("ahead", "reads_ahead"),
+        Column("for nothing", "reads_unused"),
+        Column("uses", "uses"),
+        Column("waited s", "wait_seconds", ".3f"),
+        Column("of that in forward and backward", "wait_in_passes_seconds", ".3f"),
+        Column("step s", "step_seconds", ".3f"),
+    )
+    BESIDES = ("share_ahead",)
 
 
 def measure(
@@ -133,7 +132,7 @@ def read_ahead(
     """Measure how much of the reading of parameters is hidden."""
     how: dict[str, Any] = {"layers": layers, "width": width, "tokens": tokens, "steps": steps, "state": state}
     title = f"Reads of parameters, {layers} layers of width {width}, state on {state}"
-    Experiment(name="read-ahead", title=title, head=HEAD, path=path, save_to=save_to).run(
+    Experiment(name="read-ahead", title=title, head=Waiting.head(), path=path, save_to=save_to).run(
         (measure(path, read_ahead=ahead, buffer_count=buffer_count, **how) for ahead in (True, False)), _notes
     )
 

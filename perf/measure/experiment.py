@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +26,38 @@ class Outcome(Protocol):
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome in plain types, for JSON."""
+
+
+class Column(NamedTuple):
+    """A column of a table, and the figure of each outcome that stands in it."""
+
+    head: str
+    name: str
+    """The attribute of the outcome."""
+    spec: str = ""
+    """How it is written, see `format`."""
+
+
+class Figures:
+    """An outcome whose figures are the fields and properties of a dataclass."""
+
+    COLUMNS: ClassVar[Sequence[Column]]
+    BESIDES: ClassVar[Sequence[str]] = ()
+    """Properties that the document has and the table has not."""
+
+    @classmethod
+    def head(cls) -> list[str]:
+        """Return the heads of the columns."""
+        return [column.head for column in cls.COLUMNS]
+
+    def cells(self) -> list[str]:
+        """Return the row of the table."""
+        return [format(getattr(self, column.name), column.spec) for column in self.COLUMNS]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome in plain types, for JSON."""
+        shown = [column.name for column in self.COLUMNS] + list(self.BESIDES)
+        return {**{name: getattr(self, name) for name in shown}, **asdict(self)}  # type: ignore[call-overload]
 
 
 Found = TypeVar("Found", bound=Outcome)

@@ -63,13 +63,13 @@ def test_a_sleeping_model_has_a_matrix_for_each_subgroup(shape):
 def test_a_durable_run_writes_its_parameters_too():
     assert Setup().bytes_moved("speculate") == 22 * Setup().numel == 1.1 * Setup().bytes_moved("backward")
     ratios = [Setup().bound("speculate", 1.0, nvme).seconds / max(1.0, nvme) for nvme in (0.5, 1.0, 2.0)]
-    assert ratios == pytest.approx([1.00, 1.16, 1.00], abs=0.02)
+    assert ratios == pytest.approx([1.00, 1.19, 1.00], abs=0.02)
 
 
 def test_bounds_of_a_model_with_an_embedding():
     setup = Setup(shape="lm")
     ratios = [setup.bound("backward", 1.0, nvme).seconds / max(1.0, nvme) for nvme in (0.5, 1.0, 2.0)]
-    assert ratios == pytest.approx([1.03, 1.17, 1.00], abs=0.005)
+    assert ratios == pytest.approx([1.04, 1.19, 1.00], abs=0.005)
     assert setup.bound("off", 1.0, 1.0).seconds == pytest.approx(1.92, abs=0.005)
 
 
