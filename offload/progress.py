@@ -20,8 +20,8 @@ DELAY_SECONDS = 1.0
 """What is done sooner shows no bar."""
 REFRESH_SECONDS = 0.1
 
-_shown: list[str] = []
-"""Names of what is under way, the outermost first: that one has the bar."""
+_shown: list[_Bar] = []
+"""The bar of what is under way; none, or the outermost one."""
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def progress(name: str, total: float) -> Iterator[Advance]:
         yield lambda amount: None
         return
     bar = _Bar(name, total)
-    _shown.append(name)
+    _shown.append(bar)
     try:
         yield bar.advance
     finally:
@@ -55,15 +55,21 @@ def tracked(name: str, items: Collection[Item], size: Callable[[Item], float] = 
             advance(size(item))
 
 
+def say(line: str) -> None:
+    """Print a line on standard error that stays, above the bar where one is shown."""
+    console = _shown[0].console if _shown else Console(file=sys.stderr)
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 class _Bar:
     """A bar that begins late and is drawn by whoever advances it."""
 
     def __init__(self, name: str, total: float) -> None:
-        self._console = Console(file=sys.stderr)
+        self.console = Console(file=sys.stderr)
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         self._progress = Progress(
             *columns,
-            console=self._console,
+            console=self.console,
             auto_refresh=False,
             transient=True,
             redirect_stdout=False,
@@ -77,7 +83,7 @@ class _Bar:
         if (now := time.monotonic()) >= self._next:
             self._next = now + REFRESH_SECONDS
             self._progress.start()
-            self._console.show_cursor(True)  # whatever ends the process now leaves it as it was
+            self.console.show_cursor(True)  # whatever ends the process now leaves it as it was
             self._progress.refresh()
 
     def stop(self) -> None:

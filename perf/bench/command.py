@@ -27,7 +27,6 @@ from nvme_offload.perf.measure.command_line import (
     say_saved,
 )
 from nvme_offload.perf.measure.knobs import check_save
-from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.measure.results import save
 from nvme_offload.perf.measure.settings import Rw, Settings
 from nvme_offload.perf.report.bench import bench_page
@@ -92,7 +91,7 @@ def bench(
     with failures_in_words():
         if save_to:
             check_save(save_to)
-        document = run_bench(wanted, Progress(Console(stderr=True)))
+        document = run_bench(wanted)
     if as_json:
         typer.echo(json.dumps(document))
     else:

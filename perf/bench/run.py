@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from nvme_offload.aio_native.registry import ENGINES, REGISTRY
+from nvme_offload.offload.progress import progress, say
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.bench.fio import Fio, find_fio
 from nvme_offload.perf.bench.report import describe_latest, summary
@@ -22,7 +23,6 @@ from nvme_offload.perf.measure.drives import drive_of, temperature
 from nvme_offload.perf.measure.environment import environment
 from nvme_offload.perf.measure.health import throttled_seconds
 from nvme_offload.perf.measure.knobs import KnobError, check_range, check_settings, check_space
-from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.measure.settings import Rw, Settings
 from nvme_offload.perf.measure.tensor_workloads import (
     MAX_SWAPPER_RINGS,
@@ -137,7 +137,7 @@ def open_target(plan: Plan) -> Iterator[RawTarget | SwapperTarget | StepTarget]:
             yield raw
 
 
-def run_bench(plan: Plan, progress: Progress) -> dict[str, Any]:
+def run_bench(plan: Plan) -> dict[str, Any]:
     """Everything the plan asks for, as the document that ``--json`` prints."""
     check(plan)
     document: dict[str, Any] = {
@@ -154,40 +154,39 @@ def run_bench(plan: Plan, progress: Progress) -> dict[str, Any]:
             "reason": target.engine.reason,
             "direct": target.direct,
         }
-        with progress.phase("writing and verifying", 1) as advance:
-            target.prepare()
-            advance("")
+        say("writing and verifying ...")
+        target.prepare()
         document["verified"] = plan.settings.ioengine != "null"
         for rw in plan.directions:
             take = measured_series if plan.duration else measured_passes
-            document["results"][rw] = take(target, plan, rw, progress)
+            document["results"][rw] = take(target, plan, rw)
         if plan.quads:
-            document["comparison"] = compare_with_fio(target, plan, progress)
+            document["comparison"] = compare_with_fio(target, plan)
     return document
 
 
-def measure(target: Target, plan: Plan, rw: Rw, progress: Progress) -> list[Sample]:
+def measure(target: Target, plan: Plan, rw: Rw) -> list[Sample]:
     """Measure passes until the time is used up."""
     samples: list[Sample] = []
     target.run(rw, plan.pass_bytes)  # not counted: the first pass in a direction also warms up
     deadline = time.monotonic() + plan.runtime
-    with progress.phase(rw, None) as advance:
+    with progress(rw, plan.runtime) as advance:
         while not samples or time.monotonic() < deadline:
             samples.append(target.run(rw, plan.pass_bytes))
-            advance(f"{samples[-1].bw_bytes / 1e9:.2f} GB/s")
+            advance(samples[-1].seconds)
     return samples
 
 
-def measured_passes(target: Target, plan: Plan, rw: Rw, progress: Progress) -> dict[str, Any]:
+def measured_passes(target: Target, plan: Plan, rw: Rw) -> dict[str, Any]:
     """The result of one direction: passes over the region, and what they come to."""
-    samples = measure(target, plan, rw, progress)
+    samples = measure(target, plan, rw)
     return {
         "samples": [asdict(sample) | {"bw_bytes": sample.bw_bytes} for sample in samples],
         "summary": summary(samples, plan.settings),
     }
 
 
-def measured_series(target: Target, plan: Plan, rw: Rw, progress: Progress) -> dict[str, Any]:
+def measured_series(target: Target, plan: Plan, rw: Rw) -> dict[str, Any]:
     """The result of one direction: a load without a pause, second by second, and what it shows."""
     settings = plan.settings
     drives = [drive for path in settings.paths if (drive := drive_of(path))]
@@ -198,7 +197,7 @@ def measured_series(target: Target, plan: Plan, rw: Rw, progress: Progress) -> d
 
     before = throttled_seconds(disks)
     least = settings.transfer_bytes * settings.num_buffers
-    points, samples = measure_series(target, rw, plan.duration, least, warmth, progress)
+    points, samples = measure_series(target, rw, plan.duration, least, warmth)
     after = throttled_seconds(disks)
     hot = None if before is None or after is None else after - before
     return {
@@ -208,17 +207,17 @@ def measured_series(target: Target, plan: Plan, rw: Rw, progress: Progress) -> d
     }
 
 
-def compare_with_fio(target: Target, plan: Plan, progress: Progress) -> dict[str, Any]:
+def compare_with_fio(target: Target, plan: Plan) -> dict[str, Any]:
     """Quads and controls in every direction, each said as soon as it is there."""
     document: dict[str, Any] = {"tuned": plan.fio_tuned}
     with Fio(plan.settings, tuned=plan.fio_tuned) as fio:
         document |= {"version": fio.version, "command": fio.command("mixed", plan.pass_bytes)[1:]}
         for rw in plan.directions:
             case = Case(name=rw, ours=partial(_rate, target, rw, plan), reference=partial(fio.run, rw, plan.pass_bytes))
-            with progress.phase(f"{rw} beside fio", plan.quads) as advance:
+            with progress(f"{rw} beside fio", plan.quads) as advance:
                 for comparison in case.measure(plan.quads):
-                    progress.say(describe_latest(comparison))
-                    advance("")
+                    say(describe_latest(comparison))
+                    advance(1)
             document[rw] = comparison.as_dict() | _verdict(comparison, plan, target)
     return document
 

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
 
+from nvme_offload.offload.progress import progress
 from nvme_offload.offload.units import format_bytes, format_rate
-from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.measure.quantiles import percentile
 from nvme_offload.perf.measure.settings import Rw
 from nvme_offload.perf.measure.workloads import Sample, Target
@@ -63,7 +63,7 @@ class Cliff:
 
 
 def measure_series(
-    target: Target, rw: Rw, duration: float, least_bytes: int, warmth: Warmth, progress: Progress
+    target: Target, rw: Rw, duration: float, least_bytes: int, warmth: Warmth
 ) -> tuple[list[Point], list[Sample]]:
     """Load a target without a pause for `duration` seconds.
 
@@ -73,7 +73,6 @@ def measure_series(
         duration: seconds.
         least_bytes: of a pass.
         warmth: asked once for each point.
-        progress: shows how far it is.
 
     Returns:
         Points by time, and all passes.
@@ -82,7 +81,7 @@ def measure_series(
     points: list[Point] = []
     samples: list[Sample] = []
     size, began = least_bytes, time.monotonic()
-    with progress.phase(f"{rw} for {duration:.0f} s", round(duration / every)) as advance:
+    with progress(f"{rw} for {duration:.0f} s", duration) as advance:
         while not points or time.monotonic() - began < duration:
             own: list[Sample] = []
             while not own or sum(sample.seconds for sample in own) < every:
@@ -90,7 +89,7 @@ def measure_series(
                 size = max(least_bytes, round(own[-1].bw_bytes * PASS_SECONDS))
             points.append(point_of(own, time.monotonic() - began, warmth()))
             samples += own
-            advance(format_rate(points[-1].bw_bytes))
+            advance(points[-1].seconds)
     return points, samples
 
 

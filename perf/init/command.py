@@ -9,14 +9,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import available_bytes
 from nvme_offload.offload.units import GiB, format_bytes
 from nvme_offload.perf.init.recommendation import NothingFitsError, Recommendation, recommend, uses_nvme
 from nvme_offload.perf.measure.command_line import HERE, Paths, byte_option, failures_in_words
-from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.planning.command import UPDATE_RATE
 from nvme_offload.perf.planning.machine import Machine, MachineError
 from nvme_offload.perf.planning.shape import ModelShape, ShapeError
@@ -82,7 +80,7 @@ def _measured(found: Recommendation, paths: list[Path], seconds: float) -> dict[
         return {}
     typer.echo(f"now {seconds:g} s to find the aio section for these drives; --seconds says how many", err=True)
     search = Search(paths=tuple(paths), size=GiB, seconds=seconds, direct="required", output=Path("aio.json"))
-    document = run_tune(search, Progress(Console(stderr=True)))
+    document = run_tune(search)
     return {"aio": document["section"]["aio"]}
 
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from nvme_offload.offload.progress import say
 from nvme_offload.perf.measure.command_line import failures_in_words, say_saved
 from nvme_offload.perf.measure.environment import environment
 from nvme_offload.perf.measure.knobs import check_save
-from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.measure.results import page, save
 
 
@@ -92,7 +92,7 @@ class Experiment:
         Raises:
             typer.Exit: measuring failed; the reason has been said.
         """
-        progress, known, files = Progress(Console(stderr=True)), dict[str, Found](), list[Path]()
+        known, files = dict[str, Found](), list[Path]()
         with failures_in_words():
             if self.save_to:
                 check_save(self.save_to)
@@ -100,7 +100,7 @@ class Experiment:
             for outcome in outcomes:
                 row = outcome.cells()
                 known[row[0]] = outcome
-                progress.say("  ".join(row))
+                say("  ".join(row))
                 if self.save_to:
                     files = self._save(self.save_to, facts, list(known.values()), notes(list(known.values())))
         table = Table(*self.head, box=None)

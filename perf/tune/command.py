@@ -22,7 +22,6 @@ from nvme_offload.perf.measure.command_line import (
 )
 from nvme_offload.perf.measure.environment import describe
 from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
-from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.tune.search import Search, run_tune
 
 _AIO = AioConfig()
@@ -39,7 +38,7 @@ def tune(
     """Search block size, depth, rings and engine for the best `aio` section, on an optimizer step's 1:1 pattern."""
     search = Search(paths=tuple(path), size=size, seconds=seconds, direct=direct, output=output)
     with failures_in_words():
-        document = run_tune(search, Progress(Console(stderr=True)))
+        document = run_tune(search)
     if as_json:
         typer.echo(json.dumps(document))
     else:

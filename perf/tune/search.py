@@ -26,11 +26,11 @@ from typing import Any
 
 from nvme_offload.aio_native import ENGINES, EngineUnavailable
 from nvme_offload.offload.config.section import AioConfig
+from nvme_offload.offload.progress import progress, say
 from nvme_offload.offload.storage.swap_file import DirectPolicy
 from nvme_offload.offload.units import KiB, MiB, format_bytes
 from nvme_offload.perf.measure.environment import environment
 from nvme_offload.perf.measure.knobs import KnobError, check_folder, check_settings, check_space
-from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.measure.quantiles import percentile
 from nvme_offload.perf.measure.settings import Settings
 from nvme_offload.perf.measure.workloads import RawTarget, Region
@@ -205,7 +205,7 @@ class Tuner:
         return setting not in self.scores.by_setting and 16 * setting.block_size * setting.rings <= self._search.size
 
 
-def run_tune(search: Search, progress: Progress) -> dict[str, Any]:
+def run_tune(search: Search) -> dict[str, Any]:
     """Search and choose; gives all of it as one document."""
     if not 0 < search.seconds < math.inf:  # nan neither
         raise KnobError("seconds", f"{search.seconds} is no time to search in; 30 or more tells something")
@@ -228,9 +228,9 @@ def run_tune(search: Search, progress: Progress) -> dict[str, Any]:
             engine = target.engine.engine.name
         started = time.monotonic()
         tuner = Tuner(search, region, engine)
-        _search(tuner, started + SEARCH_SHARE * search.seconds, progress)
+        _search(tuner, started + SEARCH_SHARE * search.seconds)
         finalists = tuner.scores.finalists(tuner.reference)
-        _finals(tuner, finalists, started + search.seconds, progress)
+        _finals(tuner, finalists, started + search.seconds)
     return _conclude(search, tuner, finalists)
 
 
@@ -243,8 +243,8 @@ def _check_output(output: Path) -> None:
             raise KnobError("output", f"{file} is no file that can be written")
 
 
-def _search(tuner: Tuner, deadline: float, progress: Progress) -> None:
-    with progress.phase("searching", TRIALS_PLANNED) as advance:
+def _search(tuner: Tuner, deadline: float) -> None:
+    with progress("searching", TRIALS_PLANNED) as advance:
         for setting in tuner.candidates():
             if time.monotonic() > deadline and tuner.scores.by_setting:
                 break
@@ -254,17 +254,19 @@ def _search(tuner: Tuner, deadline: float, progress: Progress) -> None:
                 said = tuner.trial(setting)
             except EngineUnavailable as error:
                 said = f"{setting}: {error}"
-            progress.say(said)
-            advance("")
+            say(said)
+            advance(1)
 
 
-def _finals(tuner: Tuner, finalists: list[Setting], deadline: float, progress: Progress) -> None:
-    order = random.Random(SEED)
-    with progress.phase(f"{len(finalists)} finalists again", None) as advance:
+def _finals(tuner: Tuner, finalists: list[Setting], deadline: float) -> None:
+    order, before = random.Random(SEED), time.monotonic()
+    with progress(f"{len(finalists)} finalists again", max(1.0, deadline - before)) as advance:
         rounds = 0
         while not rounds or time.monotonic() < deadline:
             for finalist in order.sample(finalists, len(finalists)):
-                advance(tuner.trial(finalist))
+                tuner.trial(finalist)
+                before, now = time.monotonic(), before
+                advance(before - now)
             rounds += 1
 
 

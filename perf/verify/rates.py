@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from nvme_offload.offload.config.section import AioConfig
 from nvme_offload.offload.units import format_bytes
@@ -14,7 +13,6 @@ from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.initialize import initialize
 from nvme_offload.perf.bench.run import Plan, run_bench
 from nvme_offload.perf.measure.accelerator import copy_rates, device_here
-from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.measure.settings import Settings
 from nvme_offload.perf.verify.outcome import Found, LeftOutError, Site
 from nvme_offload.perf.verify.training import BF16, Layered
@@ -49,7 +47,7 @@ def drive(site: Site) -> Found:
         direct="optional",
     )
     plan = Plan(settings=settings, target="raw", directions=("read", "write", "mixed"), runtime=site.runtime)
-    document = run_bench(plan, Progress(Console(stderr=True)))
+    document = run_bench(plan)
     rates: dict[str, float] = {rw: document["results"][rw]["summary"]["bw_bytes"]["median"] for rw in plan.directions}
     engine = document["engine"]
     cached = "" if engine["direct"] else ", through the page cache"

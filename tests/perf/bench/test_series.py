@@ -4,13 +4,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from nvme_offload.perf import cli
 from nvme_offload.perf.bench import series as series_module
 from nvme_offload.perf.bench.series import Point, cliff_of, found_in, measure_series
-from nvme_offload.perf.measure.progress import Progress
 from nvme_offload.perf.measure.workloads import Sample
 from nvme_offload.perf.planning.machine import Drives
 
@@ -46,15 +44,11 @@ class CachedDrive:
         )
 
 
-def quiet():
-    return Progress(Console(quiet=True))
-
-
 def test_the_cliff_of_a_cache_is_found_where_it_is(monkeypatch):
     drive = CachedDrive(60 * GB, 3 * GB, 1 * GB)
     monkeypatch.setattr(series_module, "time", SimpleNamespace(monotonic=lambda: drive.now))
     warmth = iter(range(40, 1000))
-    points, samples = measure_series(drive, "write", 60.0, 10 * MB, lambda: float(next(warmth)), quiet())
+    points, samples = measure_series(drive, "write", 60.0, 10 * MB, lambda: float(next(warmth)))
     assert 60.0 <= points[-1].at < 62.0
     assert sum(sample.size_bytes for sample in samples) == sum(point.size_bytes for point in points)
     assert all(1.0 <= point.seconds < 2.0 for point in points)

@@ -85,7 +85,7 @@ def test_another_model_is_said(tmp_path):
 def test_the_drive_is_measured_where_something_goes_there(model, tmp_path, monkeypatch):
     searched = []
     found = {"section": {"aio": {"queue_depth": 64}}}
-    monkeypatch.setattr(command, "run_tune", lambda search, progress: searched.append(search) or found)
+    monkeypatch.setattr(command, "run_tune", lambda search: searched.append(search) or found)
     done, section = init(model, tmp_path, "--host-memory", "4GiB", "--seconds", "40")
     assert done.exit_code == 0, done.output
     assert section["aio"] == {"queue_depth": 64}
