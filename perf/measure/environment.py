@@ -7,9 +7,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from nvme_offload.offload.host.proc import mount_of, read
+from nvme_offload.offload.host.proc import Mount, mount_of
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.measure import machine
+from nvme_offload.perf.measure.drives import drive_of
 
 
 def environment(paths: list[Path]) -> dict[str, Any]:
@@ -30,18 +31,27 @@ def environment(paths: list[Path]) -> dict[str, Any]:
 
 def storage(path: Path) -> dict[str, Any]:
     """File system, mount options, capacity and drive under `path`, as far as the kernel tells."""
-    system = os.statvfs(path)
+    system, mount, drive = os.statvfs(path), mount_at(path), drive_of(path)
     facts: dict[str, Any] = {
         "free_bytes": system.f_bavail * system.f_frsize,
         "capacity_bytes": system.f_blocks * system.f_frsize,
-        **_mount_of(path),
-        **machine.drive_of(path),
     }
-    queue = Path("/sys/block") / facts.get("device", "") / "queue"
-    for name in ("scheduler", "nr_requests", "max_sectors_kb", "rotational"):
-        if (value := read(queue / name)) is not None:
-            facts[name] = value
+    if mount is not None:
+        facts |= {"file_system": mount.kind, "mount_options": ",".join(mount.options)}
+    if drive is not None:
+        names = ("model", "scheduler", "nr_requests", "max_sectors_kb", "rotational")
+        known = {name: value for name in names if (value := getattr(drive, name)) is not None}
+        facts |= {"device": drive.name, **known}
     return facts
+
+
+def mount_at(path: Path) -> Mount | None:
+    """The mount that a folder is on; None where /proc does not say."""
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        return mount_of(fd)
+    finally:
+        os.close(fd)
 
 
 def describe(facts: dict[str, Any]) -> list[str]:
@@ -55,15 +65,6 @@ def describe(facts: dict[str, Any]) -> list[str]:
         lines.append(f"{place.get('file_system', 'unknown file system')} on {drive}")
     lines.append(f"commit {facts['commit'] or 'unknown'}, {facts['time']}")
     return lines
-
-
-def _mount_of(path: Path) -> dict[str, str]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        mount = mount_of(fd)
-    finally:
-        os.close(fd)
-    return {"file_system": mount.kind, "mount_options": ",".join(mount.options)} if mount else {}
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What the demo notes about the machine and about its own process."""
+"""What is noted about the machine, and about this process."""
 
 import contextlib
 import ctypes
@@ -9,14 +9,13 @@ import re
 import subprocess
 from pathlib import Path
 
+from nvme_offload.offload.host.proc import PROC, read, status_field
 
-def _status_bytes(field: str) -> int | None:
+
+def _status_bytes(name: str) -> int | None:
     """A size from /proc/self/status, or None where there is none."""
-    try:
-        match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(match[1]) * 1024 if match else None
+    field = status_field(name)
+    return None if field is None else int(field.removesuffix(" kB")) * 1024
 
 
 def settled_resident_bytes() -> int | None:
@@ -56,10 +55,7 @@ def num_cpus() -> int:
 
 def cpu_model() -> str:
     """The processor's name."""
-    try:
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
+    match = re.search(r"^model name\s*:\s*(.+)$", read(PROC / "cpuinfo") or "", re.MULTILINE)
     return match[1] if match else platform.processor() or platform.machine()
 
 
@@ -81,19 +77,3 @@ def git_commit() -> str | None:
 
     commit = git("rev-parse", "HEAD")
     return f"{commit}+" if commit and git("status", "--porcelain") else commit
-
-
-def drive_of(path: Path) -> dict[str, str]:
-    """Name and, where the kernel tells, model of the block device under `path`."""
-    number = path.stat().st_dev
-    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    if not device.exists():
-        return {}
-    device = device.resolve()
-    facts = {"device": device.name}
-    for directory in (device, device.parent):  # a partition's facts are its disk's
-        model = directory / "device" / "model"
-        if model.is_file():
-            facts["model"] = model.read_text().strip()
-            break
-    return facts

@@ -13,9 +13,10 @@ from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.initialize import initialize
 from nvme_offload.perf.bench.run import Plan, run_bench
 from nvme_offload.perf.measure.accelerator import copy_rates, device_here
+from nvme_offload.perf.measure.models import layered_model
 from nvme_offload.perf.measure.settings import Settings
 from nvme_offload.perf.verify.outcome import Found, LeftOutError, Site
-from nvme_offload.perf.verify.training import BF16, Layered
+from nvme_offload.perf.verify.training import BF16
 from nvme_offload.perf.verify.updates import section
 
 WIDTH = {True: 2048, False: 128}
@@ -61,20 +62,13 @@ def iteration(site: Site) -> Found:
     layers = max(2, round(site.params / (8 * width * width)))
     torch.manual_seed(0)
     with torch.device(site.device):
-        model = Layered(width, layers)
+        model = layered_model(layers, width)
         batch = torch.randn(TOKENS[site.large], width)
     numel = sum(param.numel() for param in model.parameters())
-    plain = section(None, clip=1.0, **BF16)
     with site.drive() as folder:
-        plain["zero_optimization"] = {
-            "stage": 3,
-            "offload_optimizer": {
-                "device": "nvme",
-                "nvme_path": str(folder),
-                "staging_budget": STAGING[site.large],
-            },
-        }
-        with initialize(model, plain) as engine:
+        its = section(folder, clip=1.0, staging=STAGING[site.large], **BF16)
+        del its["zero_optimization"]["sub_group_size"]  # as large as its default
+        with initialize(model, its) as engine:
             values = {"parameters": numel, "layers": layers, **_timed(site, engine, batch)}
     shares = f"exposed {values['exposed_share']:.0%}, {values['share_of_ideal']:.0%} of the ideal"
     text = f"{numel / 1e9:.3g} B parameters: {values['seconds']:.3g} s, compute {values['compute_seconds']:.3g} s"

@@ -13,6 +13,7 @@ from nvme_offload.optim.full_values import get_full_optimizer_state, get_full_pa
 from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.initialize import initialize
 from nvme_offload.optim.zero.sharding import default_mesh
+from nvme_offload.perf.measure.models import layered_model
 from nvme_offload.perf.verify.bits import must_be_near, must_equal
 from nvme_offload.perf.verify.outcome import Found, Site
 from nvme_offload.perf.verify.updates import section, values_of
@@ -51,30 +52,6 @@ class Slopes(nn.Module):
         for layer, slope in zip(self.layers, slopes, strict=True):
             total = layer(total, slope)
         return total
-
-
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        grown: torch.Tensor = self.down(nn.functional.gelu(self.up(hidden)))
-        return hidden + grown
-
-
-class Layered(nn.Module):
-    """Layers of 8 x width^2 parameters each, of the products that a transformer spends its time on."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Block(width) for _ in range(layers))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden`` [tokens, width]; the same shape."""
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
 
 
 def full(engine: OffloadEngine) -> Values:
@@ -156,11 +133,11 @@ def precisions(site: Site) -> Found:
 
 
 def layered_run(site: Site, config: dict[str, Any], backend: str = "") -> tuple[list[float], list[float], Values]:
-    """Losses, norms and values after a few steps of `Layered`, whose layers a backend of ``torch.compile`` compiles."""
+    """Losses, norms and values after a few steps of a model whose layers a backend of ``torch.compile`` compiles."""
     torch.manual_seed(0)
     width, losses, norms = 512 if site.large else 96, [], []
-    model = Layered(width, LAYERS).to(site.device)
-    for layer in model.layers if backend else ():
+    model = layered_model(LAYERS, width).to(site.device)
+    for layer in model if backend else ():
         layer.compile(backend=backend)
     with initialize(model, config) as engine:
         for step in range(STEPS):
@@ -180,7 +157,7 @@ def birth(site: Site) -> Found:
         for place in ("meta", "cpu"):
             torch.manual_seed(0)
             with torch.device(place):
-                model = Layered(96, LAYERS)
+                model = layered_model(LAYERS, 96)
             torch.manual_seed(0)
             if place == "cpu":
                 model.to(site.device)

@@ -21,7 +21,7 @@ from rich.console import Console
 from nvme_offload.aio_native.registry import ENGINES
 from nvme_offload.optim.trace import write_trace
 from nvme_offload.perf.experiments.demo import report
-from nvme_offload.perf.experiments.demo.place import ComputeDevice, choose_swap_parent, file_system_type
+from nvme_offload.perf.experiments.demo.place import ComputeDevice, choose_swap_parent
 from nvme_offload.perf.experiments.demo.records import MEASURED_FROM, RunResult, RunSettings, StepSample
 from nvme_offload.perf.experiments.demo.training import work
 from nvme_offload.perf.measure import machine
@@ -284,7 +284,7 @@ def demo(
     _check_space(plan)
     console.print(
         f"A GPT with {shape.num_parameters / 1e6:.1f} million bf16 parameters learns Python's standard library, twice; "
-        f"swap below {swap_parent} ({file_system_type(swap_parent)}).",
+        f"swap below {swap_parent}.",
         highlight=False,
     )
     signal.signal(signal.SIGTERM, _on_terminate)

@@ -4,7 +4,7 @@ import os
 from enum import StrEnum
 from pathlib import Path
 
-from nvme_offload.offload.host.proc import Mount, mount_of
+from nvme_offload.perf.measure.environment import mount_at
 
 
 class ComputeDevice(StrEnum):
@@ -12,21 +12,6 @@ class ComputeDevice(StrEnum):
 
     CPU = "cpu"
     CUDA = "cuda"
-
-
-def mount_at(path: Path) -> Mount | None:
-    """The mount that a folder is on; None where /proc does not say."""
-    fd = os.open(path, os.O_PATH)
-    try:
-        return mount_of(fd)
-    finally:
-        os.close(fd)
-
-
-def file_system_type(path: Path) -> str:
-    """The type of the file system that holds `path`, such as ext4, or "unknown"."""
-    mount = mount_at(path)
-    return mount.kind if mount else "unknown"
 
 
 def choose_swap_parent(path: Path | None, out: Path) -> Path:

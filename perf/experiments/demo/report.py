@@ -1,9 +1,7 @@
 """The table, the comparison of both runs, and the file with everything."""
 
 import dataclasses
-import datetime
 import json
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from nvme_offload.optim.stats import Span
-from nvme_offload.perf.experiments.demo.place import file_system_type
 from nvme_offload.perf.experiments.demo.records import RunResult
 from nvme_offload.perf.experiments.demo.spans import io_seconds
-from nvme_offload.perf.measure import machine
+from nvme_offload.perf.measure.environment import environment
 
 MIB = 2**20
 UNKNOWN = "unknown"
@@ -103,29 +100,13 @@ def make_table(nvme: RunResult, memory: RunResult) -> Table:
     return table
 
 
-def describe_machine(swap_parent: Path) -> dict[str, Any]:
-    """What a reader needs to judge the figures."""
-    return {
-        "kernel": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "cpu": machine.cpu_model(),
-        "cores": machine.num_cpus(),
-        "memory_bytes": machine.memory_bytes(),
-        "swap_path": str(swap_parent.resolve()),
-        "file_system": file_system_type(swap_parent),
-        "drive": machine.drive_of(swap_parent),
-        "commit": machine.git_commit(),
-    }
-
-
 def write_results(
     path: Path, options: dict[str, Any], swap_parent: Path, runs: dict[str, RunResult], differing: list[str]
 ) -> None:
     """Saves samples, configuration and surroundings, so that a result can be judged and repeated."""
     everything = {
-        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "options": options,
-        "machine": describe_machine(swap_parent),
+        "environment": environment([swap_parent]),
         "bit_identical": not differing,
         "differences": differing,
         "runs": {name: dataclasses.asdict(result) for name, result in runs.items()},

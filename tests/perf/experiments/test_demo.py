@@ -21,7 +21,7 @@ from nvme_offload.optim.trace import TRACKS
 from nvme_offload.perf.experiments.__main__ import app
 from nvme_offload.perf.experiments.demo import command as demo
 from nvme_offload.perf.experiments.demo import place, report
-from nvme_offload.perf.experiments.demo.place import choose_swap_parent, file_system_type
+from nvme_offload.perf.experiments.demo.place import choose_swap_parent
 from nvme_offload.perf.experiments.demo.records import RunResult, StepSample
 from nvme_offload.perf.experiments.demo.spans import io_seconds, merge, total
 from nvme_offload.perf.experiments.demo.training import CONTEXT, learning_rate_factor
@@ -100,7 +100,7 @@ def test_pictures_show_something(finished):
 def test_results_can_be_judged_alone(finished):
     _, _, results = finished
     assert results["options"]["seed"] == 0
-    assert {"kernel", "cpu", "cores", "file_system", "commit"} <= results["machine"].keys()
+    assert {"kernel", "cpu", "num_cpus", "storage", "commit"} <= results["environment"].keys()
     run = results["runs"]["nvme"]
     assert len(run["samples"]) == STEPS
     assert run["settings"]["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
@@ -320,4 +320,3 @@ def test_intervals():
 def test_machine_facts():
     assert machine.num_cpus() >= 1
     assert machine.cpu_model()
-    assert file_system_type(Path("/proc")) in {"proc", "unknown"}
