@@ -2,20 +2,18 @@
 
 import hashlib
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SKIPPED_DIRECTORIES = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
-VALIDATION_EVERY = 40
+LEAST_FILES = 40
 SEPARATOR = b"\0"
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Bytes to train on, bytes held out, and what they were made from."""
+class Corpus(NamedTuple):
+    """Bytes to train on, and what they were made from."""
 
-    train: bytes
-    validation: bytes
+    text: bytes
     num_files: int
     sha256: str
 
@@ -28,7 +26,7 @@ def find_sources(root: Path) -> list[Path]:
 
 
 def load_corpus(root: Path | None = None) -> Corpus:
-    """Reads the library; every fortieth file is held out for validation.
+    """Reads the library.
 
     Args:
         root: The library's directory; by default the running interpreter's.
@@ -38,13 +36,10 @@ def load_corpus(root: Path | None = None) -> Corpus:
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     sources = find_sources(root)
-    if len(sources) < VALIDATION_EVERY:
+    if len(sources) < LEAST_FILES:
         raise FileNotFoundError(
-            f"{root} holds {len(sources)} Python source files, at least {VALIDATION_EVERY} are needed: "
+            f"{root} holds {len(sources)} Python source files, at least {LEAST_FILES} are needed: "
             "this interpreter comes without its library's source"
         )
-    held_out = sources[VALIDATION_EVERY // 2 :: VALIDATION_EVERY]
-    train = SEPARATOR.join(path.read_bytes() for path in sources if path not in set(held_out))
-    validation = SEPARATOR.join(path.read_bytes() for path in held_out)
-    digest = hashlib.sha256(train + SEPARATOR + validation).hexdigest()
-    return Corpus(train=train, validation=validation, num_files=len(sources), sha256=digest)
+    text = SEPARATOR.join(path.read_bytes() for path in sources)
+    return Corpus(text, len(sources), hashlib.sha256(text).hexdigest())

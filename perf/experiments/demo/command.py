@@ -6,7 +6,6 @@ import itertools
 import math
 import shutil
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from nvme_offload.aio_native.registry import ENGINES
 from nvme_offload.optim.trace import write_trace
 from nvme_offload.perf.experiments.demo import report
 from nvme_offload.perf.experiments.demo.place import ComputeDevice, choose_swap_parent
-from nvme_offload.perf.experiments.demo.records import MEASURED_FROM, RunResult, RunSettings, StepSample
+from nvme_offload.perf.experiments.demo.records import RunResult, RunSettings, StepSample
 from nvme_offload.perf.experiments.demo.training import work
 from nvme_offload.perf.measure import machine
 from nvme_offload.perf.measure.child import Child, ChildFailedError, uninterrupted
@@ -31,13 +30,10 @@ from nvme_offload.perf.measure.comparison import by_turns
 from nvme_offload.perf.measure.gpt import PRESETS, ModelSize, parse_size
 from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
 
-MEASURING_STEPS = 3
 TURN_STEPS = 4
 """Steps that one run takes before the other goes on: an even number, since updates alternate in direction."""
 ON_NVME, IN_MEMORY = "state on NVMe", "state in memory"
-FEWEST_STEPS = 4
 DEFAULT_BUDGET = 50.0
-OVERTIME = 1.15
 INTERRUPTED = 130
 GIB = 2**30
 LINES = 10
@@ -120,38 +116,20 @@ class Demo:
         """Do both runs; True where they ended with the same bits."""
         swap = Path(tempfile.mkdtemp(prefix="nvme-offload-demo-", dir=self.plan.swap_parent))
         try:
-            steps, seconds = self.choose_steps(swap)
-            nvme, memory = self.train(swap, steps, seconds)
+            nvme, memory = self.train(swap)
         finally:
             with uninterrupted():
                 shutil.rmtree(swap, ignore_errors=True)
         return self.conclude(nvme, memory)
 
-    def choose_steps(self, swap: Path) -> tuple[int, float]:
-        """How many steps both runs take, and the seconds of training on NVMe after which they stop anyway."""
+    def train(self, swap: Path) -> tuple[RunResult, RunResult]:
+        """Train both runs, a few steps each in turn, so that the machine's moods are those of both.
+
+        Without a number of steps both end when one has used up its budget.
+        """
         plan = self.plan
-        if plan.steps is not None:
-            return plan.steps, math.inf
-        seconds = self.measure(swap)
-        possible = max(FEWEST_STEPS, int(plan.budget / seconds))
-        if possible >= plan.size.steps:
-            return plan.size.steps, plan.budget * OVERTIME
-        self.console.print(
-            f"[yellow]A step takes {seconds:.1f} s here: {possible} instead of {plan.size.steps} steps fit the "
-            f"budget of {plan.budget:.0f} s a run (--budget or --steps changes that)."
-        )
-        return possible, max(plan.budget, possible * seconds) * OVERTIME
-
-    def measure(self, swap: Path) -> float:
-        """Seconds of a step, from a few in a run that nothing is kept of."""
-        settings = dataclasses.replace(self.plan.settings("nvme", swap, MEASURING_STEPS), measure_only=True)
-        with self.child("measuring a step", settings) as trial:
-            trial.train(MEASURING_STEPS)
-            trial.finish("result")
-        return statistics.mean(sample.seconds for sample in trial.samples[MEASURED_FROM:])
-
-    def train(self, swap: Path, steps: int, seconds: float) -> tuple[RunResult, RunResult]:
-        """Train both runs, a few steps each in turn, so that the machine's moods are those of both."""
+        steps = plan.size.steps if plan.steps is None else plan.steps
+        seconds = plan.budget if plan.steps is None else math.inf
         with contextlib.ExitStack() as children:
             nvme = children.enter_context(self.child(ON_NVME, self.plan.settings("nvme", swap, steps)))
             settings = dataclasses.replace(self.plan.settings("cpu", None, steps), arithmetic=nvme.arithmetic)
@@ -161,7 +139,8 @@ class Demo:
                 for child in itertools.islice(turns, 2):
                     child.train(min(TURN_STEPS, steps - taken))
             if taken < steps:
-                self.console.print(f"[yellow]The drive or the processor got slower: both runs end after {taken} steps.")
+                words = f"both runs end after {taken} of {steps} steps: {plan.budget:.0f} s of a run are used up"
+                self.console.print(f"[yellow]{words} (--budget or --steps changes that).")
             return nvme.finish("result"), memory.finish("result")
 
     @contextlib.contextmanager
@@ -189,16 +168,13 @@ class Demo:
         engine, reason = nvme.stats["engine"], nvme.stats["engine_reason"]
         console.print(f"engine of the run on NVMe: {engine} ({reason})", markup=False, highlight=False)
         write_trace(report.all_spans(nvme), out / "trace.json")
-        step = self.draw(nvme, memory)
+        step = self.draw(nvme)
         options = dataclasses.asdict(self.plan) | {"timeline_step": step}
         runs = {"nvme": nvme, "cpu": memory}
         report.write_results(out / "results.json", options, self.plan.swap_parent, runs, differing)
         console.print()
-        if step is None:
-            console.print(NO_PICTURE, markup=False, highlight=False, soft_wrap=True)
-        else:
-            console.print(f"timeline of step {step + 1}: {out / 'timeline.png'}", highlight=False, soft_wrap=True)
-            console.print(f"loss curves:        {out / 'loss.png'}", highlight=False, soft_wrap=True)
+        drawn = NO_PICTURE if step is None else f"timeline of step {step + 1}: {out / 'timeline.png'}"
+        console.print(drawn, markup=False, highlight=False, soft_wrap=True)
         console.print(f"for ui.perfetto.dev: {out / 'trace.json'}", highlight=False, soft_wrap=True)
         console.print(f"everything:         {out / 'results.json'}", highlight=False, soft_wrap=True)
         console.print()
@@ -213,15 +189,13 @@ class Demo:
         )
         return True
 
-    def draw(self, nvme: RunResult, memory: RunResult) -> int | None:
-        """Draw both pictures; returns the step that the timeline shows, None where nothing can be drawn."""
+    def draw(self, nvme: RunResult) -> int | None:
+        """Draw the picture; returns the step that it shows, None where nothing can be drawn."""
         if not can_draw():
             return None
         # matplotlib is slow to import, and a wrong option should be told at once
-        from nvme_offload.perf.experiments.demo.curves import draw_curves
         from nvme_offload.perf.experiments.demo.timeline import draw_timeline
 
-        draw_curves(nvme, memory, self.plan.out / "loss.png")
         return draw_timeline(nvme, self.plan.out / "timeline.png")
 
 

@@ -28,8 +28,6 @@ class RunSettings:
     threads: int
     arithmetic: str = "auto"
     """Precision of forward and backward: `bf16`, `fp32`, or `auto` for bf16 where the processor is quick at it."""
-    measure_only: bool = False
-    """Skip validation and digests: only the time of a step is wanted."""
 
     def section(self) -> dict[str, Any]:
         """The offload section of this run, as a user would write it."""
@@ -87,8 +85,6 @@ class RunResult:
     num_parameters: int
     arithmetic: str
     samples: list[StepSample] = field(default_factory=list)
-    validation: dict[int, float] = field(default_factory=dict)
-    """Validation loss by number of steps taken before it."""
     train_seconds: float = 0.0
     peak_resident_bytes: int | None = None
     optimizer_resident_bytes: int | None = None

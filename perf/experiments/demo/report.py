@@ -24,7 +24,6 @@ def differences(nvme: RunResult, memory: RunResult) -> list[str]:
         names += [f"training loss of step {i + 1}"] * (a.loss != b.loss)
         names += [f"gradient norm of step {i + 1}"] * (a.total_norm != b.total_norm)
     names += ["number of steps"] * (len(nvme.samples) != len(memory.samples))
-    names += ["validation loss"] * (nvme.validation != memory.validation)
     names += ["digests, which are missing"] * (not nvme.digests)
     return names
 
@@ -67,7 +66,6 @@ def _cells(result: RunResult) -> dict[str, str]:
     last = result.samples[-10:]
     cells = {
         f"training loss, last {len(last)} steps": f"{statistics.mean(s.loss for s in last):.4f}",
-        "validation loss": f"{result.validation[len(result.samples)]:.4f}",
         "time per step, median": _median([s.seconds for s in measured]),
         "  forward and backward": _median([s.forward_backward_seconds for s in measured]),
         "  optimizer.step()": _median([s.optimizer_seconds for s in measured]),

@@ -17,7 +17,7 @@ from nvme_offload import OffloadAdamW
 from nvme_offload.perf.experiments.demo.records import MEASURED_FROM, RunResult, RunSettings, StepSample
 from nvme_offload.perf.experiments.demo.spans import Span
 from nvme_offload.perf.measure.child import Send
-from nvme_offload.perf.measure.corpus import Corpus, load_corpus
+from nvme_offload.perf.measure.corpus import load_corpus
 from nvme_offload.perf.measure.gpt import ByteGPT, ModelSize
 from nvme_offload.perf.measure.machine import peak_resident_bytes, settled_resident_bytes, storage_bytes
 
@@ -30,8 +30,6 @@ FINAL_LEARNING_RATE = 0.1
 WARM_UP = 0.1
 WEIGHT_DECAY = 0.1
 WARM_UP_PASSES = 2
-VALIDATION_BATCHES = 8
-VALIDATIONS = 5
 ARITHMETIC = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PROBE_SIZE = 512
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -117,14 +115,6 @@ def forward_backward(
     return total, time.perf_counter() - started
 
 
-@torch.no_grad()
-def validation_loss(model: nn.Module, corpus: Corpus, settings: RunSettings) -> float:
-    """Mean loss over the same few batches of held-out text each time."""
-    stream = batches(corpus.validation, settings.seed + 1, settings.compute_device)
-    losses = [float(model(*next(stream))) for _ in range(VALIDATION_BATCHES)]
-    return sum(losses) / len(losses)
-
-
 def digest_all(model: nn.Module, optimizer: OffloadAdamW) -> dict[str, str]:
     """SHA-256 of every parameter and of all its state, one tensor in memory at a time."""
     digests = {}
@@ -179,8 +169,7 @@ class Run:
         )
         self.result.corpus = {
             "num_files": self.corpus.num_files,
-            "train_bytes": len(self.corpus.train),
-            "validation_bytes": len(self.corpus.validation),
+            "bytes": len(self.corpus.text),
             "sha256": self.corpus.sha256,
         }
 
@@ -209,8 +198,7 @@ class Run:
             if settings.compute_device == "cuda":
                 result.cuda_peak_bytes = torch.cuda.max_memory_allocated()
             result.stats = dataclasses.asdict(optimizer.stats())
-            if not settings.measure_only:
-                result.digests = digest_all(self.model, optimizer)
+            result.digests = digest_all(self.model, optimizer)
         return result
 
     def warm_up(self) -> int | None:
@@ -219,7 +207,7 @@ class Run:
         An optimizer of torch's is made, too: the first one of a process imports much of torch that is not our doing.
         """
         torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-        stream = batches(self.corpus.train, self.settings.seed + 2, self.settings.compute_device)
+        stream = batches(self.corpus.text, self.settings.seed + 2, self.settings.compute_device)
         for _ in range(WARM_UP_PASSES):
             forward_backward(self.model, stream, self.settings.compute_device)
             self.model.zero_grad(set_to_none=True)
@@ -227,39 +215,27 @@ class Run:
         return settled_resident_bytes()
 
     def loop(self, optimizer: OffloadAdamW, turns: Iterable[int]) -> None:
-        """Take all steps, with validation in between."""
+        """Take all steps."""
         settings, result = self.settings, self.result
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
-        stream = batches(self.corpus.train, settings.seed, settings.compute_device)
-        validate_at = {round(settings.steps * i / VALIDATIONS) for i in range(VALIDATIONS)}
+        stream = batches(self.corpus.text, settings.seed, settings.compute_device)
         process_before, counted_before = storage_bytes(), moved_bytes(optimizer)
         for steps in turns:
-            started, paused = time.perf_counter(), 0.0
+            started = time.perf_counter()
             optimizer.begin_iteration()
             for step in range(len(result.samples), len(result.samples) + steps):
                 if step == MEASURED_FROM:
                     optimizer.synchronize()
                     process_before, counted_before = storage_bytes(), moved_bytes(optimizer)
-                if step in validate_at:
-                    paused += self.validate(step)
-                    optimizer.begin_iteration()
                 sample = self.step(optimizer, stream)
                 schedule.step()
                 result.samples.append(sample)
                 self.report(sample)
             self.complete_sample(optimizer)  # nothing runs on while another process trains
-            result.train_seconds += time.perf_counter() - started - paused
+            result.train_seconds += time.perf_counter() - started
         result.process_bytes = difference(storage_bytes(), process_before)
         counted = difference(moved_bytes(optimizer), counted_before)
         result.counted_bytes = counted or (0, 0)
-        self.validate(len(result.samples))
-
-    def validate(self, step: int) -> float:
-        """Notes the validation loss; gives the seconds it took."""
-        started = time.perf_counter()
-        if not self.settings.measure_only:
-            self.result.validation[step] = validation_loss(self.model, self.corpus, self.settings)
-        return time.perf_counter() - started
 
     def step(self, optimizer: OffloadAdamW, stream: Iterator[tuple[Tensor, Tensor]]) -> StepSample:
         """Take one step: forward, backward and update."""

@@ -98,7 +98,7 @@ def model_of(size: str) -> ByteGPT:
 
 def windows(tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless inputs and targets, int64 [tokens / CONTEXT, CONTEXT], the same each time."""
-    text = torch.frombuffer(bytearray(load_corpus().train), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(load_corpus().text), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(SEED)
     while True:
         starts = torch.randint(len(text) - CONTEXT - 1, (tokens // CONTEXT,), generator=generator)
