@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from nvme_offload.perf.measure.child import Child, ChildFailedError, Work
+import torch
+
+from nvme_offload.perf.measure.child import Child, ChildFailedError, Send, Work
 from nvme_offload.perf.verify.checks import CHECKS
-from nvme_offload.perf.verify.child import work
-from nvme_offload.perf.verify.outcome import Check, Outcome, Site
+from nvme_offload.perf.verify.outcome import Check, Found, LeftOutError, Outcome, Site, WrongError
+
+_WITHOUT_RANDOM_ORDER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""What torch's deterministic algorithms ask for on CUDA, before its context is made."""
+
+
+def work(told: Iterator[Any], send: Send) -> None:
+    """Make the checks that are named, after a site."""
+    os.environ.update(_WITHOUT_RANDOM_ORDER)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    site: Site = next(told)
+    for name in told:
+        send("outcome", outcome_of(CHECKS[name], site))
+
+
+def outcome_of(check: Check, site: Site) -> Outcome:
+    """What a check comes to in this process. What it raises besides is for the caller: the process may be broken."""
+    start = time.monotonic()
+
+    def outcome(status: Any, found: str, values: Mapping[str, Any]) -> Outcome:
+        seconds = time.monotonic() - start
+        return Outcome(name=check.name, text=check.text, status=status, found=found, seconds=seconds, values=values)
+
+    try:
+        found: Found = check.run(site)
+    except WrongError as error:
+        return outcome("wrong", str(error), {})
+    except LeftOutError as error:
+        return outcome("left out", str(error), {})
+    return outcome("ok", found.text, found.values)
+
 
 WORK: Work = work
 """What the child does."""

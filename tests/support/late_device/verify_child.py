@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from nvme_offload.perf.verify.child import work
+from nvme_offload.perf.verify.run import work
 from tests.support.late_device.module import late_device
 from tests.support.late_device.mutations import MUTATIONS
 
