@@ -73,7 +73,7 @@ class Subgroup:
         last = self.runs[-1]
         return last.at + _round_up(last.numel, _RUN_ALIGNMENT)
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         """Bytes of the subgroup's extent."""
         return self.padded_numel * state_itemsize(self.form, self.rule.states)

@@ -7,6 +7,7 @@ read again (`perf.planning.traffic`), so a plan says what a run will do, not wha
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -279,10 +280,11 @@ def _tier_plan(job: Job, machine: Machine, state: _StatePlan) -> TierPlan:
         on_device=machine.device_memory is not None,
     )
     units = [Unit("process", "process", job.baseline_bytes, tiers=("host",)), *residents.units()]
-    pairs = zip(state.tiers.units, state.tiers.tiers, strict=True)
-    for unit, tier in pairs:
+    sizes = Counter[tuple[str, Tier]]()
+    for unit, tier in zip(state.tiers.units, state.tiers.tiers, strict=True):
         visits = unit.kind == STATE and tier == "nvme"  # a buffer, where logs have their place, too
-        units.append(replace(unit, tiers=(tier,), size_bytes=unit.bytes_read if visits else unit.size_bytes))
+        sizes[unit.kind, tier] += unit.bytes_read if visits else unit.size_bytes
+    units += [Unit(kind, kind, size, tiers=(tier,)) for (kind, tier), size in sizes.items()]
     if state.kept is not None:
         units.append(state.kept.unit(state.subgroups, sum(state.on_nvme)))
     return plan_tiers(units, _budgets(machine))

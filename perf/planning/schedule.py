@@ -212,6 +212,11 @@ class _Buffers:
         self._asked: deque[tuple[float, Callable[[], None]]] = deque()
         self._is_busy = False
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is a buffer for another subgroup, or one that may leave its own."""
+        return len(self.residents) < self._work.num_buffers or len(self.here) > len(self._at_home)
+
     def read_ahead(self, order: Iterable[int]) -> None:
         window = window_of(order, self._work.num_buffers, lambda i: i not in self._at_home)
         for i in window:
@@ -418,15 +423,17 @@ class _Model:
 
     def _react(self) -> None:
         step, schedule, buffers = self._step, self._schedule, self._buffers
-        if schedule is None:
-            order: Sequence[int] = list(islice(step.pending, LOOK_AHEAD)) or self._first
-        else:
-            order = ahead(schedule, step, list(buffers.residents))
-        buffers.read_ahead(order)
+        may_update = not self._is_updating and not step.pending.keys().isdisjoint(buffers.here)
+        if may_update or buffers.has_room:
+            if schedule is None:
+                order: Sequence[int] = list(islice(step.pending, LOOK_AHEAD)) or self._first
+            else:
+                order = ahead(schedule, step, list(buffers.residents))
+            buffers.read_ahead(order)
+            if may_update:
+                among = order if schedule is not None else order[:1]
+                self._update(next_update(among, step.pending, buffers.here.__contains__))
         buffers.write(reads_first=schedule is not None)
-        if not self._is_updating and not step.pending.keys().isdisjoint(buffers.here):
-            among = order if schedule is not None else order[:1]
-            self._update(next_update(among, step.pending, buffers.here.__contains__))
         buffers.go_on()
 
     def _update(self, i: int | None) -> None:
