@@ -9,17 +9,15 @@ and there.
 from __future__ import annotations
 
 import mmap
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
-from nvme_offload.aio_native import EngineStats, Op
-from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
+from nvme_offload.aio_native import Op
+from nvme_offload.offload.host.buffer_pool import StagingBuffer
 from nvme_offload.offload.staging.block_cache import BlockCache
-from nvme_offload.offload.storage.extent import Extent, Stripe
-from nvme_offload.offload.storage.memory_tier import NO_FILE, done_at_once, stats_of
+from nvme_offload.offload.storage.extent import Extent
+from nvme_offload.offload.storage.memory_tier import MemoryTier
 from nvme_offload.offload.storage.transfer import Transfer
 
 Phase = Literal["forward", "backward", "update"]
@@ -178,37 +176,32 @@ class _Rehearsal:
         counted[self.phase] += self._sizes[number]
 
 
-class _PaperTier:
-    """A `Tier` that counts what would be moved, and is done at once. Extents are numbered, a page each, in no file."""
+class _Page(NamedTuple):
+    """What stands for the memory of an extent."""
+
+    size_bytes: int
+
+
+class _PaperTier(MemoryTier):
+    """A tier that counts what would be moved, and is done at once. Extents are numbered, in no file and no memory."""
 
     name = "paper"
-    alignment = mmap.PAGESIZE
 
     def __init__(self, count: Callable[[Op, int], None]) -> None:
+        super().__init__()
         self._count = count
-        self._num_extents = 0
-        self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
 
-    def reserve(self, sizes: Sequence[int]) -> list[Extent]:
-        first, self._num_extents = self._num_extents, self._num_extents + len(sizes)
-        numbers = range(first, self._num_extents)
-        return [Extent(size, (Stripe(NO_FILE, number, size),)) for number, size in zip(numbers, sizes, strict=True)]
+    def _region(self, size_bytes: int) -> Any:
+        return _Page(size_bytes)
 
-    def free(self, extent: Extent) -> None: ...
-
-    def memory(self, extent: Extent) -> None: ...
-
-    def path_of(self, extent: Extent) -> Path:
-        return Path(self.name)
-
-    def describe(self, extent: Extent) -> str:
-        return f"{extent.size_bytes} bytes on {self.name}"
-
-    def register(self, pools: Sequence[BufferPool]) -> None: ...
+    def memory(self, extent: Extent) -> Any:
+        """None: blocks pass through staging buffers."""
+        return None
 
     def read(
         self, extent: Extent, buffer: StagingBuffer, *, what: str, kind: str, size_bytes: int | None = None
     ) -> Transfer[StagingBuffer]:
+        """Count it."""
         return self._move(Op.READ, extent, buffer, kind)
 
     def write(
@@ -221,19 +214,9 @@ class _PaperTier:
         start: int = 0,
         size_bytes: int | None = None,
     ) -> Transfer[StagingBuffer]:
+        """Count it."""
         return self._move(Op.WRITE, extent, buffer, kind)
-
-    def quiesce(self, buffer: StagingBuffer) -> None: ...
-
-    def bytes_of_kind(self, op: Op, kind: str) -> int:
-        return self._bytes_by_kind[op, kind]
-
-    def stats(self) -> EngineStats:
-        return stats_of(self._bytes_by_kind)
-
-    def close(self) -> None: ...
 
     def _move(self, op: Op, extent: Extent, buffer: StagingBuffer, kind: str) -> Transfer[StagingBuffer]:
         self._count(op, extent.stripes[0].offset)
-        self._bytes_by_kind[op, kind] += extent.size_bytes
-        return done_at_once(op, buffer)
+        return self._done(op, buffer, kind, extent.size_bytes)
