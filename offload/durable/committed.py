@@ -7,10 +7,10 @@ from pathlib import Path
 
 from nvme_offload.offload.durable.chain import check_rows
 from nvme_offload.offload.durable.directory import read_about
-from nvme_offload.offload.durable.identity import Identity
+from nvme_offload.offload.durable.identity import Identity, read_identity
 from nvme_offload.offload.durable.manifest import NAMES, Manifest
 from nvme_offload.offload.durable.ring import ExtentRing
-from nvme_offload.offload.durable.run import SNAPSHOT_PREFIX, read_identity
+from nvme_offload.offload.durable.snapshots import Snapshots
 from nvme_offload.offload.errors import ResumeError
 from nvme_offload.offload.storage.run_directory import SWAP_NAME
 from nvme_offload.offload.storage.run_folder import names_in
@@ -67,19 +67,20 @@ class CommittedRank:
         return manifest
 
     def snapshot(self, name: str) -> Manifest:
-        """The step that was kept under a name.
+        """The step that was kept under a name, which some rank has published.
 
         Raises:
             ResumeError: there is none, or it is damaged.
         """
-        path = self.folder / f"{SNAPSHOT_PREFIX}{name}"
         try:
-            manifest = Manifest.read(self.folder, path.name)
+            found = Snapshots(self.folder)
         except OSError as error:
-            raise ResumeError(path, f"cannot be read: {error.strerror}") from error
-        if manifest is None:
-            raise ResumeError(path, "is damaged")
-        return self._checked(manifest)
+            raise ResumeError(self.folder, f"cannot be read: {error.strerror}") from error
+        if name in found.all:
+            return self._checked(found.all[name])
+        if damaged := found.unreadable.get(name):
+            raise ResumeError(damaged[0], "is damaged")
+        raise ResumeError(self.folder, f"has no snapshot {name!r}, and another rank has")
 
     def identity(self, manifest: Manifest) -> Identity:
         """What the run was when it committed this.
@@ -87,7 +88,7 @@ class CommittedRank:
         Raises:
             ResumeError: nobody knows any more.
         """
-        return read_identity(self.folder, manifest)
+        return read_identity(self.folder, manifest.identity)
 
     def extents(self, alignment: int) -> ExtentRing:
         """Where slots are that were laid out with this alignment, for reading alone."""

@@ -31,8 +31,11 @@ from nvme_offload.offload.sync import sync_folder
 
 PREFIX = "nvme-durable-"
 ABOUT_NAME = "run.json"
-FORMAT = 2
-"""Of what a run's directory holds: 1 had no layout that could be read without the model."""
+FORMAT = 3
+"""The format of what a run's directory holds. 1 had no layout that could be read without the model, and 2 manifests
+without the identities of commits; what is of 2 is read, and is of 3 before anything is committed to it."""
+
+_READ = (2, FORMAT)
 
 _MAX_PATHS = 1024
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
@@ -82,11 +85,11 @@ def read_about(directory: Path) -> dict[str, Any] | None:
         raise
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ResumeError(path, f"cannot be read: {error}") from error
-    if written_by != FORMAT:
+    if written_by not in _READ:
         raise ResumeError(
             path,
-            f"is of format {written_by}, and this version reads {FORMAT}: go on with the version that made it and save "
-            "a checkpoint there, or remove the run (`offload runs remove`)",
+            f"is of format {written_by}, and this version reads {' and '.join(map(str, _READ))}: go on with the "
+            "version that made it and save a checkpoint there, or begin another run under another name",
         )
     for name, is_right in _FIELDS.items():
         if not is_right(about.get(name)):
@@ -155,6 +158,12 @@ class DurableDirectory:
     def write_about(self, about: Mapping[str, Any]) -> None:
         """Say what this is the directory of. Lasts when it returns."""
         replace_in(self.path, ABOUT_NAME, json.dumps({"format": FORMAT, **about}, indent=1).encode())
+
+    def raise_format(self) -> None:
+        """Say that manifests of this version are there, which an earlier one would take for none."""
+        about = self.about
+        if about is not None and about["format"] != FORMAT:
+            self.write_about(about | {"format": FORMAT})
 
     def leave(self) -> None:
         """Keep everything: the lock fell with the swap file. Idempotent."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from nvme_offload.offload.errors import ResumeError
+from nvme_offload.offload.storage.run_folder import read_in
+
+PREFIX = "identity."
+"""Files of a run's directory that begin so have an identity each."""
 
 Identity = Mapping[str, Any]
 """JSON values by name. ``model`` is a string that describes the model to people; the rest is up to the optimizer."""
@@ -25,6 +32,27 @@ def canonical(identity: Identity) -> bytes:
 def digest(identity: Identity) -> str:
     """32 hexadecimal digits that only this identity has."""
     return hashlib.blake2b(canonical(identity), digest_size=16).hexdigest()
+
+
+def file_name(digest: str) -> str:
+    """Where the identity with this digest is, in the run's directory on its first path."""
+    return f"{PREFIX}{digest}.json"
+
+
+def read_identity(folder: Path, expected: str) -> Identity:
+    """The identity with this digest in a run's directory.
+
+    Raises:
+        ResumeError: the file is gone or damaged.
+    """
+    path = folder / file_name(expected)
+    try:
+        found: Identity = json.loads(read_in(folder, path.name))
+        if isinstance(found, dict) and digest(found) == expected:
+            return found
+    except (OSError, ValueError, RecursionError) as error:
+        raise ResumeError(path, f"cannot be read: {error}") from error
+    raise ResumeError(path, "is damaged: it is not what its name says")
 
 
 def differences(committed: Identity, own: Identity) -> list[str]:

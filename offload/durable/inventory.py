@@ -13,9 +13,11 @@ from typing import Any
 from nvme_offload.offload.durable import owner
 from nvme_offload.offload.durable.chain import check_rows
 from nvme_offload.offload.durable.directory import ABOUT_NAME, parse_directory, read_about
+from nvme_offload.offload.durable.identity import PREFIX as IDENTITY_PREFIX
+from nvme_offload.offload.durable.identity import read_identity
 from nvme_offload.offload.durable.manifest import NAMES as MANIFEST_NAMES
 from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.durable.run import IDENTITY_PREFIX, SNAPSHOT_PREFIX, read_identity, snapshots_in
+from nvme_offload.offload.durable.snapshots import HELD_NAME, PREFIXES, Snapshots
 from nvme_offload.offload.errors import ResumeError, StateError
 from nvme_offload.offload.storage.run_directory import FILE_NAMES, SWAP_NAME
 from nvme_offload.offload.storage.run_folder import folder_open, names_in, open_in
@@ -32,9 +34,14 @@ class RankFound:
     folders: tuple[Path, ...]
     num_paths: int
     """How many directories it has, on all paths; 0: it does not say."""
-    steps: tuple[int, ...]
-    """Steps that could be resumed, the latest first."""
+    steps: Mapping[str, int]
+    """Steps that could be resumed, the latest first, by the identity of the commit, which all ranks have alike."""
     snapshots: tuple[str, ...]
+    """Names of the snapshots that are published."""
+    prepared: tuple[str, ...]
+    """Names of snapshots that are there, and count where another rank has published them."""
+    unreadable: tuple[str, ...]
+    """Names of snapshots that are damaged."""
     committed_at: float | None
     """When the latest one was committed, in seconds since the epoch."""
     model: str
@@ -60,9 +67,14 @@ class RunFound:
 
     @property
     def step(self) -> int | None:
-        """The latest step that all these ranks have; None where there is none."""
+        """The latest step that all these ranks have of one history; None where there is none."""
         common = set.intersection(*(set(rank.steps) for rank in self.ranks))
-        return max(common, default=None)
+        return next((step for commit, step in self.ranks[0].steps.items() if commit in common), None)
+
+    @property
+    def snapshots(self) -> list[str]:
+        """Names of the snapshots that some rank has published."""
+        return sorted({name for rank in self.ranks for name in rank.snapshots})
 
     @property
     def is_alive(self) -> bool:
@@ -109,10 +121,10 @@ def remove_run(run: RunFound) -> None:
     """
     with locked(run):
         for folder in run.folders:
-            _delete(folder, MANIFEST_NAMES, (SNAPSHOT_PREFIX,))
+            _delete(folder, MANIFEST_NAMES, PREFIXES)
             sync_folder(folder)
         for folder in run.folders:
-            _delete(folder, (ABOUT_NAME, owner.NAME, *FILE_NAMES), (IDENTITY_PREFIX,))
+            _delete(folder, (ABOUT_NAME, HELD_NAME, owner.NAME, *FILE_NAMES), (IDENTITY_PREFIX,))
             folder.rmdir()
 
 
@@ -124,9 +136,12 @@ def remove_snapshot(run: RunFound, name: str) -> None:
         OSError: a file cannot be deleted.
     """
     with locked(run):
-        for folder in run.folders:
-            _delete(folder, (SNAPSHOT_PREFIX + name,), ())
-            sync_folder(folder)
+        there = [Snapshots(folder) for folder in run.folders]
+        for snapshots in there:
+            if name in snapshots:
+                snapshots.withdraw(name)
+        for snapshots in there:  # if this is killed from here on, no rank has it: see `snapshots`
+            snapshots.delete(name)
 
 
 def _found_in(rank: int, folders: Sequence[Path]) -> RankFound | None:
@@ -137,7 +152,7 @@ def _found_in(rank: int, folders: Sequence[Path]) -> RankFound | None:
         except FileNotFoundError:  # also of a run that lives and replaces a file
             folders = [folder for folder in folders if folder.is_dir()]
         except OSError as error:  # it is somebody else's, or a link
-            return RankFound(rank, tuple(folders), 0, (), (), None, "", 0, None, str(error))
+            return RankFound(rank, tuple(folders), 0, {}, (), (), (), None, "", 0, None, str(error))
     return None
 
 
@@ -153,18 +168,21 @@ def _look_at(rank: int, folders: Sequence[Path]) -> RankFound:
         if abouts and num_paths == len(abouts) == len(folders):
             _check_rows(abouts, manifests)
         if newest is not None:
-            model = str(read_identity(newest.parent, manifests[newest]).get("model", ""))
+            model = str(read_identity(newest.parent, manifests[newest].identity).get("model", ""))
     except ResumeError as error:
         problem = str(error)
     if num_paths > len(folders):
         problem = problem or f"{num_paths - len(folders)} of its {num_paths} paths were not looked at"
     ordered = sorted(manifests.values(), key=lambda manifest: manifest.sequence, reverse=True)
+    snapshots = [Snapshots(folder) for folder in folders]
     return RankFound(
         rank=rank,
         folders=tuple(folders),
         num_paths=num_paths,
-        steps=tuple(manifest.step for manifest in ordered),
-        snapshots=tuple(name for folder in folders for name in snapshots_in(folder)),
+        steps={manifest.commit_id or f"step {manifest.step}": manifest.step for manifest in ordered},
+        snapshots=tuple(name for of_folder in snapshots for name in of_folder),
+        prepared=tuple(name for of_folder in snapshots for name in of_folder.prepared),
+        unreadable=tuple(name for of_folder in snapshots for name in of_folder.unreadable),
         committed_at=None if newest is None else newest.stat().st_mtime,
         model=model,
         size_bytes=sum(path.lstat().st_blocks * _BLOCK_BYTES for folder in folders for path in folder.iterdir()),

@@ -3,6 +3,9 @@
 A manifest is written over the oldest of two or more, in one durable write, after everything it refers to is on the
 drive. Torn by a power loss it does not have its digest, and the one before it is whole. Which one is newer is said by a
 sequence number that only grows, never by the step: a run that goes back counts its steps again.
+
+Sequence numbers are a rank's own. Whether manifests of several ranks are of one commit is said by its identity, which
+the ranks agree on before they write: steps of the same number may be of different histories, where a run went back.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
@@ -31,7 +35,13 @@ MAX_FILES = 17
 NAMES = tuple(f"manifest.{number}" for number in range(MAX_FILES))
 """Their files, in the run's directory on its first path. Most runs have the first two."""
 
-_MAGIC = b"nvmerun1"
+NO_COMMIT = "0" * 32
+"""The identity of no commit: the first one of a history has it before itself."""
+
+_MAGIC = b"nvmerun2"
+_MAGIC_WITHOUT_COMMITS = b"nvmerun1"
+"""Manifests of an earlier version, which had no identities."""
+_COMMIT_ID = re.compile(r"(?:[0-9a-f]{32})?")
 _HEADER = struct.Struct("<8sQQqQ32s")  # magic, sequence, incarnation, step, bytes of the body, digest of all else
 _TABLE = np.dtype("<i8")
 _BLOCK_BYTES = 4096
@@ -58,6 +68,23 @@ class Manifest:
     """What the optimizer keeps with the step."""
     is_first: bool = False
     """Whether there was nothing to go on from before it. Then another rank may not have come that far."""
+    commit_id: str = ""
+    """32 hexadecimal digits that the manifests of all ranks have of this commit, and of no other one. Empty where an
+    earlier version wrote it: nobody knows."""
+    previous_id: str = ""
+    """`commit_id` of the commit before it, which it goes on from; empty where nobody knows."""
+
+    def says_as(self, other: Manifest) -> bool:
+        """Whether another manifest of this rank says the same, as that of a snapshot does and its copy."""
+        names = self.tables.keys() | other.tables.keys()
+        own, others = self.tables, other.tables
+        return self.blob == other.blob and all(np.array_equal(own.get(n, ()), others.get(n, ())) for n in names)
+
+    def may_follow(self, other: Manifest) -> bool:
+        """Whether another one is of the commit before this, as far as both say."""
+        if self.previous_id == NO_COMMIT:
+            return False
+        return not (self.previous_id and other.commit_id) or self.previous_id == other.commit_id
 
     def encode(self) -> bytes:
         """The bytes of the file."""
@@ -67,6 +94,8 @@ class Manifest:
             "tables": {name: table.shape for name, table in tables.items()},
             "blob": len(self.blob),
             "first": self.is_first,
+            "commit": self.commit_id,
+            "previous": self.previous_id,
         }
         described = json.dumps(about).encode()
         parts = [struct.pack("<Q", len(described)), described, *(table.tobytes() for table in tables.values())]
@@ -101,7 +130,7 @@ class Manifest:
             return None
         magic, sequence, incarnation, step, body_bytes, digest = _HEADER.unpack_from(content)
         body = memoryview(content)[_HEADER.size : _HEADER.size + body_bytes]
-        if magic != _MAGIC or len(body) != body_bytes:
+        if magic not in (_MAGIC, _MAGIC_WITHOUT_COMMITS) or len(body) != body_bytes:
             return None
         if digest != _digest(_HEADER.pack(magic, sequence, incarnation, step, body_bytes, bytes(32)), body):
             return None
@@ -109,7 +138,8 @@ class Manifest:
         _check("incarnation", incarnation, incarnation < _NUMBERS_END)
         _check("step", step, 0 <= step < _NUMBERS_END)
         about, tables, blob = _parse(body)
-        return cls(step, sequence, incarnation, about["identity"], tables, blob, about.get("first", False))
+        ids = about.get("commit", ""), about.get("previous", "")
+        return cls(step, sequence, incarnation, about["identity"], tables, blob, about.get("first", False), *ids)
 
 
 def _check(field_name: str, value: object, is_right: bool) -> None:
@@ -134,6 +164,9 @@ def _parse(body: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray], byt
     _check("description", about, isinstance(about, dict))
     _check("identity", about.get("identity"), isinstance(about.get("identity"), str) and about["identity"].isalnum())
     _check("first", about.get("first"), isinstance(about.get("first", False), bool))
+    for name in ("commit", "previous"):
+        said = about.get(name, "")
+        _check(name, said, isinstance(said, str) and _COMMIT_ID.fullmatch(said) is not None)
     _check("tables", about.get("tables"), isinstance(about.get("tables"), dict))
     at, tables = 8 + size, {}
     for name, shape in about["tables"].items():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -19,19 +17,18 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable import identity as identities
 from nvme_offload.offload.durable.chain import SlotLayout, check_rows
 from nvme_offload.offload.durable.directory import DurableDirectory, check_name
-from nvme_offload.offload.durable.identity import Identity
-from nvme_offload.offload.durable.manifest import Manifest, ManifestFiles
+from nvme_offload.offload.durable.identity import Identity, read_identity
+from nvme_offload.offload.durable.manifest import NO_COMMIT, Manifest, ManifestFiles
 from nvme_offload.offload.durable.ring import ExtentRing
+from nvme_offload.offload.durable.snapshots import Snapshots
 from nvme_offload.offload.errors import ResumeError, StateError, SwapIOError
-from nvme_offload.offload.storage.run_folder import names_in, read_in, replace_in
+from nvme_offload.offload.storage.run_folder import names_in, replace_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy
 from nvme_offload.offload.storage.swap_space import SwapSpace
-from nvme_offload.offload.sync import sync_data, sync_folder
+from nvme_offload.offload.sync import sync_data
 
-SNAPSHOT_PREFIX, IDENTITY_PREFIX = "snapshot.", "identity."
-_SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _INCARNATION_BITS = 62
-_HELD = "(held)"  # which is no name of a snapshot
+_HELD, _DAMAGED = "(held)", "(damaged)"  # which are no names of snapshots
 
 
 class DurableRun:
@@ -48,7 +45,7 @@ class DurableRun:
             run.identify(identity, uuid)
             run.extents.add(layouts)
         ...                                         # write slots: see `ExtentRing`
-        run.commit(step, blob, run.extents.tables)  # when all writes are done; `Committer` does it in a thread
+        run.commit(step, blob, run.extents.tables, commit_id)  # when all writes are done, in a thread (`Committer`)
         tier.close(); run.close()                   # everything stays
 
     Args:
@@ -96,13 +93,13 @@ class DurableRun:
         """The swap files: for the tier, which closes it."""
         try:
             self._files = ManifestFiles(self.folder, direct=self.space.direct, count=1 + steps_back)
-            self.snapshots = self._read_snapshots()
-            """Manifests that are pinned, by name."""
+            self.snapshots = Snapshots(self.folder)
+            """Steps that are kept under a name, with all that is there of them."""
             self.found = self._files.newest_first()
             """What an earlier process committed and was not adopted yet, newest first."""
             self.uuid = self._check_paths()
             """Of the run, the same on all ranks; None in a run that is new, until `identify`."""
-            newest = max((m.sequence for m in [*self.found, *self.snapshots.values()]), default=0)
+            newest = max((m.sequence for m in [*self.found, *self.snapshots.all.values()]), default=0)
             incarnation = secrets.randbits(_INCARNATION_BITS)
             self.extents = ExtentRing(self.space, incarnation, newest + 1, steps_back=steps_back)
             """Where the slots are."""
@@ -146,8 +143,10 @@ class DurableRun:
             self.uuid = uuid
         elif uuid != self.uuid:
             raise ResumeError(self.folder, f"is of run {self.uuid}, and other ranks have {uuid} under this name")
+        for directory in self._directories:
+            directory.raise_format()
         digest = identities.digest(identity)
-        if (name := f"{IDENTITY_PREFIX}{digest}.json") not in names_in(self.folder):
+        if (name := identities.file_name(digest)) not in names_in(self.folder):
             replace_in(self.folder, name, identities.canonical(identity))
         self._identity = digest
 
@@ -159,12 +158,40 @@ class DurableRun:
         """
         if manifest.identity == identities.digest(identity):
             return []
-        return identities.differences(read_identity(self.folder, manifest), identity)
+        return identities.differences(read_identity(self.folder, manifest.identity), identity)
 
     # Manifests.
 
+    def bring_to_front(self, manifest: Manifest, layouts: Sequence[SlotLayout]) -> Manifest:
+        """Have a snapshot among the commits, as the newest; a manifest that is there already stays where it is.
+
+        Of several ranks all do this before the first of them destroys anything (`adopt`): whenever one of them is
+        killed, there is a commit that all have. As with every commit the oldest one gives its place.
+
+        Args:
+            manifest: one of `found`, `committed` or `snapshots`.
+            layouts: of the slots, in their order.
+
+        Returns:
+            The manifest among the commits that says the same.
+
+        Raises:
+            ResumeError: it is not of such slots.
+            OutOfSpaceError: there is no room to write in. Either way nothing has changed.
+            SwapIOError: the drive does not take it.
+        """
+        held = next((held for held in self._files.newest_first() if held.says_as(manifest)), None)
+        if held is not None:
+            return held
+        self.extents.adopt(manifest.tables, layouts, where=str(self.folder))
+        previous = manifest.previous_id or NO_COMMIT
+        copy = replace(manifest, sequence=self.extents.sequence, previous_id=previous, is_first=False)
+        self._files.write(copy)
+        self.extents.sequence += 1
+        return copy
+
     def adopt(self, manifest: Manifest, layouts: Sequence[SlotLayout]) -> None:
-        """Go on from a committed step: what was committed after it, or is not whole, is destroyed when this returns.
+        """Go on from a committed step: what did not lead to it, or is not whole, is destroyed when this returns.
 
         Nothing of the state is read. What is written from here on spares what this manifest refers to.
 
@@ -173,23 +200,19 @@ class DurableRun:
             layouts: of the slots, in their order.
 
         Raises:
-            ResumeError: it is not of such slots.
-            OutOfSpaceError: there is no room to write in. Either way nothing has changed.
-            SwapIOError: the drive does not take it.
+            ResumeError, OutOfSpaceError, SwapIOError: see `bring_to_front`.
         """
+        kept = [self.bring_to_front(manifest, layouts)]
         held = self._files.newest_first()
-        is_held = any(other.sequence == manifest.sequence for other in held)
-        gone = [other for other in held if not is_held or other.sequence > manifest.sequence]
-        before = [other for other in held if is_held and other.sequence < manifest.sequence]
-        older = [other for other in before[: self._steps_back] if not self.extents.written_over(other.tables)]
-        gone += [other for other in before if other not in older]
-        older_tables = [other.tables for other in older]
-        self.extents.adopt(manifest.tables, layouts, where=str(self.folder), older=older_tables)
-        if not is_held:  # a snapshot: first it is the newest, then it is alone
-            self._files.write(replace(manifest, sequence=self.extents.sequence))
-            self.extents.sequence += 1
-        for other in gone:
-            self._files.destroy(other)
+        for other in held[held.index(kept[0]) + 1 :][: self._steps_back]:
+            if not kept[-1].may_follow(other) or self.extents.written_over(other.tables):
+                break
+            kept.append(other)
+        older = [other.tables for other in kept[1:]]
+        self.extents.adopt(manifest.tables, layouts, where=str(self.folder), older=older)
+        for other in held:
+            if other not in kept:
+                self._files.destroy(other)
         self.found = []
 
     def forget_commits(self) -> None:
@@ -211,7 +234,7 @@ class DurableRun:
         else:
             self.extents.forget_commits()
 
-    def commit(self, step: int, blob: bytes, tables: Mapping[str, np.ndarray]) -> Manifest:
+    def commit(self, step: int, blob: bytes, tables: Mapping[str, np.ndarray], commit_id: str) -> Manifest:
         """Make what was written last, and say so in a manifest. All writes of the slots in `tables` must be done.
 
         Nothing may be written meanwhile. If it raises, the step committed before is still whole, and writes go on
@@ -221,6 +244,7 @@ class DurableRun:
             step: as the optimizer counts.
             blob: what the optimizer keeps with it.
             tables: `extents.tables` after the last of these writes was begun.
+            commit_id: see `Manifest.commit_id`; agreed by all ranks.
 
         Raises:
             StateError: a sync failed before, and `extents.suspects` were not written again since.
@@ -238,42 +262,68 @@ class DurableRun:
                 raise SwapIOError(
                     code, path=path, offset=0, size_bytes=0, direction="write", extent="a sync of it failed"
                 ) from error
-        sequence, incarnation, is_first = self.extents.sequence, self.extents.incarnation, not self.committed
-        manifest = Manifest(step, sequence, incarnation, self._identity, tables, blob, is_first)
+        before = self.committed
+        manifest = Manifest(
+            step=step,
+            sequence=self.extents.sequence,
+            incarnation=self.extents.incarnation,
+            identity=self._identity,
+            tables=tables,
+            blob=blob,
+            is_first=not before,
+            commit_id=commit_id,
+            previous_id=before[0].commit_id if before else NO_COMMIT,
+        )
         self._files.write(manifest)
         self.extents.note_commit()
         return manifest
 
     # Snapshots.
 
-    def snapshot(self, name: str) -> Manifest:
-        """Pin the newest committed step under a name: its extents stay as they are. No byte of state is moved.
+    def prepare_snapshot(self, name: str) -> None:
+        """Pin the newest committed step, for a snapshot that `snapshots.publish` says is there.
+
+        Its extents stay as they are, and no byte of state is moved.
 
         Raises:
             ValueError: this cannot be a name, or there is a snapshot of this name.
             StateError: nothing is committed.
             OutOfSpaceError: there is no room for what later steps write in place of it; nothing has changed.
         """
-        if not _SNAPSHOT_NAME.fullmatch(name) or name in self.snapshots:
-            raise ValueError(f"{name!r} cannot name a snapshot of {self.name!r}: it is taken, or has other characters")
+        self.snapshots.check_free(name)
         newest = self.committed
         if not newest:
             raise StateError(f"the durable run {self.name!r}", "a committed step", "none")
         self.extents.pin(name, newest[0].tables)
         try:
-            replace_in(self.folder, f"{SNAPSHOT_PREFIX}{name}", newest[0].encode())
+            self.snapshots.prepare(name, newest[0])
         except BaseException:
             self.extents.unpin(name)
             raise
-        self.snapshots[name] = newest[0]
-        return newest[0]
 
-    def remove_snapshot(self, name: str) -> None:
-        """Unpin a step; what only it and the step before the newest refer to is free again, and that step gone."""
-        (self.folder / f"{SNAPSHOT_PREFIX}{name}").unlink()
-        sync_folder(self.folder)
-        del self.snapshots[name]
-        self._unpin(name)
+    def delete_snapshot(self, name: str) -> None:
+        """Unpin a step that is not published, or is damaged.
+
+        What only it and the step before the newest refer to is free again, and that step gone.
+        """
+        pinned = name in self.snapshots.prepared
+        self.snapshots.delete(name)
+        if pinned:
+            self._unpin(name)
+        if not self.snapshots.unreadable:
+            self.extents.unhold(_DAMAGED)
+
+    def agree_on_snapshots(self, published: set[str]) -> None:
+        """Publish or delete what is prepared, as the other ranks did: see `snapshots`.
+
+        Args:
+            published: names of the snapshots that some rank has published.
+        """
+        for name in list(self.snapshots.prepared):
+            if name in published:
+                self.snapshots.publish(name)
+            else:
+                self.delete_snapshot(name)
 
     def hold(self) -> Manifest:
         """Pin the newest committed step for as long as this process has it: one at a time, and nothing is written.
@@ -317,56 +367,28 @@ class DurableRun:
         uuids = {about["uuid"] for about in abouts if about}
         own = [{"path": place, "num_paths": len(abouts)} for place in range(len(abouts))]
         wrong = [about for about, at in zip(abouts, own, strict=True) if about and not at.items() <= about.items()]
-        complete = None not in abouts or not (self.found or self.snapshots)
+        complete = None not in abouts or not (self.found or self.snapshots.all)
         if wrong or len(uuids) > 1 or not complete:
             raise ResumeError(
                 self.folder,
-                "is of a run on other paths: give nvme_path the folders that it had, in the same order, or remove it "
-                f"(`offload runs remove {self.name}`)",
+                "is of a run on other paths: give nvme_path the folders that it had, in the same order, or begin "
+                "another run under another name",
             )
         return str(uuids.pop()) if uuids and None not in abouts else None
-
-    def _read_snapshots(self) -> dict[str, Manifest]:
-        found = {}
-        for name in snapshots_in(self.folder):
-            if (manifest := Manifest.read(self.folder, f"{SNAPSHOT_PREFIX}{name}")) is not None:
-                found[name] = manifest
-        return found
 
     def _claim(self) -> None:
         """Keep what is referred to. Nothing is claimed, nor the files made longer, before all of it was checked."""
         sizes = self.space.file_sizes
         for manifest in self.found:
             check_rows(manifest, sizes, where=f"{self.folder}, manifest {manifest.sequence}")
-        for name, manifest in self.snapshots.items():
-            check_rows(manifest, sizes, where=str(self.folder / f"{SNAPSHOT_PREFIX}{name}"))
+        for name, manifest in self.snapshots.all.items():
+            check_rows(manifest, sizes, where=str(self.snapshots.file_of(name)))
         try:
             for manifest in self.found:
                 self.extents.claim(manifest.tables)
-            for name, manifest in self.snapshots.items():
+            for name, manifest in self.snapshots.all.items():
                 self.extents.pin(name, manifest.tables)
         except ValueError as error:
             raise ResumeError(self.folder, f"has manifests that share a part of their extents: {error}") from error
+        self.extents.hold_below(_DAMAGED, self.snapshots.held_sizes(sizes))
         self.space.promise()
-
-
-def snapshots_in(folder: Path) -> list[str]:
-    """Names of the snapshots in a run's directory."""
-    names = [name for name in names_in(folder) if name.startswith(SNAPSHOT_PREFIX) and not name.endswith(".new")]
-    return [name.removeprefix(SNAPSHOT_PREFIX) for name in names]
-
-
-def read_identity(folder: Path, manifest: Manifest) -> Identity:
-    """What a manifest in a run's directory was committed as.
-
-    Raises:
-        ResumeError: the file is gone or damaged.
-    """
-    path = folder / f"{IDENTITY_PREFIX}{manifest.identity}.json"
-    try:
-        found: Identity = json.loads(read_in(folder, path.name))
-        if isinstance(found, dict) and identities.digest(found) == manifest.identity:
-            return found
-    except (OSError, ValueError, RecursionError) as error:
-        raise ResumeError(path, f"cannot be read: {error}") from error
-    raise ResumeError(path, "is damaged: it is not what its name says")

@@ -75,6 +75,11 @@ class FreeList:
         self.end += size_bytes
         return offset
 
+    def free_below(self, end: int) -> list[tuple[int, int]]:
+        """Offset and size of every range before `end` that nobody has, also behind the last one handed out."""
+        ranges = [*self._free, (self.end, max(0, end - self.end))]
+        return [(offset, min(size, end - offset)) for offset, size in ranges if size and offset < end]
+
     def claim(self, offset: int, size_bytes: int) -> None:
         """Take exactly this range.
 

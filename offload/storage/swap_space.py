@@ -170,6 +170,14 @@ class SwapSpace:
                     self._file_of(stripe).claim(stripe)
                 return self._own(tuple(stripes))
 
+    def claim_free(self, ends: Sequence[int]) -> list[Extent]:
+        """Claim everything that nobody has before these positions, one for each path."""
+        with self._lock:
+            self._free_lost()
+        pairs = zip(self._files, ends, strict=True)
+        gaps = [Stripe(file.fd, *gap) for file, end in pairs for gap in file.ranges.free_below(end)]
+        return [self.claim([gap]) for gap in gaps]
+
     def promise(self) -> None:
         """See that there is space for all that was claimed: none is missing unless somebody else changed the files.
 

@@ -97,23 +97,23 @@ def open_step(run: RunFound, *, step: int | None = None, snapshot: str | None = 
 
 
 def _chosen(name: str, ranks: Mapping[int, CommittedRank], step: int | None, snapshot: str | None) -> dict[int, _Found]:
-    """The same commit of each rank: the newest of those that are asked for."""
+    """Choose the same commit of each rank: the newest of those that are asked for."""
     of_ranks = {number: _commits_of(rank, snapshot) for number, rank in ranks.items()}
     common = set.intersection(*(set(of_rank) for of_rank in of_ranks.values()))
     first = next(iter(of_ranks.values()))
-    asked = [tick for tick in common if step is None or first[tick].content.step == step]
+    asked = [key for key in first if key in common and (step is None or first[key].content.step == step)]
     if not asked:
-        held = ", ".join(str(held) for held in sorted({first[tick].content.step for tick in common})) or "none"
+        held = ", ".join(str(held) for held in sorted({first[key].content.step for key in common})) or "none"
         what = "no step that all ranks have" if step is None else f"no step {step} that all ranks have"
-        raise ResumeError(name, f"has {what}; held are: {held}")
-    return {number: of_rank[max(asked)] for number, of_rank in of_ranks.items()}
+        raise ResumeError(name, f"has {what} of one history; held are: {held}")
+    return {number: of_rank[asked[0]] for number, of_rank in of_ranks.items()}
 
 
-def _commits_of(rank: CommittedRank, snapshot: str | None) -> dict[int, _Found]:
-    """What a rank has, by number of the commit: that is the same on all ranks that have it."""
+def _commits_of(rank: CommittedRank, snapshot: str | None) -> dict[str | int, _Found]:
+    """Give what a rank has, the newest first, by the identity of the commit; an earlier version had ticks alone."""
     manifests = rank.steps if snapshot is None else [rank.snapshot(snapshot)]
     found = [_Found(manifest, Content.decode(manifest.blob, rank.folder)) for manifest in manifests]
-    return {each.content.tick: each for each in found}
+    return {each.manifest.commit_id or each.content.tick: each for each in found}
 
 
 def _check_all_there(name: str, recorded: Mapping[int, RecordedRun]) -> None:

@@ -7,9 +7,11 @@ keep them, and writes the manifest. Nothing of the next step is written before t
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from nvme_offload.offload.errors import OutOfSpaceError, StateError
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.durable.identity import ModelRecord, identity_of
 from nvme_offload.optim.durable.ranks import Ranks
+from nvme_offload.optim.durable.snapshots import SnapshotsOfRanks
 from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.state.condition import Need, StepPhase
 from nvme_offload.optim.state.masters import read_master, write_master
@@ -34,7 +37,7 @@ from nvme_offload.optim.warn import warn_user
 
 Groups = Sequence[Mapping[str, Any]]
 
-_UUID_BITS = 52
+_ID_BYTES = 16
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +75,10 @@ class Commits:
         self._meter = meter
         self._norm_group = norm_group
         self._committer = Committer()
-        self._pending: tuple[int, bytes] | None = None
+        self._pending: tuple[int, bytes, str] | None = None
+        """Step, content and identity of the commit that was taken and has not begun."""
+        self._history = ""
+        """Random, and the same on all ranks: see `begin_history`."""
         self._has_failed = False
         self._has_begun = False
         self.is_settled = True
@@ -115,6 +121,10 @@ class Commits:
         if self._ranks is None or self._ranks[0] != num_params:
             self._ranks = num_params, Ranks(self.store.table.leaves, self._norm_group)
         return self._ranks[1]
+
+    def snapshots(self) -> SnapshotsOfRanks:
+        """Snapshots of the ranks that step together."""
+        return SnapshotsOfRanks(self.run, self.ranks())
 
     def end_step(self, groups: Groups, step: int, engine: Mapping[str, Any] | None = None) -> None:
         """A step is over: commit it as it is now, behind the caller's back.
@@ -197,23 +207,16 @@ class Commits:
         """Keep the latest step under a name, on every rank or on none; returns the step. No byte of state is moved.
 
         Raises:
-            StateError: a step stopped halfway, or does not last; or another rank could not.
-            ValueError, OutOfSpaceError, SwapIOError: see `DurableRun.snapshot`; nothing is kept.
+            StateError: a step stopped halfway, or does not last.
+            ValueError, OutOfSpaceError, SwapIOError: see `DurableRun.prepare_snapshot`; nothing is kept on any rank.
         """
-        store, problem = self.store, None
+        store = self.store
         with store.at_rest():
             store.check(Need.STATE)
             self._begin_pending()
             if not self.settle():
                 raise StateError("snapshot", "a step that lasts on every rank", "one whose commit failed")
-            try:
-                self.run.snapshot(name)
-            except (OSError, ValueError, StateError) as error:
-                problem = error
-            if not self.ranks().all(problem is None):
-                if problem is None:
-                    self.run.remove_snapshot(name)
-                raise problem or StateError("snapshot", "room for it on every rank", "none on another one")
+            self.snapshots().take(name)
         assert self.committed_step is not None
         return self.committed_step
 
@@ -253,17 +256,15 @@ class Commits:
             self.run.let_go()
 
     def remove_snapshot(self, name: str) -> None:
-        """Give up what `snapshot` kept.
+        """Give up what `snapshot` kept, on every rank.
 
         Raises:
             KeyError: there is none of this name.
         """
         with self.store.at_rest():
             self._begin_pending()
-            self._settle_own()
-            if name not in self.run.snapshots:
-                raise KeyError(f"no snapshot {name!r}; there are: {', '.join(self.run.snapshots) or 'none'}")
-            self.run.remove_snapshot(name)
+            self.settle()
+            self.snapshots().remove(name)
 
     def close(self) -> None:
         """Wait for what is under way and end the thread. Idempotent; no-op in a forked child."""
@@ -289,18 +290,29 @@ class Commits:
         if self._num_agreed != self._num_placed:  # not again by one rank alone, whose drive did not take it
             ranks = self.ranks()
             known = ranks.gather(ranks.together(self._own_uuid))
-            self.tick = max(tick for _, _, tick in known.values())
+            self.tick = max(tick for _, _, tick, _ in known.values())
             self._agreed_uuid = min(known.values())[1]
+            self.begin_history(drawn for _, _, _, drawn in known.values())
             self._num_agreed = self._num_placed
         self.run.identify(self.identity(), self._agreed_uuid)
         self._num_identified = self._num_placed
 
-    def _own_uuid(self) -> tuple[bool, str, int]:
-        """Whether the run is new here, what this rank would call it, and its next tick."""
-        fresh = f"{int(torch.randint(2**_UUID_BITS, (), generator=_fresh_generator(), device='cpu')):013x}"
+    def _own_uuid(self) -> tuple[bool, str, int, str]:
+        """Whether the run is new here, what this rank would call it, its next tick, and a number for its history."""
         # A run that is loaded over counts on: of two commits the later one has the larger number on every rank.
         ticks = [Content.decode(manifest.blob, self.run.folder).tick + 1 for manifest in self.run.committed]
-        return self.run.uuid is None, self.run.uuid or fresh, max([self.tick, *ticks])
+        return self.run.uuid is None, self.run.uuid or random_id(), max([self.tick, *ticks]), random_id()
+
+    def begin_history(self, drawn: Iterable[str]) -> None:
+        """Give the commits from here on identities that no other commits have, and all ranks alike.
+
+        An identity is a digest of a random number and the tick. The number is drawn anew wherever ticks may be counted
+        again: it travels with what ranks tell each other there anyway, and steps need no further word.
+
+        Args:
+            drawn: what each rank has drawn (`random_id`).
+        """
+        self._history = min(drawn)
 
     def identity(self) -> dict[str, Any]:
         """What the run is now: see `identity_of`."""
@@ -374,7 +386,8 @@ class Commits:
         behind = self.store.record
         counts = behind.inputs.counts if behind is not None else {}
         content = Content.taken(self.step, self.tick, self.store.table, counts, groups, self.client_state, engine)
-        self._pending = self.step, content.encode()
+        said = f"{self._history} {self.tick}".encode()
+        self._pending = self.step, content.encode(), hashlib.blake2b(said, digest_size=_ID_BYTES).hexdigest()
 
     def _begin_pending(self) -> None:
         """Begin the commit of what was taken, when all updates are done; in a turn of the worker, or with it away."""
@@ -393,13 +406,15 @@ class Commits:
         self._has_begun = self.sealing.is_held = True
         self._committer.begin(self._commit_of(*pending, [write.wait for write in writes]))
 
-    def _commit_of(self, step: int, blob: bytes, waits: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    def _commit_of(
+        self, step: int, blob: bytes, commit_id: str, waits: Sequence[Callable[[], object]]
+    ) -> Callable[[], None]:
         def commit() -> None:
             try:
                 for wait in waits:
                     wait()
                 with self._meter.passing("commit"):
-                    self.run.commit(step, blob, self.run.extents.tables)
+                    self.run.commit(step, blob, self.run.extents.tables, commit_id)
                 self.committed_step = step
             finally:
                 self.sealing.is_held = False
@@ -422,8 +437,6 @@ class Commits:
             pass
 
 
-def _fresh_generator() -> torch.Generator:
-    """Random numbers of nobody's: a run's name must not change those of the training."""
-    generator = torch.Generator()
-    generator.seed()
-    return generator
+def random_id() -> str:
+    """32 random hexadecimal digits. They come from the system: those of the training must not change by it."""
+    return secrets.token_hex(_ID_BYTES)

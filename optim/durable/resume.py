@@ -5,14 +5,16 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import combinations, takewhile
+from typing import Any, NamedTuple
 
 import torch
 
+from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.inventory import find_runs
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
-from nvme_offload.optim.durable.commits import Commits
+from nvme_offload.optim.durable.commits import Commits, random_id
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.tiers.gatherers import drop_gathered
@@ -20,6 +22,21 @@ from nvme_offload.optim.warn import warn_user
 
 Check = Callable[[Mapping[str, Any], int], None]
 """Looks whether hyperparameters can take the place of those of the group with this number."""
+
+
+class _Offer(NamedTuple):
+    """What one rank could go on from."""
+
+    host: str
+    folder: str
+    steps: dict[str, int]
+    """By the identity of the commit, the newest first."""
+    drawn: str
+    """For the history that begins: see `Commits.begin_history`."""
+
+    def __str__(self) -> str:
+        steps = [f"step {step} ({commit[:8]})" for commit, step in self.steps.items()]
+        return f"{' and '.join(steps) or 'nothing'} in {self.folder} on host {self.host}"
 
 
 class Resumption:
@@ -53,6 +70,7 @@ class Resumption:
             if not (self._run.found or self._commits.step == 0):
                 raise StateError("resume", "a call before the first step", f"step {self._commits.step} is taken")
             self._refuse_other_places()
+            self._commits.snapshots().agree()
             if self._died_in_first_commit():
                 self._ranks.together(store.begin_anew)
                 return None
@@ -64,11 +82,11 @@ class Resumption:
 
         Raises:
             KeyError: there is none of this name.
-            ResumeError: it is of another model, or damaged, or not the same on all ranks; names what.
+            ResumeError: a rank lacks it, or it is of another model, or damaged, or not the same on all; names what.
         """
-        store, snapshots = self._store, self._run.snapshots
+        store = self._store
         with store.at_rest(), torch.no_grad():
-            kept = self._ranks.together(lambda: _snapshot_of(snapshots, name))
+            kept = self._commits.snapshots().find(name)
             self._ranks.together(store.place_trainable)
             self._commits.settle()
             candidates = self._common(lambda: [kept])
@@ -140,25 +158,37 @@ class Resumption:
         Args:
             find: gives those of this rank.
         """
-        own = self._ranks.together(lambda: {self._content(found).tick: found for found in find()})
-        steps = {tick: manifest.step for tick, manifest in own.items()}
-        of_all = self._ranks.gather(steps)
-        common = set.intersection(*(set(of_rank) for of_rank in of_all.values()))
-        if not common:
-            found = "; ".join(
-                f"rank {rank} has {' and '.join(f'step {step}' for step in of_rank.values()) or 'nothing'}"
-                for rank, of_rank in of_all.items()
-            )
-            raise ResumeError(
-                self._run.folder,
-                f"has no step that all ranks have ({found}): load a checkpoint, or begin anew after "
-                f"`offload runs remove {self._run.name}`",
-            )
-        candidates = [own[tick] for tick in sorted(common, reverse=True)]
+        own = self._ranks.together(lambda: {self._commit_of(found): found for found in find()})
+        steps = {commit: manifest.step for commit, manifest in own.items()}
+        of_all = self._ranks.gather(_Offer(platform.node(), str(self._run.folder), steps, random_id()))
+        common = set.intersection(*(set(offer.steps) for offer in of_all.values()))
+        self._refuse_other_histories(of_all, common)
+        self._commits.begin_history(offer.drawn for offer in of_all.values())
+        in_order = next(iter(of_all.values())).steps  # all go by the order of one rank
+        candidates = [own[commit] for commit in in_order if commit in common]
         identity = self._commits.identity()
         different = self._ranks.together(lambda: [self._run.differences(one, identity) for one in candidates])
         self._refuse_where_any("is of another run than this", different[0])
         return [manifest for manifest, lines in zip(candidates, different, strict=True) if not lines]
+
+    def _commit_of(self, manifest: Manifest) -> str:
+        """The identity of a commit; that of an earlier version, which had none, is known by its tick."""
+        return manifest.commit_id or f"commit {self._content(manifest).tick}"
+
+    def _refuse_other_histories(self, of_all: Mapping[int, _Offer], common: set[str]) -> None:
+        """Raise ResumeError on every rank where ranks have no commit in common, or parted behind the one they have."""
+        newer = [set(takewhile(lambda commit: commit not in common, offer.steps)) for offer in of_all.values()]
+        have_parted = any(one and other and not one & other for one, other in combinations(newer, 2))
+        if common and not have_parted:
+            return
+        what = "steps of different histories" if common else "no step that all ranks have of one history"
+        raise ResumeError(
+            self._run.folder,
+            f"has {what}: {'; '.join(f'rank {rank} has {offer}' for rank, offer in of_all.items())}. Nothing has "
+            "changed. A folder may be older than the others, as one restored from a backup is: put back the one that "
+            "belongs to the others. Or go on from a snapshot that all ranks have, with resume(NAME), or from a "
+            "checkpoint in a run of another name, which leaves this one as it is",
+        )
 
     def _refuse_where_any(self, what: str, problems: Sequence[str]) -> None:
         """Raise ResumeError on every rank where one has a problem."""
@@ -168,8 +198,8 @@ class Resumption:
                 more = f", and {len(found) - 5} more" if len(found) > 5 else ""
                 raise ResumeError(
                     self._run.folder,
-                    f"{what}{on_rank}: {'; '.join(found[:5])}{more}. Nothing of it has changed; begin anew after "
-                    f"`offload runs remove {self._run.name}`, or under another name",
+                    f"{what}{on_rank}: {'; '.join(found[:5])}{more}. Nothing of it has changed; begin anew under "
+                    "another name",
                 )
 
     def _take_up(self, candidates: Sequence[Manifest]) -> Content:
@@ -178,9 +208,11 @@ class Resumption:
         for manifest in candidates:
             content, problem = self._ranks.together(partial(self._bring_back, manifest))
             if self._ranks.all(problem is None):
-                # Nobody goes on while another one still has a newer step.
-                self._ranks.together(partial(self._adopt, manifest))
                 self._ranks.together(self._commits.identify)
+                # All ranks have it among their commits before the first destroys another one, and nobody goes on while
+                # another rank still has a newer one: whoever is killed at any moment, there is one that all have.
+                self._ranks.together(partial(self._run.bring_to_front, manifest, self._layouts()))
+                self._ranks.together(partial(self._adopt, manifest))
                 self._go_on_from(content)
                 return content
             if not self._ranks.all(not self._lacks_room):
@@ -206,9 +238,8 @@ class Resumption:
         for number, (group, options) in enumerate(zip(self._groups, content.groups, strict=True)):
             self._check_group({**group, **options}, number)
         store, extents = self._store, self._run.extents
-        layouts = [self._sealing.layout_of(slot.subgroup) for slot in store.slots]
         try:
-            extents.adopt(manifest.tables, layouts, where=str(self._run.folder))
+            extents.adopt(manifest.tables, self._layouts(), where=str(self._run.folder))
             for slot in store.slots:
                 if not self._sealing.find(slot, store.pipeline):
                     return content, f"it has nothing of subgroup {slot.index}"
@@ -222,10 +253,12 @@ class Resumption:
         return content, None
 
     def _adopt(self, manifest: Manifest) -> None:
-        slots = self._store.slots
-        self._run.adopt(manifest, [self._sealing.layout_of(slot.subgroup) for slot in slots])
-        for slot in slots:
+        self._run.adopt(manifest, self._layouts())
+        for slot in self._store.slots:
             self._sealing.point(slot)
+
+    def _layouts(self) -> list[SlotLayout]:
+        return [self._sealing.layout_of(slot.subgroup) for slot in self._store.slots]
 
     def _go_on_from(self, content: Content) -> None:
         store = self._store
@@ -238,9 +271,3 @@ class Resumption:
         self._commits.note_adopted(content)
         store.pipeline.discards = False
         store.be_whole()
-
-
-def _snapshot_of(snapshots: Mapping[str, Manifest], name: str) -> Manifest:
-    if name not in snapshots:
-        raise KeyError(f"no snapshot {name!r}; there are: {', '.join(snapshots) or 'none'}")
-    return snapshots[name]

@@ -139,8 +139,8 @@ class UnresumedRun(Condition):
     def way_on(self) -> str:
         """Say in words what can be done about the situation."""
         return (
-            "Call resume() to go on from its latest step, load a checkpoint to go on from there, or begin anew "
-            f"after `offload runs remove {self._name}`, or under another name"
+            "Call resume() to go on from its latest step, load a checkpoint to go on from there, or begin anew under "
+            "another name"
         )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nvme_offload.offload.config.section import OffloadOptimizerConfig
+from nvme_offload.offload.durable.identity import read_identity
 from nvme_offload.offload.durable.probe import measure_rates
 from nvme_offload.offload.durable.rewrite_every import DurableBytes, auto_period
-from nvme_offload.offload.durable.run import DurableRun, read_identity
+from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.layout.master import TAIL_DTYPE, MasterForm, state_itemsize
@@ -43,8 +44,8 @@ def period_of(
     """
     if isinstance(section.rewrite_every, int):
         return section.rewrite_every
-    if committed := [*run.found, *run.snapshots.values()]:
-        return int(read_identity(run.folder, committed[0]).get("rewrite_every", 1))
+    if committed := [*run.found, *run.snapshots.all.values()]:
+        return int(read_identity(run.folder, committed[0].identity).get("rewrite_every", 1))
     tail = TAIL_DTYPE[MasterForm.SPLIT]
     assert tail is not None
     size = DurableBytes(

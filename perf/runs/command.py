@@ -185,7 +185,7 @@ def _check_paths(run: RunFound, *, partly: bool | None = None) -> None:
 
 
 def _check_snapshot(run: RunFound, name: str) -> None:
-    names = _snapshots(run)
+    names = run.snapshots
     if name not in names:
         there = ", ".join(names) or "none"
         raise typer.BadParameter(f"{run.name!r} has no snapshot {name!r}; there are: {there}", param_hint="--snapshot")
@@ -233,13 +233,13 @@ def _said(run: RunFound) -> list[str]:
     if run.step is None:
         committed = any(rank.steps for rank in run.ranks)
         said.append("there is no step that all of these ranks have" if committed else "nothing was committed")
-    if names := _snapshots(run):
-        said.append(f"snapshots: {', '.join(names)}")
+    if run.snapshots:
+        said.append(f"snapshots: {', '.join(run.snapshots)}")
+    for rank in run.ranks:
+        lacking = [name for name in run.snapshots if name not in (*rank.snapshots, *rank.prepared, *rank.unreadable)]
+        said += [f"rank {rank.rank}: has no snapshot {name}, and another rank has" for name in lacking]
+        said += [f"rank {rank.rank}: the file of snapshot {name} is damaged" for name in rank.unreadable]
     return said
-
-
-def _snapshots(run: RunFound) -> list[str]:
-    return sorted({name for rank in run.ranks for name in rank.snapshots})
 
 
 def _age(seconds: float) -> str:
@@ -252,4 +252,5 @@ def _as_dict(run: RunFound) -> dict[str, Any]:
     ranks = [dataclasses.asdict(rank) for rank in run.ranks]
     for rank in ranks:
         rank["folders"] = [str(folder) for folder in rank["folders"]]
+        rank["steps"] = list(rank["steps"].values())
     return {**about, "committed_at": run.committed_at, "ranks": ranks}

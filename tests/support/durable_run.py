@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -119,8 +120,19 @@ class SmallRun:
         self.truth[name] = tuple(after)
         self._note(f"begin {name}")
         self.write(changed)
-        self.run.commit(step, json.dumps([name] * _BLOB_PIECES).encode(), self.run.extents.tables)
+        blob = json.dumps([name] * _BLOB_PIECES).encode()
+        self.run.commit(step, blob, self.run.extents.tables, hashlib.md5(name.encode()).hexdigest())
         self._note(f"done {name}")
+
+    def snapshot(self, name: str) -> None:
+        """Keep the newest step under a name."""
+        self.run.prepare_snapshot(name)
+        self.run.snapshots.publish(name)
+
+    def remove_snapshot(self, name: str) -> None:
+        """Give it up."""
+        self.run.snapshots.withdraw(name)
+        self.run.delete_snapshot(name)
 
     def adopt(self, manifest: Manifest) -> None:
         """Go on from there."""
@@ -205,7 +217,7 @@ def live(paths: Sequence[Path], note: Callable[[str], None]) -> dict[str, Values
     small.adopt(small.run.committed[1])  # a rewind
     small.commit("5 again", 5, [2, 0])
     small.commit("6", 6, [1])
-    small.run.snapshot("kept")
+    small.snapshot("kept")
     note("pinned 6")
     small.commit("7", 7)
     small.commit("8", 8, [0])

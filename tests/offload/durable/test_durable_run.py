@@ -97,11 +97,11 @@ class Walk:
     def pin(self):
         name = f"at-{self.number}"
         if name not in self.small.run.snapshots:
-            self.small.run.snapshot(name)
+            self.small.snapshot(name)
 
     def unpin(self):
         if self.small.run.snapshots:
-            self.small.run.remove_snapshot(self.chance.choice(sorted(self.small.run.snapshots)))
+            self.small.remove_snapshot(self.chance.choice(sorted(self.small.run.snapshots)))
 
     def go_to_snapshot(self):
         if self.small.run.snapshots:
@@ -264,7 +264,7 @@ def test_a_snapshot_moves_nothing_and_later_steps_need_no_more(small, monkeypatc
     small.commit("0", 0)
     small.commit("1", 1)
     before = small.tier.stats().requests
-    small.run.snapshot("kept")
+    small.snapshot("kept")
     assert small.tier.stats().requests == before
     full_disk(monkeypatch)
     for step in range(2, 6):
@@ -282,7 +282,7 @@ def test_a_snapshot_without_room_is_refused_and_changes_nothing(small, monkeypat
     files, used = sorted(small.run.folder.iterdir()), used_bytes(small)
     full_disk(monkeypatch)
     with pytest.raises(OutOfSpaceError, match=f"needed .*{EXTENT_BYTES} and 0 bytes"):
-        small.run.snapshot("kept")
+        small.snapshot("kept")
     assert (sorted(small.run.folder.iterdir()), used_bytes(small), small.run.snapshots) == (files, used, {})
     small.commit("2", 2)
     assert small.read() == small.truth["2"]
@@ -290,22 +290,22 @@ def test_a_snapshot_without_room_is_refused_and_changes_nothing(small, monkeypat
 
 def test_a_second_snapshot_of_a_step_reserves_only_what_changed(small):
     small.commit("0", 0)
-    small.run.snapshot("first")
+    small.snapshot("first")
     size_bytes = os.stat(small.run.folder / "swap").st_size
-    small.run.snapshot("second")
+    small.snapshot("second")
     assert os.stat(small.run.folder / "swap").st_size == size_bytes
     small.commit("1", 1, [0])
-    small.run.snapshot("third")
+    small.snapshot("third")
     assert os.stat(small.run.folder / "swap").st_size == size_bytes + LAYOUTS[0].base.size_bytes
 
 
 def test_the_space_of_a_removed_snapshot_is_used_again(small):
     small.commit("0", 0)
     for number in range(4):
-        small.run.snapshot(f"at-{number}")
+        small.snapshot(f"at-{number}")
         small.commit(f"{number} a", number)
         small.commit(f"{number} b", number)
-        small.run.remove_snapshot(f"at-{number}")
+        small.remove_snapshot(f"at-{number}")
         assert used_bytes(small) == 2 * EXTENT_BYTES
     assert os.stat(small.run.folder / "swap").st_size <= 4 * EXTENT_BYTES
     assert not list(small.run.folder.glob("snapshot.*"))
@@ -314,14 +314,14 @@ def test_the_space_of_a_removed_snapshot_is_used_again(small):
 @pytest.mark.parametrize("name", ["", "a/b", "kept", ".x"])
 def test_snapshots_that_have_no_name(small, name):
     small.commit("0", 0)
-    small.run.snapshot("kept")
+    small.snapshot("kept")
     with pytest.raises(ValueError, match="cannot name a snapshot"):
-        small.run.snapshot(name)
+        small.snapshot(name)
 
 
 def test_a_snapshot_of_nothing(small):
     with pytest.raises(StateError, match="a committed step"):
-        small.run.snapshot("early")
+        small.snapshot("early")
 
 
 def test_other_slots_are_refused_and_nothing_changes(small):

@@ -197,7 +197,7 @@ with open(path / "filler", "wb") as file:
 for step in (2, 3):
     small.write({slot: step for slot in range(3)})
     try:
-        small.run.commit(step, bytes(2_000_000), small.run.extents.tables)
+        small.run.commit(step, bytes(2_000_000), small.run.extents.tables, "")
     except OutOfSpaceError as error:
         print(error)
 assert [manifest.step for manifest in small.run.committed] == [1, 0], small.run.committed

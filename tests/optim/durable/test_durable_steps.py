@@ -151,7 +151,7 @@ def test_a_run_that_was_found_takes_no_step_before_somebody_says_what_becomes_of
     params, optimizer = fresh(drive)
     with optimizer:
         before = [bits(param).copy() for param in params]
-        with pytest.raises(StateError, match=r"durable run 'run'.*resume\(\).*offload runs remove run"):
+        with pytest.raises(StateError, match=r"durable run 'run'.*resume\(\).*begin anew under another name"):
             train(optimizer, params, [0])
         assert all((bits(param) == was).all() for param, was in zip(params, before, strict=True))
         with pytest.raises(StateError, match="a run that was resumed"):

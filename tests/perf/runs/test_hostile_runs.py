@@ -21,7 +21,7 @@ FIRST_PATH, FIRST_OFFSET, FIRST_SIZE = 3, 4, 5  # columns of a row of bases
 
 def sealed(header, body):
     """A manifest of this header and body, with the digest that belongs to it."""
-    fields = (b"nvmerun1", header["sequence"], 1, header["step"], len(body))
+    fields = (b"nvmerun2", header["sequence"], 1, header["step"], len(body))
     digest = hashlib.blake2b(HEADER.pack(*fields, bytes(32)) + body, digest_size=32).digest()
     return HEADER.pack(*fields, digest) + body
 
@@ -135,7 +135,7 @@ def folder(tmp_path):
         small.commit("0", 0)
         small.commit("1", 1)
         if name == "small":
-            small.run.snapshot("kept")
+            small.snapshot("kept")
         small.close()
     return tmp_path / "nvme-durable-small-rank0"
 

@@ -30,7 +30,7 @@ def small(paths):
     run.begin()
     run.commit("0", 0)
     run.commit("1", 7)
-    run.run.snapshot("kept")
+    run.snapshot("kept")
     yield run
     run.close()
 

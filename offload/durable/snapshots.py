@@ -1,0 +1,158 @@
+"""Steps that are kept under a name: one file each, which comes and goes in two halves.
+
+::
+
+    prepared.NAME      it is there, and counts where another rank has published it
+    snapshot.NAME      it is published
+    unreadable.NAME    it was published, is damaged, and another one has its name now
+
+1. A rank publishes a snapshot when all ranks have prepared it. To remove one, all ranks withdraw it first, which makes
+   it a prepared one again; then they delete it. So where one rank has published a snapshot, all ranks have it, whenever
+   any of them was killed: published, or prepared. They agree by publishing what another one has published, and
+   deleting what none has (`DurableRun.agree_on_snapshots`).
+2. A damaged file stays, until somebody removes the snapshot by its name. Nobody can read any more where its step lies.
+   So nothing is written again of all that the swap files had when the damage was found: `Snapshots.held_sizes`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from nvme_offload.offload.durable.manifest import Manifest
+from nvme_offload.offload.errors import ResumeError
+from nvme_offload.offload.storage.run_folder import names_in, read_in, replace_in
+from nvme_offload.offload.sync import sync_folder
+
+PREPARED, PUBLISHED, SET_ASIDE = "prepared.", "snapshot.", "unreadable."
+PREFIXES = (PREPARED, PUBLISHED, SET_ASIDE)
+HELD_NAME = "held.json"
+"""What the swap files had when a snapshot was found damaged, by the digest of its file."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(?<!\.new)")  # `replace_in` leaves files that end so
+
+
+class Snapshots(Mapping[str, Manifest]):
+    """The published snapshots of one rank, by name, and what else is there of snapshots.
+
+    Nothing is changed by looking at them, so a run that is alive may be looked at.
+
+    Args:
+        folder: the run's directory on its first path.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._published: dict[str, Manifest] = {}
+        self.prepared: dict[str, Manifest] = {}
+        """Snapshots that are not published, by name."""
+        self.unreadable: dict[str, list[Path]] = {}
+        """Files that are damaged, by the name of the snapshot."""
+        for file in names_in(folder):
+            for prefix in PREFIXES:
+                name = file.removeprefix(prefix)
+                if name != file and _NAME.fullmatch(name):
+                    self._look_at(folder / file, prefix, name)
+
+    def _look_at(self, file: Path, prefix: str, name: str) -> None:
+        manifest = None
+        with suppress(ResumeError):  # it is whole, and a field of it makes no sense
+            manifest = Manifest.read(file.parent, file.name) if prefix != SET_ASIDE else None
+        if manifest is None:
+            self.unreadable.setdefault(name, []).append(file)
+        else:
+            (self._published if prefix == PUBLISHED else self.prepared)[name] = manifest
+
+    def __getitem__(self, name: str) -> Manifest:
+        return self._published[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._published)
+
+    def __len__(self) -> int:
+        return len(self._published)
+
+    @property
+    def all(self) -> dict[str, Manifest]:
+        """Those that are published, and those that are prepared."""
+        return {**self.prepared, **self._published}
+
+    def file_of(self, name: str) -> Path:
+        """Where one of `all` is."""
+        return self._folder / f"{PUBLISHED if name in self else PREPARED}{name}"
+
+    def check_free(self, name: str) -> None:
+        """Raise ValueError for what cannot name another snapshot."""
+        if not _NAME.fullmatch(name) or name in self:
+            raise ValueError(
+                f"{name!r} cannot name a snapshot: it is taken, or has other characters than letters, digits, '.', "
+                "'_' and '-', or ends with '.new'"
+            )
+
+    # A snapshot comes and goes.
+
+    def prepare(self, name: str, manifest: Manifest) -> None:
+        """Keep a manifest, without saying so. It lasts when this returns. What is damaged of this name is set aside."""
+        if name in self.unreadable:
+            aside = self._folder / (SET_ASIDE + name)
+            for file in self.unreadable[name]:
+                file.rename(aside)
+            self.unreadable[name] = [aside]
+        replace_in(self._folder, PREPARED + name, manifest.encode())
+        self.prepared[name] = manifest
+
+    def publish(self, name: str) -> None:
+        """Say that a prepared one is there."""
+        self._rename(PREPARED, PUBLISHED, name)
+        self._published[name] = self.prepared.pop(name)
+
+    def withdraw(self, name: str) -> None:
+        """Say no longer that a published one is there: it is prepared again."""
+        self._rename(PUBLISHED, PREPARED, name)
+        self.prepared[name] = self._published.pop(name)
+
+    def delete(self, name: str) -> None:
+        """Delete one that is not published, and what is damaged of this name."""
+        for file in [self._folder / (PREPARED + name), *self.unreadable.pop(name, [])]:
+            file.unlink(missing_ok=True)
+        sync_folder(self._folder)
+        self.prepared.pop(name, None)
+
+    def _rename(self, before: str, after: str, name: str) -> None:
+        (self._folder / (before + name)).rename(self._folder / (after + name))
+        sync_folder(self._folder)
+
+    # What is damaged.
+
+    def held_sizes(self, sizes: Sequence[int]) -> list[int]:
+        """Bytes of each swap file, from its beginning, of which nothing may be written again; 0 where all is readable.
+
+        They are those of the day when the damage was found: what is written down then is kept.
+
+        Args:
+            sizes: of the swap files now.
+        """
+        files = [file for of_name in self.unreadable.values() for file in of_name]
+        if not files:
+            return [0] * len(sizes)
+        digests = {hashlib.blake2b(read_in(self._folder, file.name), digest_size=16).hexdigest() for file in files}
+        noted = {digest: held for digest, held in self._noted().items() if len(held) == len(sizes)}
+        if new := digests - noted.keys():
+            noted |= {digest: list(sizes) for digest in new}
+            replace_in(self._folder, HELD_NAME, json.dumps(noted).encode())
+        of_paths = zip(sizes, *(noted[digest] for digest in digests), strict=True)
+        return [min(size, max(held)) for size, *held in of_paths]
+
+    def _noted(self) -> dict[str, list[int]]:
+        try:
+            noted = json.loads(read_in(self._folder, HELD_NAME))
+            return {str(digest): [int(size) for size in sizes] for digest, sizes in noted.items()}
+        except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
+            return {}  # then more is held than was
