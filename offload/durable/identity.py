@@ -35,12 +35,12 @@ def digest(identity: Identity) -> str:
 
 
 def file_name(digest: str) -> str:
-    """Where the identity with this digest is, in the run's directory on its first path."""
+    """Return the name of the file with this identity, in the run's directory on its first path."""
     return f"{PREFIX}{digest}.json"
 
 
 def read_identity(folder: Path, expected: str) -> Identity:
-    """The identity with this digest in a run's directory.
+    """Read the identity with this digest in a run's directory.
 
     Raises:
         ResumeError: the file is gone or damaged.

@@ -141,7 +141,9 @@ def remove_snapshot(run: RunFound, name: str) -> None:
             if name in snapshots:
                 snapshots.withdraw(name)
         for snapshots in there:  # if this is killed from here on, no rank has it: see `snapshots`
-            snapshots.delete(name)
+            if name in snapshots.prepared:
+                snapshots.delete_prepared(name)
+            snapshots.delete_unreadable(name)
 
 
 def _found_in(rank: int, folders: Sequence[Path]) -> RankFound | None:

@@ -81,8 +81,6 @@ class ExtentRing:
         self._pins: dict[str, list[tuple[Size | None, Extent]]] = {}
         """By name, with the size of those that slots had when they were pinned."""
         self._times_pinned: Counter[Stripes] = Counter()
-        self._held: list[Extent] = []
-        """What nobody is known to have, and nobody gets: see `hold_below`."""
 
     @property
     def tables(self) -> dict[str, np.ndarray]:
@@ -422,19 +420,11 @@ class ExtentRing:
                 self._pool.give_back([(size, extent)])
 
     def hold_below(self, name: str, ends: Sequence[int]) -> None:
-        """Keep everything before these positions, one for each path, until `unhold`; slots are not there yet."""
+        """Pin everything before these positions, one for each path, until `unpin`; slots are not there yet."""
         end_of = dict(zip(self._space.fds, ends, strict=True))
-        known = self._known()
-        held = [stripes for stripes in known if any(stripe.offset < end_of[stripe.fd] for stripe in stripes)]
-        self._pins[name] = [known[stripes] for stripes in held]
-        self._times_pinned.update(held)
-        self._held = self._space.claim_free(ends)
-
-    def unhold(self, name: str) -> None:
-        """Give up what `hold_below` kept."""
-        if name in self._pins:
-            self.unpin(name)
-        self._held = []
+        known = [pair for pair in self._known().values() if any(s.offset < end_of[s.fd] for s in pair[1].stripes)]
+        self._pins[name] = [*known, *((None, extent) for extent in self._space.claim_free(ends))]
+        self._times_pinned.update(extent.stripes for _, extent in self._pins[name])
 
     # Who has which extent.
 

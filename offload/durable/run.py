@@ -301,17 +301,22 @@ class DurableRun:
             self.extents.unpin(name)
             raise
 
-    def delete_snapshot(self, name: str) -> None:
-        """Unpin a step that is not published, or is damaged.
+    def delete_prepared(self, name: str) -> None:
+        """Unpin a step that is prepared, and delete what kept it.
 
         What only it and the step before the newest refer to is free again, and that step gone.
         """
-        pinned = name in self.snapshots.prepared
-        self.snapshots.delete(name)
-        if pinned:
-            self._unpin(name)
-        if not self.snapshots.unreadable:
-            self.extents.unhold(_DAMAGED)
+        self.snapshots.delete_prepared(name)
+        self._unpin(name)
+
+    def delete_snapshot(self, name: str) -> None:
+        """Delete what is prepared or damaged of a name, wherever there is something; nothing may be published."""
+        if name in self.snapshots.prepared:
+            self.delete_prepared(name)
+        if name in self.snapshots.unreadable:
+            self.snapshots.delete_unreadable(name)
+            if not self.snapshots.unreadable:
+                self._unpin(_DAMAGED)
 
     def agree_on_snapshots(self, published: set[str]) -> None:
         """Publish or delete what is prepared, as the other ranks did: see `snapshots`.
@@ -323,7 +328,7 @@ class DurableRun:
             if name in published:
                 self.snapshots.publish(name)
             else:
-                self.delete_snapshot(name)
+                self.delete_prepared(name)
 
     def hold(self) -> Manifest:
         """Pin the newest committed step for as long as this process has it: one at a time, and nothing is written.
@@ -390,5 +395,6 @@ class DurableRun:
                 self.extents.pin(name, manifest.tables)
         except ValueError as error:
             raise ResumeError(self.folder, f"has manifests that share a part of their extents: {error}") from error
-        self.extents.hold_below(_DAMAGED, self.snapshots.held_sizes(sizes))
+        if self.snapshots.unreadable:
+            self.extents.hold_below(_DAMAGED, self.snapshots.held_sizes(sizes))
         self.space.promise()

@@ -81,11 +81,11 @@ class Snapshots(Mapping[str, Manifest]):
 
     @property
     def all(self) -> dict[str, Manifest]:
-        """Those that are published, and those that are prepared."""
+        """Return all that can be read: the published ones and the prepared ones."""
         return {**self.prepared, **self._published}
 
     def file_of(self, name: str) -> Path:
-        """Where one of `all` is."""
+        """Return the file of one of `all`."""
         return self._folder / f"{PUBLISHED if name in self else PREPARED}{name}"
 
     def check_free(self, name: str) -> None:
@@ -118,12 +118,20 @@ class Snapshots(Mapping[str, Manifest]):
         self._rename(PUBLISHED, PREPARED, name)
         self.prepared[name] = self._published.pop(name)
 
-    def delete(self, name: str) -> None:
-        """Delete one that is not published, and what is damaged of this name."""
-        for file in [self._folder / (PREPARED + name), *self.unreadable.pop(name, [])]:
-            file.unlink(missing_ok=True)
+    def delete_prepared(self, name: str) -> None:
+        """Delete one that is prepared."""
+        self._delete(PREPARED + name)
+        del self.prepared[name]
+
+    def delete_unreadable(self, name: str) -> None:
+        """Delete what is damaged of this name."""
+        for file in self.unreadable.get(name, []):
+            self._delete(file.name)
+        self.unreadable.pop(name, None)
+
+    def _delete(self, file: str) -> None:
+        (self._folder / file).unlink()
         sync_folder(self._folder)
-        self.prepared.pop(name, None)
 
     def _rename(self, before: str, after: str, name: str) -> None:
         (self._folder / (before + name)).rename(self._folder / (after + name))
@@ -132,16 +140,14 @@ class Snapshots(Mapping[str, Manifest]):
     # What is damaged.
 
     def held_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Bytes of each swap file, from its beginning, of which nothing may be written again; 0 where all is readable.
+        """Return how many bytes of each swap file, from its beginning, may not be written again. Something is damaged.
 
-        They are those of the day when the damage was found: what is written down then is kept.
+        They are those of the moment when the damage was found, which is written down.
 
         Args:
             sizes: of the swap files now.
         """
         files = [file for of_name in self.unreadable.values() for file in of_name]
-        if not files:
-            return [0] * len(sizes)
         digests = {hashlib.blake2b(read_in(self._folder, file.name), digest_size=16).hexdigest() for file in files}
         noted = {digest: held for digest, held in self._noted().items() if len(held) == len(sizes)}
         if new := digests - noted.keys():

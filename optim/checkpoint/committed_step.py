@@ -105,7 +105,7 @@ def _chosen(name: str, ranks: Mapping[int, CommittedRank], step: int | None, sna
     if not asked:
         held = ", ".join(str(held) for held in sorted({first[key].content.step for key in common})) or "none"
         what = "no step that all ranks have" if step is None else f"no step {step} that all ranks have"
-        raise ResumeError(name, f"has {what} of one history; held are: {held}")
+        raise ResumeError(name, f"has {what}; held are: {held}")
     return {number: of_rank[asked[0]] for number, of_rank in of_ranks.items()}
 
 

@@ -12,7 +12,7 @@ import logging
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,16 @@ Groups = Sequence[Mapping[str, Any]]
 _ID_BYTES = 16
 
 logger = logging.getLogger(__name__)
+
+
+class _Agreed(NamedTuple):
+    """What the ranks have told each other of the run."""
+
+    num_params: int = -1
+    """Parameters with state that there were when they did."""
+    uuid: str = ""
+    history: str = ""
+    """Random: see `Commits.begin_history`."""
 
 
 class Commits:
@@ -77,16 +87,14 @@ class Commits:
         self._committer = Committer()
         self._pending: tuple[int, bytes, str] | None = None
         """Step, content and identity of the commit that was taken and has not begun."""
-        self._history = ""
-        """Random, and the same on all ranks: see `begin_history`."""
         self._has_failed = False
         self._has_begun = False
         self.is_settled = True
         """Whether every rank knows of the latest commit whether it lasts on all, so that each may write."""
         self._said: tuple[object, ...] | None = None
         """What has been said of the commits that fail, until one lasts."""
-        self._num_agreed = self._num_identified = -1
-        self._agreed_uuid = ""
+        self._agreed = _Agreed()
+        self._num_identified = -1
         self._ranks: tuple[int, Ranks] | None = None
         sealing.before_write = self._committer.wait
         begin = weakref.WeakMethod(self._begin_pending)
@@ -287,14 +295,13 @@ class Commits:
         """Say what the run is from now on. Collective where several ranks step together, when parameters came."""
         if self._num_identified == self._num_placed:
             return
-        if self._num_agreed != self._num_placed:  # not again by one rank alone, whose drive did not take it
+        if self._agreed.num_params != self._num_placed:  # not again by one rank alone, whose drive did not take it
             ranks = self.ranks()
             known = ranks.gather(ranks.together(self._own_uuid))
             self.tick = max(tick for _, _, tick, _ in known.values())
-            self._agreed_uuid = min(known.values())[1]
             self.begin_history(drawn for _, _, _, drawn in known.values())
-            self._num_agreed = self._num_placed
-        self.run.identify(self.identity(), self._agreed_uuid)
+            self._agreed = self._agreed._replace(num_params=self._num_placed, uuid=min(known.values())[1])
+        self.run.identify(self.identity(), self._agreed.uuid)
         self._num_identified = self._num_placed
 
     def _own_uuid(self) -> tuple[bool, str, int, str]:
@@ -312,7 +319,7 @@ class Commits:
         Args:
             drawn: what each rank has drawn (`random_id`).
         """
-        self._history = min(drawn)
+        self._agreed = self._agreed._replace(history=min(drawn))
 
     def identity(self) -> dict[str, Any]:
         """What the run is now: see `identity_of`."""
@@ -386,7 +393,7 @@ class Commits:
         behind = self.store.record
         counts = behind.inputs.counts if behind is not None else {}
         content = Content.taken(self.step, self.tick, self.store.table, counts, groups, self.client_state, engine)
-        said = f"{self._history} {self.tick}".encode()
+        said = f"{self._agreed.history} {self.tick}".encode()
         self._pending = self.step, content.encode(), hashlib.blake2b(said, digest_size=_ID_BYTES).hexdigest()
 
     def _begin_pending(self) -> None:

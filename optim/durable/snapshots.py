@@ -64,7 +64,7 @@ class SnapshotsOfRanks:
             self._ranks.together(partial(self._run.prepare_snapshot, name))
         except Exception:
             if name in self._run.snapshots.prepared:
-                self._run.delete_snapshot(name)
+                self._run.delete_prepared(name)
             raise
         self._ranks.together(partial(self._run.snapshots.publish, name))
 

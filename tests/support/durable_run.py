@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ LAYOUTS = [
 ]
 IDENTITY = {"model": "three slots"}
 UUID = "the-run"
+
+HEADER = struct.Struct("<8sQQqQ32s")
+"""Of a manifest: magic, sequence, incarnation, step, bytes of the body, digest of all else."""
 
 _BLOB_PIECES = 800  # a manifest has several sectors
 
@@ -191,6 +195,30 @@ def read_past_the_tier(run: DurableRun) -> Values:
         memory.view(torch.uint8, 0, len(content)).copy_(torch.frombuffer(content, dtype=torch.uint8))
         values.append(checked_value(run, slot, memory, layout))
     return tuple(values)
+
+
+def as_an_earlier_version_wrote(folder: Path) -> None:
+    """Have the directory of a run as before commits had identities."""
+    for file in [*folder.glob("manifest.*"), *folder.glob("snapshot.*")]:
+        manifest = Manifest.decode(file.read_bytes())
+        if manifest is None:
+            continue
+        body = manifest.encode()[HEADER.size :]
+        (size,) = struct.unpack_from("<Q", body)
+        about = json.loads(body[8 : 8 + size])
+        described = json.dumps({key: about[key] for key in ("identity", "tables", "blob", "first")}).encode()
+        file.write_bytes(
+            sealed(b"nvmerun1", manifest, struct.pack("<Q", len(described)) + described + body[8 + size :])
+        )
+    about_run = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(about_run | {"format": 2}))
+
+
+def sealed(magic: bytes, manifest: Manifest, body: bytes) -> bytes:
+    """A manifest of this body, with the digest that belongs to it."""
+    fields = (magic, manifest.sequence, manifest.incarnation, manifest.step, len(body))
+    digest = hashlib.blake2b(HEADER.pack(*fields, bytes(32)) + body, digest_size=32).digest()
+    return HEADER.pack(*fields, digest) + body
 
 
 def live(paths: Sequence[Path], note: Callable[[str], None]) -> dict[str, Values]:

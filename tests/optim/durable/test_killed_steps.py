@@ -8,6 +8,7 @@ import pytest
 
 from nvme_offload import OffloadAdamW
 from nvme_offload.offload.durable.manifest import ManifestFiles
+from tests.support.killed_histories import KINDS as HISTORIES
 from tests.support.killed_steps import DTYPES, KINDS, SHAPES, durable_section
 from tests.support.training import params_of, run_child, set_grads
 
@@ -40,6 +41,27 @@ def test_killed_a_thousand_times_it_ends_with_the_same_bits(drive, seed):
     assert sum(found["kills"] for found in outcome.values()) >= 200
     for name, found in outcome.items():
         assert any(step > 0 for life in found["history"] for step in life), f"{name}: no life went on from a step"
+
+
+BACK_AND_FORTH = CHILD.replace("killed_steps", "killed_histories")
+
+
+def kill_in_calls(path, num_kills, seed, *kinds, timeout):
+    return json.loads(run_child(BACK_AND_FORTH, path, num_kills, seed, *kinds, timeout=timeout).splitlines()[-1])
+
+
+def test_killed_in_the_calls_that_go_back_and_forth_all_ranks_are_in_one_history(drive):
+    outcome = kill_in_calls(drive, 10, 1, "one-rank-logged", "two-ranks", "two-ranks-logged", timeout=900)
+    assert sum(found["kills"] for found in outcome.values()) >= 30
+    assert sum(sum(found["inside"].values()) for found in outcome.values()) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(14400)
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_killed_hundreds_of_times_in_these_calls(drive, seed):
+    outcome = kill_in_calls(drive, 12, seed, *HISTORIES, timeout=14400)
+    assert sum(sum(found["inside"].values()) for found in outcome.values()) >= 20
 
 
 BESIDE = CHILD.replace("killed_steps", "bystanders")

@@ -1,9 +1,9 @@
 """Folders of durable runs whose files are whole and name what no run writes: refused before anything is allocated."""
 
-import hashlib
 import json
 import os
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,17 +13,15 @@ from nvme_offload import ResumeError
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.perf.cli import app
-from tests.support.durable_run import SmallRun
+from tests.support.durable_run import HEADER, SmallRun
+from tests.support.durable_run import sealed as with_digest
 
-HEADER = struct.Struct("<8sQQqQ32s")  # magic, sequence, incarnation, step, bytes of the body, digest of all else
 FIRST_PATH, FIRST_OFFSET, FIRST_SIZE = 3, 4, 5  # columns of a row of bases
 
 
 def sealed(header, body):
     """A manifest of this header and body, with the digest that belongs to it."""
-    fields = (b"nvmerun2", header["sequence"], 1, header["step"], len(body))
-    digest = hashlib.blake2b(HEADER.pack(*fields, bytes(32)) + body, digest_size=32).digest()
-    return HEADER.pack(*fields, digest) + body
+    return with_digest(b"nvmerun2", SimpleNamespace(incarnation=1, **header), body)
 
 
 def with_description(content, **changes):
@@ -34,7 +32,7 @@ def with_description(content, **changes):
     about = json.loads(body[8 : 8 + size]) | changes
     described = json.dumps({name: value for name, value in about.items() if value is not None}).encode()
     head = struct.pack("<Q", len(described)) + described
-    return sealed(vars(whole), head + body[8 + size :])
+    return with_digest(b"nvmerun2", whole, head + body[8 + size :])
 
 
 def with_tables(change):
@@ -89,24 +87,26 @@ MANIFESTS = {
     "an identity elsewhere": (lambda c: with_description(c, identity="../../x"), "its identity is '../../x'"),
     "a blob of 2^60 bytes": (lambda c: with_description(c, blob=1 << 60), "its blob is '1152921504606846976'"),
     "a blob below zero": (lambda c: with_description(c, blob=-1), "its blob is '-1'"),
+    "a commit of words": (lambda c: with_description(c, commit="the last one"), "its commit is 'the last one'"),
+    "a number before it": (lambda c: with_description(c, previous=7), "its previous is '7'"),
     "a number for a truth": (lambda c: with_description(c, first=7), "its first is '7'"),
     "a description of 2^60 bytes": (
-        lambda c: sealed(vars(Manifest.decode(c)), struct.pack("<Q", 1 << 60)),
+        lambda c: with_digest(b"nvmerun2", Manifest.decode(c), struct.pack("<Q", 1 << 60)),
         "its length of its description",
     ),
     "a description that is no JSON": (
-        lambda c: sealed(vars(Manifest.decode(c)), struct.pack("<Q", 1) + b"{"),
+        lambda c: with_digest(b"nvmerun2", Manifest.decode(c), struct.pack("<Q", 1) + b"{"),
         "its description is no JSON",
     ),
     "a description without end": (
-        lambda c: sealed(vars(Manifest.decode(c)), struct.pack("<Q", 200_000) + b"[" * 200_000),
+        lambda c: with_digest(b"nvmerun2", Manifest.decode(c), struct.pack("<Q", 200_000) + b"[" * 200_000),
         "its description is no JSON",
     ),
     "a list for a description": (
-        lambda c: sealed(vars(Manifest.decode(c)), struct.pack("<Q", 2) + b"[]"),
+        lambda c: with_digest(b"nvmerun2", Manifest.decode(c), struct.pack("<Q", 2) + b"[]"),
         r"its description is '\[\]'",
     ),
-    "no body": (lambda c: sealed(vars(Manifest.decode(c)), b""), "its length of its description"),
+    "no body": (lambda c: with_digest(b"nvmerun2", Manifest.decode(c), b""), "its length of its description"),
     "the last sequence of all": (
         lambda c: sealed({"sequence": 2**64 - 1, "step": 0}, Manifest.decode(c).encode()[HEADER.size :]),
         "its sequence is",
