@@ -3,6 +3,7 @@
 import fcntl
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Before torch is imported: its idle threads sleep instead of spinning, which on a busy two-core machine is the
 # difference between seconds and minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Hundreds of children import the same modules: each is compiled once, also where the environment keeps no bytecode.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A shell that starts the suite in the background has it ignore Ctrl-C, and children inherit that. Tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -104,7 +104,7 @@ print(json.dumps({"growth": growth, "staging": stats.staging_bytes, "state": sta
 @pytest.mark.parametrize("numel", [pytest.param(16 * MILLION, marks=pytest.mark.slow), 64 * MILLION])
 def test_peak_memory_follows_the_formula(drive, numel):
     """Gradient partition, staging buffers and a fixed slack; the state itself, 5 times as large, is not in memory."""
-    measured = json.loads(run_child(PEAK_MEMORY, numel, drive))
+    measured = json.loads(run_child(PEAK_MEMORY, numel, drive, fresh=True))
     assert measured["state"] >= 10 * numel
     assert measured["staging"] <= 4 * 11 * MILLION
     assert measured["growth"] <= 2 * numel + measured["staging"] + (64 << 20)
@@ -174,7 +174,7 @@ print(torch.cuda.is_initialized())
 
 
 def test_import_is_free():
-    assert run_child(IMPORT).strip() == "False"
+    assert run_child(IMPORT, fresh=True).strip() == "False"
 
 
 def test_an_optimizer_that_nobody_closed_leaves_nothing(drive):

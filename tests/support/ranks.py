@@ -8,19 +8,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-_FORKSERVER = mp.get_context("forkserver")
-"""Forks each rank from a process that has imported what takes seconds to import, and has done nothing else."""
-_FORKSERVER.set_forkserver_preload(
-    [
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "torch.distributed.pipelining",
-        "torch.distributed.tensor.parallel",
-        "nvme_offload.optim.zero.initialize",
-    ]
-)
+from tests.support.forked import FORKED, take_over
 
 
 def run_ranks(function, world_size, *args):
@@ -31,7 +20,7 @@ def run_ranks(function, world_size, *args):
     with tempfile.TemporaryDirectory() as folder:
         environment = dict(os.environ)
         processes = [
-            _FORKSERVER.Process(target=_run_rank, args=(function, rank, world_size, folder, environment, args))
+            FORKED.Process(target=_run_rank, args=(function, rank, world_size, folder, environment, args))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -51,8 +40,7 @@ def run_ranks(function, world_size, *args):
 
 
 def _run_rank(function, rank, world_size, folder, environment, args):
-    os.environ.clear()
-    os.environ.update(environment)
+    take_over(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:

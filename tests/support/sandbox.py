@@ -1,23 +1,22 @@
 """Python in a child process that is not allowed everything: no io_uring, little locked memory, other file systems.
 
-`run_python` starts this file as a script; `_confine` takes things away from the process, which then runs the code.
 Nothing outside the child is changed, and its mounts disappear with it.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import errno
 import os
 import platform
 import resource
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.support.forked import run_code
+
 NOBODY = 65534
 IO_URING_CALLS = {"setup": 425, "enter": 426, "register": 427}
 """io_uring_setup, io_uring_enter, io_uring_register; the same numbers on every architecture."""
@@ -27,7 +26,7 @@ _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 8, 22, 38
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAP_DAC_READ_SEARCH = 2
-_CLONE_NEWNS = 0x00020000
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 
 
 def run_python(
@@ -39,7 +38,7 @@ def run_python(
     mounts: Mapping[Path, str] | None = None,
     timeout: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `code` with ``sys.argv[1:] == arguments`` in a confined child; a failure shows what it wrote.
+    """Run `code` with ``sys.argv[1:] == arguments`` in a confined child, which runs no exit handlers.
 
     Args:
         code: Python source.
@@ -51,20 +50,8 @@ def run_python(
         mounts: empty file systems to mount, by existing directory; "tmpfs" or "ramfs", seen by the child alone.
         timeout: in seconds.
     """
-    command = [sys.executable, __file__]
-    for call in forbid:
-        command += ["--forbid", call]
-    for directory, kind in (mounts or {}).items():
-        command += ["--mount", f"{kind}:{directory}"]
-    if ordinary_user:
-        command += ["--ordinary-user"]
-    if memlock_bytes is not None:
-        command += ["--memlock-bytes", str(memlock_bytes)]
-    if mounts and os.geteuid() != 0:
-        command = ["unshare", "--user", "--map-root-user", *command]
-    command += ["--", code, *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "2"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    prepare = partial(_confine, forbid, ordinary_user, memlock_bytes, mounts or {})
+    return run_code(code, [*map(str, arguments)], timeout, prepare)
 
 
 def can_mount() -> bool:
@@ -81,39 +68,28 @@ def can_filter() -> bool:
     return platform.machine() in _AUDIT_ARCH
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--forbid", action="append", default=[], choices=IO_URING_CALLS)
-    parser.add_argument("--mount", action="append", default=[])
-    parser.add_argument("--ordinary-user", action="store_true")
-    parser.add_argument("--memlock-bytes", type=int)
-    parser.add_argument("code")
-    parser.add_argument("arguments", nargs="*")
-    asked = parser.parse_args()
-    _confine(asked)
-    sys.path[0] = str(ROOT)
-    sys.argv = ["-c", *asked.arguments]
-    exec(compile(asked.code, "<sandboxed>", "exec"), {"__name__": "__main__"})  # the point of this file
-
-
-def _confine(asked: argparse.Namespace) -> None:
+def _confine(calls: Sequence[str], ordinary_user: bool, memlock_bytes: int | None, mounts: Mapping[Path, str]) -> None:
     # In this order, because every step takes away what an earlier one needs.
-    if asked.mount:
-        _mount([entry.partition(":")[::2] for entry in asked.mount])
-    if asked.memlock_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (asked.memlock_bytes, asked.memlock_bytes))
-    if asked.ordinary_user and os.geteuid() == 0:
+    if mounts:
+        _mount(mounts)
+    if memlock_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock_bytes, memlock_bytes))
+    if ordinary_user and os.geteuid() == 0:
         _become_nobody()
-    if asked.forbid:
-        forbid(asked.forbid)
+    if calls:
+        forbid(calls)
 
 
-def _mount(file_systems: Sequence[tuple[str, str]]) -> None:
+def _mount(file_systems: Mapping[Path, str]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    _check(libc.unshare(_CLONE_NEWNS), "unshare")
+    user, group = os.geteuid(), os.getegid()
+    _check(libc.unshare(_CLONE_NEWNS | (_CLONE_NEWUSER if user else 0)), "unshare")
+    if user:
+        for name, content in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            Path("/proc/self", name).write_text(content)
     recursive_private = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE: nothing of what follows reaches other processes
     _check(libc.mount(b"none", b"/", None, ctypes.c_ulong(recursive_private), None), "mount --make-rprivate /")
-    for kind, directory in file_systems:
+    for directory, kind in file_systems.items():
         name, mode = kind.encode(), b"mode=1777"
         _check(libc.mount(name, os.fsencode(directory), name, ctypes.c_ulong(0), mode), f"mount {kind}")
 
@@ -169,7 +145,3 @@ def _check(result: int, what: str) -> None:
     if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), what)
-
-
-if __name__ == "__main__":
-    _main()

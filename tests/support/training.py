@@ -20,13 +20,13 @@ import nvme_offload.optim.state.store
 from nvme_offload import FaultSpec, OffloadAdamW, UpdateRule
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.rules.adamw import AdamW
+from tests.support.forked import ROOT, run_code
 from tests.support.twins import split_reference, step_reference, twin_of
 
 BLOCK = 65536
 MILLION = 10**6
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
 AWKWARD_SHAPES = [(1,), (0,), (3, 0), (7,), (), (251, 257), (65535,), (65536,), (65537,), (2, 3, 5, 7), (200_003,)]
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def section(
@@ -209,9 +209,18 @@ def storage_io() -> tuple[int, int]:
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
-def run_child(code: str, *arguments: object, timeout: float = 120, prefix: Sequence[str] = ()) -> str:
-    """Run Python code in a fresh process below the repository; its output, or a failure with its stderr."""
-    command = [*prefix, sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout, check=False)
+def run_child(
+    code: str, *arguments: object, timeout: float = 120, fresh: bool = False, prefix: Sequence[str] = ()
+) -> str:
+    """Run Python code in a child below the repository; its output, or a failure with its stderr.
+
+    `fresh`, or with a `prefix` of the command: in a process that has imported nothing, whose exit handlers run.
+    """
+    given = [*map(str, arguments)]
+    if fresh or prefix:
+        command = [*prefix, sys.executable, "-c", code, *given]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    else:
+        done = run_code(code, given, timeout)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -83,7 +83,7 @@ print("left", committer.is_busy, flush=True)
 
 def test_a_commit_that_waits_in_native_code_ends_before_the_interpreter(tmp_path):
     """Else the thread is unwound there, and C++ aborts the process: terminate called without an active exception."""
-    assert run_child(UNDER_WAY_AT_EXIT, tmp_path / "file").split() == ["left", "True", "committed"]
+    assert run_child(UNDER_WAY_AT_EXIT, tmp_path / "file", fresh=True).split() == ["left", "True", "committed"]
 
 
 def test_what_begins_a_commit_or_waits_for_it_can_be_interrupted():

@@ -14,7 +14,8 @@ import pytest
 from nvme_offload import SwapIOError
 from nvme_offload.offload.storage import run_directory
 from nvme_offload.offload.storage.run_directory import PREFIX, RunDirectory, remove_leftovers
-from tests.support.sandbox import ROOT, can_mount, run_python
+from tests.support.forked import ROOT
+from tests.support.sandbox import can_mount, run_python
 
 HOLD = """
 import sys

@@ -18,6 +18,7 @@ from tests.support.swapper_tools import (
     same_bits,
     swap_file,
 )
+from tests.support.training import run_child
 
 
 @pytest.mark.parametrize("weights", [[1, 1], [3, 1], [1, 1, 1], [3, 1, 1]], ids=str)
@@ -168,7 +169,7 @@ assert len(list(path.iterdir())) == 1
 swapper.close()
 assert list(path.iterdir()) == []
 """
-    run_with_swapper(code, tmp_path)
+    run_child(PRELUDE + code, tmp_path, fresh=True)
 
 
 def test_a_forked_child_makes_its_own_in_place_of_the_inherited_one(tmp_path):
@@ -197,7 +198,7 @@ def test_a_program_that_forgets_to_close_ends_and_cleans_up(tmp_path):
 swapper = open_swapper()
 transfer = swapper.swap_out("x", torch.ones(1 << 20))
 """
-    run_with_swapper(code, tmp_path)
+    run_child(PRELUDE + code, tmp_path, fresh=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -66,4 +66,4 @@ else:
 @pytest.mark.parametrize("rounds", [1, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
 def test_two_ranks_end_cleanly_without_being_closed(drive, mode, rounds):
-    assert run_child(ENDS, mode, drive, rounds, timeout=3600).split() == [str(rounds), "ends"]
+    assert run_child(ENDS, mode, drive, rounds, timeout=3600, fresh=True).split() == [str(rounds), "ends"]

@@ -1,0 +1,66 @@
+"""Children that need not import anything: forked from a process that has imported what takes seconds to import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+ROOT = Path(__file__).parent.parent.parent
+
+FORKED = mp.get_context("forkserver")
+"""Forks from a process that has done nothing else."""
+FORKED.set_forkserver_preload(
+    [
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "nvme_offload.optim.zero.initialize",
+    ]
+)
+
+
+def take_over(environment: dict[str, str]) -> None:
+    """The process that forks was started at another time, with another environment."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def run_code(
+    code: str, arguments: Sequence[str], timeout: float, prepare: Callable[[], object] = int
+) -> subprocess.CompletedProcess[str]:
+    """Run `prepare`, then `code` with ``sys.argv[1:] == arguments``, in a child below the repository.
+
+    Raises:
+        TimeoutExpired: it took longer than `timeout` seconds, and was killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        child = FORKED.Process(target=_run, args=(folder, dict(os.environ), prepare, code, arguments))
+        child.start()
+        child.join(timeout)
+        if child.is_alive():
+            child.kill()
+            child.join()
+            raise subprocess.TimeoutExpired(code, timeout)
+        out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+        return subprocess.CompletedProcess(code, child.exitcode, out, err)
+
+
+def _run(
+    folder: str, environment: dict[str, str], prepare: Callable[[], object], code: str, arguments: Sequence[str]
+) -> None:
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    take_over(environment)
+    os.chdir(ROOT)
+    sys.argv = ["-c", *arguments]
+    torch.set_num_threads(2)
+    prepare()
+    exec(compile(code, "<child>", "exec"), {"__name__": "__main__"})
