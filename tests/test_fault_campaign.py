@@ -1,8 +1,8 @@
 """Faults of every kind through the whole stack: the right bytes or an OSError in words, never anything else.
 
-A seed names a case: an engine, a mixture of faults, sizes, buffers, and one of three shapes: extents of an NvmeTier,
-tensors of a TensorSwapper, steps of OffloadAdamW. Every case ends on a drive that is well again, where all bytes are
-compared, and with all of its buffers free.
+A seed names a case: an engine as it is in use, a mixture of faults, sizes, buffers, and extents of an NvmeTier that are
+written and read. Every case ends on a drive that is well again, where all bytes are compared, with all buffers free.
+What swapper and optimizer make of faults is the simulator's (tests/test_simulator.py).
 
 To run some seeds alone: ``FAULT_SEEDS=17`` or ``FAULT_SEEDS=1000:2000``, ``--log-cli-level=INFO`` to see the counts.
 """
@@ -17,36 +17,24 @@ import threading
 import pytest
 import torch
 
-from nvme_offload import FaultSpec, OffloadAdamW, OffloadConfig, StateError, SwapIOError, TensorSwapper
+from nvme_offload import FaultSpec, OffloadConfig, SwapIOError
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.fault_cases import KINDS, PATIENCE, REPEATED, Case, Tally, available_engines, run_cases
 from tests.support.own_resources import Resources
-from tests.support.swapper_tools import DTYPES, config_for, random_bits, same_bits
-from tests.support.training import BLOCK, SETTINGS, Twin, faulty_drive, params_of, section
+from tests.support.swapper_tools import config_for
 
 NUM_CASES = 10_000
 """Of the long run."""
 NUM_CASES_PER_TEST = 250
-NUM_CASES_BY_DEFAULT = 300
+NUM_CASES_BY_DEFAULT = 250
 FIRST_SEED_BY_DEFAULT = 1_000_000
 """Seeds that the long run does not have."""
 AGAIN = "FAULT_SEEDS={} pytest tests/test_fault_campaign.py -k some_cases"
 UNIT = 4096
 
 logger = logging.getLogger(__name__)
-
-
-def outcome_of(call):
-    """What a call returned, and the OSError that it raised instead."""
-    try:
-        return call(), None
-    except OSError as error:
-        return None, error
-
-
-# Shape 1: extents of an NvmeTier.
 
 
 class StoredBytes:
@@ -125,7 +113,7 @@ class TierCase:
     def finish_one(self, well=False):
         place = self.draw.randrange(len(self.under_way))
         op, stored, size_bytes, before, buffer, transfer = self.under_way.pop(place)
-        _, error = outcome_of(lambda: self.wait(transfer))
+        error = self.wait(transfer)
         assert not (well and error), f"no fault was injected: {error}"
         if error:
             self.check_error(error, op, stored, size_bytes, transfer)
@@ -139,10 +127,15 @@ class TierCase:
         buffer.release()
 
     def wait(self, transfer):
-        if self.draw.random() < 0.2:
-            asyncio.run(asyncio.wait_for(awaited(transfer), PATIENCE))
-        else:
-            transfer.wait(PATIENCE)
+        """The OSError that it ends with."""
+        try:
+            if self.draw.random() < 0.2:
+                asyncio.run(asyncio.wait_for(awaited(transfer), PATIENCE))
+            else:
+                transfer.wait(PATIENCE)
+        except OSError as error:
+            return error
+        return None
 
     def check_error(self, error, op, stored, size_bytes, transfer):
         self.case.check_error(error, self.tier)
@@ -162,220 +155,6 @@ async def awaited(transfer):
     return await transfer
 
 
-# Shape 2: tensors of a TensorSwapper.
-
-
-class SwapperCase:
-    """Tensors out and in beside a dict that is always right; calls for one name pile up without waiting."""
-
-    def __init__(self, case):
-        self.case, self.draw = case, case.draw
-        buffers, budget = self.draw.randint(2, 4), self.draw.choice((4, 6, 12, 32)) * UNIT
-        config = config_for(case.folder / "0", staging_budget=budget, buffer_count=buffers, **case.aio)
-        self.swapper = TensorSwapper(config, faults=case.faults)
-        self.names = "abcd"[: self.draw.randint(1, 4)]
-        self.stored, self.pending = {}, {name: [] for name in self.names}
-
-    def run(self):
-        for number in range(self.draw.randint(4, 16)):
-            name = self.draw.choice(self.names)
-            acts = (self.swap_out, self.swap_in, self.prefetch, self.evict, self.delete, self.settle)
-            self.draw.choices(acts, weights=(8, 6, 2, 1, 1, 4))[0](name, number)
-        for name in self.names:
-            self.settle(name)
-        swapper = self.swapper
-        swapper.synchronize()
-        assert swapper.pool.num_free == swapper.pool.num_buffers, "a buffer leaked"
-        assert set(swapper.names()) == set(self.stored)
-        self.case.heal(swapper.tier, [swapper.pool])
-        for name, tensor in self.stored.items():
-            assert same_bits(swapper.swap_in(name).wait(PATIENCE), tensor), f"wrong bytes in {name!r} at the end"
-        for name in self.stored:
-            swapper.delete(name)
-        swapper.synchronize()
-        assert swapper.stats().prefetched_bytes == 0
-        assert all(file.end == 0 for file in swapper.tier.space._files), "an extent leaked"
-        assert swapper.pool.num_free == swapper.pool.num_buffers, "a buffer leaked at the end"
-
-    def close(self):
-        self.swapper.close()
-
-    def swap_out(self, name, number):
-        shape = (self.draw.randrange(1, 5), self.draw.randrange(3000))
-        tensor = random_bits(shape, self.draw.choice(DTYPES), 1000 * self.case.seed + number)
-        tensor = tensor.t() if self.draw.random() < 0.5 else tensor
-        self.pending[name].append((Op.WRITE, tensor, self.swapper.swap_out(name, tensor)))
-
-    def swap_in(self, name, number):
-        if name not in self.stored and not self.pending[name]:
-            assert name not in self.swapper
-            return
-        settled = not self.pending[name]
-        out = torch.empty_like(self.stored[name]) if settled and self.draw.random() < 0.5 else None
-        try:
-            transfer = self.swapper.swap_in(name, out=out)
-        except StateError:
-            assert name not in self.stored  # the only swap_out has failed already
-            return
-        self.pending[name].append((Op.READ, None, transfer))
-
-    def prefetch(self, name, number):
-        with contextlib.suppress(KeyError, StateError):
-            self.swapper.prefetch(name)
-
-    def evict(self, name, number):
-        with contextlib.suppress(KeyError):
-            self.swapper.evict(name)
-
-    def delete(self, name, number):
-        self.settle(name)
-        if self.stored.pop(name, None) is not None:
-            self.swapper.delete(name)
-
-    def settle(self, name, number=0):
-        """Wait for all calls made for a name; each must have seen what the calls before it left."""
-        failed = None
-        for op, tensor, transfer in self.pending[name]:
-            found, error = outcome_of(lambda transfer=transfer: transfer.wait(PATIENCE))
-            if error:
-                failed = error if op is Op.WRITE else failed
-                assert error is failed or error.direction == "read", error
-                self.case.check_error(error, self.swapper.tier)
-                assert f"tensor {name!r}, bytes " in str(error)
-            elif op is Op.WRITE:
-                failed, self.stored[name] = None, tensor
-            else:  # also behind a swap_out that failed, if that was known when it was called
-                assert name in self.stored, f"{name!r} was read and never stored"
-                assert same_bits(found, self.stored[name]), f"wrong bytes in {name!r}"
-        self.pending[name].clear()
-
-
-# Shape 3: steps of OffloadAdamW.
-
-TRAININGS = (
-    ([(9,), (BLOCK + 5,)], (torch.bfloat16,), 0.0, 2),
-    ([(5,), (7,), (3, 3)], (torch.bfloat16, torch.float16, torch.float32), 1.0, 3),
-    ([(2 * BLOCK + 1,)], (torch.bfloat16,), 1.0, 2),
-    ([(1,), (BLOCK,), (70,), (11,)], (torch.float32, torch.bfloat16), 0.0, 2),
-)
-"""Shapes, dtypes, clip, number of steps. With subgroups of one block each has 3 or 4 subgroups."""
-
-
-@functools.cache
-def gradients(training):
-    shapes, dtypes, _, num_steps = TRAININGS[training]
-    generator = torch.Generator().manual_seed(training)
-    return [
-        [(torch.randn(p.shape, generator=generator) * 0.1).to(p.dtype) for p in params_of(shapes, *dtypes)]
-        for _ in range(num_steps)
-    ]
-
-
-@functools.cache
-def trained(training):
-    """The twin after all steps: nothing to do with a drive."""
-    shapes, dtypes, clip, _ = TRAININGS[training]
-    twin = Twin(params_of(shapes, *dtypes), clip=clip)
-    for grads in gradients(training):
-        twin.step(grads)
-    return twin
-
-
-class Model(torch.nn.Module):
-    """Parameters, and a forward to wait for their updates in."""
-
-    def __init__(self, params):
-        super().__init__()
-        self.params = torch.nn.ParameterList(params)
-
-    def forward(self):
-        pass
-
-
-class AdamWCase:
-    """A training that stops and is finished, again and again; the drive becomes well when patience is at an end.
-
-    In every other one updates go on behind the steps.
-    """
-
-    def __init__(self, case):
-        self.case, self.draw = case, case.draw
-        self.training = self.draw.randrange(len(TRAININGS))
-        shapes, dtypes, clip, _ = TRAININGS[self.training]
-        self.params = params_of(shapes, *dtypes)
-        aio = {**case.aio, "block_size": self.draw.choice((64, 128, 512)) << 10}
-        self.num_buffers = self.draw.randint(2, 5)
-        options = section(case.folder / "0", buffers=self.num_buffers, sub_group_size=1, clip=clip, **aio)
-        with faulty_drive(case.faults) as tiers:
-            self.optimizer = OffloadAdamW(self.params, offload=options, **SETTINGS)
-        self.tier = tiers[0]
-        self.model = Model(self.params)
-        self.is_lazy = case.seed // len(SHAPES) % 2 == 1
-        if self.is_lazy:
-            self.optimizer.overlap_with(self.model)
-        self.patience = self.draw.randint(0, 6)
-        self.well = False
-
-    def run(self):
-        optimizer = self.optimizer
-        for grads in gradients(self.training):
-            self.persist(self.model)
-            for p, grad in zip(self.params, grads, strict=True):
-                p.grad = grad
-            self.persist(optimizer.step)
-            if self.draw.random() < 0.3:
-                self.persist(optimizer.synchronize)
-        if not self.well:
-            self.persist(optimizer.synchronize)
-        self.heal()
-        self.persist(optimizer.synchronize)
-        pool, pipeline = optimizer.store.pool, optimizer.store.pipeline
-        assert pool.num_free + len(pipeline.residents) == pool.num_buffers, "a buffer leaked"
-        if self.draw.random() < 0.7:
-            pipeline.drop_copies()  # all that is compared comes from the drive
-        trained(self.training).assert_equals(optimizer)
-        assert optimizer.stats().num_subgroups > 2
-        assert (optimizer.stats().updates_behind > 0) == self.is_lazy
-        pipeline.drop_copies()
-        assert pool.num_free == pool.num_buffers, "a buffer leaked at the end"
-
-    def close(self):
-        self.optimizer.close()
-
-    def persist(self, call):
-        """Call, and finish or call again until it works."""
-        while (error := outcome_of(call)[1]) is not None:
-            self.case.check_error(error, self.tier)
-            assert "subgroup" in str(error), error
-            if self.optimizer.has_unfinished_step:
-                self.check_stopped(error)
-                call = self.optimizer.finish_step
-            self.patience -= 1
-            if self.patience <= 0:
-                self.heal()
-                # What was under way and failed is reported once, by whoever meets it, and there is no more of it than
-                # there are staging buffers.
-                assert -self.patience <= self.num_buffers, f"the drive is well: {error}"
-
-    def check_stopped(self, error):
-        assert "stopped after" in error.__notes__[0]
-        assert "finish_step()" in error.__notes__[0]
-        for refused in (self.optimizer.step, self.optimizer.state_dict):
-            with pytest.raises(StateError, match=r"step \d stopped after \d of \d subgroups"):
-                refused()
-
-    def heal(self):
-        if not self.well:
-            self.well = True
-            self.case.heal(self.tier, [self.optimizer.store.pool])
-
-
-# The campaign.
-
-SHAPES = (TierCase, SwapperCase, TierCase, SwapperCase, AdamWCase)
-"""Of the seeds, in turn."""
-
-
 @pytest.fixture(scope="module")
 def engines():
     return available_engines()
@@ -392,10 +171,9 @@ def campaign(tmp_path, engines):
         noisy.setLevel(logging.CRITICAL)  # every failed swap_out is logged
 
     def run_one(tally, seed):
-        shape = SHAPES[seed % len(SHAPES)]
-        case = Case(seed, shape.__name__, engines, tmp_path, tally)
+        case = Case(seed, engines, tmp_path, tally)
         try:
-            with contextlib.closing(shape(case)) as running:
+            with contextlib.closing(TierCase(case)) as running:
                 running.run()
             left = [path for number in range(2) for path in (tmp_path / str(number)).iterdir()]
             assert left == [], "files were left behind"

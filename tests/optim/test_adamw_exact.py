@@ -36,8 +36,8 @@ def two_groups(params, **second):
     return [{"params": params[:half]}, {"params": params[half:], "lr": 3e-4, "weight_decay": 0.0, **second}]
 
 
-def train(make_adamw, device, dtypes, *, steps=50, shapes=SHAPES, clip=1.0, **options):
-    """50 steps of two groups with clipping, every gradient accumulated from three backwards."""
+def train(make_adamw, device, dtypes, *, steps=15, shapes=SHAPES, clip=1.0, **options):
+    """Steps of two groups with clipping, every gradient accumulated from three backwards."""
     params = params_of(shapes, *dtypes)
     optimizer = make_adamw(two_groups(params), device, clip=clip, **options)
     for step in range(steps):
@@ -72,10 +72,16 @@ def in_memory():
     return get
 
 
-@pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize(
-    ("buffers", "threads", "sub_group_size"),
-    [(2, 1, 1), (3, 3, 65536), (4, 2, 200_000), (8, 2, 1), (2, 3, 1 << 22)],
+    ("dtypes", "buffers", "threads", "sub_group_size"),
+    [
+        ("mixed", 2, 1, 1),
+        ("mixed", 3, 3, 65536),
+        ("bf16", 4, 2, 200_000),
+        ("fp16", 8, 2, 1),
+        ("fp32", 2, 3, 1 << 22),
+        ("bf16", 2, 3, 1),
+    ],
 )
 def test_nvme_gives_the_bits_of_host_memory(
     make_adamw, num_threads, in_memory, dtypes, buffers, threads, sub_group_size
@@ -101,20 +107,6 @@ def test_the_bits_are_the_reference_twins(make_adamw, device, dtypes):
         norm = twin.step([p.grad for p in params])
         optimizer.step()
         assert optimizer.stats().total_norm == pytest.approx(norm, rel=1e-14)
-    twin.assert_equals(optimizer)
-
-
-@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_gradient_dtype_for_every_parameter_dtype(make_adamw, dtype, grad_dtype):
-    p = param((70_001,), dtype)
-    p.grad_dtype = None
-    twin, optimizer = Twin([p]), make_adamw([p])
-    for step in range(5):
-        generator = torch.Generator().manual_seed(step)
-        p.grad = (torch.randn(p.shape, generator=generator) * 0.1).to(grad_dtype)
-        twin.step([p.grad])
-        optimizer.step()
     twin.assert_equals(optimizer)
 
 

@@ -119,16 +119,6 @@ def test_hyperparameters_out_of_range(make_adamw, options, words):
         make_adamw([param((5,))], **options)
 
 
-def test_options_of_torch_that_do_not_exist_here(drive):
-    with pytest.raises(TypeError, match="amsgrad"):
-        OffloadAdamW([param((5,))], amsgrad=True, offload=section(drive))
-    with pytest.raises(ValueError, match=r"group 0: amsgrad = True: is not supported"):
-        OffloadAdamW([{"params": [param((5,))], "amsgrad": True}], offload=section(drive))
-    with pytest.raises(TypeError, match="offload"):
-        OffloadAdamW([param((5,))])
-    assert list(drive.iterdir()) == []
-
-
 def test_the_section_is_taken_in_every_form(tmp_path, drive):
     file = tmp_path / "offload.json"
     file.write_text(OffloadConfig.from_dict(section(None)).model_dump_json(exclude_unset=True))
@@ -282,16 +272,6 @@ def test_use_after_close(drive):
             call()
     assert optimizer.stats().steps == 1
     optimizer.zero_grad()
-
-
-def test_nothing_is_left_when_it_is_dropped_without_close(drive):
-    import gc
-
-    optimizer = OffloadAdamW([param((300,))], offload=section(drive))
-    assert list(drive.iterdir()) != []
-    del optimizer
-    gc.collect()
-    assert list(drive.iterdir()) == []
 
 
 def test_two_optimizers_of_one_parameter_are_refused_while_both_are_open(drive):

@@ -36,29 +36,13 @@ def check_traffic(make_adamw, numels, **options):
             assert 10 * total <= moved <= MAX_BYTES * total
 
 
-@pytest.mark.parametrize(
-    "numels", [[20 * MILLION], [700_001] * 28], ids=["one parameter", "28 parameters of awkward size"]
-)
-def test_a_bf16_parameter_costs_10_bytes_each_way(make_adamw, numels):
-    check_traffic(make_adamw, numels, sub_group_size=MILLION, buffers=2)
+def test_bf16_parameters_of_awkward_size_cost_10_bytes_each_way(make_adamw):
+    check_traffic(make_adamw, [700_001] * 14, sub_group_size=MILLION, buffers=2)
 
 
 @pytest.mark.slow
 def test_a_bf16_parameter_costs_10_bytes_each_way_at_size(make_adamw):
     check_traffic(make_adamw, [25 * MILLION] * 4, sub_group_size=8 * MILLION)
-
-
-@pytest.mark.parametrize(("dtype", "size_bytes"), [(torch.float32, 8), (torch.float16, 12)], ids=str)
-def test_other_dtypes_move_what_their_master_form_needs(make_adamw, dtype, size_bytes):
-    optimizer = make_adamw([param((40 * BLOCK,), dtype)], buffers=2)
-    for step in range(3):
-        optimizer.synchronize()
-        before = optimizer.stats().bytes_written
-        set_grads(optimizer.param_groups[0]["params"], step)
-        optimizer.step()
-    optimizer.synchronize()
-    assert optimizer.stats().bytes_written - before == size_bytes * 40 * BLOCK
-    assert optimizer.stats().state_bytes == size_bytes * 40 * BLOCK
 
 
 def test_parameters_without_a_gradient_cost_nothing(make_adamw):
@@ -160,21 +144,6 @@ def test_closing_gives_everything_back(drive, make_adamw):
         assert num_regions() == regions
     assert not Resources.settled(before).beyond(before)
     assert list(drive.iterdir()) == []
-
-
-IMPORT = """
-import os, sys
-import torch, numpy
-before = set(os.listdir("/proc/self/task"))
-import nvme_offload.optim.zero.initialize
-assert set(os.listdir("/proc/self/task")) == before
-assert not any("io_uring" in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
-print(torch.cuda.is_initialized())
-"""
-
-
-def test_import_is_free():
-    assert run_child(IMPORT, fresh=True).strip() == "False"
 
 
 def test_an_optimizer_that_nobody_closed_leaves_nothing(drive):

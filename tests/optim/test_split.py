@@ -41,13 +41,14 @@ def test_halves_are_those_of_the_twin(pool):
     np.testing.assert_array_equal(joined.view(np.uint32), join_reference(expected_hi, expected_lo).view(np.uint32))
 
 
-def test_every_fp32_number_comes_back():
+@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_fp32_number_comes_back(stride):
     """Exponent 255 of each sign is infinity and then nothing but NaNs, which may come back as other NaNs."""
     pool = KernelPool(2)
     mantissas, bits = torch.arange(CHUNK, dtype=torch.int32), torch.empty(CHUNK, dtype=torch.int32)
     hi, lo = torch.empty(CHUNK, dtype=torch.bfloat16), torch.empty(CHUNK, dtype=torch.uint16)
     joined = torch.empty(CHUNK)
-    for start in range(-(2**31), 2**31, CHUNK):  # the negative ones have the sign bit set
+    for start in range(-(2**31), 2**31, stride * CHUNK):  # the negative ones have the sign bit set
         torch.add(mantissas, start, out=bits)
         values = bits.view(torch.float32)
         pool.split(values, out=(hi, lo))

@@ -68,7 +68,6 @@ class Tally:
     """What a campaign met, by engine."""
 
     cases: Counter[str] = dataclasses.field(default_factory=Counter)
-    """By engine, and by shape."""
     requests: Counter[str] = dataclasses.field(default_factory=Counter)
     retries: Counter[str] = dataclasses.field(default_factory=Counter)
     errors: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
@@ -92,13 +91,12 @@ class Case:
 
     Args:
         seed: names the case.
-        shape: which of the shapes it has, for messages.
         engines: those to choose from.
         folder: for the swap files.
         tally: where it is counted.
     """
 
-    def __init__(self, seed: int, shape: str, engines: Sequence[str], folder: Path, tally: Tally) -> None:
+    def __init__(self, seed: int, engines: Sequence[str], folder: Path, tally: Tally) -> None:
         self.seed = seed
         self.draw = random.Random(seed)
         self.engine = self.draw.choice(engines)
@@ -111,11 +109,10 @@ class Case:
             "direct": self.draw.choice(("optional", "optional", "disabled")),
             "checksums": self.draw.random() < 0.3,
         }
-        self.name = f"seed {seed}: {shape}, {self.aio}, {self.faults}"
+        self.name = f"seed {seed}: {self.aio}, {self.faults}"
         self.folder = folder
         self.tally = tally
         tally.cases[self.engine] += 1
-        tally.cases[shape] += 1
 
     def check_error(self, error: OSError, tier: NvmeTier) -> None:
         """It names what failed, lies on the file, and has an errno that was injected."""

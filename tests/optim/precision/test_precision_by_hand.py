@@ -127,7 +127,7 @@ def compare(rank, world_size):
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_block_is_computed_as_in_plain_pytorch(world_size):
     """The same batch on each rank: the mean of their gradients is that of one."""
     for found in run_ranks(compare, world_size):
