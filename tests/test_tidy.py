@@ -354,7 +354,6 @@ MANY_ATTRIBUTES = {
     "Worker": 13,
     "_Export": 13,
     "_Model": 22,
-    "_Workload": 14,
 }
 """Classes that are to become several, with the attributes that they have; none may get more."""
 OFTEN_NAMED = {
