@@ -350,7 +350,7 @@ MANY_ATTRIBUTES = {
     "ParamRecord": 13,
     "RunResult": 15,
     "StateBody": 13,
-    "StateStore": 16,
+    "StateStore": 13,
     "Worker": 13,
     "_Export": 13,
     "_Model": 22,
@@ -361,10 +361,10 @@ OFTEN_NAMED = {
     *("_Flight", "_ReadOnly", "_Shard"),
 }
 """Names of more than one class; none may be added."""
-MAX_WRITES_TO_OTHERS = 203
-MAX_LATE_CALLBACKS = 12
+MAX_WRITES_TO_OTHERS = 169
+MAX_LATE_CALLBACKS = 8
 MAX_TESTS_BELOW_THE_FACE = 144
-MAX_HEADLESS = {"how": 73, "of": 50, "those": 10, "what": 360, "where": 77, "whose": 1}
+MAX_HEADLESS = {"how": 73, "of": 50, "those": 10, "what": 353, "where": 76, "whose": 1}
 """Docstrings by the word that they begin with, which no sentence with a subject and a verb does."""
 
 

@@ -70,7 +70,7 @@ class Stepper:
         self._norm_group = norm_group
         self._commits = commits
         self.schedules = Schedules(store)
-        """How each parameter is updated; to be decided anew by `watch` where that changes."""
+        """The schedule of each parameter; `watch` decides anew where that changes."""
         guesses = Guesses() if store.config.overlap_step == "speculate" else None
         self._said: set[str] = set()
         several = dist.is_initialized() and dist.get_world_size() > 1

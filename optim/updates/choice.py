@@ -13,7 +13,7 @@ from nvme_offload.optim.updates.updater import Means, Updater
 
 
 def way_of(rule: UpdateRule, *, is_durable: bool, on_device: bool) -> type[Updater]:
-    """Return how subgroups are updated, from plain facts. Another way is one more class, and one more line here.
+    """Return how subgroups of a rule are updated. Another way is one more class, and one more line here.
 
     Args:
         rule: of their parameters.
@@ -37,14 +37,6 @@ def updater_of(
     on_device: bool,
     mirror: DeviceMirror | None,
 ) -> Updater:
-    """Return what updates a subgroup that gets its place.
-
-    Args:
-        subgroup: that is placed.
-        means: of the optimizer.
-        log: of a subgroup of a durable run.
-        on_device: its state stays on a device.
-        mirror: where it has parameters or gradients on a device; None: it has none.
-    """
+    """Return what updates a subgroup: `log` is that of a durable run, `mirror` is for parameters on a device."""
     updater = way_of(subgroup.rule, is_durable=log is not None, on_device=on_device)(subgroup, means, log)
     return updater if mirror is None or on_device else Mirrored(updater, mirror)

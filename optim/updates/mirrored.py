@@ -20,6 +20,8 @@ _MAX_ITEMSIZE = 4  # of a parameter and of a gradient
 _NUM_MIRRORS = 3  # one arrives, one is worked on, one leaves
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
+ParamOf = Callable[[int], torch.Tensor]
+"""Gives what is in this process's memory of a parameter, by its index."""
 
 
 class MirroredRuns:
@@ -134,7 +136,7 @@ class DeviceMirror:
         self._down.come_after(mark)
         return self._down.computing()
 
-    def fetch(self, subgroup: Subgroup, params: Mapping[int, torch.Tensor], grads: Mapping[int, torch.Tensor]) -> None:
+    def fetch(self, subgroup: Subgroup, param_of: ParamOf, grads: Mapping[int, torch.Tensor]) -> None:
         """Start copying the parameters and gradients of a subgroup to the host; what is there already, not.
 
         Fetch the subgroup that is taken next, then at most one further. Where that one does not come next, others are
@@ -145,7 +147,7 @@ class DeviceMirror:
         mirror = self._unused()
         if mirror.left is not None:
             self._down.come_after(mirror.left)
-        mirror.arrived = self._down.copy_all(_down_pairs(mirror, subgroup, params, grads))
+        mirror.arrived = self._down.copy_all(_down_pairs(mirror, subgroup, param_of, grads))
         self._ready[subgroup.index] = mirror
 
     def _unused(self) -> MirroredRuns:
@@ -165,18 +167,12 @@ class DeviceMirror:
                 mirror.arrived.synchronize()
         return mirror
 
-    def copy_back(
-        self,
-        subgroup: Subgroup,
-        mirror: MirroredRuns,
-        params: Mapping[int, torch.Tensor],
-        grads: Container[int],
-    ) -> None:
+    def copy_back(self, subgroup: Subgroup, mirror: MirroredRuns, param_of: ParamOf, grads: Container[int]) -> None:
         """Start copying the updated parameters back to the device; the mirror is free after it."""
         mirror.left = self._up.copy_all(
-            (_device_run(params, run), mirror.param(run, params[run.param].dtype))
-            for run in _runs_with_grad(subgroup, grads)
-            if _is_there(params[run.param])
+            (flat_view(param)[run.start : run.stop], mirror.param(run, param.dtype))
+            for run in subgroup.runs
+            if run.param in grads and _is_there(param := param_of(run.param))
         )
 
     def close(self) -> None:
@@ -205,7 +201,7 @@ class Mirrored(Updater):
 
     def expect(self, grads: Mapping[int, torch.Tensor]) -> None:
         """Start to copy parameters and gradients to the host."""
-        self._mirror.fetch(self.subgroup, self._params(), grads)
+        self._mirror.fetch(self.subgroup, self.means.param_of, grads)
 
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
         """See `Updater.prepare`. Waits for the copies that `expect` has begun."""
@@ -220,32 +216,21 @@ class Mirrored(Updater):
 
         def update_and_copy_back() -> int:
             changed_tiles = update()
-            self._mirror.copy_back(self.subgroup, copies, self._params(), work.runs)
+            self._mirror.copy_back(self.subgroup, copies, self.means.param_of, work.runs)
             return changed_tiles
 
         return update_and_copy_back
 
-    def _params(self) -> dict[int, torch.Tensor]:
-        return {run.param: self.means.param_of(run.param) for run in self.subgroup.runs}
-
 
 def _down_pairs(
-    mirror: MirroredRuns, subgroup: Subgroup, params: Mapping[int, torch.Tensor], grads: Mapping[int, torch.Tensor]
+    mirror: MirroredRuns, subgroup: Subgroup, param_of: ParamOf, grads: Mapping[int, torch.Tensor]
 ) -> Pairs:
-    for run in _runs_with_grad(subgroup, grads):
-        param, grad = params[run.param], grads[run.param]
-        if _is_there(param):
-            yield mirror.param(run, param.dtype), _device_run(params, run)
-        if _is_there(grad):
+    for run in subgroup.runs:
+        param, grad = param_of(run.param), grads.get(run.param)
+        if grad is not None and _is_there(param):
+            yield mirror.param(run, param.dtype), flat_view(param)[run.start : run.stop]
+        if grad is not None and _is_there(grad):
             yield mirror.grad(run, grad.dtype), grad[run.start : run.stop]
-
-
-def _device_run(params: Mapping[int, torch.Tensor], run: Run) -> torch.Tensor:
-    return flat_view(params[run.param])[run.start : run.stop]
-
-
-def _runs_with_grad(subgroup: Subgroup, grads: Container[int]) -> list[Run]:
-    return [run for run in subgroup.runs if run.param in grads]
 
 
 def _is_there(tensor: torch.Tensor) -> bool:

@@ -30,7 +30,7 @@ class Means:
 
 
 class Updater(ABC):
-    """How one subgroup is updated. It is chosen when the subgroup is placed, and stays: see `updater_of`.
+    """A way to update one subgroup. It is chosen when the subgroup is placed, and stays: see `updater_of`.
 
     Args:
         subgroup: to update.

@@ -138,11 +138,11 @@ def test_what_was_fetched_and_did_not_come_next_is_fetched_again(five):
     orders = [(chosen.randrange(5), chosen.randrange(5)) for _ in range(40)]
     for first, ahead in ((0, 1), (2, 3), (1, 4), *orders):
         for place in (first, ahead):
-            mirror.fetch(subgroups[place], params, grads)
+            mirror.fetch(subgroups[place], params.__getitem__, grads)
         [run] = subgroups[first].runs
         copies = mirror.take(subgroups[first])
         assert torch.equal(copies.grad(run, torch.float32), torch.arange(float(run.start), run.stop))
-        mirror.copy_back(subgroups[first], copies, params, grads)
+        mirror.copy_back(subgroups[first], copies, params.__getitem__, grads)
 
 
 def test_what_comes_down_does_not_wait_for_what_goes_up(five):
@@ -151,8 +151,8 @@ def test_what_comes_down_does_not_wait_for_what_goes_up(five):
     gone = []
     for place in range(4):
         for each in subgroups[place : place + 2]:
-            mirror.fetch(each, params, grads)
+            mirror.fetch(each, params.__getitem__, grads)
         copies = mirror.take(subgroups[place])
         gone.append(mirror._up._stream.done)
-        mirror.copy_back(subgroups[place], copies, params, grads)
+        mirror.copy_back(subgroups[place], copies, params.__getitem__, grads)
     assert gone == [0, 0, 0, 1]
