@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nvme_offload.offload.devices.device import is_device, is_host
-from nvme_offload.optim.state.state_parts import StateParts
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.step.schedule import OverlapStep, hindrance, schedule_of
@@ -52,11 +51,11 @@ def schedule_in(store: StateStore, record: ParamRecord) -> OverlapStep:
 
 
 def hindrance_in(store: StateStore, record: ParamRecord) -> str | None:
-    """Say why a parameter has to be updated inside `step()`; None where whoever reads it finds it updated."""
+    """Say why a placed parameter has to be updated inside `step()`; None where whoever reads it finds it updated."""
     return hindrance(
         store.owner,
         inside=way_of(record.rule, is_durable=store.means.logs is not None, on_device=False).inside,
         through_buffers=store.blocks.pass_through_buffers,
-        readers_wait=isinstance(parts_of(record.leaf), StateParts)
-        or (record.is_awaited and is_host(record.param.device)),
+        # Parts of what is placed are `StateParts`, or will be when the model is born.
+        readers_wait=parts_of(record.leaf) is not None or (record.is_awaited and is_host(record.param.device)),
     )

@@ -101,6 +101,16 @@ def test_born_is_built_bit_for_bit_alone(alone, tmp_path):
     assert not list((tmp_path / "drive").iterdir())
 
 
+def test_steps_of_a_model_that_was_born_are_hidden(alone):
+    """Its shards get their parts after their state has its place."""
+    with initialize(on_meta(), {**section(**BF16), "overlap_step": "forward"}) as engine:
+        backward(engine, 0, 0)
+        engine.step()
+        engine.optimizer.synchronize()
+        stats = engine.optimizer.stats()
+        assert stats.updates_behind == stats.num_subgroups > 0
+
+
 class Attending(nn.Module):
     """Initialisers that reach into children, running statistics, and 16-bit parameters."""
 
