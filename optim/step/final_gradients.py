@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from nvme_offload.offload._torch_private import base_of, local_tensor, num_backwards_left, version_of
 from nvme_offload.offload.devices.device import Event, is_host, queued
 from nvme_offload.offload.errors import StateError
-from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.taking_back import take_back
 from nvme_offload.optim.grad_norm import sums_from_device, tile_sums
 from nvme_offload.optim.layout.flat import flat_grad
@@ -32,6 +31,20 @@ from nvme_offload.optim.step.schedule import InBackward, forward_order, learnt_e
 from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
 from nvme_offload.optim.tiers.parts import ShardParts, parts_of
 from nvme_offload.optim.whole_params import WholeParams
+
+
+class StepCommits(Protocol):
+    """What makes the steps of a durable run last."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known of the step before that it lasts."""
+
+    def settle(self) -> object:
+        """Know it. Collective where several ranks step together."""
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error that a step ends with what it means for the run."""
 
 
 class Inbox:
@@ -137,7 +150,7 @@ class FinalGradients:
         rule: UpdateRule,
         schedules: Schedules,
         guesses: Guesses | None = None,
-        commits: Commits | None = None,
+        commits: StepCommits | None = None,
     ) -> None:
         self.is_last_backward = (store.config.gradient_accumulation_steps or 1) == 1
         """Whether the backward that runs, or runs next, is the last one of its step."""

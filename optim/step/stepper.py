@@ -15,7 +15,6 @@ from torch.profiler import record_function
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import ConfigWarning
-from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.grad_norm import clip_coefficient, sums_from_device, total_norm
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -25,7 +24,7 @@ from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.stats import Meter
-from nvme_offload.optim.step.final_gradients import FinalGradients
+from nvme_offload.optim.step.final_gradients import FinalGradients, StepCommits
 from nvme_offload.optim.step.guess import Guesses
 from nvme_offload.optim.step.hiding import Schedules, hindrance_in
 from nvme_offload.optim.step.job import StepJob
@@ -54,7 +53,7 @@ class Stepper:
         rule: UpdateRule,
         meter: Meter,
         norm_group: dist.ProcessGroup | None,
-        commits: Commits | None = None,
+        commits: StepCommits | None = None,
     ) -> None:
         self.total_norm = float("nan")
         """Norm of the latest step's gradients, over all ranks, unscaled, before clipping."""
