@@ -30,7 +30,7 @@ COMMANDS = {
         "Write a section for this machine and a model: the fastest that fits, with an aio section measured here.",
     ),
     "plan": Command(
-        "nvme_offload.perf.planning.command",
+        "nvme_offload.perf.plan.command",
         "Predict memory, traffic, time and wear of a training step, and the largest model that fits.",
     ),
     "bench": Command(

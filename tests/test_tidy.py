@@ -58,7 +58,7 @@ FOLDERS_BOTTOM_UP = {
     "perf": (
         {"measure"},
         {"report"},
-        {"bench", "doctor", "planning", "runs", "tune"},
+        {"bench", "doctor", "plan", "runs", "tune"},
         {"cli", "init", "top", "verify"},
         {"experiments"},
         {"benchmarks"},
@@ -353,7 +353,6 @@ MANY_ATTRIBUTES = {
     "StateStore": 13,
     "Worker": 13,
     "_Export": 13,
-    "_Model": 22,
 }
 """Classes that are to become several, with the attributes that they have; none may get more."""
 OFTEN_NAMED = {

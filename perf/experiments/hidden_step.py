@@ -26,7 +26,7 @@ from nvme_offload.perf.measure.experiment import Column, Experiment, Figures
 from nvme_offload.perf.measure.models import BACKWARD_SHARE, Shape, SleepingModel, layered_model
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
 from nvme_offload.perf.measure.training import Iteration, Training
-from nvme_offload.perf.planning.schedule import (
+from nvme_offload.perf.plan.schedule import (
     OVERLAPS,
     GroupTime,
     IterationTime,

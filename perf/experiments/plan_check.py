@@ -30,9 +30,9 @@ from nvme_offload.perf.measure.models import layered_model
 from nvme_offload.perf.measure.settings import Rw, Settings
 from nvme_offload.perf.measure.training import Training
 from nvme_offload.perf.measure.workloads import RawTarget, Region
-from nvme_offload.perf.planning.machine import Drives, Machine
-from nvme_offload.perf.planning.prediction import Job, Prediction, predict
-from nvme_offload.perf.planning.shape import ModelShape
+from nvme_offload.perf.plan.machine import Drives, Machine
+from nvme_offload.perf.plan.prediction import Job, Prediction, predict
+from nvme_offload.perf.plan.shape import ModelShape
 
 WARM_UP_STEPS, ROUNDS, MEASURED_STEPS = 2, 2, 2
 REGION_BYTES, PASS_BYTES = 512 * MiB, 768 * MiB

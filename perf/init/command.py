@@ -15,9 +15,9 @@ from nvme_offload.offload.host.available_memory import available_bytes
 from nvme_offload.offload.units import GiB, format_bytes
 from nvme_offload.perf.init.recommendation import NothingFitsError, Recommendation, recommend, uses_nvme
 from nvme_offload.perf.measure.command_line import HERE, Paths, byte_option, failures_in_words
-from nvme_offload.perf.planning.command import UPDATE_RATE
-from nvme_offload.perf.planning.machine import Machine, MachineError
-from nvme_offload.perf.planning.shape import ModelShape, ShapeError
+from nvme_offload.perf.plan.command import UPDATE_RATE
+from nvme_offload.perf.plan.machine import Machine, MachineError
+from nvme_offload.perf.plan.shape import ModelShape, ShapeError
 from nvme_offload.perf.tune.search import Search, run_tune
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.perf.planning.command import plannable
-from nvme_offload.perf.planning.machine import Machine
-from nvme_offload.perf.planning.prediction import Job, Prediction, predict
-from nvme_offload.perf.planning.shape import ModelShape
+from nvme_offload.perf.plan.command import plannable
+from nvme_offload.perf.plan.machine import Machine
+from nvme_offload.perf.plan.prediction import Job, Prediction, predict
+from nvme_offload.perf.plan.shape import ModelShape
 
 
 class NothingFitsError(RuntimeError):

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
-from nvme_offload.perf.planning.machine import Drives, MachineError
+from nvme_offload.perf.plan.machine import Drives, MachineError
 from nvme_offload.perf.top.runs import NoRunError, Run, is_over, runs_of
 from nvme_offload.perf.top.view import DriveTable, view
 

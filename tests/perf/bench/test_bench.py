@@ -26,7 +26,7 @@ from nvme_offload.perf.measure.comparison import Comparison, Quad, Round
 from nvme_offload.perf.measure.quantiles import percentile
 from nvme_offload.perf.measure.settings import Settings
 from nvme_offload.perf.measure.workloads import RawTarget, Region
-from nvme_offload.perf.planning.machine import Drives
+from nvme_offload.perf.plan.machine import Drives
 
 SMALL = ("--size", "8MiB", "--bs", "64KiB", "--iodepth", "8", "--runtime", "0", "--direct", "optional")
 COMMAND = (sys.executable, "-c", "from nvme_offload.perf.cli import main; main()")

@@ -10,7 +10,7 @@ from nvme_offload.perf import cli
 from nvme_offload.perf.bench import series as series_module
 from nvme_offload.perf.bench.series import Point, cliff_of, found_in, measure_series
 from nvme_offload.perf.measure.workloads import Sample
-from nvme_offload.perf.planning.machine import Drives
+from nvme_offload.perf.plan.machine import Drives
 
 MB, GB = 10**6, 10**9
 

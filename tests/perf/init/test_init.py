@@ -9,7 +9,7 @@ from nvme_offload import OffloadConfig
 from nvme_offload.offload.units import GiB
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.init import command
-from nvme_offload.perf.planning.machine import Machine
+from nvme_offload.perf.plan.machine import Machine
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

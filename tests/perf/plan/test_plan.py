@@ -17,10 +17,10 @@ from nvme_offload.aio_native import Op
 from nvme_offload.offload.units import GiB
 from nvme_offload.optim.step.hiding import schedule_in
 from nvme_offload.perf.cli import app, load
-from nvme_offload.perf.planning import command
-from nvme_offload.perf.planning.machine import Drives, Machine
-from nvme_offload.perf.planning.prediction import LIBRARIES_BYTES, Job, predict
-from nvme_offload.perf.planning.shape import ModelShape
+from nvme_offload.perf.plan import command
+from nvme_offload.perf.plan.machine import Drives, Machine
+from nvme_offload.perf.plan.prediction import LIBRARIES_BYTES, Job, predict
+from nvme_offload.perf.plan.shape import ModelShape
 
 TOKENS, WARM_UP_STEPS, COUNTED_STEPS = 16, 2, 4
 MACHINE = Machine(

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nvme_offload.perf.cli import app
-from nvme_offload.perf.planning.catalogue import CATALOGUE, SOURCES, drives_of, page_rows
-from nvme_offload.perf.planning.machine import Drives, MachineError
+from nvme_offload.perf.plan.catalogue import CATALOGUE, SOURCES, drives_of, page_rows
+from nvme_offload.perf.plan.machine import Drives, MachineError
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "plan.md"
 PLAN = ["plan", "--params", "1e9", "--layers", "10", "--flops", "1e12"]

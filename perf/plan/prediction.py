@@ -1,7 +1,7 @@
 """What one rank will hold on each tier, what a step will move, and how long it will take: a pure function.
 
 The optimizer's own planner decides what of its state lives where (`optim.state.placement`), and its own cache what is
-read again (`perf.planning.traffic`), so a plan says what a run will do, not what it might.
+read again (`perf.plan.traffic`), so a plan says what a run will do, not what it might.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
 from nvme_offload.optim.updates.choice import way_of
 from nvme_offload.optim.updates.mirrored import DeviceMirror
-from nvme_offload.perf.planning.kept_state import KeptState
-from nvme_offload.perf.planning.machine import Machine
-from nvme_offload.perf.planning.residents import Residents
-from nvme_offload.perf.planning.schedule import OVERLAPS, IterationTime, iteration_time
-from nvme_offload.perf.planning.shape import ModelShape
-from nvme_offload.perf.planning.traffic import Phase, StepTraffic, Traffic, of_gradients, of_parameters, of_state
-from nvme_offload.perf.planning.work import Copies, on_one_processor, work_of
+from nvme_offload.perf.plan.kept_state import KeptState
+from nvme_offload.perf.plan.machine import Machine
+from nvme_offload.perf.plan.residents import Residents
+from nvme_offload.perf.plan.schedule import OVERLAPS, IterationTime, iteration_time
+from nvme_offload.perf.plan.shape import ModelShape
+from nvme_offload.perf.plan.traffic import Phase, StepTraffic, Traffic, of_gradients, of_parameters, of_state
+from nvme_offload.perf.plan.work import Copies, on_one_processor, work_of
 
 LIBRARIES_BYTES = 384 * MiB
 """Resident memory of a process that has loaded torch, transformers' models and this package, and trained nothing."""

@@ -195,6 +195,25 @@ def iteration_time(work: Work, overlap_step: OverlapStep) -> IterationTime:
     )
 
 
+class _Clock:
+    """What will happen when."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_events = 0
+
+    def after(self, seconds: float, then: Callable[[], None]) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (self.now + seconds, self._num_events, then))
+
+    def advance(self) -> None:
+        """Go to the next moment at which anything happens, and do all of it."""
+        self.now = self._events[0][0]
+        while self._events and self._events[0][0] <= self.now + _SAME_MOMENT:
+            heapq.heappop(self._events)[2]()
+
+
 class _Buffers:
     """The staging buffers and what is in them, and the drive, which moves one thing at a time."""
 
@@ -279,27 +298,93 @@ class _Step:
     def __init__(self, pending: Iterable[int] = ()) -> None:
         self.pending = dict.fromkeys(pending)
         self.updated: set[int] = set()
-        self.wanted: Iterable[int] = ()
-        """Subgroups that a forward waits for."""
+        self._wanted: Iterable[int] = ()
+
+    def want(self, subgroups: Iterable[int]) -> None:
+        """Note that a forward waits for these."""
+        self._wanted = subgroups
 
     def waited_for(self) -> Iterator[int]:
-        return (i for i in self.wanted if i in self.pending)
+        return (i for i in self._wanted if i in self.pending)
 
     def update(self, i: int) -> None:
         del self.pending[i]
         self.updated.add(i)
 
 
+class _Worker:
+    """Updates subgroups, inside `step()` or beside what computes."""
+
+    def __init__(self, work: Work, overlap_step: OverlapStep, clock: _Clock) -> None:
+        self.step = _Step()
+        self.buffers = _Buffers(work, clock.after)
+        self._work, self._overlap, self._clock = work, overlap_step, clock
+        self._order = range(len(work.subgroups))
+        self._schedule: Schedule[int] | None = None
+        """By which it updates; None: updates are inside `step()`, or done."""
+        self._first: Sequence[int] = ()
+        """What is read for the next step when this one is done."""
+        self._num_early: int | None = None
+        self._is_updating = False
+
+    def begin_in_backward(self) -> None:
+        """The last backward begins: what becomes pending from now on is updated in it."""
+        self.step, self._schedule = _Step(), InBackward(self._order[::-1], self._num_early)
+
+    def take_step(self, number: int) -> None:
+        """The norm is known: what is left may be updated."""
+        if self._overlap == "off":
+            self.step = _Step(in_direction(self._order, number))
+            return
+        begins = self._overlap in IN_BACKWARD
+        done = self.step.updated if begins else set[int]()
+        if begins:
+            self._num_early = learnt_early(len(done), self._num_early)
+        self.step = _Step(i for i in self._order if i not in done)
+        self._schedule = Behind(self._order, began_in_backward=bool(done))
+        self._first = first_of_next(self._order, begins_in_backward=begins)
+
+    def react(self) -> None:
+        """Begin all that can begin now."""
+        step, schedule, buffers = self.step, self._schedule, self.buffers
+        may_update = not self._is_updating and not step.pending.keys().isdisjoint(buffers.here)
+        if may_update or buffers.has_room:
+            if schedule is None:
+                order: Sequence[int] = list(islice(step.pending, LOOK_AHEAD)) or self._first
+            else:
+                order = ahead(schedule, step, list(buffers.residents))
+            buffers.read_ahead(order)
+            if may_update:
+                among = order if schedule is not None else order[:1]
+                self._update(next_update(among, step.pending, buffers.here.__contains__))
+        buffers.write(reads_first=schedule is not None)
+        buffers.go_on()
+
+    def _update(self, i: int | None) -> None:
+        if i is None:
+            return
+        self._is_updating = True
+        self.buffers.begin_change(i)
+
+        def done() -> None:
+            self._is_updating = False
+            self.step.update(i)
+            self.buffers.end_change(i)
+            if isinstance(self._schedule, Behind) and not self.step.pending:
+                self._schedule = None
+
+        self._clock.after(self._work.subgroups[i].busy, done)
+
+
 class _Model:
-    """The simulation. Whatever happens is followed by `_react`, which begins all that can begin now."""
+    """The simulation. Whatever happens is followed by `_Worker.react`, which begins all that can begin now."""
 
     def __init__(self, work: Work, overlap_step: OverlapStep) -> None:
         self.ends: list[tuple[float, dict[Part, float]]] = []
         """End of each iteration, and the seconds waited by then."""
         self._work, self._overlap = work, overlap_step
-        self._now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._num_events = 0
+        self._clock = _Clock()
+        self._worker = _Worker(work, overlap_step, self._clock)
         self._waited: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
         self._of_group: list[list[int]] = [[] for _ in work.groups]
         self._final_with: list[list[int]] = [[] for _ in work.groups]
@@ -307,15 +392,6 @@ class _Model:
             self._final_with[subgroup.first].append(i)
             for group in range(subgroup.first, subgroup.last + 1):
                 self._of_group[group].append(i)
-        self._order = range(len(work.subgroups))
-        self._buffers = _Buffers(work, self._after)
-        self._step = _Step()
-        self._schedule: Schedule[int] | None = None
-        """By which the worker updates; None: updates are inside `step()`, or done."""
-        self._first: Sequence[int] = ()
-        """What is read for the next step when this one is done."""
-        self._num_early: int | None = None
-        self._is_updating = False
         self._of_tiers = self._seconds_of_tiers()
         """Seconds of the drive for each pass through a group, in the order of an iteration; none without such tiers."""
         self._num_passes = self._num_asked = self._num_arrived = 0
@@ -340,26 +416,16 @@ class _Model:
             elif callable(following):
                 wanted = following
             else:
-                self._after(following, go_on)
+                self._clock.after(following, go_on)
 
         go_on()
         while computing:
-            self._react()
+            self._worker.react()
             while wanted is not None and wanted():
                 go_on()
-                self._react()
+                self._worker.react()
             if computing:
-                self._advance()
-
-    def _after(self, seconds: float, then: Callable[[], None]) -> None:
-        self._num_events += 1
-        heapq.heappush(self._events, (self._now + seconds, self._num_events, then))
-
-    def _advance(self) -> None:
-        """Go to the next moment at which anything happens, and do all of it."""
-        self._now = self._events[0][0]
-        while self._events and self._events[0][0] <= self._now + _SAME_MOMENT:
-            heapq.heappop(self._events)[2]()
+                self._clock.advance()
 
     def _train(self, iterations: int) -> Iterator[float | Callable[[], bool]]:
         """What computing does: seconds that it takes, and conditions that it waits for."""
@@ -373,33 +439,33 @@ class _Model:
                     yield from self._pass("forward", group)
                 begins = micro_batch == work.micro_batches - 1 and self._overlap in IN_BACKWARD
                 if begins:
-                    self._step, self._schedule = _Step(), InBackward(self._order[::-1], self._num_early)
+                    self._worker.begin_in_backward()
                 for group in reversed(groups):
                     yield from self._pass("backward", group)
                     if begins:
-                        self._step.pending |= dict.fromkeys(self._final_with[group])
-            self._take_step(number)
+                        self._worker.step.pending.update(dict.fromkeys(self._final_with[group]))
+            self._worker.take_step(number)
             if self._overlap == "off":
-                yield from self._wait("step", lambda: not self._step.pending)
-            self.ends.append((self._now, self._waited.copy()))
+                yield from self._wait("step", lambda: not self._worker.step.pending)
+            self.ends.append((self._clock.now, self._waited.copy()))
 
     def _wait_for_updates(self, group: int) -> Iterator[Callable[[], bool]]:
-        own, step = self._of_group[group], self._step
-        step.wanted = own
+        own, step = self._of_group[group], self._worker.step
+        step.want(own)
         yield from self._wait("forward", lambda: not any(i in step.pending for i in own))
-        step.wanted = ()
+        step.want(())
 
     def _wait(self, part: Part, until: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-        start = self._now
+        start = self._clock.now
         yield until
-        self._waited[part] += self._now - start
+        self._waited[part] += self._clock.now - start
 
     def _pass(self, part: Part, group: int) -> Iterator[float | Callable[[], bool]]:
         """Compute a group, for which its own parameters must be there; those of the next ones are read meanwhile."""
         number, self._num_passes = self._num_passes, self._num_passes + 1
         last = min(number + self._work.tier_ahead, len(self._of_tiers) - 1)
         for following in range(self._num_asked, last + 1):
-            self._buffers.ask(self._of_tiers[following], self._count_arrival)
+            self._worker.buffers.ask(self._of_tiers[following], self._count_arrival)
         self._num_asked = max(self._num_asked, last + 1)
         if self._of_tiers:
             yield from self._wait(part, lambda: self._num_arrived > number)
@@ -407,46 +473,3 @@ class _Model:
 
     def _count_arrival(self) -> None:
         self._num_arrived += 1
-
-    def _take_step(self, number: int) -> None:
-        """The norm is known: what is left may be updated."""
-        if self._overlap == "off":
-            self._step = _Step(in_direction(self._order, number))
-            return
-        begins = self._overlap in IN_BACKWARD
-        done = self._step.updated if begins else set[int]()
-        if begins:
-            self._num_early = learnt_early(len(done), self._num_early)
-        self._step = _Step(i for i in self._order if i not in done)
-        self._schedule = Behind(self._order, began_in_backward=bool(done))
-        self._first = first_of_next(self._order, begins_in_backward=begins)
-
-    def _react(self) -> None:
-        step, schedule, buffers = self._step, self._schedule, self._buffers
-        may_update = not self._is_updating and not step.pending.keys().isdisjoint(buffers.here)
-        if may_update or buffers.has_room:
-            if schedule is None:
-                order: Sequence[int] = list(islice(step.pending, LOOK_AHEAD)) or self._first
-            else:
-                order = ahead(schedule, step, list(buffers.residents))
-            buffers.read_ahead(order)
-            if may_update:
-                among = order if schedule is not None else order[:1]
-                self._update(next_update(among, step.pending, buffers.here.__contains__))
-        buffers.write(reads_first=schedule is not None)
-        buffers.go_on()
-
-    def _update(self, i: int | None) -> None:
-        if i is None:
-            return
-        self._is_updating = True
-        self._buffers.begin_change(i)
-
-        def done() -> None:
-            self._is_updating = False
-            self._step.update(i)
-            self._buffers.end_change(i)
-            if isinstance(self._schedule, Behind) and not self._step.pending:
-                self._schedule = None
-
-        self._after(self._work.subgroups[i].busy, done)

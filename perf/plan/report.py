@@ -9,8 +9,8 @@ from rich.table import Table
 
 from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import TB, format_bytes
-from nvme_offload.perf.planning.prediction import MAX_LAYERS, Prediction
-from nvme_offload.perf.planning.shape import ModelShape
+from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction
+from nvme_offload.perf.plan.shape import ModelShape
 
 
 def show(prediction: Prediction, largest: ModelShape | None, console: Console) -> None:

@@ -16,12 +16,12 @@ from nvme_offload.offload.host.available_memory import available_bytes
 from nvme_offload.optim.zero.section_checks import completed_for
 from nvme_offload.perf.measure.accelerator import copy_rates, device_here, facts_of
 from nvme_offload.perf.measure.command_line import byte_option, to_bytes
-from nvme_offload.perf.planning.catalogue import drives_of
-from nvme_offload.perf.planning.durable import show_durable, to_dict
-from nvme_offload.perf.planning.machine import Drives, Machine, MachineError
-from nvme_offload.perf.planning.prediction import MAX_LAYERS, Job, Prediction, excess_of, largest_model, predict
-from nvme_offload.perf.planning.report import show
-from nvme_offload.perf.planning.shape import ModelShape, ShapeError
+from nvme_offload.perf.plan.catalogue import drives_of
+from nvme_offload.perf.plan.durable import show_durable, to_dict
+from nvme_offload.perf.plan.machine import Drives, Machine, MachineError
+from nvme_offload.perf.plan.prediction import MAX_LAYERS, Job, Prediction, excess_of, largest_model, predict
+from nvme_offload.perf.plan.report import show
+from nvme_offload.perf.plan.shape import ModelShape, ShapeError
 
 UPDATE_RATE = 1e9
 """Parameters per second of the update kernel, less than `perf/benchmarks/bench_kernel.py` measured on two cores."""

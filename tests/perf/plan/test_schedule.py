@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from nvme_offload.perf.planning.schedule import (
+from nvme_offload.perf.plan.schedule import (
     OVERLAPS,
     GroupTime,
     SubgroupTime,
     Work,
     iteration_time,
 )
-from nvme_offload.perf.planning.work import on_one_processor
+from nvme_offload.perf.plan.work import on_one_processor
 
 LAYERS = 48
 

@@ -23,8 +23,8 @@ from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.updates.slot_logs import is_loggable
-from nvme_offload.perf.planning.machine import Machine
-from nvme_offload.perf.planning.traffic import StepTraffic, Traffic
+from nvme_offload.perf.plan.machine import Machine
+from nvme_offload.perf.plan.traffic import StepTraffic, Traffic
 
 _OF_TILE = 16  # bytes of an entry, for each tile
 

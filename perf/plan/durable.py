@@ -15,8 +15,8 @@ from nvme_offload.offload.durable.rewrite_every import (
     choose,
 )
 from nvme_offload.offload.units import TB, format_bytes
-from nvme_offload.perf.planning.kept_state import rates_of
-from nvme_offload.perf.planning.prediction import Prediction
+from nvme_offload.perf.plan.kept_state import rates_of
+from nvme_offload.perf.plan.prediction import Prediction
 
 PERIODS = range(1, USUAL_PERIOD + 1)
 

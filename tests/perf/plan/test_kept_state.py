@@ -7,9 +7,9 @@ import torch
 
 from nvme_offload import OffloadAdamW, OffloadConfig
 from nvme_offload.offload.units import GB, TB
-from nvme_offload.perf.planning.machine import Drives, Machine
-from nvme_offload.perf.planning.prediction import Job, predict
-from nvme_offload.perf.planning.shape import ModelShape
+from nvme_offload.perf.plan.machine import Drives, Machine
+from nvme_offload.perf.plan.prediction import Job, predict
+from nvme_offload.perf.plan.shape import ModelShape
 from tests.support.killed_steps import durable_section
 from tests.support.training import params_of
 

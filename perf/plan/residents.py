@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.optim.precision.plan import precision_of
-from nvme_offload.perf.planning.shape import ModelShape
+from nvme_offload.perf.plan.shape import ModelShape
 
 LOGITS_BYTES = 16
 """Bytes of a logit when forward ends: itself in 16 bits and fp32, its log-softmax, the gradients of two of these."""

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from nvme_offload.offload.units import GB, TB
-from nvme_offload.perf.planning.machine import Drives, MachineError
+from nvme_offload.perf.plan.machine import Drives, MachineError
 
 
 @dataclass(frozen=True, kw_only=True)
