@@ -26,14 +26,8 @@ from nvme_offload.perf.measure.experiment import Column, Experiment, Figures
 from nvme_offload.perf.measure.models import BACKWARD_SHARE, Shape, SleepingModel, layered_model
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
 from nvme_offload.perf.measure.training import Iteration, Training
-from nvme_offload.perf.plan.schedule import (
-    OVERLAPS,
-    GroupTime,
-    IterationTime,
-    SubgroupTime,
-    Work,
-    iteration_time,
-)
+from nvme_offload.perf.plan.iteration import OVERLAPS, GroupTime, IterationTime, SubgroupTime, Work
+from nvme_offload.perf.plan.schedule import iteration_time
 
 READ_PER_PARAMETER, WRITTEN_PER_PARAMETER = 10, 10
 """Bytes in one step with AdamW in bf16."""

@@ -32,10 +32,11 @@ from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
 from nvme_offload.optim.updates.choice import way_of
 from nvme_offload.optim.updates.mirrored import DeviceMirror
+from nvme_offload.perf.plan.iteration import OVERLAPS, IterationTime
 from nvme_offload.perf.plan.kept_state import KeptState
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.residents import Residents
-from nvme_offload.perf.plan.schedule import OVERLAPS, IterationTime, iteration_time
+from nvme_offload.perf.plan.schedule import iteration_time
 from nvme_offload.perf.plan.shape import ModelShape
 from nvme_offload.perf.plan.traffic import Phase, StepTraffic, Traffic, of_gradients, of_parameters, of_state
 from nvme_offload.perf.plan.work import Copies, on_one_processor, work_of

@@ -9,9 +9,9 @@ from math import inf
 from nvme_offload.offload.storage.tier_plan import Tier
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.step.schedule import OverlapStep
+from nvme_offload.perf.plan.iteration import GroupTime, SubgroupTime, Work
 from nvme_offload.perf.plan.kept_state import KeptState
 from nvme_offload.perf.plan.machine import Drives, Machine
-from nvme_offload.perf.plan.schedule import GroupTime, SubgroupTime, Work
 from nvme_offload.perf.plan.traffic import Phase, StepTraffic, Traffic
 
 
