@@ -33,7 +33,7 @@ class Visiting(Home):
 
 
 class Staying(Home):
-    """A staging buffer of the slot's own, which is written from: what comes there is never read again.
+    """A staging buffer of the slot's own, which is written from: what is in it is not read again.
 
     Args:
         pool: of one buffer.
