@@ -38,11 +38,14 @@ def run_code(
 ) -> subprocess.CompletedProcess[str]:
     """Run `prepare`, then `code` with ``sys.argv[1:] == arguments``, in a child below the repository.
 
+    It computes with as many threads as this process, so that bits can be compared.
+
     Raises:
         TimeoutExpired: it took longer than `timeout` seconds, and was killed.
     """
+    num_threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
-        child = FORKED.Process(target=_run, args=(folder, dict(os.environ), prepare, code, arguments))
+        child = FORKED.Process(target=_run, args=(folder, dict(os.environ), num_threads, prepare, code, arguments))
         child.start()
         child.join(timeout)
         if child.is_alive():
@@ -54,13 +57,18 @@ def run_code(
 
 
 def _run(
-    folder: str, environment: dict[str, str], prepare: Callable[[], object], code: str, arguments: Sequence[str]
+    folder: str,
+    environment: dict[str, str],
+    num_threads: int,
+    prepare: Callable[[], object],
+    code: str,
+    arguments: Sequence[str],
 ) -> None:
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     take_over(environment)
     os.chdir(ROOT)
     sys.argv = ["-c", *arguments]
-    torch.set_num_threads(2)
+    torch.set_num_threads(num_threads)
     prepare()
     exec(compile(code, "<child>", "exec"), {"__name__": "__main__"})
