@@ -140,7 +140,7 @@ def live(kind, path, name, seed, number, dies_at, rank):
         calls = Calls(trained, training, log, dying, chance)
         calls.resume()
         while len(calls.path) < NUM_STEPS:
-            if chance.random() < 0.5:
+            if chance.random() < 0.6:
                 calls.make_one()
                 continue
             variant = number * 10 + calls.number
@@ -359,24 +359,19 @@ class Histories:
         return [(self.path / f"plain.{rank}").read_text() for rank in self._ranks]
 
 
-def kill(root, kind, num_kills, seed, *, kills_of_a_run=10):
+def kill(root, kind, num_kills, seed):
     """Kill runs of this kind so often; how often, and in which calls."""
     kills, inside, rounds = 0, [], 0
     while kills < num_kills:
         histories = Histories(root, kind, f"{kind}-{seed}-{rounds}", 1000 * seed + rounds)
-        (root / "runs").mkdir(exist_ok=True)
-        left = min(kills_of_a_run, num_kills - kills)
-        while left:
-            if not histories.live(killed=True):
-                left, kills = left - 1, kills + 1
+        while not histories.live(killed=kills < num_kills):
+            kills += 1
             pid = fork(partial(look_at_runs, root, histories.name, histories.chance))
             status = os.waitpid(pid, 0)[1]
             assert status in (0, signal.SIGKILL), f"{histories.name}: `offload runs` ended with {status}"
             kills, inside = kills + bool(status), inside + ["offload runs"] * bool(status)
-        histories.live(killed=False)
-        assert histories.end[1] == histories.plain_end(), (
-            f"{histories.name}: other bits at the end of {histories.end[0]}"
-        )
+        expected = histories.plain_end()
+        assert histories.end[1] == expected, f"{histories.name}: other bits at the end of {histories.end[0]}"
         inside += histories.inside
         rounds += 1
     return {"kills": kills, "inside": {call: inside.count(call) for call in sorted(set(inside))}}
