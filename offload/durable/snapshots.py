@@ -67,8 +67,11 @@ class Snapshots(Mapping[str, Manifest]):
             manifest = Manifest.read(file.parent, file.name) if prefix != SET_ASIDE else None
         if manifest is None:
             self.unreadable.setdefault(name, []).append(file)
+        elif prefix == PREPARED:
+            self.prepared[name] = manifest
         else:
-            (self._published if prefix == PUBLISHED else self.prepared)[name] = manifest
+            self._published[name] = manifest
+            self.prepared.pop(name, None)  # no run leaves both: who put another one there has not pinned its step
 
     def __getitem__(self, name: str) -> Manifest:
         return self._published[name]

@@ -55,6 +55,18 @@ def test_what_is_half_done_becomes_what_another_rank_has(folder, half, elsewhere
     assert find_runs([folder])[0].snapshots == (["kept"] if elsewhere else [])
 
 
+def test_a_prepared_one_that_somebody_put_beside_a_published_one_never_takes_its_place(folder):
+    with opened(folder) as run:
+        run.snapshot("kept")
+        run.commit("2", 2)
+        run.run.prepare_snapshot("other")
+        where = run.run.folder
+    (where / "prepared.other").rename(where / "prepared.kept")
+    with opened(folder) as run:
+        run.run.agree_on_snapshots({"kept"})
+        assert name_of(run.run.snapshots["kept"]) == "1"
+
+
 @pytest.mark.parametrize("call", ["snapshot", "remove_snapshot"])
 def test_killed_at_any_change_to_the_drive_it_is_there_or_it_is_not(folder, call):
     for change in range(1, 40):
