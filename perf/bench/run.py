@@ -170,6 +170,7 @@ def measure(target: Target, plan: Plan, rw: Rw) -> list[Sample]:
     samples: list[Sample] = []
     target.run(rw, plan.pass_bytes)  # not counted: the first pass in a direction also warms up
     deadline = time.monotonic() + plan.runtime
+    say(f"{rw} ...")
     with progress(rw, plan.runtime) as advance:
         while not samples or time.monotonic() < deadline:
             samples.append(target.run(rw, plan.pass_bytes))

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
 
-from nvme_offload.offload.progress import progress
+from nvme_offload.offload.progress import progress, say
 from nvme_offload.offload.units import format_bytes, format_rate
 from nvme_offload.perf.measure.quantiles import percentile
 from nvme_offload.perf.measure.settings import Rw
@@ -81,7 +81,8 @@ def measure_series(
     points: list[Point] = []
     samples: list[Sample] = []
     size, began = least_bytes, time.monotonic()
-    with progress(f"{rw} for {duration:.0f} s", duration) as advance:
+    say(f"{rw} for {duration:.0f} s ...")
+    with progress(rw, duration) as advance:
         while not points or time.monotonic() - began < duration:
             own: list[Sample] = []
             while not own or sum(sample.seconds for sample in own) < every:

@@ -260,7 +260,8 @@ def _search(tuner: Tuner, deadline: float) -> None:
 
 def _finals(tuner: Tuner, finalists: list[Setting], deadline: float) -> None:
     order, before = random.Random(SEED), time.monotonic()
-    with progress(f"{len(finalists)} finalists again", max(1.0, deadline - before)) as advance:
+    say(f"{len(finalists)} finalists again ...")
+    with progress("finalists", max(1.0, deadline - before)) as advance:
         rounds = 0
         while not rounds or time.monotonic() < deadline:
             for finalist in order.sample(finalists, len(finalists)):
