@@ -22,7 +22,6 @@ EXPERIMENTS = {
         f"{_HERE}.plan_check",
         "Compare what `offload plan` predicts with measured iterations and with resident memory.",
     ),
-    "read-ahead": Command(f"{_HERE}.read_ahead", "Measure how much of the reading of parameters is hidden."),
 }
 
 app = typer.Typer(name="experiments", cls=group_of(EXPERIMENTS), no_args_is_help=True, add_completion=False)

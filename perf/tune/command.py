@@ -21,7 +21,6 @@ from nvme_offload.perf.measure.command_line import (
     say_saved,
 )
 from nvme_offload.perf.measure.environment import describe
-from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
 from nvme_offload.perf.tune.search import Search, run_tune
 
 _AIO = AioConfig()
@@ -32,7 +31,7 @@ def tune(
     size: Size = DEFAULT_SIZE,
     seconds: Annotated[float, typer.Option(help="Time to search, about.")] = 60.0,
     direct: Direct = _AIO.direct,
-    output: Annotated[Path, typer.Option(help="The aio section; the picture goes beside it.")] = Path("aio.json"),
+    output: Annotated[Path, typer.Option(help="The aio section.")] = Path("aio.json"),
     as_json: Json = False,
 ) -> None:
     """Search block size, depth, rings and engine for the best `aio` section, on an optimizer step's 1:1 pattern."""
@@ -44,20 +43,8 @@ def tune(
     else:
         show(document, Console())
     with failures_in_words():
-        say_saved(save(output, document))
-
-
-def save(output: Path, document: dict[str, Any]) -> list[Path]:
-    """Write the section, and the picture beside it where one can be drawn."""
-    output.write_text(json.dumps(document["section"], indent=2) + "\n", encoding="utf-8")
-    if not can_draw():
-        typer.echo(NO_PICTURE, err=True)
-        return [output]
-    from nvme_offload.perf.tune.picture import draw
-
-    picture = output.with_suffix(".png")
-    draw(document, picture)
-    return [output, picture]
+        output.write_text(json.dumps(document["section"], indent=2) + "\n", encoding="utf-8")
+        say_saved([output])
 
 
 def show(document: dict[str, Any], console: Console) -> None:

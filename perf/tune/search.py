@@ -235,12 +235,9 @@ def run_tune(search: Search) -> dict[str, Any]:
 
 
 def _check_output(output: Path) -> None:
-    if output == (picture := output.with_suffix(".png")):
-        raise KnobError("output", f"{output} is where the picture goes; choose another ending, such as .json")
     check_folder("output", output.parent)
-    for file in (output, picture):
-        if os.path.lexists(file) and not (file.is_file() and os.access(file, os.W_OK)):
-            raise KnobError("output", f"{file} is no file that can be written")
+    if os.path.lexists(output) and not (output.is_file() and os.access(output, os.W_OK)):
+        raise KnobError("output", f"{output} is no file that can be written")
 
 
 def _search(tuner: Tuner, deadline: float) -> None:
@@ -296,5 +293,4 @@ def _conclude(search: Search, tuner: Tuner, finalists: list[Setting]) -> dict[st
         ],
         "environment": environment(list(search.paths)),
         "output": str(search.output),
-        "picture": str(search.output.with_suffix(".png")),
     }

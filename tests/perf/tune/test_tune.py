@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from nvme_offload import OffloadConfig
 from nvme_offload.offload.units import KiB, MiB
 from nvme_offload.perf.cli import app
-from nvme_offload.perf.tune.command import save
 from nvme_offload.perf.tune.search import Scores, Setting
 
 DEFAULT = Setting(engine="io_uring", block_size=MiB, queue_depth=32)
@@ -74,7 +73,6 @@ def test_a_short_search_writes_a_section_that_can_be_read(tmp_path):
     aio = OffloadConfig.from_file(output).aio
     assert aio.block_size >= 64 * KiB
     assert json.loads(output.read_text())["aio"]["queue_depth"] == aio.queue_depth
-    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert '"block_size"' in result.stdout
     assert f"saved {output}" in result.stderr
     assert not list(drive.iterdir())
@@ -89,7 +87,6 @@ def test_a_short_search_writes_a_section_that_can_be_read(tmp_path):
         (("--size", "1MiB"), "too small"),
         (("--output", "/no/such/folder/aio.json"), "no directory"),
         (("--output", str(Path(__file__).parent)), "no file that can be written"),
-        (("--output", "/tmp/aio.png"), "picture"),
     ],
 )
 def test_bad_values(tmp_path, monkeypatch, arguments, said):
@@ -98,12 +95,3 @@ def test_bad_values(tmp_path, monkeypatch, arguments, said):
     assert result.exit_code == 2
     assert said in result.output
     assert not list(tmp_path.iterdir())
-
-
-def test_without_matplotlib_the_section_is_saved_and_the_remedy_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("nvme_offload.perf.measure.pictures.find_spec", lambda name: None)
-    output = tmp_path / "aio.json"
-    assert save(output, {"section": {"aio": {"rings": 1}}}) == [output]
-    assert json.loads(output.read_text()) == {"aio": {"rings": 1}}
-    assert "type: pip install 'nvme-offload[pictures]'" in capsys.readouterr().err
-    assert [*tmp_path.iterdir()] == [output]
