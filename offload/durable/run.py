@@ -210,14 +210,19 @@ class DurableRun:
             kept.append(other)
         older = [other.tables for other in kept[1:]]
         self.extents.adopt(manifest.tables, layouts, where=str(self.folder), older=older)
-        for other in held:
+        # The newest one last: whoever is killed here goes on from that, or from where this was to lead, never between.
+        for other in reversed(held):
             if other not in kept:
                 self._files.destroy(other)
         self.found = []
 
+    def destroy(self, manifest: Manifest) -> None:
+        """Destroy a commit that cannot be gone back to."""
+        self._files.destroy(manifest)
+
     def forget_commits(self) -> None:
         """Have nothing to resume any more, durably, but snapshots: what is written from here on is another training."""
-        for manifest in self._files.newest_first():
+        for manifest in reversed(self._files.newest_first()):
             self._files.destroy(manifest)
         self.extents.forget_commits()
         self.found = []

@@ -75,7 +75,7 @@ class Resumption:
                 self._ranks.together(store.begin_anew)
                 return None
             self._ranks.together(store.place_trainable)
-            return self._take_up(self._common(lambda: self._run.found))
+            return self._first_whole(self._common(lambda: self._run.found))
 
     def resume_snapshot(self, name: str) -> Content:
         """Go on from a step that was kept under a name.
@@ -92,27 +92,35 @@ class Resumption:
             candidates = self._common(lambda: [kept])
             if not self._run.found:
                 store.begin_load()
-            return self._take_up(candidates)
+            return self._first_whole(candidates)
 
     def rewind(self, steps: int) -> Content:
         """Go back so many steps from the latest one that is committed.
 
         Raises:
             ValueError: that is no number of steps.
-            StateError: there is no such step that is whole.
-            ResumeError: it is damaged, or not the same on all ranks.
+            StateError: there is no such step that is whole; nothing has changed.
+            ResumeError: it is not the same on all ranks.
         """
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"rewind({steps!r}): write how many steps to go back, 1 or more")
         with self._store.at_rest(), torch.no_grad():
             self._ranks.together(partial(self._store.check, Need.STATE))
             self._commits.settle()
-            candidates = self._common(partial(self._back, steps))
+            wanted, newest = self._common(partial(self._back, steps))
             self._store.begin_load()
-            return self._take_up(candidates[:1])
+            content, problems = self._take_up([wanted])
+            if content is None:
+                # A life that was killed in a step has written over what only this one had.
+                self._ranks.together(partial(self._run.destroy, wanted))
+                self._first_whole([newest])
+                raise StateError(
+                    "rewind", f"a committed step {steps} before the latest that is whole", "; ".join(problems)
+                )
+            return content
 
     def _back(self, steps: int) -> list[Manifest]:
-        """What is committed of the step so many before the latest."""
+        """What is committed of the step so many before the latest, and the latest."""
         committed = self._run.committed
         whole = committed[: 0 if self._run.extents.uncommitted else None]
         found = [manifest for manifest in whole if manifest.step == committed[0].step - steps]
@@ -121,7 +129,7 @@ class Resumption:
             raise StateError(
                 "rewind", f"a committed step {steps} before the latest (rewind_steps says how many there are)", there
             )
-        return found
+        return [found[0], committed[0]]
 
     def _content(self, manifest: Manifest) -> Content:
         return Content.decode(manifest.blob, self._run.folder)
@@ -202,8 +210,18 @@ class Resumption:
                     "another name",
                 )
 
-    def _take_up(self, candidates: Sequence[Manifest]) -> Content:
-        """Bring the first manifest back that is whole on every rank, and destroy what is newer."""
+    def _first_whole(self, candidates: Sequence[Manifest]) -> Content:
+        """Go on from the first of these manifests that is whole on every rank."""
+        content, problems = self._take_up(candidates)
+        if content is None:
+            raise ResumeError(
+                self._run.folder,
+                f"cannot be resumed: {'; '.join(problems)}. Parameters may have changed; load a checkpoint",
+            )
+        return content
+
+    def _take_up(self, candidates: Sequence[Manifest]) -> tuple[Content | None, list[str]]:
+        """Bring the first manifest back that is whole on every rank, and destroy what is newer; say what is damaged."""
         problems: list[str] = []
         for manifest in candidates:
             content, problem = self._ranks.together(partial(self._bring_back, manifest))
@@ -214,7 +232,7 @@ class Resumption:
                 self._ranks.together(partial(self._run.bring_to_front, manifest, self._layouts()))
                 self._ranks.together(partial(self._adopt, manifest))
                 self._go_on_from(content)
-                return content
+                return content, problems
             if not self._ranks.all(not self._lacks_room):
                 raise ResumeError(
                     self._run.folder,
@@ -222,11 +240,8 @@ class Resumption:
                     "All of it is as it was: free space, and start again",
                 )
             problems.append(f"step {manifest.step}: {problem or 'damaged on another rank'}")
-            warn_user(f"a committed step is damaged ({problems[-1]}): the one before it is looked at")
-        raise ResumeError(
-            self._run.folder,
-            f"cannot be resumed: {'; '.join(problems)}. Parameters may have changed; load a checkpoint",
-        )
+            warn_user(f"a committed step is damaged ({problems[-1]}): the next one is looked at")
+        return None, problems
 
     def _bring_back(self, manifest: Manifest) -> tuple[Content, str | None]:
         """Read and verify every subgroup, and give its parameters their values.

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import signal
 import threading
 import warnings
 
@@ -248,6 +249,61 @@ def test_going_back_one_step_gives_the_bits_of_the_run_stopped_there(drive):
         assert_same_bits(snapshot(optimizer), expected(drive, 5))
     with fresh(drive)[1] as optimizer:
         assert optimizer.resume() == (5, {})
+
+
+def test_a_step_that_a_killed_life_has_written_over_is_not_gone_back_to_and_nothing_changes(drive):
+    """Without steps in reserve, the next step is written in the place of the one before the latest."""
+
+    def life():
+        params, optimizer = fresh(drive)
+        train(optimizer, params, range(3))
+        optimizer.commits.settle()
+        optimizer.store.run.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        train(optimizer, params, [3])
+        optimizer.commits.settle()
+
+    assert os.waitpid(fork(life), 0)[1] == signal.SIGKILL
+    params, optimizer = fresh(drive)
+    with optimizer:
+        assert optimizer.resume() == (3, {})
+        with (
+            pytest.warns(RuntimeWarning, match="a committed step is damaged"),
+            pytest.raises(StateError, match="a committed step 1 before the latest that is whole, actual step 2: "),
+        ):
+            optimizer.rewind()
+        assert_same_bits(snapshot(optimizer), expected(drive, 3))
+        train(optimizer, params, [3, 4])
+        assert_same_bits(snapshot(optimizer), expected(drive, 5))
+    with fresh(drive)[1] as optimizer:
+        assert optimizer.resume() == (5, {})
+
+
+@pytest.mark.parametrize("num_destroyed", range(4))
+def test_whoever_is_killed_in_going_back_goes_on_from_where_it_was_or_where_it_led(drive, monkeypatch, num_destroyed):
+    params, optimizer = fresh(drive, rewind_steps=3)
+    left = [num_destroyed]
+
+    def destroy(files, manifest, destroy=ManifestFiles.destroy):
+        if left[0] == 0:
+            raise SystemExit
+        left[0] -= 1
+        destroy(files, manifest)
+
+    with monkeypatch.context() as patch:
+        train(optimizer, params, range(4))
+        optimizer.commits.settle()
+        patch.setattr(ManifestFiles, "destroy", destroy)
+        if num_destroyed < 3:
+            with pytest.raises(SystemExit):
+                optimizer.rewind(3)
+        else:
+            assert optimizer.rewind(3) == (1, {})
+    optimizer.close()
+    params, optimizer = fresh(drive, rewind_steps=3)
+    with optimizer:
+        step, _ = optimizer.resume()
+        assert step == (4 if num_destroyed < 3 else 1)
+        assert_same_bits(snapshot(optimizer), expected(drive, step))
 
 
 @pytest.mark.parametrize(("steps", "period"), [(2, 1), (3, 1), (2, 3), (3, 3)])
