@@ -17,7 +17,7 @@ from nvme_offload.offload.sync import sync_data
 from nvme_offload.optim.grad_norm import total_norm
 from tests.support.failing_drive import Failing
 from tests.support.killed_steps import durable_section, fork
-from tests.support.training import assert_same_bits, bits, params_of, section, set_grads, snapshot
+from tests.support.training import assert_same_bits, bits, params_of, run_child, section, set_grads, snapshot
 
 SHAPES = [(70_001,), (999,), (131_072,), (5,)]
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -251,18 +251,23 @@ def test_going_back_one_step_gives_the_bits_of_the_run_stopped_there(drive):
         assert optimizer.resume() == (5, {})
 
 
+KILLED_IN_A_STEP = """
+import os, signal, sys
+from pathlib import Path
+from tests.optim.durable.test_durable_steps import fresh, train
+params, optimizer = fresh(Path(sys.argv[1]))
+train(optimizer, params, range(3))
+optimizer.commits.settle()
+optimizer.store.run.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+train(optimizer, params, [3])
+optimizer.commits.settle()
+"""
+
+
 def test_a_step_that_a_killed_life_has_written_over_is_not_gone_back_to_and_nothing_changes(drive):
     """Without steps in reserve, the next step is written in the place of the one before the latest."""
-
-    def life():
-        params, optimizer = fresh(drive)
-        train(optimizer, params, range(3))
-        optimizer.commits.settle()
-        optimizer.store.run.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-        train(optimizer, params, [3])
-        optimizer.commits.settle()
-
-    assert os.waitpid(fork(life), 0)[1] == signal.SIGKILL
+    with pytest.raises(AssertionError, match=f"exit status -{signal.SIGKILL:d}\n"):
+        run_child(KILLED_IN_A_STEP, drive)
     params, optimizer = fresh(drive)
     with optimizer:
         assert optimizer.resume() == (3, {})
