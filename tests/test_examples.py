@@ -5,14 +5,21 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support.forked import ROOT, run_launched
+from tests.support.training import run_child
+
 EXAMPLES = ROOT / "docs" / "examples"
 RUNNER = ROOT / "tests" / "support" / "script.py"
 LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+CODE = """
+import os, runpy, sys
+os.chdir(sys.argv[1])
+sys.argv[:2] = []
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 LOSS = re.compile(r"\bloss'?:? '?(\d+\.\d+)")
 STATE = re.compile(r"state on (\w+): .*\b(\d+) bytes written")
 SIZES = {
@@ -30,17 +37,23 @@ def drive(tmp_path):
     return path
 
 
-def run(script, *arguments, folder, launcher=()):
-    """What the script printed; it must end with 0."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, *launcher, str(RUNNER), str(EXAMPLES / script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-    )
+def run(script, *arguments, folder):
+    """What the script printed, without a launcher; it must end with 0."""
+    return run_child(CODE, folder, EXAMPLES / script, *arguments)
+
+
+def launched(script, *arguments, folder):
+    """What the script printed on two ranks, as behind a launcher; both must end with 0."""
+    done = run_launched(CODE, folder, EXAMPLES / script, *arguments)
+    assert [rank.returncode for rank in done] == [0, 0], "".join(rank.stdout + rank.stderr for rank in done)
+    return "".join(rank.stdout for rank in done)
+
+
+def by_torchrun(script, *arguments, folder):
+    """The same through torch's own launcher, in processes that have imported nothing."""
+    command = [sys.executable, *LAUNCHER, str(RUNNER), str(EXAMPLES / script), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -57,10 +70,18 @@ def assert_trained(output):
     assert [int(written) > 0 for _, written in STATE.findall(output)] == [True], output
 
 
-@pytest.mark.parametrize("script", SIZES)
-def test_an_example_trains_on_two_ranks(script, drive, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [
+        ("train_with_torchrun.py", by_torchrun),
+        ("train_with_fsdp2.py", launched),
+        ("train_with_trainer.py", launched),
+        *(pytest.param(script, by_torchrun, marks=pytest.mark.slow) for script in list(SIZES)[1:]),
+    ],
+)
+def test_an_example_trains_on_two_ranks(script, how, drive, tmp_path):
     arguments = ("--nvme-path", drive, "--steps", STEPS, *SIZES[script])
-    assert_trained(run(script, *arguments, folder=tmp_path, launcher=LAUNCHER))
+    assert_trained(how(script, *arguments, folder=tmp_path))
     assert not list(drive.iterdir())
 
 

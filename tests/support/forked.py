@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -34,18 +36,24 @@ def take_over(environment: dict[str, str]) -> None:
 
 
 def run_code(
-    code: str, arguments: Sequence[str], timeout: float, prepare: Callable[[], object] = int
+    code: str,
+    arguments: Sequence[str],
+    timeout: float,
+    prepare: Callable[[], object] = int,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `prepare`, then `code` with ``sys.argv[1:] == arguments``, in a child below the repository.
 
     It computes with as many threads as this process, so that bits can be compared.
+    `environment` goes on top of that of this process.
 
     Raises:
         TimeoutExpired: it took longer than `timeout` seconds, and was killed.
     """
     num_threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
-        child = FORKED.Process(target=_run, args=(folder, dict(os.environ), num_threads, prepare, code, arguments))
+        given = {**os.environ, **(environment or {})}
+        child = FORKED.Process(target=_run, args=(folder, given, num_threads, prepare, code, arguments))
         child.start()
         child.join(timeout)
         if child.is_alive():
@@ -54,6 +62,16 @@ def run_code(
             raise subprocess.TimeoutExpired(code, timeout)
         out, err = (Path(folder, name).read_text() for name in ("out", "err"))
         return subprocess.CompletedProcess(code, child.exitcode, out, err)
+
+
+def run_launched(code: str, *arguments: object, timeout: float = 240) -> list[subprocess.CompletedProcess[str]]:
+    """Run `code` on two ranks, with what a launcher says in their environment; rank 0 first."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    places = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    given = [*map(str, arguments)]
+    with ThreadPoolExecutor(2) as ranks:
+        return [*ranks.map(lambda place: run_code(code, given, timeout, environment=place), places)]
 
 
 def _run(

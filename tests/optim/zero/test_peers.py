@@ -1,10 +1,6 @@
 """One rank fails and lives on: every other rank says which, where and of what, while it waits in a collective."""
 
 import logging
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -12,7 +8,7 @@ from nvme_offload import SwapIOError
 from nvme_offload.offload._torch_private import store_of_all_ranks
 from tests.optim.tiers.test_block_tiers_faults import unreadable
 from tests.optim.zero.test_sharded import assert_same, full_state
-from tests.support.forked import ROOT
+from tests.support.forked import run_launched
 from tests.support.ranks import run_ranks
 from tests.support.tiers import EVERYTHING, loss_of, make, section, train_step
 
@@ -21,6 +17,7 @@ import logging, os, sys, threading
 import torch
 import torch.distributed as dist
 from nvme_offload import PeerError, StateError, SwapIOError
+from nvme_offload.offload._torch_private import store_of_all_ranks
 from tests.optim.tiers.test_block_tiers_faults import unreadable
 from tests.support.tiers import EVERYTHING, loss_of, make, section, train_step
 
@@ -28,7 +25,7 @@ path, moment = sys.argv[1:]
 rank = int(os.environ["RANK"])
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-store = dist.TCPStore("127.0.0.1", int(os.environ["SAID_PORT"]), is_master=rank == 0)
+store = store_of_all_ranks()
 config = section(path, **EVERYTHING, accumulation=1)
 config["aio"]["engine"] = "aiofiles"
 
@@ -82,41 +79,15 @@ os._exit(0)
 """
 
 
-def free_ports(count):
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [str(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 def test_an_io_error_on_one_rank_is_said_on_the_other_while_both_live(tmp_path, moment):
-    ports = dict(zip(("MASTER_PORT", "SAID_PORT"), free_ports(2), strict=True))
-    environment = {**os.environ, **ports, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path), moment],
-            env={**environment, "RANK": str(rank)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        (raised, errors), (heard, more) = (rank.communicate(timeout=120) for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], errors + more
-    for said in (heard, raised):
+    raised, heard = run_launched(RANK, tmp_path, moment)
+    assert [raised.returncode, heard.returncode] == [0, 0], raised.stderr + heard.stderr
+    for said in (heard.stdout, raised.stdout):
         assert f"rank 1 failed in {moment}: SwapIOError: read of" in said
         assert "failed: EIO" in said
         assert "end all ranks and resume from a checkpoint" in said
-    assert "This rank waits for it in its next collective" in heard
+    assert "This rank waits for it in its next collective" in heard.stdout
 
 
 class Heard(logging.Handler):
