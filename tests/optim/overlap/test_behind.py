@@ -1,7 +1,6 @@
 """Updates behind a step: the same bits as inside it, whoever reads what, whenever; never a stale weight."""
 
 import copy
-import itertools
 import random
 import warnings
 import weakref
@@ -17,12 +16,10 @@ from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.optim.state.slots import Residency
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
 from tests.support.failing_drive import Failing
-from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import loss_of, make, section, train_step
 
 LAYERS = 4
-MODES = ("off", None, "forward")
 HALF = 150_000
 """Bytes of a host budget that keeps some subgroups in memory, and others not."""
 
@@ -30,62 +27,6 @@ HALF = 150_000
 def config_of(path, mode, state="nvme", clip=0.5, accumulation=2, **more):
     config = section(path, state=state, accumulation=accumulation)
     return {**config, "gradient_clipping": clip, "overlap_step": mode, **more}
-
-
-def trained(config, *, steps=5, uses=None, checkpointing=False, rank=0):
-    """Norms, and the whole state, of a training in which not every layer is used in every step."""
-    norms = []
-    with make(config, num_layers=LAYERS, width=129, checkpointing=checkpointing) as engine:
-        for step in range(steps):
-            engine.module.uses = uses[step % len(uses)] if uses else list(range(LAYERS))
-            train_step(engine, step, rank)
-            norms.append(engine.get_global_grad_norm())
-        stats = engine.optimizer.stats()
-        return {**full_state(engine.module, engine.optimizer), "norms": torch.tensor(norms)}, stats
-
-
-CASES = [  # state, clip, accumulation, checkpointing, uses: every pair of values of two columns, more or less
-    ("nvme", 0.5, 1, False, None),
-    ("nvme", 0.0, 2, True, [[0, 1], [3, 2], [0, 0, 1, 2, 3]]),
-    ("nvme", 1e9, 2, False, [[3, 2, 1, 0], [1], []]),
-    ("cpu", 0.5, 2, True, [[0, 1], [2, 3]]),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_bits_are_those_of_updates_inside_the_step(alone, tmp_path, case):
-    state, clip, accumulation, checkpointing, uses = case
-    runs = {}
-    for mode in MODES:
-        config = config_of(tmp_path, mode, state, clip, accumulation)
-        runs[mode], stats = trained(config, uses=uses, checkpointing=checkpointing)
-        lazy = mode == "forward" or (mode is None and state == "nvme")
-        assert (stats.updates_behind > 0) == lazy
-    assert_same(runs[None], runs["off"])
-    assert_same(runs["forward"], runs["off"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulate", ["bf16", "fp32"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("budget", [None, "2MiB"])
-def test_the_bits_after_twenty_steps(alone, tmp_path, accumulate, stage, budget):
-    runs = {}
-    for mode, clip in itertools.product(("off", "forward"), (0.0, 0.5)):
-        config = config_of(tmp_path, mode, clip=clip, gradient_accumulation_dtype=accumulate, host_budget=budget)
-        config["zero_optimization"]["stage"] = stage
-        runs[mode, clip], _ = trained(config, steps=20, uses=[[0, 1, 2, 3], [2, 0]])
-    for clip in (0.0, 0.5):
-        assert_same(runs["forward", clip], runs["off", clip])
-
-
-def train_ranks(rank, world_size, path):
-    runs = [trained(config_of(path, mode), rank=rank, uses=[[0, 1, 2, 3], [3, 1]])[0] for mode in ("off", "forward")]
-    assert_same(*runs)
-
-
-def test_the_bits_on_two_ranks(tmp_path):
-    run_ranks(train_ranks, 2, tmp_path)
 
 
 PRECISIONS = {

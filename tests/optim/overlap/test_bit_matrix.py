@@ -52,16 +52,8 @@ def allowed(case):
 
 
 CASES = pairwise_cases(COLUMNS, allowed)
-FEW = [  # in `make test`: what the tests beside this one leave out
-    {**CASES[0], "schedule": schedule, "place": place, "precision": precision, "clip": clip, "overflows": overflows}
-    for schedule, place, precision, clip, overflows in (
-        (None, "nvme", "fp16", 0.05, True),
-        (None, "some in memory", "fp32", 1e9, True),
-        ("backward", "nvme", "mixed", 0.0, False),
-        ("forward", "host", "autocast", 0.05, False),
-        ("speculate", "some in memory", "mixed", 1e9, True),
-    )
-]
+FEW = CASES[:9]
+"""In `make test`: they have every value of every column between them."""
 
 
 def config_of(path, case, schedule, place):
@@ -130,6 +122,16 @@ def assert_hidden(cases, hidden):
 @pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case['schedule']}-{case['place']}-{case['precision']}")
 def test_a_few_cases(alone, tmp_path, case):
     assert_hidden([case], check(tmp_path, [case], 6))
+
+
+def test_the_few_have_every_value():
+    assert all({case[name] for case in FEW} == set(values) for name, values in COLUMNS.items())
+
+
+def test_a_few_cases_on_two_ranks(tmp_path):
+    cases = [next(case for case in FEW if case["schedule"] == schedule) for schedule in ("forward", "backward")]
+    for hidden in run_ranks(check_rank, 2, tmp_path, cases, 4):
+        assert_hidden(cases, hidden)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from nvme_offload import StateError, SwapIOError
 from nvme_offload.aio_native import Op
 from nvme_offload.optim.step.schedule import forward_order
 from tests.support.failing_drive import Failing
-from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import loss_of, make, section, train_step
 
@@ -21,38 +20,6 @@ def config_of(path, mode, accumulation=1, **more):
 
 def model(config, **more):
     return make(config, num_layers=LAYERS, width=129, tied=False, **more)
-
-
-def trained(config, *, steps=5, uses=None, rank=0, **more):
-    norms = []
-    with model(config, **more) as engine:
-        for step in range(steps):
-            engine.module.uses = uses[step % len(uses)] if uses else list(range(LAYERS))
-            train_step(engine, step, rank)
-            norms.append(engine.get_global_grad_norm())
-        return {**full_state(engine.module, engine.optimizer), "norms": torch.tensor(norms)}, engine.optimizer.stats()
-
-
-@pytest.mark.parametrize("uses", [None, [[0, 1], [3, 2], [0, 0, 1, 2, 3], []]], ids=["all", "some"])
-@pytest.mark.parametrize(("accumulation", "checkpointing", "stage"), [(1, False, 3), (2, True, 3), (2, False, 1)])
-def test_the_bits_are_those_of_updates_inside_the_step(alone, tmp_path, uses, accumulation, checkpointing, stage):
-    runs = {}
-    for mode in ("off", "backward"):
-        config = config_of(tmp_path, mode, accumulation)
-        config["zero_optimization"]["stage"] = stage
-        runs[mode], stats = trained(config, uses=uses, checkpointing=checkpointing)
-        # How many of them are done before step() comes is a matter of speed; `begun` waits for some.
-        assert (stats.updates_in_backward + stats.updates_behind > 0) == (mode == "backward")
-    assert_same(runs["backward"], runs["off"])
-
-
-def train_ranks(rank, world_size, path):
-    runs = [trained(config_of(path, mode), rank=rank, uses=[[0, 1, 2, 3], [3, 1]])[0] for mode in ("off", "backward")]
-    assert_same(*runs)
-
-
-def test_the_bits_on_two_ranks(tmp_path):
-    run_ranks(train_ranks, 2, tmp_path)
 
 
 def begun(engine, step=1):
