@@ -179,34 +179,6 @@ def test_autocast_dtypes_too(spelling, name):
     assert config.compute_dtype == "fp32"
 
 
-GOES = {  # mode -> the accumulation dtypes and the communication dtypes that go with it
-    "fp32": ({"fp32"}, {"fp32", "bf16", "fp16"}),
-    "bf16": ({"fp32", "bf16"}, {"fp32", "bf16"}),
-    "fp16": ({"fp32", "fp16"}, {"fp32", "fp16"}),
-    "torch_autocast": ({"fp32"}, {"fp32", "bf16"}),
-}
-
-
-@pytest.mark.parametrize("mode", GOES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("place", [0, 1])
-def test_what_goes_together_and_what_does_not(mode, dtype, place):
-    name = ("gradient_accumulation_dtype", "communication_data_type")[place]
-    data = {**MODES[mode], name: dtype}
-    if dtype in GOES[mode][place]:
-        assert getattr(OffloadConfig.from_dict(data), name) == dtype
-        return
-    with pytest.raises(ConfigError) as caught:
-        OffloadConfig.from_dict(data)
-    [problem] = caught.value.problems
-    assert problem.startswith(f'{name} = "{dtype}": ')
-    assert {"fp32": "neither bf16.enabled nor fp16.enabled"}.get(mode, f"{mode}.enabled = true") in problem
-    choices = re.findall(r'"(\w+)"', problem.split("; write ")[1])
-    assert set(choices) == GOES[mode][place]
-    for choice in choices:  # what the message says is true
-        assert getattr(OffloadConfig.from_dict({**data, name: choice}), name) == choice
-
-
 def test_one_accumulation_dtype_in_two_places():
     data = {"gradient_accumulation_dtype": "fp32", **data_types(grad_accum_dtype="fp32")}
     assert OffloadConfig.from_dict(data).gradient_accumulation_dtype == "fp32"
