@@ -17,9 +17,9 @@ from tests.support.fault_cases import PATIENCE, available_engines
 from tests.support.own_resources import Resources, resident_bytes
 from tests.support.swapper_tools import KiB, MiB, config_for, random_bits, same_bits
 
-NUM_TRANSFERS = 20_000
-NUM_OF_OTHER_ENGINES = 4_000
-NUM_OF_TENSORS = 4_000
+NUM_TRANSFERS = 8_000
+NUM_OF_OTHER_ENGINES = 2_500
+NUM_OF_TENSORS = 2_500
 SAMPLE_EVERY = 100
 RUN_IN = 500
 """Transfers after which all lazily started threads are there."""

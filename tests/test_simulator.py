@@ -16,8 +16,8 @@ from tests.support.simulator.mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[1]
 NUM_SEEDS = 20_000
-NUM_SEEDS_BY_DEFAULT = 40
-"""As many as take a processor five seconds."""
+NUM_SEEDS_BY_DEFAULT = 20
+"""As many as take a processor three seconds."""
 FIRST_SEED_BY_DEFAULT = 1_000_000
 """Seeds that the long run does not have."""
 NUM_SEEDS_OF_A_MUTATION = 2000
@@ -45,7 +45,7 @@ def assert_nothing_wrong(report, said, num_seeds):
 def test_some_seeds():
     end = FIRST_SEED_BY_DEFAULT + NUM_SEEDS_BY_DEFAULT
     to_find = [argument for name in QUICKLY_FOUND for argument in ("--find", name)]
-    report, said = simulated(f"{FIRST_SEED_BY_DEFAULT}:{end}", "--alone", "8", *to_find)
+    report, said = simulated(f"{FIRST_SEED_BY_DEFAULT}:{end}", "--alone", "3", *to_find)
     assert_nothing_wrong(report, said, NUM_SEEDS_BY_DEFAULT)
     assert not report["differing"], "a seed that fails here could not be replayed"
     assert all(report[name] is not None for name in QUICKLY_FOUND), "a mistake was made and not found"

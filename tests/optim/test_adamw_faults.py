@@ -45,7 +45,7 @@ def all_buffers_are_accounted_for(optimizer):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 80, 20)], ids=str)
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 80), marks=pytest.mark.slow)], ids=str)
 def test_what_can_be_repeated_is_not_noticed(make_adamw, expected, engine, seeds):
     retries = 0
     for seed in seeds:
@@ -63,12 +63,12 @@ def test_what_can_be_repeated_is_not_noticed(make_adamw, expected, engine, seeds
             raise
         retries += tier.stats().retries
         optimizer.close()
-    assert retries > 50
+    assert retries > 20
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("code", ["eio", "enospc"])
-@pytest.mark.parametrize("seeds", [range(start, start + 10) for start in range(0, 20, 10)], ids=str)
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 20), marks=pytest.mark.slow)], ids=str)
 def test_what_cannot_be_repeated_is_said_and_nothing_is_lost(make_adamw, expected, engine, code, seeds):
     """finish_step() and synchronize() are called until they succeed: the result has the bits of a healthy drive."""
     num_errors = 0
@@ -89,7 +89,7 @@ def test_what_cannot_be_repeated_is_said_and_nothing_is_lost(make_adamw, expecte
             error.add_note(f"seed {seed}, {engine}, {code}")
             raise
         optimizer.close()
-    assert num_errors > 5
+    assert num_errors > 3
 
 
 def until_it_works(optimizer, code, call):

@@ -79,7 +79,7 @@ READERS = {
 
 
 @STRIKES
-@strided(41)
+@strided(97)
 @pytest.mark.parametrize("name", READERS)
 def test_what_only_reads_changes_nothing(make_adamw, name, strike, stride):
     pair = Pair(make_adamw)
@@ -90,7 +90,7 @@ def test_what_only_reads_changes_nothing(make_adamw, name, strike, stride):
 
 
 @STRIKES
-@strided(41)
+@strided(97)
 def test_a_step_is_finished_repeated_or_refused(make_adamw, strike, stride):
     """And the note of whatever came out of it is true; see docs/hazards.md."""
     pair = Pair(make_adamw)
@@ -129,7 +129,7 @@ def said(optimizer, error, before, strike):
 
 
 @STRIKES
-@strided(41)
+@strided(97)
 def test_finishing_can_be_cut_short_too(make_adamw, monkeypatch, strike, stride):
     pair = Pair(make_adamw)
     for interrupt in every(stride, strike):
@@ -160,7 +160,7 @@ WRITERS = {
 
 
 @STRIKES
-@strided(97)
+@strided(197)
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_writes_is_done_undone_or_refused_until_a_load(make_adamw, name, strike, stride):
     pair = Pair(make_adamw)
@@ -177,7 +177,7 @@ def test_what_writes_is_done_undone_or_refused_until_a_load(make_adamw, name, st
 
 
 @STRIKES
-@strided(61)
+@strided(149)
 def test_a_group_is_added_or_not(make_adamw, strike, stride):
     for interrupt in every(stride, strike):
         pair = Pair(make_adamw)
@@ -194,7 +194,7 @@ def test_a_group_is_added_or_not(make_adamw, strike, stride):
 
 
 @STRIKES
-@strided(101)
+@strided(211)
 def test_a_constructor_that_was_cut_short_leaves_nothing(tmp_path, strike, stride):
     """No thread, no descriptor and no directory; and nobody is locked out."""
     params = params_of([(64,), (9,)], torch.bfloat16, torch.float32)

@@ -10,7 +10,7 @@ from nvme_offload import FaultSpec
 from nvme_offload.aio_native.engine import Failure, Op, Operation, Segment
 from tests.support.engine_tools import ALIGNMENT, BLOCK, PATIENCE, EngineTools, Memory, pattern, run, submit
 
-NUM_SEEDS = 100
+NUM_SEEDS = 40
 NUM_OPERATIONS = 5
 REGION = 4 * BLOCK
 """Bytes of the file, and of memory, that one operation has for itself."""

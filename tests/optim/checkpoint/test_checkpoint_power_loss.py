@@ -59,8 +59,8 @@ def test_killed_anywhere(case):
 
 @every_case
 def test_power_lost_anywhere(case):
-    crashes = list(case.history.power_losses(num_random=1000))
-    assert len(crashes) > 400
+    crashes = list(case.history.power_losses(num_random=300))
+    assert len(crashes) > 200
     assert not case.problems(crashes)
 
 
@@ -88,10 +88,10 @@ def test_every_sync_is_needed(in_memory):
 @pytest.mark.parametrize("case", ["new tag", "same tag"], indirect=True)
 def test_a_run_goes_on_with_the_bits_of_either_and_saves(case):
     """The whole of it, with an engine: at every kill, and at some of the power losses."""
-    sampled = random.Random(0).sample(list(case.history.power_losses(num_random=500)), 30)
+    sampled = random.Random(0).sample(list(case.history.power_losses(num_random=500)), 15)
     found = []
     with small_engine(seed=1) as engine:
-        for crash in [*case.history.kills(), *sampled]:
+        for crash in [*itertools.islice(case.history.kills(), 0, None, 3), *sampled]:
             root = case.restore(crash)
             load_quietly(engine, root)
             found.append(case.digests.index(digest_of(engine)))
@@ -129,10 +129,10 @@ def test_the_save_of_two_ranks(in_memory, undurable):
     assert before != after
     copies = (in_memory / str(number) for number in itertools.count())
     count = 0
-    for crash in itertools.chain(history.kills(), history.power_losses(num_random=500)):
+    for crash in itertools.chain(history.kills(), history.power_losses(num_random=200)):
         copy = crash.restore(next(copies))
         assert found_by_the_next_run(copy)[1] in ([after] if crash.marks else [before, after]), str(crash)
         save_again(copy, "new")
         assert sorted(os.listdir(copy)) == ["latest", "new", "old"], str(crash)
         count += 1
-    assert count > 300
+    assert count > 150

@@ -59,7 +59,7 @@ def pair(alone, tmp_path):
 
 
 @STRIKES
-@strided(331)
+@strided(709)
 def test_a_step_is_handed_over_finished_or_repeated(pair, strike, stride):
     for interrupt in every(stride, strike):
         pair.backward()
@@ -82,7 +82,7 @@ WAITERS = {
 
 
 @STRIKES
-@strided(797)
+@strided(1601)
 @pytest.mark.parametrize("name", WAITERS)
 def test_who_waits_for_updates_can_be_interrupted(pair, name, strike, stride):
     for interrupt in every(stride, strike):
@@ -96,7 +96,7 @@ def test_who_waits_for_updates_can_be_interrupted(pair, name, strike, stride):
 
 
 @STRIKES
-@strided(331)
+@strided(709)
 def test_finishing_what_stopped_behind_a_step_can_be_cut_short(pair, monkeypatch, strike, stride):
     for interrupt in every(stride, strike):
         pair.backward()

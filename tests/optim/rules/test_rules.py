@@ -267,9 +267,12 @@ def test_the_section_makes_it(case, tmp_path):
         assert row["bytes_per_parameter"].get("nvme", 0) == itemsize
 
 
-def save_and_resume(rank, world_size, root, drive, name):
+def save_and_resume_all(rank, world_size, root, drive):
+    return {str(case): save_and_resume(rank, case, root / str(case), drive) for case in CASES}
+
+
+def save_and_resume(rank, case, root, drive):
     """Two ranks, shards of unequal size: the same bits on both tiers, and a checkpoint that goes on on the other."""
-    [case] = (case for case in CASES if str(case) == name)
     optimizer = {"optimizer": {"type": case.name, "params": case.section_params}}
     with (
         fresh_engine("bf16", drive, **optimizer) as first,
@@ -290,14 +293,23 @@ def save_and_resume(rank, world_size, root, drive, name):
     return states[0]
 
 
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    """Where each case was saved, and what of it on each rank."""
+    root = tmp_path_factory.mktemp("saved")
+    (root / "drive").mkdir()
+    return root, run_ranks(save_and_resume_all, 2, root, root / "drive")
+
+
 @every_case
 @pytest.mark.usefixtures("alone")
-def test_two_ranks_and_a_checkpoint_on_another_number_of_ranks_and_tier(case, tmp_path, drive):
-    saved, theirs = run_ranks(save_and_resume, 2, tmp_path / "saved", drive, str(case))
+def test_two_ranks_and_a_checkpoint_on_another_number_of_ranks_and_tier(case, on_two_ranks, drive):
+    root, ranks = on_two_ranks
+    saved, theirs = (found[str(case)] for found in ranks)
     assert_same(saved, theirs)
     optimizer = {"optimizer": {"type": case.name, "params": case.section_params}}
     with fresh_engine("bf16", drive, seed=2, **optimizer) as engine:
-        engine.load_checkpoint(tmp_path / "saved")
+        engine.load_checkpoint(root / str(case))
         assert_same(full_state(engine.module, engine.optimizer), saved)
         assert scalars_of(engine)["global_steps"] == 3
 

@@ -48,7 +48,7 @@ def sections(path, mode):
 
 
 FRAMES = {"ours": OURS, "torch": TORCH}
-FEW = [("tiers", "ours", 2501), ("forward", "torch", 4501)]
+FEW = [("tiers", "ours", 5003), ("forward", "torch", 9001)]
 MANY = [
     pytest.param(mode, inside, EACH, marks=pytest.mark.slow)
     for mode in ("tiers", "forward", "backward")

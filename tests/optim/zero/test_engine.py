@@ -63,7 +63,7 @@ def train_on_rank(rank, world_size, sections, steps):
     return train(rank, sections, steps)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2))])
 def test_stages_agree(world_size):
     cases = [({}, 1e-6), (FP32_REDUCTION, 1e-6), (BF16, 1e-3)]
     for results in run_ranks(train_stages, world_size, [mode for mode, _ in cases]):
@@ -74,11 +74,11 @@ def test_stages_agree(world_size):
             assert stages[1] == stages[2], "stages 2 and 3 differ in what is gathered again, not in numbers"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_nvme_and_memory_give_the_same_bits(world_size, tmp_path):
     modes = [{}, BF16, FP16]
     sections = [section(3, path, **mode) for mode in modes for path in (tmp_path, None)]
-    for results in run_ranks(train_on_rank, world_size, sections, 8):
+    for results in run_ranks(train_on_rank, world_size, sections, 4):
         for nvme, cpu in zip(results[::2], results[1::2], strict=True):
             assert nvme[:2] == cpu[:2]
             assert_same(nvme[2], cpu[2])
@@ -105,7 +105,7 @@ def train_plainly(rank, steps):
 
 
 def beside_a_plain_loop(rank, world_size):
-    [ours], plain = train(rank, [section(3, **BF16)], 8), train_plainly(rank, 8)
+    [ours], plain = train(rank, [section(3, **BF16)], 4), train_plainly(rank, 4)
     assert ours[:2] == plain[:2]
     assert_same(ours[2], plain[2])
 
