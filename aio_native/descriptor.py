@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Descriptor:
-    """What a system call opened; closed with this object, at the latest.
+    """A descriptor that a system call opened; it is closed with this object, at the latest.
 
     A number alone is lost where an exception (a signal handler's, say) comes between the call that returns it and
     whoever would note it. Here it is noted by the same call.

@@ -70,10 +70,10 @@ class Failure(NamedTuple):
 
 
 class Breakdown(NamedTuple):
-    """How an engine broke, for good: every operation fails, those to come too."""
+    """The engine broke, for good: every operation fails, those to come too."""
 
     errno: int
-    """What the system answered, for example EPERM where a seccomp filter forbids what was allowed."""
+    """The system answered this, for example EPERM where a seccomp filter forbids what was allowed."""
     ended: bool
     """Whether nothing it had is under way any more. False: nobody knows when the kernel will stop using the memory."""
 
@@ -87,7 +87,7 @@ class Operation(Protocol):
 
     @property
     def failure(self) -> Failure | None:
-        """What went wrong with the operation, or None. Final once ``done()`` is true."""
+        """Return what went wrong with the operation, or None. Final once ``done()`` is true."""
 
     @property
     def submitted_ns(self) -> int:
@@ -109,7 +109,7 @@ class Operation(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What an engine is built with. Every value comes from the caller: engines have no defaults of their own."""
+    """An engine is built with these. Every value comes from the caller: engines have no defaults of their own."""
 
     queue_depth: int
     """Requests in flight per ring. Range 1..4096."""
@@ -189,7 +189,10 @@ class Engine(ABC):
 
     @property
     def breakdown(self) -> Breakdown | None:
-        """How the engine broke; None while it works. Set before the first failure that comes of it can be seen."""
+        """Return how the engine broke; None while it works.
+
+        Set before the first failure that comes of it can be seen.
+        """
         return None
 
     @abstractmethod

@@ -36,7 +36,7 @@ class FaultInjector:
         return probability > 0.0 and self._random.random() < probability
 
     def ask(self, size_bytes: int) -> int:
-        """How many of `size_bytes` to ask the kernel for: a short transfer that stays legal with O_DIRECT."""
+        """Return how many of `size_bytes` to ask the kernel for: a short transfer that stays legal with O_DIRECT."""
         num_blocks = -(-size_bytes // self._alignment)
         if num_blocks < 2 or not self._hit(self._spec.short):
             return size_bytes

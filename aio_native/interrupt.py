@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from types import FrameType, TracebackType
+from typing import Any
 
 
 class DeferredInterrupt:
@@ -16,7 +17,7 @@ class DeferredInterrupt:
     no signals, this does nothing.
 
     Where the handler of another signal raises on the way out of the block, before anything here was restored, the next
-    SIGINT finds that whoever entered is gone from the stack, and goes where it belongs.
+    SIGINT, or whoever enters next, finds that whoever entered is gone from the stack. Then it goes where it belongs.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class DeferredInterrupt:
 
     def __enter__(self) -> DeferredInterrupt:
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.getsignal(signal.SIGINT)
+            self._previous = _looking_past_those_left(signal.getsignal(signal.SIGINT), sys._getframe(1))
             # None: a handler that Python did not install and could not restore. SIG_IGN and SIG_DFL need no deferring.
             if callable(self._previous):
                 self._caller = sys._getframe(1)
@@ -72,3 +73,10 @@ class DeferredInterrupt:
         while frame is not None and frame is not self._caller:
             frame = frame.f_back
         return frame is not None
+
+
+def _looking_past_those_left(handler: Any, frame: FrameType) -> Any:
+    """Return a handler of SIGINT, or what was there before, where it is of a block that is no longer on the stack."""
+    while isinstance(owner := getattr(handler, "__self__", None), DeferredInterrupt) and not owner._is_inside(frame):
+        handler = owner._previous
+    return handler

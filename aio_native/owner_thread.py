@@ -42,7 +42,7 @@ class OwnerThread(ABC):
         self.name = name
         self.depth = min(options.queue_depth * options.rings, self.max_depth)
         self.breakdown: Breakdown | None = None
-        """How the thread broke; None while it works."""
+        """The way in which the thread broke; None while it works."""
         self._options = options
         self.pid = os.getpid()
         """The process that has the thread: a forked child does not."""

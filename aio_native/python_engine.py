@@ -1,4 +1,4 @@
-"""What the Python engines share: a handle to a thread, which ends with it."""
+"""The Python engines share a handle to a thread, which ends with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PythonEngine(Engine):
     """
 
     owner_type: ClassVar[type[OwnerThread]]
-    """What the engine does."""
+    """The thread that does the work."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -47,7 +47,7 @@ class PythonEngine(Engine):
 
     @property
     def breakdown(self) -> Breakdown | None:
-        """How the owner thread broke; None while it works."""
+        """Return how the owner thread broke; None while it works."""
         return self._owner.breakdown
 
     def submit(self, op: Op, segments: Sequence[Segment]) -> PythonOperation | None:

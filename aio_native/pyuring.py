@@ -21,7 +21,7 @@ _BELL = 0
 """Tag of the read that is always pending on the eventfd while the owner thread waits."""
 
 LAST_REQUESTS_SECONDS = 40
-"""How long a ring that broke may take to end its last requests: drives answer, or are reset, within half a minute."""
+"""A ring that broke may take so long to end its last requests: drives answer, or are reset, within half a minute."""
 
 _TRANSIENT = (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENOMEM)
 """Answers of io_uring_enter(2) with which it has taken nothing and may be called again."""

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """Where an engine is, and what is expected of it."""
+    """An entry says where an engine is, and what is expected of it."""
 
     module: str
     class_name: str
@@ -24,7 +24,7 @@ class EngineEntry:
     least_share: float | None
     """Least acceptable share of fio's bandwidth in the same minute; None: the engine's speed is not judged."""
     summary: str
-    """What the engine is, in a few words."""
+    """The engine in a few words."""
 
     def open(self, options: EngineOptions) -> Engine:
         """Import the engine and open it.

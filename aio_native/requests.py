@@ -1,4 +1,4 @@
-"""What the Python engines share: operations split into requests, completions checked, transfers finished.
+"""The Python engines split operations into requests, check completions and finish transfers here.
 
 Everything here is used by one thread, the owner thread of an engine, and needs no lock.
 
@@ -40,7 +40,7 @@ _REPEATED = (errno.EINTR, errno.EAGAIN)
 
 
 def lost(operation: PythonOperation, error: int) -> Failure:
-    """What becomes of an operation whose engine broke."""
+    """Return what becomes of an operation whose engine broke."""
     fd, offset, _, _ = operation.segments[0]
     return Failure(error, fd, offset, operation.size_bytes, engine_lost=True)
 
@@ -57,7 +57,7 @@ class Request:
         self.address = address
         self.size_bytes = size_bytes
         self.asked_bytes = size_bytes
-        """What the engine asks the kernel for; less than `size_bytes` only where a fault is injected."""
+        """The bytes that the kernel is asked for; less than `size_bytes` only where a fault is injected."""
         self.attempts = 0
         """Attempts since the last byte of progress."""
 
@@ -74,7 +74,7 @@ class Request:
 
 
 class Course:
-    """How far an operation has come."""
+    """A course tells how far an operation has come."""
 
     __slots__ = ("failure", "in_flight", "operation", "requests", "unissued")
 

@@ -1,4 +1,4 @@
-"""What every engine asks of the segments it is given."""
+"""Every engine asks this of the segments it is given."""
 
 from __future__ import annotations
 

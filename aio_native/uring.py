@@ -43,7 +43,7 @@ class UringOperation:
 
     @property
     def failure(self) -> Failure | None:
-        """What went wrong with the operation, or None. Final once ``done()`` is true."""
+        """Return what went wrong with the operation, or None. Final once ``done()`` is true."""
         fields = self._native.failure
         return Failure(*fields) if fields else None
 
@@ -107,7 +107,7 @@ class UringEngine(Engine):
 
     @property
     def breakdown(self) -> Breakdown | None:
-        """How a ring of this engine broke; None while all of them work."""
+        """Return how a ring of this engine broke; None while all of them work."""
         code, ended = self._engine.breakdown()
         return Breakdown(code, ended) if code else None
 

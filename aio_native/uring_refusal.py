@@ -19,7 +19,7 @@ def io_uring_disabled() -> int | None:
 
 
 def probe_errno(entries: int) -> int:
-    """What the kernel says to a ring of so many entries, set up and entered once: an errno, or 0 if all is well.
+    """Return what the kernel says to a ring of so many entries, set up and entered once: an errno, or 0 if all is well.
 
     Both calls are made because a seccomp filter can allow the one and forbid the other.
     """

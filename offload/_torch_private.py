@@ -64,7 +64,7 @@ __all__ = [
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place.
+    """Return how often a tensor was changed in place.
 
     ``Tensor._version``: autograd's own counter, the only sign of an in-place change. Writes through ``.data`` do not
     show in it.
@@ -196,7 +196,7 @@ def fsdp_params(module: torch.nn.Module) -> list[Any]:
 
 
 def num_backwards_left(module: FSDPModule) -> int:
-    """How often backward will still come through the parameters that `module` gathers (not those of its children).
+    """Return how often backward still comes through the parameters that `module` gathers (not those of its children).
 
     ``FSDPParamGroup._post_forward_indices``: FSDP2's record of forwards whose backward has not come yet. A parameter
     that was used twice is reduced twice, and only the second gradient is whole.
@@ -280,7 +280,7 @@ def compute_on_shards(module: torch.nn.Module) -> None:
 
 
 class _Lent(NamedTuple):
-    """What a group of one rank computes with next, in the place of an ``AllGatherResult``, which FSDP2 waits for."""
+    """A group of one rank computes with this next, in the place of an ``AllGatherResult``, which FSDP2 waits for."""
 
     shards: list[tuple[torch.Tensor, bool]]
     """The memory of each shard, or of its copy on a device, and whether it stays where it is."""
@@ -290,7 +290,7 @@ class _Lent(NamedTuple):
 
 
 class _GroupOfOne:
-    """What takes the place of three methods of an ``FSDPParamGroup`` of one rank.
+    """These take the place of three methods of an ``FSDPParamGroup`` of one rank.
 
     On a device, what is not there sets out on FSDP2's copy-in stream as soon as it is known to be needed
     (``FSDPCommContext.get_all_gather_streams``, ``FSDPParamGroup._all_gather_result``): before the device has come to
@@ -350,7 +350,7 @@ class _GroupOfOne:
 
 @torch.no_grad()
 def _lent(fsdp_param: Any) -> tuple[torch.Tensor, bool]:
-    """What a rank alone gathers of a shard, and whether it stays where it is, and so can be computed with.
+    """Return what a rank alone gathers of a shard, and whether it stays where it is, and so can be computed with.
 
     ``ExtensionsData.all_gather_metadata`` of our extension says so.
     """
@@ -469,7 +469,7 @@ def give_shard(fsdp_param: Any, local: torch.Tensor, padded: torch.Tensor | None
 
 
 def own_initializer(module: torch.nn.Module) -> Callable[[], object] | None:
-    """What a module fills its parameters and buffers with when it is built; None if it has no such method.
+    """Return what a module fills its parameters and buffers with when it is built; None if it has no such method.
 
     ``MultiheadAttention._reset_parameters``: the one module of torch whose ``reset_parameters`` is private.
     """
@@ -523,7 +523,7 @@ class refuse_writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa
 
 
 def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank's part of a DTensor begins in the whole, in every dimension.
+    """Return where this rank's part of a DTensor begins in the whole, in every dimension.
 
     ``DTensor.__create_chunk_list__``: what distributed checkpoints ask for it; the functions behind it are private.
     They compute with tensors, on the default device, whatever that is.
@@ -562,7 +562,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def state_dict_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """What the user has registered to run before and after ``state_dict``.
+    """Return what the user has registered to run before and after ``state_dict``.
 
     ``Optimizer._optimizer_state_dict_pre_hooks`` and ``_post_hooks``: only ``Optimizer.state_dict`` runs them, which
     packs whatever ``optimizer.state`` holds and fails for a parameter that was taken out of the groups.
@@ -593,7 +593,7 @@ def running_last_before_load(optimizer: Optimizer, hook: Callable[..., Any]) -> 
 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:
-    """Where in the files of a distributed checkpoint a tensor is.
+    """Return where in the files of a distributed checkpoint a tensor is.
 
     ``checkpoint.filesystem._StorageInfo``: what ``FileSystemReader``, also a stock one, looks for in the metadata.
     """

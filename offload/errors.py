@@ -116,7 +116,7 @@ class SwapIOError(OSError):
 
     @property
     def remedy(self) -> str:
-        """What to do about the error."""
+        """Return what to do about the error."""
         return _REMEDIES.get(self.errno or 0, "see `man errno` and `dmesg`")
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class EngineLostError(SwapIOError):
 
     @property
     def remedy(self) -> str:
-        """What to do about the error."""
+        """Return what to do about the error."""
         return (
             "this is not the drive: something has forbidden the engine's system calls since it was opened, such as "
             "a seccomp filter that refuses io_uring_enter. It will not come back in this process: end it, and resume "
@@ -175,7 +175,7 @@ class ForeignFolderError(SwapIOError):
 
     @property
     def remedy(self) -> str:
-        """What to do about the error."""
+        """Return what to do about the error."""
         return (
             "somebody else may have made it: look at what it is and remove it, or choose another nvme_path or name of "
             "the run. If it is yours, for example after a restore: `chown -R` it to this user, and `chmod 0700`"
@@ -308,7 +308,7 @@ class CheckpointError(OffloadError):
 
 
 class ResumeError(OffloadError):
-    """What a durable run committed cannot be taken up. Nothing has changed."""
+    """A durable run cannot go on from what it committed. Nothing has changed."""
 
     def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
         super().__init__(path, problem)

@@ -1,4 +1,4 @@
-"""How far something is that takes longer than a second: a bar on standard error, for people alone."""
+"""A bar on standard error shows people how far something is that takes longer than a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Advance = Callable[[float], None]
 """Says that so much more is done, in whatever `progress` was given the total of."""
 
 DELAY_SECONDS = 1.0
-"""What is done sooner shows no bar."""
+"""Whatever is done sooner shows no bar."""
 REFRESH_SECONDS = 0.1
 
 _shown: list[_Bar] = []

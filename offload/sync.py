@@ -1,4 +1,4 @@
-"""What outlives a power loss: the bytes of a file that was synced, and its name if its folder was.
+"""A power loss leaves the bytes of a file that was synced, and its name if its folder was.
 
 A drive may have the rest in any part and order: a name before the bytes of its file, one name of a folder and not
 another that is older. So whoever renames syncs the file before and the folder afterwards. Nothing is synced past here.

@@ -24,7 +24,7 @@ class LoggedStep:
     offsets: int
     grad_dtype: int
     grad_scale: float
-    scalars: list[float]
+    scalars: Sequence[float]
     def __init__(
         self,
         *,
@@ -47,7 +47,7 @@ class Segment:
     grad_dtype: int
     rule: int
     grad_scale: float
-    scalars: list[float]
+    scalars: Sequence[float]
     log: list[LoggedStep]
     base: int
     offsets: int
@@ -71,6 +71,7 @@ class Segment:
         offsets: int,
         tail: int,
     ) -> None: ...
+    def renew(self, param: int, grad: int, grad_dtype: int, grad_scale: float, scalars: Sequence[float]) -> None: ...
 
 class SummedMemory:
     def __init__(self, *, address: int, size_bytes: int, sums: int) -> None: ...
@@ -90,5 +91,7 @@ def join(pool: ThreadPool, isa: str, hi: int, lo: int, dst: int, numel: int) -> 
 def fp16_to_fp32(pool: ThreadPool, isa: str, src: int, dst: int, numel: int) -> None: ...
 def fp32_to_fp16(pool: ThreadPool, isa: str, src: int, dst: int, numel: int) -> None: ...
 def checksum(pool: ThreadPool, isa: str, address: int, itemsize: int, numel: int, out: int) -> None: ...
-def grad_sq_sums(pool: ThreadPool, isa: str, address: int, grad_dtype: int, numel: int, out: int) -> None: ...
+def grad_sq_sums(
+    pool: ThreadPool, isa: str, addresses: Sequence[int], grad_dtypes: Sequence[int], numels: Sequence[int], out: int
+) -> None: ...
 def ordered_sum(address: int, numel: int) -> float: ...

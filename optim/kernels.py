@@ -20,7 +20,7 @@ from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, num_ti
 from nvme_offload.optim.rules.rule import UpdateRule
 
 REVISION = 1
-"""Of what the kernels compute, to the bit: a run that goes on with another one would not be the run it was. Count it up
+"""The revision of the kernels, to the bit: a run that goes on with another one would not be the run it was. Count it up
 whenever an update gives other bits."""
 
 __all__ = [
@@ -89,7 +89,7 @@ def make_segment(
 ) -> Segment:
     """Describe one run of elements to `KernelPool.update`.
 
-    A segment holds addresses: keep the tensors alive. Its fields can be set anew for every step.
+    A segment holds addresses: keep the tensors alive. `Segment.renew` says what is new in a step.
 
     Args:
         param: bf16, fp16 or fp32 [numel]; its dtype decides the `MasterForm`.
@@ -397,25 +397,26 @@ class KernelPool:
         _kernels.checksum(self._threads, self._isa, address, tensor.element_size(), numel, sums_address)
         return sums
 
-    def tile_sq_sums(self, grad: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def tile_sq_sums(self, *grads: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Sum the squares of every tile in fp64; `ordered_sum` adds the tiles up.
 
         Args:
-            grad: fp32, bf16 or fp16, any shape.
-            out: fp64 [num_tiles] to write to.
+            grads: fp32, bf16 or fp16, any shape.
+            out: fp64 [num_tiles] to write to, with room for the tiles of all of them.
 
         Returns:
-            fp64 [num_tiles].
+            fp64 [num_tiles], those of one gradient after the other.
 
         Raises:
             ValueError: for another dtype, a tensor not contiguous on the CPU, or an ``out`` that misfits.
         """
-        numel = grad.numel()
-        grad_dtype = GradDtype.of(grad)
-        address = _address("grad", grad, grad.dtype, numel)
-        sums = torch.empty(num_tiles(numel), dtype=torch.float64, device="cpu") if out is None else out
-        sums_address = _address("out", sums, torch.float64, num_tiles(numel))
-        _kernels.grad_sq_sums(self._threads, self._isa, address, grad_dtype, numel, sums_address)
+        numels = [grad.numel() for grad in grads]
+        dtypes = [GradDtype.of(grad) for grad in grads]
+        addresses = [_address("grad", grad, grad.dtype, numel) for grad, numel in zip(grads, numels, strict=True)]
+        num_sums = sum(map(num_tiles, numels))
+        sums = torch.empty(num_sums, dtype=torch.float64, device="cpu") if out is None else out
+        sums_address = _address("out", sums, torch.float64, num_sums)
+        _kernels.grad_sq_sums(self._threads, self._isa, addresses, dtypes, numels, sums_address)
         return sums
 
 

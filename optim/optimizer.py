@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -15,24 +16,28 @@ from torch.optim import Optimizer
 from nvme_offload.offload._torch_private import not_compiled, running_last_before_load, state_dict_hooks
 from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import ConfigWarning
+from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
-from nvme_offload.optim.durable.methods import DurableMethods
-from nvme_offload.optim.groups import check_group, follow, take_on
+from nvme_offload.optim.access.entries import prepare_entries, write_entries
+from nvme_offload.optim.access.split import StateParts
+from nvme_offload.optim.access.state_dict import matched_state, packed_state
+from nvme_offload.optim.access.view import StateView
+from nvme_offload.optim.durable.commits import Commits
+from nvme_offload.optim.durable.object import Durable
+from nvme_offload.optim.durable.state import DurableState, open_durability
+from nvme_offload.optim.durable.wear import Wear
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
-from nvme_offload.optim.run_record import RunRecord, place_in_words, said
-from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.state.entries import prepare_entries, write_entries
+from nvme_offload.optim.state.condition import Need, StepPhase
 from nvme_offload.optim.state.store import StateStore
-from nvme_offload.optim.state.view import StateView
-from nvme_offload.optim.state_dict import matched_state, packed_state
-from nvme_offload.optim.stats import Meter, Moved, OptimizerStats, Span
+from nvme_offload.optim.step.groups import check_group, follow, take_on
 from nvme_offload.optim.step.plain_modules import PlainModules
 from nvme_offload.optim.step.stepper import Stepper
-from nvme_offload.optim.warn import warn_user
+from nvme_offload.optim.telemetry.run_record import RunRecord, place_in_words, said
+from nvme_offload.optim.telemetry.stats import Meter, Moved, OptimizerStats, Span
+from nvme_offload.optim.telemetry.warn import warn_user
 
 
-class OffloadOptimizer(DurableMethods, Optimizer):
+class OffloadOptimizer(Optimizer):
     """An optimizer with its state on NVMe or in host memory; a subclass names its rule and torch's arguments.
 
     Make one for an `UpdateRule` of your own::
@@ -82,9 +87,12 @@ class OffloadOptimizer(DurableMethods, Optimizer):
         if unread := unread_text(self.config, type(self).__name__, BY_OPTIMIZER):
             warn_user(unread, ConfigWarning)
         self._meter = Meter()
-        self.store = StateStore(self.config, self._meter, self.rule, type(self).__name__)
+        opened = partial(open_durability, self.config, self.rule)
+        self.store = store = StateStore(self.config, self._meter, self.rule, type(self).__name__, opened, StateParts)
         """The state itself, for those who save, load and fill it: see `StateBody`."""
-        self._take_on_durable(self.store, self._meter, norm_group)
+        durability = store.durability
+        self._commits = Commits(store, durability, norm_group) if isinstance(durability, DurableState) else None
+        self._wear = Wear(self.config.zero_optimization.offload_optimizer, store)
         self._stepper = Stepper(self.store, self.rule, self._meter, norm_group, self._commits)
         self._plain_modules = PlainModules(self.store)
         self._record = RunRecord(self.store.run_directory, self.config.run_log)
@@ -207,7 +215,10 @@ class OffloadOptimizer(DurableMethods, Optimizer):
     def _end_step(self) -> None:
         """A step was taken: sum up its iteration, have it last, and note how the run is."""
         self._meter.end_iteration(self._moved())
-        self._commit_step()
+        self._wear.note_step()
+        commits = self._commits
+        if commits is not None and commits.engines_model is None:  # else the engine does it, when its part is done
+            commits.end_step(self.param_groups, commits.step + 1)
         self._record.note(self._said)
 
     def try_step(self, loss_scale: float | None = None) -> bool:
@@ -345,9 +356,13 @@ class OffloadOptimizer(DurableMethods, Optimizer):
         """
         if self.store.has_unfinished_step and self.store.condition.refuses(Need.REST_OF_STEP):
             self.store.wait_for_updates()  # says what cut it off, where nobody has heard it
+        has_returned = self.store.record_in(StepPhase.STOPPED) is not None
         with self.store.at_rest(forgiving=True):
             self._stepper.finish()
-        self._end_step()
+        if not has_returned:
+            self._end_step()
+        elif self._commits is not None:
+            self._commits.begin_pending()
 
     def synchronize(self) -> None:
         """Wait for the updates, writes and reads that still run behind the latest step.
@@ -364,7 +379,8 @@ class OffloadOptimizer(DurableMethods, Optimizer):
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files but those of a durable run. Idempotent."""
-        self._end_commits()
+        if self._commits is not None:
+            self._commits.close()
         self._record.close(self._said)
         self.store.close()
 
@@ -373,6 +389,52 @@ class OffloadOptimizer(DurableMethods, Optimizer):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether each step is committed, so that a killed run goes on from there."""
+        return self._commits is not None
+
+    @property
+    def durable(self) -> Durable:
+        """The durable run of the state: commits, snapshots, ways back.
+
+        Raises:
+            StateError: the section does not say ``durable``.
+        """
+        if self._commits is None:
+            name = type(self).__name__
+            raise StateError(name, "durable in offload_optimizer of the section", "state that ends with the process")
+        return Durable(self._commits, self)
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """See `Durable.client_state`."""
+        return self.durable.client_state
+
+    @client_state.setter
+    def client_state(self, value: Mapping[str, Any]) -> None:
+        self.durable.client_state = dict(value)
+
+    def commit(self) -> None:
+        """See `Durable.commit`."""
+        self.durable.commit()
+
+    def resume(self, snapshot: str | None = None) -> tuple[int, dict[str, Any]] | None:
+        """See `Durable.resume`."""
+        return self.durable.resume(snapshot)
+
+    def snapshot(self, name: str) -> int:
+        """See `Durable.snapshot`."""
+        return self.durable.snapshot(name)
+
+    def remove_snapshot(self, name: str) -> None:
+        """See `Durable.remove_snapshot`."""
+        self.durable.remove_snapshot(name)
+
+    def rewind(self, steps: int = 1) -> tuple[int, dict[str, Any]]:
+        """See `Durable.rewind`."""
+        return self.durable.rewind(steps)
 
     @not_compiled
     def state_dict(self) -> dict[str, Any]:
@@ -459,7 +521,8 @@ class OffloadOptimizer(DurableMethods, Optimizer):
             iteration=meter.iteration,
             **meter.overlapped,
             overlap_wait_seconds=store.worker.wait_seconds,
-            **self._commit_stats,
+            **self._wear.stats,
+            **(self._commits.stats if self._commits is not None else {}),
             drive_busy_seconds=self._moved().busy_seconds,
             **store.blocks.stats(),
         )
@@ -478,7 +541,7 @@ class OffloadOptimizer(DurableMethods, Optimizer):
         return self.store.plan
 
     def _moved(self) -> Moved:
-        """What drives have done for this optimizer so far."""
+        """Return what drives have done for this optimizer so far."""
         own = [self.store.tier.stats()] if self.store.tier else []
         counted, blocks = own + self.store.blocks.engine_stats, self.store.blocks.stats()
         return Moved(
@@ -488,7 +551,7 @@ class OffloadOptimizer(DurableMethods, Optimizer):
         )
 
     def timeline(self) -> list[Span]:
-        """What the latest iteration did and when, and what has followed it; by time.
+        """Return what the latest iteration did and when, and what has followed it; by time.
 
         It begins where the step before ended, with what still ran behind that, and has in it what the latest step has
         left to do as far as that is done: `synchronize` first to have all of it. Forward and backward are in it where

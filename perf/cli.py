@@ -20,44 +20,18 @@ class Command(NamedTuple):
     """The first paragraph of its docstring."""
 
 
-COMMANDS = {
-    "doctor": Command(
-        "nvme_offload.perf.doctor.command",
-        "Examine this machine and the given folders, and say what stands in the way of NVMe offload.",
-    ),
-    "init": Command(
-        "nvme_offload.perf.init.command",
-        "Write a section for this machine and a model: the fastest that fits, with an aio section measured here.",
-    ),
-    "plan": Command(
-        "nvme_offload.perf.plan.command",
-        "Predict memory, traffic, time and wear of a training step, and the largest model that fits.",
-    ),
-    "bench": Command(
-        "nvme_offload.perf.bench.command",
-        "Measure bandwidth, IOPS, latency and processor time of reading, writing and both.",
-    ),
-    "report": Command(
-        "nvme_offload.perf.report.command",
-        "Write one page of HTML about a run or a benchmark, with its pictures in it.",
-    ),
-    "runs": Command(
-        "nvme_offload.perf.runs.command",
-        "List the durable runs below the given folders: model, step, age, bytes, and whether they are alive.",
-    ),
-    "top": Command(
-        "nvme_offload.perf.top.command",
-        "Watch a run: where its bytes are, how fast they move, what it waits for, and how its drives are.",
-    ),
-    "tune": Command(
-        "nvme_offload.perf.tune.command",
-        "Search block size, depth, rings and engine for the best `aio` section, on an optimizer step's 1:1 pattern.",
-    ),
-    "verify": Command(
-        "nvme_offload.perf.verify.command",
-        "Verify bits and speed of training on this machine's GPU, or on its CPU where it has none.",
-    ),
+_HELP = {
+    "doctor": "Examine this machine and the given folders, and say what stands in the way of NVMe offload.",
+    "init": "Write a section for this machine and a model: the fastest that fits, with an aio section measured here.",
+    "plan": "Predict memory, traffic, time and wear of a training step, and the largest model that fits.",
+    "bench": "Measure bandwidth, IOPS, latency and processor time of reading, writing and both.",
+    "report": "Write one page of HTML about a run or a benchmark, with its pictures in it.",
+    "runs": "List the durable runs below the given folders: model, step, age, bytes, and whether they are alive.",
+    "top": "Watch a run: where its bytes are, how fast they move, what it waits for, and how its drives are.",
+    "tune": "Search block size, depth, rings and engine for the best `aio` section, on a step's 1:1 pattern.",
+    "verify": "Verify bits and speed of training on this machine's GPU, or on its CPU where it has none.",
 }
+COMMANDS = {name: Command(f"nvme_offload.perf.{name}.command", text) for name, text in _HELP.items()}
 
 
 def group_of(commands: Mapping[str, Command]) -> type[TyperGroup]:

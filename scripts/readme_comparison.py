@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from nvme_offload.perf.experiments.peers.result import HEAD, Result, draw, notes
-from nvme_offload.perf.measure.environment import describe
+from nvme_offload.perf.measure.machine import describe
 from nvme_offload.perf.measure.results import RESULTS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,7 +20,7 @@ RUNNABLE = re.compile(r"^(?P<fence>`{3}\w+) runnable$", re.MULTILINE)
 PAGES = (
     ("errors", "Errors", ("offload.errors", "aio_native.engine")),
     ("tensors", "Tensors by name", ("offload.swapper", "offload.storage", "aio_native.faults")),
-    ("values", "Full values and weights", ("optim.full_values", "offload.weights")),
+    ("values", "Full values and weights", ("optim.access.full_values", "offload.weights")),
     (
         "training",
         "Training engine and section",

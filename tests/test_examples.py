@@ -38,12 +38,12 @@ def drive(tmp_path):
 
 
 def run(script, *arguments, folder):
-    """What the script printed, without a launcher; it must end with 0."""
+    """Return what the script printed, without a launcher; it must end with 0."""
     return run_child(CODE, folder, EXAMPLES / script, *arguments)
 
 
 def launched(script, *arguments, folder):
-    """What the script printed on two ranks, as behind a launcher; both must end with 0."""
+    """Return what the script printed on two ranks, as behind a launcher; both must end with 0."""
     done = run_launched(CODE, folder, EXAMPLES / script, *arguments)
     assert [rank.returncode for rank in done] == [0, 0], "".join(rank.stdout + rank.stderr for rank in done)
     return "".join(rank.stdout for rank in done)

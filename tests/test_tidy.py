@@ -41,18 +41,18 @@ FOLDERS_BOTTOM_UP = {
         {"weights"},
     ),
     "optim": (
-        {"_kernels", "blocks", "collective", "metrics", "overlap", "warn"},
-        {"stats", "wear"},
-        {"rules", "run_record", "trace"},
+        {"_kernels", "overlap", "telemetry"},
+        {"ranks", "rules"},
         {"layout"},
-        {"kernels", "precision", "whole_params"},
-        {"gradient_log", "tiers"},
+        {"kernels", "precision"},
+        {"tiers"},
         {"updates"},
-        {"grad_norm", "state"},
-        {"birth", "durable", "full_values", "groups"},
-        {"state_dict", "step"},
+        {"state"},
+        {"access"},
+        {"birth", "durable"},
+        {"step"},
         {"optimizer"},
-        {"adagrad", "adam", "adamw", "checkpoint", "lion", "muon", "optimizers", "sgd"},
+        {"checkpoint", "optimizers"},
         {"adapters", "zero"},
     ),
     "perf": (
@@ -338,7 +338,6 @@ WITH_TENSORS = [
 ]
 MAX_ATTRIBUTES = 12
 MANY_ATTRIBUTES = {
-    "Commits": 23,
     "ExtentRing": 16,
     "FinalGradients": 16,
     "Meter": 20,
@@ -348,10 +347,6 @@ MANY_ATTRIBUTES = {
     "OptimizerStats": 52,
     "OwnerThread": 18,
     "ParamRecord": 13,
-    "RunResult": 15,
-    "StateBody": 13,
-    "StateStore": 13,
-    "Worker": 13,
     "_Export": 13,
 }
 """Classes that are to become several, with the attributes that they have; none may get more."""
@@ -360,11 +355,11 @@ OFTEN_NAMED = {
     *("_Flight", "_ReadOnly", "_Shard"),
 }
 """Names of more than one class; none may be added."""
-MAX_WRITES_TO_OTHERS = 169
-MAX_LATE_CALLBACKS = 8
+MAX_WRITES_TO_OTHERS = 155
+MAX_LATE_CALLBACKS = 5
 MAX_TESTS_BELOW_THE_FACE = 141
-MAX_HEADLESS = {"how": 73, "of": 50, "those": 10, "what": 353, "where": 76, "whose": 1}
-"""Docstrings by the word that they begin with, which no sentence with a subject and a verb does."""
+HEADLESS = {"how", "of", "those", "what", "where", "whose"}
+"""Words that no docstring begins with: its first sentence has a subject and a verb, or is an imperative."""
 
 
 def classes(trees=None):
@@ -430,7 +425,7 @@ def test_classes_have_few_attributes():
 
 
 def test_there_is_no_mixin():
-    """A class has one base of ours, or is a Protocol. Methods of the one that is left become an object's."""
+    """A class has one base of ours, or is a Protocol."""
     own = {kind.name for kind in classes()}
     found = [
         kind.name
@@ -439,7 +434,7 @@ def test_there_is_no_mixin():
         and own & {ast.unparse(base).partition("[")[0] for base in kind.bases}
         and "Protocol" not in map(ast.unparse, kind.bases)
     ]
-    assert found in ([], ["OffloadOptimizer"]), f"{found}: hold an object instead of inheriting its methods"
+    assert not found, f"{found}: hold an object instead of inheriting its methods"
 
 
 def test_a_class_name_occurs_once():
@@ -469,8 +464,8 @@ def docstrings(tree):
 
 def test_docstrings_begin_with_a_sentence():
     words = Counter(text.split()[0].rstrip(",").lower() for tree in TREES.values() for text in docstrings(tree) if text)
-    wrong = {word: words[word] for word, most in MAX_HEADLESS.items() if words[word] > most}
-    assert not wrong, f"{wrong}, more than there were: begin with a subject and a verb, or an imperative"
+    wrong = {word: words[word] for word in HEADLESS & words.keys()}
+    assert not wrong, f"{wrong}: begin with a subject and a verb, or an imperative"
 
 
 def test_imports_are_free():

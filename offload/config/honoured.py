@@ -16,7 +16,7 @@ BY_OPTIMIZER = frozenset(
         "run_log",
     }
 )
-"""What an optimizer by itself reads; of `gradient_accumulation_steps` it only plans with the number."""
+"""An optimizer by itself reads these; of `gradient_accumulation_steps` it only plans with the number."""
 BY_SWAPPER = frozenset({"zero_optimization", "aio"})
 
 
@@ -48,6 +48,6 @@ def _asks(config: OffloadConfig, name: str) -> bool:
 
 
 def part_for_optimizer(config: OffloadConfig) -> OffloadConfig:
-    """What `initialize` hands on to the optimizer it makes: nothing that it honours itself."""
+    """Return what `initialize` hands on to the optimizer it makes: nothing that it honours itself."""
     given = {name: getattr(config, name) for name in (*BY_OPTIMIZER, "gradient_accumulation_steps")}
     return OffloadConfig.model_construct(_fields_set=set(BY_OPTIMIZER), **given)

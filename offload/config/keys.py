@@ -1,4 +1,4 @@
-"""What a section is: a model with a field for each key, and tables of the keys of DeepSpeed that are no fields.
+"""A section is a model with a field for each key, and has tables of the keys of DeepSpeed that are no fields.
 
 Nothing here knows a key by name: the models (`offload.config.section` and those it is made of) say which keys there
 are, which of DeepSpeed's are accepted without effect and which are refused; `offload.config.reader` says so to users.
@@ -118,7 +118,7 @@ def _only_schema(only: object) -> dict[str, Any]:
 
 
 class Section(BaseModel):
-    """What every section shares. Keys of DeepSpeed that are no fields here stand in the tables."""
+    """Every section shares this. Keys of DeepSpeed that are no fields here stand in the tables."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -147,7 +147,7 @@ class Section(BaseModel):
     DeepSpeed (see `offload.config.reader`) and leaves it out is told."""
 
     def contradictions(self) -> Iterator[Contradiction]:
-        """What of this section does not go together; the sections in it say so themselves."""
+        """Return what of this section does not go together; the sections in it say so themselves."""
         return iter(())
 
     @model_validator(mode="after")

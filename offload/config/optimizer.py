@@ -60,17 +60,17 @@ class OptimizerParams(Section):
     )
     """Decay of the moments: two numbers, each 0 or more and below 1."""
     eps: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
-    """What is added to the denominator, 0 or more."""
+    """This is added to the denominator, 0 or more."""
     weight_decay: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
     """Weight decay, 0 or more. AdamW's default is DeepSpeed's; `OffloadAdamW` by itself has torch's 0.01."""
     lr_decay: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
     """The learning rate is divided by 1 + (step - 1) * lr_decay, 0 or more."""
     initial_accumulator_value: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
-    """What the sum of squares begins with, 0 or more."""
+    """The sum of squares begins with this, 0 or more."""
     momentum: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
-    """How much of the buffer of gradients is kept, 0 or more; with 0 there is no buffer."""
+    """The share of the buffer of gradients that is kept, 0 or more; with 0 there is no buffer."""
     dampening: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
-    """How much of a gradient does not enter the buffer, 0 or more."""
+    """The share of a gradient that does not enter the buffer, 0 or more."""
     nesterov: bool | None = key(None, "true or false", "same", shown=_OF_TYPE)
     """Look ahead along the buffer; needs a momentum, and no dampening."""
     ns_coefficients: Annotated[tuple[float, float, float], Field(strict=False)] | None = key(
@@ -80,7 +80,7 @@ class OptimizerParams(Section):
     ns_steps: Annotated[int, Field(ge=0, le=99)] | None = key(None, "a whole number, 0..99", "same", shown=_OF_TYPE)
     """Number of Newton-Schulz iterations, 0..99."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = key(None, "one of these", "same", shown=_OF_TYPE)
-    """How the learning rate follows the shape of a matrix."""
+    """The way in which the learning rate follows the shape of a matrix."""
     adam_w_mode: bool = key(True, "true or false", "same")
     """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, that is for `OffloadAdam`."""
 

@@ -131,7 +131,7 @@ class _Reader:
         anywhere else, or stands in a table of that name."""
 
     def left_out(self) -> Iterator[str]:
-        """What a DeepSpeed section leaves out where DeepSpeed's default is another than the default here."""
+        """Return what a DeepSpeed section leaves out where DeepSpeed's default is another than the default here."""
         for home, model in sections(self.root):
             for name, what in model.OTHERWISE.items():
                 if self.is_deepspeed and f"{home}{name}" not in self.written:

@@ -126,7 +126,7 @@ _ABOUT_ENGINES = (
 
 
 class AioConfig(Section):
-    """How bytes move between memory and files."""
+    """The way in which bytes move between memory and files."""
 
     engine: EngineName = key("auto", "one of these", description=_ABOUT_ENGINES)
     block_size: ByteCount = key(
@@ -162,7 +162,7 @@ class AioConfig(Section):
 
 
 class OffloadOptimizerConfig(Section):
-    """Where the optimizer state lives between steps."""
+    """The place of the optimizer state between steps."""
 
     device: Literal["none", "cpu", "nvme"] = key("none", "one of these", "same")
     """The tier of the optimizer state. `nvme` and `cpu` run the same kernel and give the same bits."""
@@ -187,15 +187,15 @@ class OffloadOptimizerConfig(Section):
     the drive when a run begins, and takes what is fastest there, 4 at most; with `wear_limit` the fastest that keeps
     it, up to 16. A run goes on with what it began with."""
     rewind_steps: Whole = key(1, "a whole number, 1..16", "", "steps", ge=1, le=16)
-    """How many steps a `durable` run can go back to with `rewind`, 1..16. Each one beyond the first takes the space of
+    """A `durable` run can go back so many steps with `rewind`, 1..16. Each one beyond the first takes the space of
     the state once more; nothing more is moved."""
 
     wear_limit: WearLimit = key(None, 'bytes a day, as "1TB/day"', "", "bytes/day")
-    """How much the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run begins with a
+    """The most that the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run begins with a
     period that keeps it, however fast steps follow each other. A run that writes more says so once, with what writes
     less. `offload plan --durable` chooses by it."""
     endurance: Endurance | None = key(None, '1 B or more, as "600TB"', "", "bytes")
-    """What the drives of `nvme_path` may still be written together, 1 B or more: their rated TBW, less
+    """The bytes that the drives of `nvme_path` may still be written together, 1 B or more: their rated TBW, less
     what `offload doctor` says was written. With it `stats()` and `offload plan` say how long they last."""
 
     IGNORED: ClassVar = {
@@ -234,7 +234,7 @@ class OffloadOptimizerConfig(Section):
 
 
 class ZeroOptimizationConfig(Section):
-    """What is sharded, and what is offloaded."""
+    """It says what is sharded, and what is offloaded."""
 
     stage: Whole = key(0, "a whole number, 0..3", "same", ge=0, le=3)
     """ZeRO stage, 0..3: what `initialize` shards over ranks is nothing (plain data parallelism), optimizer state,
@@ -245,9 +245,9 @@ class ZeroOptimizationConfig(Section):
     """Elements of one subgroup, 0 or more; 0 is the default. A subgroup is the unit of the optimizer's
     read-update-write; `staging_budget` may make it smaller. 1e9 is taken for the whole number it is."""
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
-    """Where the optimizer state lives between steps."""
+    """The place of the optimizer state between steps."""
     offload_param: OffloadParamConfig = OffloadParamConfig()
-    """Where the bf16 parameters of each rank, the upper halves of the master weights, live."""
+    """The place of each rank's bf16 parameters, the upper halves of the master weights."""
 
     IGNORED: ClassVar = ZERO_IGNORED
     ONLY: ClassVar = ZERO_ONLY
@@ -258,9 +258,9 @@ class OffloadConfig(Section):
     """The whole configuration section."""
 
     zero_optimization: ZeroOptimizationConfig = ZeroOptimizationConfig()
-    """What is sharded, and what is offloaded."""
+    """It says what is sharded, and what is offloaded."""
     aio: AioConfig = AioConfig()
-    """How bytes move between memory and files."""
+    """The way in which bytes move between memory and files."""
     gradient_clipping: float = key(0.0, "a number, 0 or more", "same, default 1.0 since June 2026", "total norm", ge=0)
     """Largest total norm of all gradients, 0 or more. 0 is off."""
     overlap_step: Literal["off", "forward", "backward", "speculate"] | None = key(None, "one of these")
@@ -297,12 +297,12 @@ class OffloadConfig(Section):
     torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
     """Forward under `torch.autocast`, with parameters and gradients in fp32."""
     offload_gradients: OffloadGradientsConfig = OffloadGradientsConfig()
-    """Where the gradient partitions of each rank live between their arrival and the step."""
+    """The place of each rank's gradient partitions between their arrival and the step."""
     communication_data_type: DType | None = key(None, "one of these", "same")
-    """What gradients are reduced in. Left out, it follows the compute dtype: bf16 reduces in bf16, fp16 in fp16, all
+    """Gradients are reduced in this. Left out, it follows the compute dtype: bf16 reduces in bf16, fp16 in fp16, all
     else in fp32; with `torch_autocast` the classes listed there reduce in its dtype. torch's spellings do as well."""
     gradient_accumulation_dtype: DType | None = key(None, "one of these", "data_types.grad_accum_dtype, accepted too")
-    """What gradients are added up in over micro-batches, and reach the optimizer in. Left out, it follows the compute
+    """Gradients are added up over micro-batches and reach the optimizer in this. Left out, it follows the compute
     dtype. fp32 goes with everything, bf16 with `bf16`, fp16 with `fp16`. torch's spellings do as well."""
     fp32_modules: Patterns = key((), 'a list of patterns, as ["*.router", "LayerNorm"]')
     """Modules that stay fp32 in a `bf16` or `fp16` model, with all that is in them: shell patterns of qualified names,
@@ -336,12 +336,12 @@ class OffloadConfig(Section):
 
     @property
     def compute_dtype(self) -> DType:
-        """What parameters are gathered and computed in; under `torch_autocast` fp32, of which autocast departs."""
+        """Parameters are gathered and computed in this; under `torch_autocast` fp32, of which autocast departs."""
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     @property
     def autocast_dtype(self) -> HalfDType | None:
-        """What autocast computes in; None where it is not enabled."""
+        """Return what autocast computes in; None where it is not enabled."""
         return self.torch_autocast.dtype if self.torch_autocast.enabled else None
 
     @property

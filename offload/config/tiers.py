@@ -47,7 +47,7 @@ def path_contradictions(device: str, paths: tuple[Path, ...]) -> Iterator[Contra
 
 
 class OffloadParamConfig(Section):
-    """Where the parameters of each rank live between uses: what is gathered of them, and in fp32 that is all."""
+    """The place of each rank's parameters between uses: what is gathered of them, and in fp32 that is all."""
 
     device: Literal["none", "cpu", "nvme"] = key("none", "one of these", "same")
     """The tier of the parameters, in any precision, with the same bits. Of a model on the CPU `none` and `cpu` are the
@@ -77,7 +77,7 @@ class OffloadParamConfig(Section):
 
 
 class OffloadGradientsConfig(Section):
-    """Where the gradient partitions of each rank live between their arrival and the step."""
+    """The place of each rank's gradient partitions between their arrival and the step."""
 
     device: Literal["none", "cpu", "nvme"] = key("none", "one of these")
     """The tier of the gradient partitions, in any precision, with the same bits. Of a model on the CPU `none` and `cpu`

@@ -92,7 +92,7 @@ class TorchAutocastConfig(Section):
     enabled: bool = key(False, "true or false", "same")
     """Run forward under `torch.autocast`; with fp16 the loss is scaled as the keys of `fp16` say."""
     dtype: HalfDType | None = key(None, "one of these", "same, default the device's")
-    """What autocast computes in. Needed when enabled. torch's spellings do as well, as `bfloat16`."""
+    """Autocast computes in this. Needed when enabled. torch's spellings do as well, as `bfloat16`."""
     lower_precision_safe_modules: ClassNames = key(
         ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"),
         'a list of class names with their packages, as ["torch.nn.Linear"]',

@@ -11,7 +11,7 @@ from nvme_offload.offload.errors import ConfigError
 
 
 class _Argument(NamedTuple):
-    """What a key of the section is, in the arguments."""
+    """An argument stands for a key of the section."""
 
     value: Any
     name: str
@@ -71,7 +71,7 @@ def _home_of(section: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
 
 
 def _arguments(args: Any, num_training_steps: int | None) -> dict[str, _Argument]:
-    """What the arguments say of each key that they decide, as `HfTrainerDeepSpeedConfig` has it."""
+    """Return what the arguments say of each key that they decide, as `HfTrainerDeepSpeedConfig` has it."""
     batch = args.per_device_train_batch_size
     train_batch = args.world_size * batch * args.gradient_accumulation_steps
     no_steps = "the steps of the run decide it"

@@ -17,7 +17,7 @@ import torch
 HOST = torch.device("cpu")
 
 KINDS = "the CPU or a CUDA device"
-"""What messages say of the devices that can be used."""
+"""Messages say this of the devices that can be used."""
 
 _NEEDED = ("Stream", "Event", "current_stream", "cudart")
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices of the process

@@ -53,13 +53,13 @@ def stay_near(device: torch.device, num_ranks: int) -> bool:
 
 
 def num_processors_of_rank(num_ranks: int) -> int:
-    """How many processors one of so many ranks on this host works with: its share, within those that it may use."""
+    """Return how many processors one of so many ranks on this host works with: its share of those that it may use."""
     own = os.sched_getaffinity(0)
     return max(1, min(len(own), len(_narrowed_from or own) // num_ranks))
 
 
 def _numbers(listed: str) -> set[int]:
-    """What ``0-3,8-11`` names."""
+    """Return what ``0-3,8-11`` names."""
     found: set[int] = set()
     for part in filter(None, listed.strip().split(",")):
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""What a slot can be made of again, a base and a log, and how manifests write that down."""
+"""A slot can be made again of a base and a log, and manifests write that down."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SLOT, _CONTENT_BYTES, _ROW = range(3)  # of a row of entries
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """What a slot takes on the drive."""
+    """The bytes that a slot takes on the drive."""
 
     base: ExtentLayout
-    """Of the base: all of the slot."""
+    """The layout of the base: all of the slot."""
     entry_bytes: int = 0
     """The most that an entry takes, its trailer included: a multiple of the alignment. 0 with a period of 1."""
     period: int = 1
@@ -46,10 +46,10 @@ class Written:
 
     extent: Extent
     content: ExtentLayout
-    """What is in it. An entry takes what it needs of its extent."""
+    """The layout of what is in it. An entry takes what it needs of its extent."""
     sealed_as: SealedAs
     root: int
-    """Of its trailer, see `seal`."""
+    """The root of its trailer, see `seal`."""
 
     @property
     def id(self) -> WriteId:
@@ -59,7 +59,7 @@ class Written:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """What a slot can be made of again: a base, and what steps did to it since, the oldest first."""
+    """A slot can be made of this again: a base, and what steps did to it since, the oldest first."""
 
     base: Written | None = None
     """None: it was never written."""
@@ -98,12 +98,12 @@ class RingSlot:
     current: Chain = field(default_factory=Chain)
     """As of the newest write."""
     committed: Chain = field(default_factory=Chain)
-    """What the newest committed manifest refers to; an empty one where it knows nothing of this slot."""
+    """The newest committed manifest refers to this; an empty one where it knows nothing of this slot."""
     target: tuple[Size, Extent] | None = None
-    """Where its next write goes, with the size, until that is noted."""
+    """The place of its next write, with the size, until that is noted."""
 
     def extents(self, chain: Chain) -> Iterator[tuple[Size, Extent]]:
-        """What a chain of this slot lies in, with the sizes."""
+        """Return what a chain of this slot lies in, with the sizes."""
         for written in chain:
             yield (self.layout.base.parts if written is chain.base else self.layout.entry_bytes), written.extent
 
@@ -317,7 +317,7 @@ def _by_slot(entries: np.ndarray) -> dict[int, list[np.ndarray]]:
 
 
 def _beginning(extent: Extent, size_bytes: int) -> Iterator[Stripe]:
-    """Where the first bytes of an extent are."""
+    """Return where the first bytes of an extent are."""
     for stripe in extent.stripes:
         if size_bytes > 0:
             yield Stripe(stripe.fd, stripe.offset, min(size_bytes, stripe.size_bytes))

@@ -19,7 +19,7 @@ from nvme_offload.offload.storage.swap_space import SwapSpace
 
 
 class CommittedRank:
-    """What one rank of a run has committed. Have the run `inventory.locked` as long as this is open.
+    """It has what one rank of a run has committed. Have the run `inventory.locked` as long as this is open.
 
     Args:
         folders: all directories of the rank, in any order.
@@ -42,7 +42,7 @@ class CommittedRank:
         if len(uuids) > 1:
             raise ResumeError(where, f"is of another run than {', '.join(str(folder) for folder in folders[1:])}")
         (self.uuid,) = uuids
-        """Of the run, the same on all ranks."""
+        """The run's own, the same on all ranks."""
         self.space = SwapSpace(self._folders, direct="disabled", directory=_ReadOnly)
         """The swap files."""
 
@@ -83,7 +83,7 @@ class CommittedRank:
         raise ResumeError(self.folder, f"has no snapshot {name!r}, and another rank has")
 
     def identity(self, manifest: Manifest) -> Identity:
-        """What the run was when it committed this.
+        """Return what the run was when it committed this.
 
         Raises:
             ResumeError: nobody knows any more.
@@ -91,7 +91,7 @@ class CommittedRank:
         return read_identity(self.folder, manifest.identity)
 
     def extents(self, alignment: int) -> ExtentRing:
-        """Where slots are that were laid out with this alignment, for reading alone."""
+        """Return where slots are that were laid out with this alignment, for reading alone."""
         ring = ExtentRing(self.space, incarnation=0, sequence=1)
         ring.alignment = alignment
         return ring

@@ -35,9 +35,9 @@ class Committer:
         self._finalizer = finalize(self, _end, *self._ending)
         self._failure: Exception | None = None
         self.waited_seconds = 0.0
-        """How long `wait` waited, in all."""
+        """The time that `wait` waited, in all."""
         self.commit_seconds = 0.0
-        """How long commits took, in all, whether anybody waited or not."""
+        """The time that commits took, in all, whether anybody waited or not."""
         self.num_committed = 0
         """Commits that succeeded."""
         self.num_failed = 0
@@ -80,7 +80,7 @@ class Committer:
             self.waited_seconds += time.perf_counter() - begun
 
     def take_failure(self) -> Exception | None:
-        """What the latest commit failed with, once; None where it did not, or is under way."""
+        """Return what the latest commit failed with, once; None where it did not, or is under way."""
         failure, self._failure = self._failure, None
         return failure
 

@@ -58,7 +58,7 @@ def check_name(name: str) -> None:
 
 
 def directory_of(path: Path, name: str, rank: int) -> Path:
-    """Where a rank of a run has its files on a path."""
+    """Return where a rank of a run has its files on a path."""
     return path.absolute() / f"{PREFIX}{name}-rank{rank}"
 
 
@@ -69,7 +69,7 @@ def parse_directory(directory: Path) -> tuple[str, int] | None:
 
 
 def read_about(directory: Path) -> dict[str, Any] | None:
-    """What `DurableDirectory.write_about` wrote; None where there is nothing yet.
+    """Return what `DurableDirectory.write_about` wrote; None where there is nothing yet.
 
     Raises:
         ForeignFolderError: it may be somebody else's.
@@ -152,7 +152,7 @@ class DurableDirectory:
 
     @property
     def about(self) -> dict[str, Any] | None:
-        """What `write_about` wrote; None where there is nothing yet. Raises as `read_about` does."""
+        """Return what `write_about` wrote; None where there is nothing yet. Raises as `read_about` does."""
         return read_about(self.path)
 
     def write_about(self, about: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ class ExtentPool:
 
     @property
     def idle(self) -> list[tuple[Size, Extent]]:
-        """What nobody uses, with its size; the one that waits longest first."""
+        """Return what nobody uses, with its size; the one that waits longest first."""
         return [(size, extent) for size, extents in self._idle.items() for extent in extents]
 
     def num_used(self, size: Size) -> int:
@@ -80,7 +80,7 @@ class ExtentPool:
             self._idle[size].append(extent)
 
     def take_out(self, stripes: Collection[tuple[Stripe, ...]]) -> None:
-        """Those of the idle extents that are in these stripes are in use again."""
+        """Take those of the idle extents that are in these stripes back into use."""
         for size, extents in self._idle.items():
             self._used[size] += sum(extent.stripes in stripes for extent in extents)
         self.drop(stripes)

@@ -1,4 +1,4 @@
-"""What must be equal for a run to go on from what another process committed: a JSON object, known by its digest."""
+"""A run goes on from what another process committed where this is equal: a JSON object, known by its digest."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_identity(folder: Path, expected: str) -> Identity:
 
 
 def differences(committed: Identity, own: Identity) -> list[str]:
-    """Where two identities differ, one line each: the place, what was committed, what is now."""
+    """Return where two identities differ, one line each: the place, what was committed, what is now."""
     return [
         f"{where}: {_brief(before)} was committed, {_brief(now)} is here"
         for where, before, now in _walk(committed, own)

@@ -33,7 +33,7 @@ class RankFound:
     rank: int
     folders: tuple[Path, ...]
     num_paths: int
-    """How many directories it has, on all paths; 0: it does not say."""
+    """The number of directories that it has, on all paths; 0: it does not say."""
     steps: Mapping[str, int]
     """Steps that could be resumed, the latest first, by the identity of the commit, which all ranks have alike."""
     snapshots: tuple[str, ...]
@@ -46,11 +46,11 @@ class RankFound:
     """When the latest one was committed, in seconds since the epoch."""
     model: str
     size_bytes: int
-    """Of the drive, taken by all that is in `folders`."""
+    """The space that all in `folders` takes on the drive."""
     owner: owner.Owner | None
     """Who is in it; None: nobody."""
     problem: str = ""
-    """What keeps it from being resumed, as far as can be seen from here."""
+    """The reason why it cannot be resumed, as far as can be seen from here."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class RunFound:
 
     @property
     def size_bytes(self) -> int:
-        """Of the drives, taken by all ranks."""
+        """Return the bytes of the drives that all ranks take."""
         return sum(rank.size_bytes for rank in self.ranks)
 
     @property
@@ -147,7 +147,7 @@ def remove_snapshot(run: RunFound, name: str) -> None:
 
 
 def _found_in(rank: int, folders: Sequence[Path]) -> RankFound | None:
-    """What is there of a rank; None where somebody removes it at this moment."""
+    """Return what is there of a rank; None where somebody removes it at this moment."""
     while folders:
         try:
             return _look_at(rank, folders)
@@ -194,7 +194,7 @@ def _look_at(rank: int, folders: Sequence[Path]) -> RankFound:
 
 
 def _manifests(folder: Path) -> dict[Path, Manifest]:
-    """Those that are whole. One that is being written is none at that moment; the other one is there."""
+    """Return those that are whole. One that is being written is none at that moment; the other one is there."""
     decoded = {folder / name: Manifest.read(folder, name) for name in names_in(folder) if name in MANIFEST_NAMES}
     return {path: manifest for path, manifest in decoded.items() if manifest is not None}
 

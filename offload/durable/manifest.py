@@ -1,4 +1,4 @@
-"""What a committed step is: one record of where all of it lies, in one of a few places that take turns.
+"""A committed step is one record of where all of it lies, in one of a few places that take turns.
 
 A manifest is written over the oldest of two or more, in one durable write, after everything it refers to is on the
 drive. Torn by a power loss it does not have its digest, and the one before it is whole. Which one is newer is said by a
@@ -57,7 +57,7 @@ class Manifest:
     step: int
     """As the optimizer counts. Goes back where a run does."""
     sequence: int
-    """Of all manifests of the run that were ever written, this is the number; at least 1."""
+    """The number of this one among all manifests of the run that were ever written; at least 1."""
     incarnation: int
     """Which life of the run wrote it."""
     identity: str
@@ -65,7 +65,7 @@ class Manifest:
     tables: Mapping[str, np.ndarray] = field(default_factory=dict)
     """2D int64, by name: where things lie. See `chain.ChainRows`."""
     blob: bytes = b""
-    """What the optimizer keeps with the step."""
+    """The optimizer keeps this with the step."""
     is_first: bool = False
     """Whether there was nothing to go on from before it. Then another rank may not have come that far."""
     commit_id: str = ""

@@ -18,9 +18,9 @@ NAME = "owner"
 
 _LOOK_SECONDS = 0.01
 _DYING_SECONDS = 60.0
-"""How long the last transfers of a dead process may take."""
+"""The last transfers of a dead process may take so long."""
 _ALIVE_SECONDS = 1.0
-"""How long a process that looks alive may take to die."""
+"""A process that looks alive may take so long to die."""
 
 
 @dataclass(frozen=True)

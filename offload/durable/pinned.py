@@ -1,4 +1,4 @@
-"""What a pinned step refers to, read past the tiers while the run goes on writing elsewhere."""
+"""A pinned step is read past the tiers while the run goes on writing elsewhere."""
 
 from __future__ import annotations
 

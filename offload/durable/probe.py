@@ -1,4 +1,4 @@
-"""How fast a drive is, as far as a moment tells: what "auto" has to go by."""
+"""A moment tells how fast a drive is, as far as it can: "auto" has to go by that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a durable state is rewritten: what each period costs, and the one that suits a machine.
+"""A durable state is rewritten every few steps: what each period costs, and the one that suits a machine.
 
 With a period of k a step writes a base of the k-th part of the state and log entries of the rest; it reads bases and
 the entries since. A longer period writes less, reads more and computes more. Which is fastest is up to the drive: one
@@ -22,12 +22,12 @@ USUAL_PERIOD = 4
 
 @dataclass(frozen=True, kw_only=True)
 class DurableBytes:
-    """What there is of a state, in bytes; of all slots together, or of one parameter."""
+    """The bytes that there are of a state; of all slots together, or of one parameter."""
 
     state: float
-    """What a step reads and writes without durability."""
+    """The bytes that a step reads and writes without durability."""
     tail: float
-    """What a base has besides: upper halves, fp32 parameters."""
+    """The bytes that a base has besides: upper halves, fp32 parameters."""
     grad: float
     """The gradients as they are stored: what a log entry has."""
     numel: float = 1
@@ -49,21 +49,21 @@ class DurableBytes:
 
 @dataclass(frozen=True)
 class PeriodCosts:
-    """What an average step costs with a period, in bytes of the same parameters as `DurableBytes`."""
+    """An average step costs this with a period, in bytes of the same parameters as `DurableBytes`."""
 
     period: int
     read: float
     written: float
     space: float
-    """Of the drive, see `turns.num_needed`."""
+    """The space on the drive, see `turns.num_needed`."""
     staging: float
-    """Of the staging buffers, if all of it were in them: the base, its log, and the entry or trailer to write."""
+    """The staging buffers, if all of it were in them: the base, its log, and the entry or trailer to write."""
     updates: float
     """Updates of each parameter: its own, and those that are replayed."""
 
 
 def costs_of(size: DurableBytes, period: int) -> PeriodCosts:
-    """What a period costs. Headers, sums and trailers are left out: 8 B for each 256 KiB."""
+    """Return what a period costs. Headers, sums and trailers are left out: 8 B for each 256 KiB."""
     k = period
     read = size.state + sum(size.base + size.grad * logged for logged in range(1, k))
     entries = (k - 1) * (1 / 2 + 1 / k)
@@ -79,7 +79,7 @@ def costs_of(size: DurableBytes, period: int) -> PeriodCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class DurableRates:
-    """What a machine does in a second, of the drives that this state is on and of the cores that update it."""
+    """A machine does this in a second, by the drives that this state is on and the cores that update it."""
 
     read: float
     """Bytes of reading alone."""
@@ -103,9 +103,9 @@ class Choice:
     """A period for a machine, and what it comes to."""
 
     costs: PeriodCosts
-    """Of what is on the drive alone and what is in memory besides, together."""
+    """The costs of what is on the drive alone and what is in memory besides, together."""
     step_seconds: float
-    """Of moving and updating."""
+    """The time of moving and updating."""
     iteration_seconds: float
     """From one step to the next."""
 
@@ -136,7 +136,7 @@ def choices(
     compute_seconds: float = 0.0,
     periods: Sequence[int] = range(1, MAX_PERIOD + 1),
 ) -> list[Choice]:
-    """What each period comes to.
+    """Return what each period comes to.
 
     Args:
         size: what is on the drive alone.

@@ -61,7 +61,7 @@ class ExtentRing:
         self.alignment = space.alignment
         self.incarnation = incarnation
         self.sequence = sequence
-        """Of the manifest that the next writes are for."""
+        """The number of the manifest that the next writes are for."""
         self.turn = sequence
         """Counts the steps that write; who is rewritten when goes by it."""
         self.slots: list[RingSlot] = []
@@ -71,11 +71,11 @@ class ExtentRing:
         self._pool = ExtentPool(space)
         self._rows = ChainRows(space.fds)
         self._waiting: deque[list[tuple[Size, Extent]]] = deque()
-        """What only older manifests refer to, which are still to stay whole, by the commit that set it free."""
+        """Extents to which only older manifests refer that are to stay whole, by the commit that set them free."""
         self._given_up: list[list[tuple[Size, Extent]]] = []
-        """What does not wait any more since the newest commit, likewise."""
+        """Extents that do not wait any more since the newest commit, likewise."""
         self._claimed: dict[Stripes, Extent] = {}
-        """What found manifests refer to, until one of them is adopted."""
+        """Extents to which found manifests refer, until one of them is adopted."""
         self._latest: dict[Stripes, WriteId] = {}
         """Which write is there, or about to be."""
         self._pins: dict[str, list[tuple[Size | None, Extent]]] = {}
@@ -84,7 +84,7 @@ class ExtentRing:
 
     @property
     def tables(self) -> dict[str, np.ndarray]:
-        """Where the newest writes of all slots are, for a manifest: copies."""
+        """Return where the newest writes of all slots are, for a manifest: copies."""
         return self._rows.tables()
 
     # The writes of a step.
@@ -130,7 +130,7 @@ class ExtentRing:
         return 0 if self.is_due(slot, turns_ahead=1) else len(self.slots[slot].current.log) + 1
 
     def to_rewrite(self, slot: int) -> Extent:
-        """Where a new base of this slot goes, in its turn or out of it: the same until that is committed.
+        """Return where a new base of this slot goes, in its turn or out of it: the same until that is committed.
 
         Raises:
             OutOfSpaceError: it is out of turn, and there is no room for one more.
@@ -143,7 +143,7 @@ class ExtentRing:
         return self._target(slot, record.layout.base.parts)
 
     def to_append(self, slot: int, place: int | None = None) -> Extent:
-        """Where the next entry goes: the same until it is sealed, or the next turn begins.
+        """Return where the next entry goes: the same until it is sealed, or the next turn begins.
 
         Args:
             slot: which one.
@@ -230,7 +230,7 @@ class ExtentRing:
         return [index for index, record in enumerate(self.slots) if record.current is not record.committed]
 
     def chains_of(self, tables: Mapping[str, np.ndarray], layouts: Sequence[SlotLayout]) -> list[Chain]:
-        """What a manifest refers to, for reading alone: whose it is does not change.
+        """Return what a manifest refers to, for reading alone: whose it is does not change.
 
         Raises:
             ResumeError: it is not of such slots.
@@ -454,7 +454,7 @@ class ExtentRing:
         self._pool.give_back(self._set_free(record, chain))
 
     def _set_free(self, record: RingSlot, chain: Chain) -> list[tuple[Size, Extent]]:
-        """What a chain had, but for what the slot's other chains and snapshots have."""
+        """Return what a chain had, but for what the slot's other chains and snapshots have."""
         kept = {written.extent.stripes for other in (record.current, record.committed) for written in other}
         gone = [pair for pair in record.extents(chain) if pair[1].stripes not in kept]
         return [pair for pair in gone if not self._times_pinned[pair[1].stripes]]

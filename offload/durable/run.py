@@ -96,13 +96,13 @@ class DurableRun:
             self.snapshots = Snapshots(self.folder)
             """Steps that are kept under a name, with all that is there of them."""
             self.found = self._files.newest_first()
-            """What an earlier process committed and was not adopted yet, newest first."""
+            """Manifests that an earlier process committed and nobody adopted yet, newest first."""
             self.uuid = self._check_paths()
-            """Of the run, the same on all ranks; None in a run that is new, until `identify`."""
+            """The run's own, the same on all ranks; None in a run that is new, until `identify`."""
             newest = max((m.sequence for m in [*self.found, *self.snapshots.all.values()]), default=0)
             incarnation = secrets.randbits(_INCARNATION_BITS)
             self.extents = ExtentRing(self.space, incarnation, newest + 1, steps_back=steps_back)
-            """Where the slots are."""
+            """The extents of the slots."""
             self._claim()
         except BaseException:
             self.space.close()
@@ -116,7 +116,7 @@ class DurableRun:
 
     @property
     def committed(self) -> list[Manifest]:
-        """What could be resumed now, newest first: at most `steps_back` and one."""
+        """Return what could be resumed now, newest first: at most `steps_back` and one."""
         return self._files.newest_first()
 
     @property
@@ -151,7 +151,7 @@ class DurableRun:
         self._identity = digest
 
     def differences(self, manifest: Manifest, identity: Identity) -> list[str]:
-        """What `identity` has otherwise than what was committed, one line each; empty where it fits.
+        """Return what `identity` has otherwise than what was committed, one line each; empty where it fits.
 
         Raises:
             ResumeError: what it was committed as is not there any more.
@@ -215,10 +215,6 @@ class DurableRun:
             if other not in kept:
                 self._files.destroy(other)
         self.found = []
-
-    def destroy(self, manifest: Manifest) -> None:
-        """Destroy a commit that cannot be gone back to."""
-        self._files.destroy(manifest)
 
     def forget_commits(self) -> None:
         """Have nothing to resume any more, durably, but snapshots: what is written from here on is another training."""

@@ -1,4 +1,4 @@
-"""What an extent of a durable run holds: the state, a tail that lives in memory besides, and a trailer that seals both.
+"""An extent of a durable run holds the state, a tail that lives in memory besides, and a trailer that seals both.
 
 ::
 
@@ -31,14 +31,14 @@ _UINT64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class ExtentLayout:
-    """Where things are in the extent of one slot, in bytes."""
+    """A layout says where things are in the extent of one slot, in bytes."""
 
     state_bytes: int
     """The state, as a store that is not durable has it."""
     tail_bytes: int
-    """What is not read in training and cannot be had again without it: upper halves, fp32 parameters. May be 0."""
+    """The bytes that are not read in training and cannot be had again: upper halves, fp32 parameters. May be 0."""
     alignment: int
-    """Of direct I/O."""
+    """The alignment of direct I/O."""
 
     @property
     def state_span(self) -> int:
@@ -47,12 +47,12 @@ class ExtentLayout:
 
     @property
     def tail_at(self) -> int:
-        """Where the tail begins."""
+        """Return where the tail begins."""
         return self.state_span
 
     @property
     def trailer_at(self) -> int:
-        """Where the trailer begins."""
+        """Return where the trailer begins."""
         return self.tail_at + self._rounded(self.tail_bytes)
 
     @property
@@ -67,7 +67,7 @@ class ExtentLayout:
 
     @property
     def parts(self) -> tuple[int, int]:
-        """What is striped over the paths by itself: what is read alone, and the rest."""
+        """Return what is striped over the paths by itself: what is read alone, and the rest."""
         return self.state_span, self.size_bytes - self.state_span
 
     def _rounded(self, size_bytes: int) -> int:
@@ -75,7 +75,7 @@ class ExtentLayout:
 
 
 def num_sums(size_bytes: int) -> int:
-    """How many checksums cover so many bytes."""
+    """Return how many checksums cover so many bytes."""
     return -(-size_bytes // SUMMED_BYTES)
 
 
@@ -93,7 +93,7 @@ class SealedAs:
 
     slot: int
     sequence: int
-    """Of the manifest that this write is for."""
+    """The number of the manifest that this write is for."""
     incarnation: int
 
 

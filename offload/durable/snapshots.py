@@ -31,7 +31,7 @@ from nvme_offload.offload.sync import sync_folder
 PREPARED, PUBLISHED, SET_ASIDE = "prepared.", "snapshot.", "unreadable."
 PREFIXES = (PREPARED, PUBLISHED, SET_ASIDE)
 HELD_NAME = "held.json"
-"""What the swap files had when a snapshot was found damaged, by the digest of its file."""
+"""The file that says what the swap files had when a snapshot was found damaged, by the digest of its file."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(?<!\.new)")  # `replace_in` leaves files that end so
 

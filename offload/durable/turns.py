@@ -1,4 +1,4 @@
-"""How slots that are rewritten every few steps take turns, and how many extents that needs: see `ring.ExtentRing`."""
+"""Slots that are rewritten every few steps take turns, and that needs so many extents: see `ring.ExtentRing`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def phases(layouts: Iterable[SlotLayout]) -> Iterator[int]:
 
 
 def turns_behind(turn: int, slots: Iterable[tuple[int, int, int]]) -> int:
-    """How many turns after this one it was when slots were written: what most of them say.
+    """Return how many turns after this one it was when slots were written: what most of them say.
 
     Those that would be rewritten earlier or later than they were about to be need space of others.
 
@@ -31,7 +31,7 @@ def turns_behind(turn: int, slots: Iterable[tuple[int, int, int]]) -> int:
 
 
 def wanted(layouts: Iterable[SlotLayout], steps_back: int) -> Counter[Size]:
-    """How many extents of each size the turns of these slots need.
+    """Return how many extents of each size the turns of these slots need.
 
     Args:
         layouts: of the slots.
@@ -59,7 +59,7 @@ def num_bytes(size: Size) -> int:
 
 
 def num_needed(num_slots: int, period: int) -> tuple[int, int]:
-    """How many bases and entries equal slots need that take turns.
+    """Return how many bases and entries equal slots need that take turns.
 
     Args:
         num_slots: slots.

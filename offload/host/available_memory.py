@@ -1,4 +1,4 @@
-"""How much host memory this process can still have, and what it may take of it without being told a number."""
+"""The host memory that this process can still have, and what it may take of it without being told a number."""
 
 from __future__ import annotations
 

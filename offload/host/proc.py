@@ -1,4 +1,4 @@
-"""What the kernel says in /proc and /sys; None where it says nothing."""
+"""The kernel says much in /proc and /sys; None stands for what it does not say."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Mount:
 
 
 def mounts() -> list[Mount]:
-    """What this process sees mounted."""
+    """Return what this process sees mounted."""
     return [_mount(line) for line in (read(PROC / "self/mountinfo") or "").splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""What is stored of sharded parameters: in host memory, or on NVMe in one block for each group that FSDP2 gathers.
+"""Sharded parameters are stored in host memory, or on NVMe in one block for each group that FSDP2 gathers.
 
 FSDP2 asks for every parameter of a group, one after the other, and copies them into a buffer of its own
 (``foreach_all_gather``, ``wait_for_unshard``). Then it tells each of them that it is done (``fsdp_post_all_gather``).
@@ -31,7 +31,7 @@ from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.offload.units import format_bytes
 
 KIND = "parameters"
-"""What the bytes of this tier are counted as."""
+"""The bytes of this tier are counted as this."""
 
 BUFFER_SIZE_KEY = "zero_optimization.offload_param.buffer_size"
 
@@ -39,7 +39,7 @@ _ALIGNMENT = 64  # bytes: every parameter starts at a cache line
 
 
 class Padded(NamedTuple):
-    """How a shard is stored: the shape that FSDP2 gathers, padding included, and the dtype."""
+    """A shard is stored like this: the shape that FSDP2 gathers, padding included, and the dtype."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -51,10 +51,10 @@ class Padded(NamedTuple):
 
 
 class StoredShard(Protocol):
-    """What of a shard is kept between steps and gathered: the upper half, a copy in fp16, or all of it in fp32."""
+    """The kept part of a shard, which is gathered: the upper half, a copy in fp16, or all of it in fp32."""
 
     device: torch.device
-    """Where it is computed with."""
+    """The device that computes with it."""
     form: Padded
 
     def gather(self) -> torch.Tensor:

@@ -13,14 +13,14 @@ from nvme_offload.offload.shards.memoryless import MemorylessTensor
 
 
 class Parts(Protocol):
-    """Where the parts of an fp32 tensor are, and how to put them together and apart."""
+    """Parts know where those of an fp32 tensor are, and how to put them together and apart."""
 
     @property
     def device(self) -> torch.device:
         """Device that the tensor is gathered from."""
 
     def gathered(self, dtype: torch.dtype) -> torch.Tensor:
-        """What is gathered of it, in the padded shape that FSDP2 gathers and in `dtype`; valid until `end_gather`."""
+        """Return what is gathered, in the padded shape that FSDP2 gathers and in `dtype`; valid until `end_gather`."""
 
     def stays(self, dtype: torch.dtype) -> bool:
         """Whether what is gathered in `dtype` stays valid after `end_gather`, and changes with the parameter."""
@@ -29,7 +29,7 @@ class Parts(Protocol):
         """Let what is gathered go: FSDP2 has copied it."""
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
-        """What is stored to be gathered, in the shard's shape, without padding; a stand-in where it is on a tier."""
+        """Return what is stored, in the shard's shape, without padding; a stand-in where it is on a tier."""
 
     def read(self) -> torch.Tensor:
         """The parts joined: a new plain fp32 tensor in the shard's shape."""
@@ -54,7 +54,7 @@ class _View(NamedTuple):
 
 
 class _Source:
-    """Where the value of a tensor comes from.
+    """A source gives the value of a tensor.
 
     Args:
         parts: of the tensor that it is a view of, or of the tensor itself.
@@ -111,7 +111,7 @@ class SplitTensor(MemorylessTensor):
 
     @property
     def parts(self) -> Parts:
-        """Where the data of the tensor is."""
+        """Return where the data of the tensor is."""
         return self._source.parts
 
     def use_parts(self, parts: Parts) -> None:
@@ -152,7 +152,7 @@ class SplitTensor(MemorylessTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """What FSDP2 gathers: what is stored, padded, in the dtype of the policy; for a rank alone also if it stays."""
+        """Return what FSDP2 gathers: what is stored, padded, in the policy's dtype; and for a lone rank if it stays."""
         dtype = mp_policy.param_dtype or self.dtype
         with record_function("nvme_offload: gather"):
             return (self.parts.gathered(dtype),), self.parts.stays(dtype)
@@ -165,7 +165,7 @@ class SplitTensor(MemorylessTensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """What FSDP2 computes with: what was gathered as it is, in the buffer in which it arrived."""
+        """Return what FSDP2 computes with: what was gathered as it is, in the buffer in which it arrived."""
         (gathered,) = all_gather_outputs
         self.parts.end_gather()
         return None if out is not None else (gathered, ())

@@ -46,7 +46,7 @@ class Block(Slot):
 
     @property
     def holds(self) -> int:
-        """How many users need the block in its buffer."""
+        """Return how many users need the block in its buffer."""
         return len(self.holders)
 
 

@@ -1,4 +1,4 @@
-"""Where the bytes of a slot live: decided once, when it is placed."""
+"""The bytes of a slot have one home, which is decided when the slot is placed."""
 
 from __future__ import annotations
 

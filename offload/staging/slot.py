@@ -46,7 +46,7 @@ _UINT64 = (1 << 64) - 1  # checksums are unsigned; torch keeps them as int64
 
 
 class Residency(enum.Enum):
-    """Where the valid copy of a slot's bytes is."""
+    """The residency tells where the valid copy of a slot's bytes is."""
 
     UNBORN = "unborn"
     """The bytes are nowhere: none has been written yet."""
@@ -86,10 +86,10 @@ class Slot:
 
     index: int
     name: str
-    """What messages call the slot, as "parameters of layers.3"."""
+    """Messages call the slot this, as "parameters of layers.3"."""
     size_bytes: int
     extent: Extent | None = None
-    """Where on the tier the bytes are. None: nowhere yet."""
+    """The place of the bytes on the tier. None: nowhere yet."""
     home: Home = VISITING
     """Whether the slot visits the staging buffers of all, or lives in memory of its own."""
     residency: Residency = Residency.UNBORN
@@ -131,13 +131,13 @@ S_in = TypeVar("S_in", bound=Slot, contravariant=True)
 
 
 class WriteTarget(NamedTuple):
-    """Where a part of a buffer goes."""
+    """A target says where a part of a buffer goes."""
 
     extent: Extent
     start: int = 0
     """Byte of the buffer that comes first."""
     size_bytes: int | None = None
-    """How many; None: as many as the extent has."""
+    """The number of bytes; None: as many as the extent has."""
 
 
 class Sealer(Protocol[S_in]):
@@ -263,13 +263,22 @@ class Staging(Generic[S]):
     def recover(self) -> None:
         """Make good what an exception cut short: wait for transfers that nobody has a handle of."""
         for slot in self.residents:
-            if slot.residency in _ON_THE_WAY and slot.transfer is None:
-                self._quiesce(slot)
-                slot.become(Residency.ON_TIER if slot.residency is Residency.READING else Residency.DIRTY)
+            if slot.transfer is None:
+                self.halt(slot)
 
-    def wait(self) -> None:
-        """Wait until some transfer is done, or for a moment."""
-        self._bell.wait(_PAUSE_SECONDS)
+    def halt(self, slot: S) -> None:
+        """Wait until nothing touches the buffer of a slot. What was on the way counts as not moved."""
+        if slot.residency in _ON_THE_WAY:
+            self._quiesce(slot)
+            slot.become(Residency.ON_TIER if slot.residency is Residency.READING else Residency.DIRTY)
+
+    def wait(self, seconds: float | None = _PAUSE_SECONDS) -> None:
+        """Wait until some transfer is done, somebody rings, or `seconds` have passed; None: however long it takes."""
+        self._bell.wait(seconds)
+
+    def ring(self) -> None:
+        """Wake who waits. From any thread."""
+        self._bell.ring()
 
     def settle(self, slot: S) -> None:
         """Take note of a transfer that is done. What was read and is not right is given up, what was not written stays.
@@ -306,9 +315,7 @@ class Staging(Generic[S]):
 
     def forget(self, slot: S) -> None:
         """Keep nothing of a slot: wait for its transfer, and end its lease."""
-        if slot.residency in _ON_THE_WAY:
-            self._quiesce(slot)
-            slot.become(Residency.ON_TIER if slot.residency is Residency.READING else Residency.DIRTY)
+        self.halt(slot)
         if slot.residency is Residency.STAGED:
             slot.become(Residency.ON_TIER)
         if slot.residency is not Residency.UNBORN:
@@ -362,4 +369,5 @@ class Staging(Generic[S]):
         pair = (int(slot.checksums[place]) & _UINT64, int(actual[place]) & _UINT64)
         assert self.tier is not None
         assert slot.extent is not None
-        raise CorruptionError(self.tier.path_of(slot.extent), slot.name, *pair)
+        extent = f"{slot.name}: {self.tier.describe(slot.extent)}"
+        raise CorruptionError(self.tier.path_of(slot.extent), extent, *pair)

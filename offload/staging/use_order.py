@@ -1,4 +1,4 @@
-"""What will be needed next, learnt from what was needed before."""
+"""The order of use is learnt: what will be needed next follows from what was needed before."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where bytes are kept: tiers behind one interface."""
+"""Bytes are kept in tiers behind one interface."""

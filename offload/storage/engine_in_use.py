@@ -41,7 +41,7 @@ class EngineInUse:
         self.opened = [_open(name, options, path)]
         """The engines, each in place of the one before it; the last does the I/O."""
         self.registration = Registration()
-        """What the engine has registered."""
+        """The memory and files that the engine has registered."""
         self.no_other = "" if name == "auto" else "it was asked for by name"
         """Why no other engine may take the place of one that breaks."""
         self._regions: list[tuple[int, int]] = []

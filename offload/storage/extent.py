@@ -1,4 +1,4 @@
-"""Where bytes are: contiguous ranges of swap files."""
+"""Bytes are in extents: contiguous ranges of swap files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Extent:
     stripes: tuple[Stripe, ...]
 
     def segments(self, address: int, start: int = 0, size_bytes: int | None = None) -> list[Segment]:
-        """What an engine must move so that bytes start..start+size_bytes of the extent are at `address` on.
+        """Return what an engine must move so that bytes start..start+size_bytes of the extent are at `address` on.
 
         `start` and `size_bytes` must be multiples of the alignment.
         """

@@ -88,7 +88,7 @@ class NvmeTier:
         self._closed = False
         self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
         self._under_way: dict[_Flight, None] = {}
-        """What the engine may have, oldest first."""
+        """Operations that the engine may have, oldest first."""
         self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
         self.space = space or SwapSpace(paths or config.nvme_paths, weights=aio.path_weights, direct=aio.direct)
         try:
@@ -172,7 +172,7 @@ class NvmeTier:
 
     @property
     def registration(self) -> Registration:
-        """What the engine has registered."""
+        """The memory and files that the engine has registered."""
         return self._engines.registration
 
     def register(self, pools: Sequence[BufferPool]) -> Registration:

@@ -40,11 +40,11 @@ _MOST_ATTEMPTS = 100
 
 
 class _Claim:
-    """What a run directory is to whoever makes it, from before there is any of it."""
+    """A claim is a run directory to whoever makes it, from before there is any of it."""
 
     def __init__(self) -> None:
         self.names: tuple[Path, ...] = ()
-        """What it may be called, hidden and then not. Whatever has one of these names may also be somebody else's."""
+        """It may be called this, hidden and then not. Whatever has one of these names may also be somebody else's."""
         self.lock: Descriptor | None = None
         """The lock file, locked, of the last of `names`, which is ours from then on."""
 
@@ -106,6 +106,7 @@ class RunDirectory:
             # Not by the finalizer, which runs once: what is interrupted here is done by the next call.
             _give_up(self._claim, self._owner_pid)
             self._finalizer.detach()
+        _live.discard(self)
 
     def _drop_in_child(self) -> None:
         # A lock taken by flock belongs to the open file, which a forked child shares: as long as the child kept it
@@ -129,7 +130,7 @@ os.register_at_fork(after_in_child=_drop_all_in_child)
 def remove_leftovers(path: Path) -> int:
     """Remove the directories of dead runs below `path`; returns the bytes set free. Live runs are left alone."""
     freed = 0
-    living = {directory.path.name for directory in _live}
+    living = {directory.path.name for directory in _live}  # by name: `path` may be another way to where they are
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if _RUN_NAME.fullmatch(entry.name) and entry.name not in living]
     for name in names:

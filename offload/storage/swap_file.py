@@ -23,7 +23,7 @@ MIN_ALIGNMENT = 4096
 """Extents are aligned to this even where the drive would take less: one page, one physical sector."""
 
 NO_DIRECT_IO = (0, 0)
-"""What statx reports of a file without direct I/O, see `reported_alignment`."""
+"""statx reports this of a file without direct I/O, see `reported_alignment`."""
 
 _STAT_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own (stat(2))
 
@@ -50,7 +50,7 @@ class SwapFile:
         self.direct = alignment is not None
         self.alignment = alignment or MIN_ALIGNMENT
         self.ranges = FreeList()
-        """What is handed out."""
+        """The ranges that are handed out."""
         self._promised = 0
         self._counts_blocks = False
         if keep:
@@ -108,7 +108,7 @@ class SwapFile:
         self._note_promise(size_bytes)
 
     def _note_found(self) -> None:
-        """What an earlier process was promised still is, where no range of the file lacks its blocks."""
+        """Note that what an earlier process was promised still is, where no range of the file lacks its blocks."""
         found = os.fstat(self.fd)
         if found.st_blocks * _STAT_BLOCK_BYTES >= found.st_size:
             self._note_promise(found.st_size)
@@ -234,7 +234,7 @@ def _allocation_error(error: OSError, path: Path) -> SwapIOError:
 
 
 def reported_alignment(fd: int) -> tuple[int, int] | None:
-    """What statx reports for direct I/O on an open file, in memory and in the file; None where it does not say.
+    """Return what statx reports for direct I/O on an open file, in memory and in the file; None where it does not say.
 
     `NO_DIRECT_IO` of a file that opens with O_DIRECT all the same and then goes through the page cache: on ext4 with
     data=journal, or an encrypted one.

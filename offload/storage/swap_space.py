@@ -23,7 +23,7 @@ Size = int | tuple[int, ...]
 
 
 class SwapDirectory(Protocol):
-    """Where the swap file of one path is: `RunDirectory`, or one that outlives its run."""
+    """A directory has the swap file of one path: `RunDirectory`, or one that outlives its run."""
 
     @property
     def path(self) -> Path:
@@ -74,9 +74,9 @@ class SwapSpace:
         self._lock = threading.Lock()
         self._serials = count()
         self._owned: dict[tuple[Stripe, ...], int] = {}
-        """What is handed out, with a number of its own each time."""
+        """Extents that are handed out, with a number of their own each time."""
         self._lost: deque[tuple[tuple[Stripe, ...], int]] = deque()
-        """What nobody has any more; some of it was freed before it went."""
+        """Extents that nobody has any more; some were freed before they went."""
         try:
             for path in self.paths:
                 self._directories.append(directory(path))

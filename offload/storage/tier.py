@@ -1,4 +1,4 @@
-"""What a tier is to whoever keeps bytes on it.
+"""A tier is this to whoever keeps bytes on it.
 
 A tier promises space in extents and moves bytes between an extent and a staging buffer. Who uses one need not know
 whether files, memory or nothing at all is behind it, and never asks: what he may need is here.
@@ -30,11 +30,11 @@ class Tier(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the engine that moves the bytes."""
+        """Return the name of the engine that moves the bytes."""
 
     @property
     def alignment(self) -> int:
-        """What sizes of extents are rounded up to, in bytes."""
+        """Return what sizes of extents are rounded up to, in bytes."""
 
     def reserve(self, sizes: Sequence[int]) -> list[Extent]:
         """One extent per size, in bytes, with the space of all of them promised.

@@ -15,7 +15,7 @@ TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 
 @dataclass(frozen=True)
 class Unit:
-    """What is placed as a whole: state of a subgroup, a block of parameters, a gradient partition, staging buffers."""
+    """A unit is placed whole: state of a subgroup, a block of parameters, a gradient partition, staging buffers."""
 
     name: str
     kind: str
@@ -43,7 +43,7 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class TierPlan:
-    """What lives where. ``str(plan)`` is a table."""
+    """A plan says what lives where. ``str(plan)`` is a table."""
 
     units: tuple[Unit, ...]
     tiers: tuple[Tier, ...]

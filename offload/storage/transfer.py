@@ -35,7 +35,7 @@ class Transfer(Generic[T]):
         again: Callable[[Operation], Operation | None] = lambda operation: None,
     ) -> None:
         self.operation = operation
-        """What the engine is doing; another one after `again`."""
+        """The engine's operation; another one after `again`."""
         self._to_error = to_error
         self._result = result
         self._again = again

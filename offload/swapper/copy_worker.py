@@ -1,4 +1,4 @@
-"""A thread that keeps staged copies going: it copies, submits and reaps, and never waits for one thing only."""
+"""A thread that keeps tasks going: it copies, submits and reaps, and never waits for one thing only."""
 
 from __future__ import annotations
 
@@ -6,50 +6,84 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 
-from nvme_offload.aio_native.bell import Bell
 from nvme_offload.aio_native.starting import start
-from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
+from nvme_offload.offload.devices.device import CopyQueue, Event, use
+from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.staging.slot import Residency, Staging
 from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.offload.swapper.staged_copy import CopyQueues, DeviceCopy, StagedCopy, Waitable
+from nvme_offload.offload.swapper.pieces import MIN_PIECE_BYTES, Piece
+from nvme_offload.offload.swapper.records import Queues, Task
 
 _POLL_SECONDS = 0.001  # a device rings no bell
+_PAUSE_SECONDS = 0.1  # no descriptor may have been left for a transfer to ring with
+
+
+def _queue_of(device: torch.device) -> CopyQueue:
+    use(device)
+    return CopyQueue(device)
 
 
 @dataclass(eq=False)
 class _Flight:
-    """A piece under way, with the buffer it holds."""
+    """A piece under way, and what it waits for: I/O, or a copy of a device."""
 
-    copy: StagedCopy
-    steps: Iterator[Waitable]
-    buffer: StagingBuffer | None
-    waits_for: Waitable
+    task: Task
+    piece: Piece
+    steps: Iterator[Transfer[Any] | Event]
+    waits_for: Transfer[Any] | Event | None = None
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether what it waits for is over."""
+        waits_for = self.waits_for
+        assert waits_for is not None
+        return waits_for.done() if isinstance(waits_for, Transfer) else waits_for.query()
+
+    def go_on(self) -> bool:
+        """Go to what is to be waited for next; False at the end, well or not."""
+        self.waits_for = None
+        try:
+            if self.task.error is None:
+                self.waits_for = next(self.steps, None)
+        except Exception as error:  # whatever it is, the caller's transfer raises it
+            self.task.fail(error)
+        return self.waits_for is not None
 
 
 class CopyWorker:
-    """Runs staged copies of one direction in a thread of its own.
+    """Moves the tasks of one direction in a thread of its own.
 
-    The thread sleeps until its bell rings. It is rung by the engine for every completed operation, by whoever
-    submits a copy, and by the partner, the worker of the other direction, whenever that gives a buffer back. While a
-    device copies, it looks again every millisecond instead of waiting for that alone. The thread only ever *tries* to
+    The thread sleeps until it is rung. It is rung by the engine for every completed operation, by whoever submits a
+    task, and by the partner, the worker of the other direction, whenever that gives a buffer back. While a device
+    copies, it looks again every millisecond instead of waiting for that alone. The thread only ever *tries* to
     acquire a buffer, so completed reads are always copied out and their buffers freed.
 
     While both workers have something to do, each holds at most half of the buffers: a queue of writes cannot keep a
     read waiting, and the other way round.
 
-    Copies of one piece and copies of several take turns, so that a small tensor waits for a piece of a huge one and
+    Tasks of one piece and tasks of several take turns, so that a small tensor waits for a piece of a huge one and
     never for all of it. Within these two kinds the order is first come, first served.
+
+    Args:
+        name: of the thread.
+        staging: moves the pieces; for this worker alone.
+        pool: the buffers, which the partner uses, too.
+        on_done: called in the thread when a task is over.
     """
 
-    def __init__(self, name: str, pool: BufferPool) -> None:
+    def __init__(self, name: str, staging: Staging[Piece], pool: BufferPool, on_done: Callable[[Task], None]) -> None:
+        self._staging = staging
         self._pool = pool
-        self._bell = Bell()
+        self._on_done = on_done
         self._calls: deque[Callable[[], None]] = deque()
-        self._queues = CopyQueues()
-        self._small: deque[StagedCopy] = deque()
-        self._large: deque[StagedCopy] = deque()
+        self._queues: Queues = cache(_queue_of)
+        self._small: deque[Task] = deque()
+        self._large: deque[Task] = deque()
         self._turn_of_large = False
         self._flights: list[_Flight] = []
         self._stopping = False
@@ -62,18 +96,18 @@ class CopyWorker:
         start(self._thread)
 
     @property
-    def alive(self) -> bool:
-        """Whether the thread that copies runs."""
-        return self._thread.is_alive()
-
-    @property
     def idle(self) -> bool:
-        """Whether nothing is queued or in flight."""
+        """Whether nothing is queued or under way."""
         return not (self._calls or self._small or self._large or self._flights)
 
-    def submit(self, copy: StagedCopy) -> None:
-        """Queue a copy and return at once. From any thread."""
-        (self._large if copy.num_pieces > 1 else self._small).append(copy)
+    def ring(self) -> None:
+        """Have the thread look around. From any thread."""
+        self._staging.ring()
+
+    def submit(self, task: Task) -> None:
+        """Queue a task and return at once. From any thread."""
+        is_large = task.spec.size_bytes > min(MIN_PIECE_BYTES, self._pool.buffer_bytes)
+        (self._large if is_large else self._small).append(task)
         self.ring()
 
     def call(self, function: Callable[[], None]) -> None:
@@ -81,20 +115,16 @@ class CopyWorker:
         self._calls.append(function)
         self.ring()
 
-    def ring(self) -> None:
-        """Have the thread look around. From any thread."""
-        self._bell.ring()
-
     def stop(self) -> None:
         """End the thread when all is done."""
         self._stopping = True
-        if self.alive:
+        if self._thread.is_alive():
             self.ring()
             self._thread.join()
 
     def free(self) -> None:
-        """Close the bell, once the engine that rings it is closed too. Idempotent."""
-        self._bell.close()
+        """Let go what waiting needs, once the engine that rings is closed too. Idempotent."""
+        self._staging.close()
 
     def _main(self) -> None:
         # A caller's tensor may be an inference tensor, which can only be written in this mode; others do not mind.
@@ -105,11 +135,13 @@ class CopyWorker:
                 started = self._start_one()
                 finished = self._finish_one()
                 if not (called or started or finished):
-                    self._bell.wait(_POLL_SECONDS if self._device_copies else None)
+                    self._staging.wait(self._longest_wait)
 
     @property
-    def _device_copies(self) -> bool:
-        return any(isinstance(flight.waits_for, DeviceCopy) for flight in self._flights)
+    def _longest_wait(self) -> float | None:
+        if any(not isinstance(flight.waits_for, Transfer) for flight in self._flights):
+            return _POLL_SECONDS
+        return _PAUSE_SECONDS if self._flights else None
 
     def _call_one(self) -> bool:
         if not self._calls:
@@ -119,83 +151,60 @@ class CopyWorker:
 
     def _start_one(self) -> bool:
         """Begin the next piece; False if there is none, or no buffer for it."""
-        copy = self._next_copy()
-        if copy is None:
+        task = self._next_task()
+        if task is None:
             return False
-        wants_buffer = copy.takes_buffers and copy.num_pieces > 0
-        buffer = self._try_acquire() if wants_buffer else None
-        if wants_buffer and buffer is None:
-            return False
-        self._turn_of_large = copy.num_pieces <= 1
         try:
-            if not copy.prepared:
-                copy.prepared = True
-                copy.prepare()
-            if copy.num_pieces:
-                self._begin(copy, buffer)
-        except Exception as error:  # whatever it is, the caller's transfer raises it
-            copy.fail(error)
-            self._release(buffer)
-        self._settle(copy)
+            if task.to_begin is None:
+                task.prepare()
+        except Exception as error:
+            task.fail(error)
+        if not task.to_begin:  # it failed, or has no piece at all
+            self._on_done(task)
+            return True
+        piece = task.to_begin[0]
+        if piece.extent is not None and not self._lease(piece):
+            return False
+        task.to_begin.popleft()
+        self._turn_of_large = not (self._large and task is self._large[0])
+        self._flights.append(_Flight(task, piece, task.move(piece, self._staging, self._queues)))
+        self._go_on(self._flights[-1])
         return True
 
-    def _next_copy(self) -> StagedCopy | None:
+    def _next_task(self) -> Task | None:
         for queue in (self._small, self._large):
             while queue and queue[0].exhausted:
                 queue.popleft()
         small, large = (queue[0] if queue else None for queue in (self._small, self._large))
         return (large or small) if self._turn_of_large else (small or large)
 
-    def _begin(self, copy: StagedCopy, buffer: StagingBuffer | None) -> None:
-        steps = copy.move(copy.num_started, buffer, self._queues)
-        waits_for = next(steps, None)
-        copy.num_started += 1
-        if waits_for is None:
-            self._release(buffer)
-            return
-        self._flights.append(_Flight(copy, steps, buffer, waits_for))
-        copy.num_in_flight += 1
-        self._hang_on(waits_for)
-
-    def _hang_on(self, waits_for: Waitable) -> None:
-        if isinstance(waits_for, Transfer) and not self._bell.hang_on(waits_for.operation):
-            waits_for.operation.wait()  # wait here, and ring ourselves
-            self._bell.ring()
+    def _lease(self, piece: Piece) -> bool:
+        partner_idle = self._partner is None or self._partner.idle
+        share = self._pool.num_buffers if partner_idle else self._pool.num_buffers // 2
+        return len(self._flights) < max(1, share) and self._staging.lease(piece)
 
     def _finish_one(self) -> bool:
         """Go on with a piece that waits for nothing any more; False if there is none."""
-        flight = next((flight for flight in self._flights if flight.waits_for.done()), None)
-        if flight is None:
-            return False
-        copy, following = flight.copy, None
-        try:
-            flight.waits_for.wait()
-            if copy.error is None:
-                following = next(flight.steps, None)
-        except Exception as error:
-            copy.fail(error)
-        if following is not None:
-            flight.waits_for = following
-            self._hang_on(following)
-            return True
-        self._flights.remove(flight)
-        self._release(flight.buffer)
-        copy.num_in_flight -= 1
-        self._settle(copy)
-        return True
+        flight = next((flight for flight in self._flights if flight.may_go_on), None)
+        if flight is not None:
+            self._go_on(flight)
+        return flight is not None
 
-    def _settle(self, copy: StagedCopy) -> None:
-        if copy.exhausted and copy.num_in_flight == 0:
-            copy.on_done(copy)
-
-    def _try_acquire(self) -> StagingBuffer | None:
-        partner_idle = self._partner is None or self._partner.idle
-        share = self._pool.num_buffers if partner_idle else self._pool.num_buffers // 2
-        return self._pool.try_acquire() if len(self._flights) < max(1, share) else None
-
-    def _release(self, buffer: StagingBuffer | None) -> None:
-        if buffer is None:
+    def _go_on(self, flight: _Flight) -> None:
+        if flight.go_on():
             return
-        buffer.release()
+        self._flights.remove(flight)
+        self._put_away(flight.piece)
+        task = flight.task
+        if task.exhausted and all(other.task is not task for other in self._flights):
+            self._on_done(task)
+
+    def _put_away(self, piece: Piece) -> None:
+        """Give the buffer of a piece back, with whatever did not get to its extent."""
+        self._staging.halt(piece)
+        if piece.residency is Residency.DIRTY:
+            self._staging.forget(piece)
+        else:
+            self._staging.give_up(piece)
         if self._partner is not None:
             self._partner.ring()

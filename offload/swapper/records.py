@@ -1,18 +1,28 @@
-"""Which copies of a named tensor exist, and the one record per name that says so."""
+"""The calls that are made for a name, and the record that has them done one after the other."""
 
 from __future__ import annotations
 
 import enum
+import logging
+from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 
-from nvme_offload.offload.devices.device import Event
+from nvme_offload.aio_native import Op
+from nvme_offload.offload.devices.device import CopyQueue, Event, is_device, queued
 from nvme_offload.offload.errors import StateError
-from nvme_offload.offload.storage.extent import Extent
+from nvme_offload.offload.staging.slot import Residency, Staging
+from nvme_offload.offload.storage.transfer import Transfer
+from nvme_offload.offload.swapper.pieces import Piece, StoredValue, TensorSpec, spans
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
+
+logger = logging.getLogger(__name__)
+
+Queues = Callable[[torch.device], CopyQueue]
+"""Gives the queue of a device in which the copies of one thread run."""
 
 
 class TensorResidency(enum.Enum):
@@ -30,165 +40,275 @@ class TensorResidency(enum.Enum):
     """The file holds the truth, and host memory an equal copy."""
 
 
-_MAY_FOLLOW = {
-    TensorResidency.ABSENT: {TensorResidency.WRITING},
-    TensorResidency.WRITING: {TensorResidency.STORED, TensorResidency.ABSENT},
-    TensorResidency.STORED: {TensorResidency.WRITING, TensorResidency.READING, TensorResidency.ABSENT},
-    TensorResidency.READING: {TensorResidency.STORED, TensorResidency.PREFETCHED},
-    TensorResidency.PREFETCHED: {TensorResidency.STORED, TensorResidency.WRITING, TensorResidency.ABSENT},
-}
+class Task(ABC):
+    """One call: it waits for its turn, and then a worker moves its pieces.
 
+    Args:
+        record: what it is called for.
+        tensor: source or target, detached. On a device, the work that is queued on it now comes first.
+        result: what its transfer gives at the end.
+    """
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """All of a tensor but its bytes."""
+    op: ClassVar[Op]
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The specification of `tensor`; its strides are not part of it."""
-        return cls(tensor.shape, tensor.dtype, tensor.device)
+    def __init__(self, record: TensorRecord, tensor: torch.Tensor, result: torch.Tensor | None = None) -> None:
+        self.record = record
+        self.spec = TensorSpec.of(tensor)
+        self.tensor = tensor
+        self.ready = queued(tensor.device) if is_device(tensor.device) else None
+        self.transfer = TensorTransfer[Any](self.op, self.spec.size_bytes)
+        self.result = result
+        self.to_begin: deque[Piece] | None = None
+        """Pieces that nobody has begun; None before `prepare`."""
+        self.error: Exception | None = None
+        """The first thing that went wrong; no piece is begun after it."""
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the tensor's elements."""
-        return self.shape.numel() * self.dtype.itemsize
+    def exhausted(self) -> bool:
+        """Whether no further piece is to be begun."""
+        return self.error is not None or (self.to_begin is not None and not self.to_begin)
 
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
+    def fail(self, error: Exception) -> None:
+        """Begin no further piece. The first error is kept."""
+        logger.debug("%s of tensor %r failed", self.op.name, self.record.name, exc_info=error)
+        # Its frames name the tensor, which would live as long as someone keeps the error.
+        self.error = self.error or error.with_traceback(None)
 
+    @abstractmethod
+    def prepare(self) -> None:
+        """Find the pieces to begin; one without an extent takes no buffer."""
 
-NO_TENSOR = TensorSpec(torch.Size([0]), torch.uint8, torch.device("cpu"))
-"""The specification of an empty tensor, for tasks that move nothing."""
+    @abstractmethod
+    def move(self, piece: Piece, staging: Staging[Piece], queues: Queues) -> Iterator[Transfer[Any] | Event]:
+        """Move a piece: each time it has to wait for I/O, or for a copy of a device, that comes out."""
 
+    def note_end(self) -> Sequence[Piece]:
+        """Make the record right; returns pieces that nobody needs any more."""
+        return ()
 
-class Piece(NamedTuple):
-    """A run of a tensor's bytes that fits into one staging buffer, and where it is stored."""
+    def tell(self) -> None:
+        """Tell whoever waits how it ended."""
+        if self.error is None:
+            self.transfer.finish(self.result)
+        else:
+            self.transfer.fail(self.error)
 
-    start: int
-    """Position of the piece's first byte in the tensor, in row-major order."""
-    size_bytes: int
-    """Bytes of the tensor; the extent may be longer, up to its alignment."""
-    extent: Extent
-    checksum: int | None = None
-    """CRC-32 of the bytes, where the configuration asks for checksums."""
+    def _copied(self, piece: Piece, queues: Queues, *, into_buffer: bool) -> Iterator[Event]:
+        """Copy between a piece of the tensor and its buffer. Same dtype on both sides: bits, never a cast."""
+        assert piece.buffer is not None
+        itemsize = self.tensor.dtype.itemsize
+        first, last = piece.start // itemsize, piece.stop // itemsize
+        staged = piece.buffer.view(self.tensor.dtype, 0, last - first)  # 1D [numel]
+        pairs, position = [], 0
+        for span in spans(self.tensor, first, last):
+            part = staged[position : position + span.numel()].view(span.shape)
+            pairs.append((part, span) if into_buffer else (span, part))
+            position += span.numel()
+        return self._copied_each(pairs, queues)
 
-
-@dataclass(frozen=True)
-class StoredValue:
-    """A value that is complete on the file."""
-
-    spec: TensorSpec
-    pieces: list[Piece]
-
-
-class Verb(enum.Enum):
-    """What a task does to its record."""
-
-    SWAP_OUT = "swap_out"
-    SWAP_IN = "swap_in"
-    PREFETCH = "prefetch"
-    EVICT = "evict"
-    DELETE = "delete"
-
-
-@dataclass(kw_only=True, eq=False)
-class Task:
-    """One call of the caller, waiting for its turn or under way."""
-
-    verb: Verb
-    transfer: TensorTransfer[Any]
-    spec: TensorSpec
-    """Specification of the tensor that is moved."""
-    tensor: torch.Tensor | None = None
-    """Source of a swap_out, target of a swap_in or prefetch; detached."""
-    result: torch.Tensor | None = None
-    """The tensor that the transfer gives at the end; None where it gives none."""
-    replaceable: bool = False
-    """The caller has not seen `result`, so that a prefetched copy may be given in its place."""
-    ready: Event | None = None
-    """On a device: behind the work that was queued there when the caller called."""
+    def _copied_each(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], queues: Queues) -> Iterator[Event]:
+        """Copy pairs of target and source: here and now, or by a device, which is waited for."""
+        if self.ready is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return
+        queue = queues(self.tensor.device)
+        queue.come_after(self.ready)
+        copied = queue.copy_all(pairs)
+        yield copied
+        copied.synchronize()
 
 
-@dataclass(eq=False)
+class SwapOut(Task):
+    """Copies a tensor to new extents: its pieces are what `cut` makes of its name and bytes."""
+
+    op = Op.WRITE
+
+    def __init__(self, record: TensorRecord, tensor: torch.Tensor, cut: Callable[[str, int], list[Piece]]) -> None:
+        super().__init__(record, tensor)
+        self._cut = cut
+        self._value = StoredValue(self.spec, [])
+
+    def prepare(self) -> None:
+        """Have the space of all pieces promised before a byte is written."""
+        self._value = StoredValue(self.spec, self._cut(self.record.name, self.spec.size_bytes))
+        self.to_begin = deque(self._value.pieces)
+
+    def move(self, piece: Piece, staging: Staging[Piece], queues: Queues) -> Iterator[Transfer[Any] | Event]:
+        """Copy a piece into its buffer and write it."""
+        yield from self._copied(piece, queues, into_buffer=True)
+        piece.become(Residency.DIRTY)
+        staging.start_write(piece)
+        assert piece.transfer is not None
+        yield piece.transfer
+        staging.settle(piece)
+
+    def note_end(self) -> Sequence[Piece]:
+        """Switch the name over to the new value; or keep the older one, and fail who was promised the new one."""
+        if self.error is not None:
+            logger.error("swap_out of tensor %r failed: %s", self.record.name, self.error)
+        return self.record.replace_by(self._value, self.error)
+
+
+class SwapIn(Task):
+    """Fills a tensor with the stored value, or with the copy that a prefetch brought.
+
+    Args:
+        record: what it is called for.
+        tensor: target.
+        result: the target as the caller knows it.
+        prefetch: called before, so that it is over when this begins.
+        replaceable: the caller has not seen `result`, so that a prefetched copy may be given in its place.
+    """
+
+    op = Op.READ
+
+    def __init__(
+        self,
+        record: TensorRecord,
+        tensor: torch.Tensor,
+        result: torch.Tensor,
+        prefetch: Prefetch | None = None,
+        *,
+        replaceable: bool = False,
+    ) -> None:
+        super().__init__(record, tensor, result)
+        self._prefetch = prefetch
+        self._replaceable = replaceable
+
+    @property
+    def copy(self) -> torch.Tensor | None:
+        """Return what the prefetch brought, if it did."""
+        return self._prefetch.tensor if self._prefetch is not None and self._prefetch.error is None else None
+
+    def prepare(self) -> None:
+        """Find the pieces of the stored value. A copy is given as it is, or copied in one piece."""
+        if self.copy is None:
+            assert self.record.stored is not None
+            self.to_begin = deque(self.record.stored.pieces)
+        elif self._replaceable:
+            self.result, self.to_begin = self.copy, deque()
+        else:
+            self.to_begin = deque([Piece(0, f"the copy of tensor {self.record.name!r}", self.spec.size_bytes)])
+
+    def move(self, piece: Piece, staging: Staging[Piece], queues: Queues) -> Iterator[Transfer[Any] | Event]:
+        """Read a piece, verify what was read and copy it into the tensor."""
+        if self.copy is not None:
+            yield from self._copied_each([(self.tensor, self.copy)], queues)
+            return
+        staging.start_read(piece)
+        assert piece.transfer is not None
+        yield piece.transfer
+        staging.settle(piece)
+        yield from self._copied(piece, queues, into_buffer=False)
+
+
+class Prefetch(SwapIn):
+    """Brings the stored value to host memory, where a swap_in finds it."""
+
+    def __init__(self, record: TensorRecord, tensor: torch.Tensor) -> None:
+        super().__init__(record, tensor, tensor)
+
+    def note_end(self) -> Sequence[Piece]:
+        """Leave the copy with the record, unless there is none."""
+        if self.error is not None:
+            logger.warning("prefetch of tensor %r failed, swap_in reads it again: %s", self.record.name, self.error)
+            if self.record.prefetch is self:
+                self.record.forget_copy()
+        return ()
+
+
 class TensorRecord:
-    """Everything about one name. Its tasks run one at a time, in the order in which they were called."""
+    """Everything about one name. Its tasks run one at a time, in the order in which they were called.
 
-    name: str
-    residency: TensorResidency = TensorResidency.ABSENT
-    stored: StoredValue | None = None
-    """The value on the file; while an overwrite is under way, the older one."""
-    prefetched: torch.Tensor | None = None
-    """The host copy of `TensorResidency.PREFETCHED`."""
-    tasks: deque[Task] = field(default_factory=deque)
-    """Calls that wait for their turn; the first one is under way, if any is."""
-    under_way: bool = False
-    failure: str = ""
-    """Why the last swap_out failed; empty if it did not."""
-    deleted: bool = False
-    """Whether its name was given up; another record may have it by now."""
+    Where the bytes are, the pieces say (`Slot.residency`). What happens to the whole is read off what is here.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.stored: StoredValue | None = None
+        """The value on the file; while an overwrite is under way, the older one."""
+        self.prefetch: Prefetch | None = None
+        """Has the copy that the next swap_in takes, or will have it."""
+        self.tasks: deque[Task] = deque()
+        """Calls that wait for their turn; the first one is under way, if any is."""
+        self._under_way = False
+        self._failure = ""
+
+    @property
+    def residency(self) -> TensorResidency:
+        """Which copies exist."""
+        if self.tasks:
+            return TensorResidency.WRITING if self.tasks[0].op is Op.WRITE else TensorResidency.READING
+        if self.prefetch is not None:
+            return TensorResidency.PREFETCHED
+        return TensorResidency.ABSENT if self.stored is None else TensorResidency.STORED
 
     @property
     def newest(self) -> TensorSpec | None:
-        """What a swap_in called now would return: the last value given, complete or not. None if there is none."""
-        for task in reversed(self.tasks):
-            if task.verb is Verb.DELETE:
-                return None
-            if task.verb is Verb.SWAP_OUT:
-                return task.spec
-        return self.stored.spec if self.stored else None
+        """Return what a swap_in called now would return: the last value given, complete or not.
 
-    @property
-    def forgotten(self) -> bool:
-        """Whether nobody may find it by its name: it was deleted, or nothing was ever begun."""
-        if self.tasks:
-            return self.tasks[-1].verb is Verb.DELETE
-        return self.deleted or (self.stored is None and not self.failure)
+        None if there is none.
+        """
+        given = (task.spec for task in reversed(self.tasks) if task.op is Op.WRITE)
+        return next(given, self.stored.spec if self.stored else None)
 
     @property
     def prefetch_bytes(self) -> int:
         """Bytes of host memory promised to prefetched copies of the tensor."""
-        due = sum(task.spec.size_bytes for task in self.tasks if task.verb is Verb.PREFETCH)
-        return due + (self.prefetched.nbytes if self.prefetched is not None else 0)
-
-    @property
-    def prefetch_due(self) -> bool:
-        """Whether a swap_in called now would find a host copy."""
-        if self.tasks:
-            return self.tasks[-1].verb is Verb.PREFETCH
-        return self.prefetched is not None
-
-    def become(self, residency: TensorResidency) -> None:
-        """Change the residency.
-
-        Raises:
-            StateError: `residency` cannot follow the present one.
-        """
-        if residency not in _MAY_FOLLOW[self.residency]:
-            expected = [state.value for state in TensorResidency if residency in _MAY_FOLLOW[state]]
-            raise StateError(
-                f"tensor {self.name!r}", f"{' or '.join(expected)} before {residency.value}", self.residency.value
-            )
-        self.residency = residency
-
-    def drop_prefetched(self) -> None:
-        """Let the host copy go, if there is one."""
-        if self.prefetched is not None:
-            # No call in between: a signal handler sees both or neither.
-            self.prefetched = None
-            self.residency = TensorResidency.STORED
+        copies = {task for task in (*self.tasks, self.prefetch) if isinstance(task, Prefetch)}
+        return sum(task.spec.size_bytes for task in copies)
 
     def require_value(self) -> TensorSpec:
-        """What a swap_in called now would return.
+        """Return what a swap_in called now would return.
 
         Raises:
             StateError: nothing is stored, because the only swap_out failed.
         """
         spec = self.newest
         if spec is None:
-            what = f"{self.residency.value}, because its swap_out failed: {self.failure}"
+            what = f"{self.residency.value}, because its swap_out failed: {self._failure}"
             raise StateError(f"tensor {self.name!r}", "stored", what)
         return spec
+
+    def append(self, task: Task) -> None:
+        """Have a task done after those that are waiting already."""
+        # In this order: cut short anywhere, a copy is of the value that the next swap_in is to have.
+        self.prefetch = None
+        self.tasks.append(task)
+        if isinstance(task, Prefetch):
+            self.prefetch = task
+
+    def begin_next(self) -> Task | None:
+        """The first task, unless it has begun."""
+        if self._under_way or not self.tasks:
+            return None
+        self._under_way = True
+        return self.tasks[0]
+
+    def end_first(self) -> Sequence[Piece]:
+        """Let the first task go, which is over; returns pieces that nobody needs any more."""
+        self._under_way = False
+        return self.tasks.popleft().note_end()
+
+    def replace_by(self, value: StoredValue, error: Exception | None) -> Sequence[Piece]:
+        """Hold a new value, unless an error kept it from the file; returns the pieces of the one that is not held."""
+        self._failure = str(error or "")
+        if error is None:
+            replaced, self.stored = self.stored, value
+            return replaced.pieces if replaced is not None else ()
+        while self.tasks and self.tasks[0].op is Op.READ:
+            reader = self.tasks.popleft()  # it was promised bytes that do not exist
+            reader.fail(error)
+            reader.note_end()
+            reader.tell()
+        return value.pieces
+
+    def forget_copy(self) -> None:
+        """Let the prefetched copy go, or the one that is on its way."""
+        self.prefetch = None
+
+    def give_up(self) -> Sequence[Piece]:
+        """Hold nothing; returns the pieces of the value."""
+        value, self.stored, self.prefetch = self.stored, None, None
+        return value.pieces if value is not None else ()

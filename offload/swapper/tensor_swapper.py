@@ -20,29 +20,21 @@ import torch
 from nvme_offload.aio_native import EngineStats, FaultSpec, Op
 from nvme_offload.offload.config.honoured import BY_SWAPPER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.devices.device import (
-    HOST,
-    default_device_type,
-    is_device,
-    is_host,
-    new_host_tensor,
-    queued,
-)
+from nvme_offload.offload.devices.device import HOST, default_device_type, is_device, is_host, new_host_tensor
 from nvme_offload.offload.errors import ClosedError, ConfigError, ConfigWarning, ForkError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.offload.swapper.records import NO_TENSOR, Task, TensorRecord, TensorResidency, TensorSpec, Verb
-from nvme_offload.offload.swapper.scheduler import SlotScheduler
-from nvme_offload.offload.swapper.staged_copy import KIND
-from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
+from nvme_offload.offload.swapper.pieces import TensorSpec
+from nvme_offload.offload.swapper.records import Prefetch, SwapIn, SwapOut, TensorRecord, TensorResidency
+from nvme_offload.offload.swapper.scheduler import KIND, TaskScheduler
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwapperStats:
-    """What a swapper holds and has done."""
+    """A swapper holds this and has done this."""
 
     num_tensors: int
     """Names with a value, complete or on its way."""
@@ -100,9 +92,7 @@ class TensorSwapper:
         self._closed = False
         self._closing = threading.RLock()
         self._pin_wanted = offload.pin_memory is not False
-        self._records: dict[str, TensorRecord] = {}
-        self._scheduler = SlotScheduler(self.config, faults)
-        self._lock = self._scheduler.lock
+        self._scheduler = TaskScheduler(self.config, faults)
         _live.add(self)
 
     @property
@@ -132,17 +122,13 @@ class TensorSwapper:
             TypeError: the tensor is not dense, or has no data of its own.
         """
         _check_dense(name, tensor)
-        source = tensor.detach()
-        self._check_usable()
-        with self._lock:
+        with self._usable():
             self._check_open()
-            task = self._task(Verb.SWAP_OUT, TensorSpec.of(source), source)
-            record = self._records.get(name)
-            if record is None or record.forgotten:
-                self._records.pop(name, None)  # a new value has a new place in the order of names
-                record = self._records[name] = TensorRecord(name)
-            self._scheduler.enqueue(record, task)
-        return task.transfer
+            record = self._scheduler.records.get(name) or TensorRecord(name)
+            self._pin_for(tensor.device)
+            transfer = self._scheduler.enqueue(SwapOut(record, tensor.detach(), self._scheduler.cut))
+            self._scheduler.records[name] = record
+        return transfer
 
     def swap_in(self, name: str, out: torch.Tensor | None = None) -> Transfer[torch.Tensor]:
         """Read the tensor `name` and return at once; the transfer's result is the tensor.
@@ -157,16 +143,18 @@ class TensorSwapper:
             StateError: nothing is stored under it because its swap_out failed.
             ValueError: `out` has another shape or dtype, or elements that share memory.
         """
-        self._check_usable()
-        with self._lock:
-            self._check_open()
+        with self._usable():
             record = self._record(name)
-            spec = record.require_value()
-            if out is None and is_host(spec.device) and not record.tasks and record.prefetched is not None:
-                transfer = self._scheduler.hand_over(record, record.prefetched)
+            spec, prefetch = record.require_value(), record.prefetch
+            takes_any = out is None and is_host(spec.device)
+            if takes_any and prefetch is not None and not record.tasks:
+                return self._scheduler.hand_over(record, prefetch)
+            if out is None:
+                out = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
             else:
-                transfer = self._scheduler.enqueue(record, self._swap_in_task(name, spec, out))
-        return transfer
+                _check_target(name, out, spec)
+            self._pin_for(out.device)
+            return self._scheduler.enqueue(SwapIn(record, out.detach(), out, prefetch, replaceable=takes_any))
 
     def prefetch(self, name: str) -> bool:
         """Start reading `name` into host memory, so that the next swap_in finds it there; that one takes the copy.
@@ -180,76 +168,58 @@ class TensorSwapper:
             KeyError: no tensor has this name.
             StateError: nothing is stored under it because its swap_out failed.
         """
-        self._check_usable()
-        with self._lock:
-            self._check_open()
+        with self._usable():
             record = self._record(name)
             spec = record.require_value()
-            if record.prefetch_due:
+            if record.prefetch is not None:
                 return True
             if self._scheduler.prefetched_bytes + spec.size_bytes > self.prefetch_budget:
                 return False
             pinned_for = None if is_host(spec.device) or not self.pool.pinned else spec.device
-            target = new_host_tensor(spec.shape, spec.dtype, pinned_for)
-            task = self._task(Verb.PREFETCH, spec, target)
-            self._scheduler.enqueue(record, task)
+            self._scheduler.enqueue(Prefetch(record, new_host_tensor(spec.shape, spec.dtype, pinned_for)))
             return True
 
     def evict(self, name: str) -> None:
         """Drop the prefetched copy of `name`, if there is one; the value stays on the file."""
-        self._check_usable()
-        with self._lock:
-            self._check_open()
-            self._scheduler.enqueue(self._record(name), self._task(Verb.EVICT))
+        with self._usable():
+            self._record(name).forget_copy()
 
     def delete(self, name: str) -> None:
         """Forget `name` at once. Its space is given back when the calls made for it before are done."""
-        self._check_usable()
-        with self._lock:
-            self._check_open()
-            self._scheduler.enqueue(self._record(name), self._task(Verb.DELETE))
-            del self._records[name]
+        with self._usable():
+            record = self._record(name)
+            self._scheduler.look_after(record)
+            del self._scheduler.records[name]
+            record.forget_copy()
 
     def names(self) -> list[str]:
         """Names with a value, complete or on its way, in the order in which they were first used."""
-        self._check_usable()
-        with self._lock:
-            self._check_open()
-            return [name for name, record in self._records.items() if record.newest]
+        with self._usable():
+            return [name for name, record in self._scheduler.records.items() if record.newest]
 
     def __contains__(self, name: object) -> bool:
-        self._check_usable()
-        with self._lock:
-            self._check_open()
-            record = self._records.get(name) if isinstance(name, str) else None
+        with self._usable():
+            record = self._scheduler.records.get(name) if isinstance(name, str) else None
             return record is not None and record.newest is not None
 
     def nbytes(self, name: str) -> int:
         """Bytes of the tensor `name`, without alignment. Raises as swap_in does."""
-        self._check_usable()
-        with self._lock:
-            self._check_open()
+        with self._usable():
             return self._record(name).require_value().size_bytes
 
     def residency(self, name: str) -> TensorResidency:
         """Which copies of `name` exist at this moment."""
-        self._check_usable()
-        with self._lock:
-            self._check_open()
-            record = self._record(name)
-        self._scheduler.catch_up()
-        return record.residency
+        with self._usable():
+            return self._record(name).residency
 
     def stats(self) -> SwapperStats:
-        """What is held and what has been done."""
-        self._check_usable()
-        self._scheduler.catch_up()
-        with self._lock:
-            self._check_open()
-            stored = [record.stored for record in self._records.values() if record.stored]
+        """Return what is held and what has been done."""
+        with self._usable():
+            records = self._scheduler.records.values()
+            pieces = [piece for record in records if record.stored for piece in record.stored.pieces]
             return SwapperStats(
                 num_tensors=len(self.names()),
-                stored_bytes=sum(piece.extent.size_bytes for value in stored for piece in value.pieces),
+                stored_bytes=sum(piece.size_bytes for piece in pieces),
                 prefetched_bytes=self._scheduler.prefetched_bytes,
                 prefetch_budget=self.prefetch_budget,
                 num_prefetch_hits=self._scheduler.num_prefetch_hits,
@@ -263,19 +233,18 @@ class TensorSwapper:
 
     def synchronize(self) -> None:
         """Wait until nothing is under way. Failures are raised by the transfers they belong to, and logged."""
-        self._check_usable()
+        self._usable()
         self._scheduler.wait_all()
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the files. Idempotent; no-op in a forked child."""
         if os.getpid() != self._owner_pid:
             return
-        with self._lock:
+        with self._scheduler.lock:
             self._closed = True
         self._scheduler.wait_all()
         with self._closing:  # each part once more does no harm: an interrupted close can be repeated
             self._scheduler.close()
-            self._records.clear()
 
     def __enter__(self) -> TensorSwapper:
         return self
@@ -285,48 +254,30 @@ class TensorSwapper:
     ) -> None:
         self.close()
 
-    def _check_usable(self) -> None:
-        """Say why the swapper cannot be used."""
+    def _usable(self) -> threading.RLock:
+        """The lock under which everything happens, unless the swapper cannot be used."""
         # First the process: in a forked child the lock may be held by a thread that exists in the parent only.
         if (pid := os.getpid()) != self._owner_pid:
             raise ForkError("TensorSwapper", self._owner_pid, pid)
         self._check_open()
+        return self._scheduler.lock
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("TensorSwapper")
 
     def _record(self, name: str) -> TensorRecord:
-        record = self._records.get(name)
-        if record is None or record.forgotten:
-            near = get_close_matches(str(name), self._records, n=3)
+        self._check_open()  # another thread may have closed it before we had the lock
+        records = self._scheduler.records
+        if name not in records:
+            near = get_close_matches(str(name), records, n=3)
             known = f"the nearest names are {', '.join(map(repr, near))}" if near else "no name is similar"
             raise KeyError(f"no tensor is named {name!r}; {known}")
-        return record
-
-    def _task(self, verb: Verb, spec: TensorSpec = NO_TENSOR, tensor: torch.Tensor | None = None) -> Task:
-        ready = None
-        if tensor is not None and is_device(tensor.device):
-            self._pin_for(tensor.device)
-            ready = queued(tensor.device)
-        op = Op.WRITE if verb is Verb.SWAP_OUT else Op.READ
-        transfer = TensorTransfer[Any](op, spec.size_bytes)
-        return Task(verb=verb, transfer=transfer, spec=spec, tensor=tensor, ready=ready)
-
-    def _swap_in_task(self, name: str, spec: TensorSpec, out: torch.Tensor | None) -> Task:
-        if out is None:
-            result = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-        else:
-            _check_target(name, out, spec)
-            result = out
-        task = self._task(Verb.SWAP_IN, spec, result.detach())
-        task.result = result
-        task.replaceable = out is None and is_host(spec.device)
-        return task
+        return records[name]
 
     def _pin_for(self, device: torch.device) -> None:
         """Pin the buffers for the first tensor on a device. Where the section does not ask for it, that may fail."""
-        if not self._pin_wanted:
+        if not self._pin_wanted or not is_device(device):
             return
         try:
             self.pool.pin(device)

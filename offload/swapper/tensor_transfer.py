@@ -5,19 +5,11 @@ from __future__ import annotations
 import errno
 from typing import TypeVar, cast
 
-from nvme_offload.aio_native import Failure, Op
+from nvme_offload.aio_native import Failure, Op, Segment
 from nvme_offload.aio_native.operation import PythonOperation
 from nvme_offload.offload.storage.transfer import Transfer
 
 T = TypeVar("T")
-
-
-class _TensorOperation(PythonOperation):
-    """Done when the last piece is; its segments are known to the pieces alone."""
-
-    def __init__(self, op: Op, size_bytes: int) -> None:
-        super().__init__(op, ())
-        self.size_bytes = size_bytes
 
 
 class TensorTransfer(Transfer[T]):
@@ -29,8 +21,9 @@ class TensorTransfer(Transfer[T]):
     """
 
     def __init__(self, op: Op, size_bytes: int) -> None:
-        self._operation = _TensorOperation(op, size_bytes)
         self._error: Exception | None = None
+        # Done when the last piece is; where the pieces are, they alone know.
+        self._operation = PythonOperation(op, [Segment(-1, 0, 0, size_bytes)])
         super().__init__(self._operation, lambda failure: OSError(failure.errno, ""), cast(T, None))
 
     def finish(self, result: T) -> None:

@@ -50,7 +50,7 @@ _DAMAGED = "the file is damaged or was not written completely: fetch or export i
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """Where a tensor is and what it is; no data."""
+    """An entry says where a tensor is and what it is; it has no data."""
 
     path: Path
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Where the files of an export lie until all are complete: a hidden folder of ours inside the export's own."""
+"""The files of an export lie in a hidden folder of ours, inside the export's own, until all are complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STAGING = ".nvme-offload-export"
 """Our name, so that the next export knows what a killed one left behind."""
 
 WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-"""What the files of an export are called."""
+"""The files of an export are called this."""
 
 _LOCK = "lock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -45,7 +45,7 @@ class Staging:
             raise
 
     def path(self, name: str) -> Path:
-        """Where the file lies meanwhile that will be called `name`."""
+        """Return where the file lies meanwhile that will be called `name`."""
         return self._path / name
 
     def remove(self) -> None:

@@ -12,7 +12,7 @@ from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.adapters.figures import figures_of, missing, offloaded
 from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.optimizers import optimizer_class
+from nvme_offload.optim.optimizers.registry import optimizer_class
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
 def trainer_optimizer(
     section: Mapping[str, Any] | str | Path, args: TrainingArguments, num_training_steps: int | None = None
 ) -> tuple[Callable[..., OffloadOptimizer], dict[str, Any]]:
-    """What `Trainer` takes as ``optimizer_cls_and_kwargs``: so it makes the optimizer itself, with its own groups.
+    """Return what `Trainer` takes as ``optimizer_cls_and_kwargs``: it makes the optimizer itself, with its own groups.
 
     Args:
         section: the configuration section, as for DeepSpeed, "auto" included. ``optimizer`` chooses the class and its

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
 
@@ -15,14 +16,16 @@ from nvme_offload.offload._torch_private import give_shard, local_tensor
 from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.shards.param_tier import Padded, ResidentShard, StoredShard, UnbornShard
 from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.optim.access.split import StateParts
+from nvme_offload.optim.access.values import LiveValues
 from nvme_offload.optim.birth.initializers import Init, Initializers, SharedRandomNumbers, check_initializers
-from nvme_offload.optim.birth.master_writer import MasterWriter
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor, units
 from nvme_offload.optim.birth.weight_files import WeightSource
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import TILE_NUMEL
+from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.state_parts import StateParts
+from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.tiers.parts import (
     OwnParts,
     ShardParts,
@@ -34,8 +37,12 @@ from nvme_offload.optim.tiers.parts import (
     split_shard,
 )
 
-Values = Callable[[int, int], torch.Tensor]
+Elements = Callable[[int, int], torch.Tensor]
 """Elements from one index to another of this rank's shard, flat, in any floating dtype, on the CPU."""
+
+Write = Callable[[torch.Tensor, Elements], None]
+"""Sets the master weights of a parameter; its values are asked for in order, a few million at a time. In the order of
+the optimizer each subgroup is written once, and none is read."""
 
 _PIECE_NUMEL = 64 * TILE_NUMEL
 
@@ -102,7 +109,10 @@ class Birth:
                 install_parts(record, SplitTensor(parts, shard), give_shard)
 
     def _unborn(self, form: Padded, device: torch.device) -> StoredShard:
-        """Where what is stored of a parameter will be. Memory full of zeros takes none before it is written to."""
+        """Return where what is stored of a parameter will be.
+
+        Memory full of zeros takes none before it is written to.
+        """
         if self._params_on_tier:
             return UnbornShard(form, device)
         return ResidentShard(torch.zeros(form.shape, dtype=form.dtype, device=device))
@@ -124,17 +134,28 @@ class Birth:
             if split is not None and isinstance(split.parts, UnbornParts):
                 split.use_parts(StateParts(body, record.index, split.parts))
         device = torch.device(mesh.device_type)
-        with SharedRandomNumbers(mesh), MasterWriter(body) as writer:
+        masters, runs = LiveValues(body), defaultdict[int, list[tuple[SlotRecord, Run]]](list)
+        for slot in body.slots:
+            for run in slot.subgroup.runs:
+                runs[run.param].append((slot, run))
+
+        def write(param: torch.Tensor, values: Elements) -> None:
+            for slot, run in runs[body.table.of(param).index]:
+                for piece in run.pieces(_PIECE_NUMEL):
+                    masters.write(slot, piece, "master", values(piece.start, piece.stop).float().contiguous())
+
+        with SharedRandomNumbers(mesh):
             initializers = Initializers(self._model, self._plan, self._init, device)
             if self._source is None:
-                self._fill_from_initializers(initializers, writer, blocks)
+                self._fill_from_initializers(initializers, write, blocks)
             else:
                 with closing(self._source) as source:
-                    self._fill_from_files(source, initializers, writer, device)
+                    self._fill_from_files(source, initializers, write, device)
+            masters.release()
+            body.pipeline.synchronize()
+            body.blocks.synchronize()
 
-    def _fill_from_initializers(
-        self, initializers: Initializers, writer: MasterWriter, blocks: Iterable[nn.Module]
-    ) -> None:
+    def _fill_from_initializers(self, initializers: Initializers, write: Write, blocks: Iterable[nn.Module]) -> None:
         born: set[NewTensor] = set()
 
         def place(new: NewTensor, whole: torch.Tensor) -> None:
@@ -143,13 +164,13 @@ class Birth:
             born.add(new)
             dim, start, length = _local_range(new.current)
             local = whole.narrow(dim, start, length).reshape(-1)
-            _fill(new.current, lambda first, last: local[first:last], writer)
+            _fill(new.current, lambda first, last: local[first:last], write)
 
         for unit in tracked("initializing the model", list(units(self._model, blocks)), len):
             initializers.run(unit, place)
 
     def _fill_from_files(
-        self, source: WeightSource, initializers: Initializers, writer: MasterWriter, device: torch.device
+        self, source: WeightSource, initializers: Initializers, write: Write, device: torch.device
     ) -> None:
         for new in self._plan.buffers:
             if new.persistent:
@@ -158,10 +179,10 @@ class Birth:
             if any(True for _ in self._plan.unborn_buffers(module)):
                 initializers.run([module], place=None)
         for new in tracked("loading the weights", self._plan.params, lambda new: new.shape.numel()):
-            _fill(new.current, _stored_values(source, new), writer)
+            _fill(new.current, _stored_values(source, new), write)
 
 
-def _fill(param: torch.Tensor, values: Values, writer: MasterWriter) -> None:
+def _fill(param: torch.Tensor, values: Elements, write: Write) -> None:
     """Give a sharded parameter this rank's values, wherever it keeps them."""
     local, parts = local_tensor(param).detach(), parts_of(param)
     if parts is None or parts.stored.form.dtype is torch.float32:  # all of it is in one place
@@ -170,12 +191,12 @@ def _fill(param: torch.Tensor, values: Values, writer: MasterWriter) -> None:
                 stop = min(start + _PIECE_NUMEL, local.numel())
                 flat[start:stop].copy_(values(start, stop))
     elif isinstance(parts, StateParts):
-        writer.write(param, values)
+        write(param, values)
     else:
         parts.write(values(0, local.numel()).float().view(local.shape))
 
 
-def _stored_values(source: WeightSource, new: NewTensor) -> Values:
+def _stored_values(source: WeightSource, new: NewTensor) -> Elements:
     dim, start, length = _local_range(new.current)
     if dim == 0:
         first = start * new.shape[1:].numel()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload._torch_private import own_initializer, refuse_writes, version_of
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor, has_new_value
-from nvme_offload.optim.collective import device_of
+from nvme_offload.optim.ranks.collective import device_of
 
 Init = Callable[[nn.Module], object]
 
@@ -22,7 +22,7 @@ _REMEDY = "give its class a reset_parameters() that does, or pass init= to initi
 
 
 class Initializers:
-    """What fills the parameters and buffers of each module.
+    """Initializers fill the parameters and buffers of each module.
 
     Of a Hugging Face model its ``_init_weights``; where that leaves something out, and in other models, the module's
     ``reset_parameters``. Then the user's function.

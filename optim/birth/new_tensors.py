@@ -1,4 +1,4 @@
-"""What a model on the meta device consists of, written down before it is sharded."""
+"""A model on the meta device consists of new tensors, which are written down before it is sharded."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class WeightSource:
 
 
 def _ignored(model: nn.Module, plan: BirthPlan) -> re.Pattern[str]:
-    """What files may hold beside the weights: buffers that models used to save, and what Hugging Face lists."""
+    """Return what files may hold beside the weights: buffers that models used to save, and what Hugging Face lists."""
     patterns = {rf"^{re.escape(name)}$" for buffer in plan.buffers for name in buffer.names}
     patterns |= set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     return re.compile("|".join(sorted(patterns)) or r"(?!)")

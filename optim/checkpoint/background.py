@@ -17,13 +17,15 @@ from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CheckpointWriteError
+from nvme_offload.optim.access.values import CommittedValues
 from nvme_offload.optim.checkpoint.others import Others
-from nvme_offload.optim.checkpoint.pinned_state import PinnedState, SealedSlots
 from nvme_offload.optim.checkpoint.run_state import Training
 from nvme_offload.optim.checkpoint.save_load import AgreedSave, PartialFolder, PlannedItems, agree, finish, plan_items
-from nvme_offload.optim.collective import on_every_rank
+from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.overlap.flag import Flag
-from nvme_offload.optim.warn import warn_user
+from nvme_offload.optim.ranks.collective import on_every_rank
+from nvme_offload.optim.telemetry.warn import warn_user
+from nvme_offload.optim.updates.logs import SlotLogs
 
 
 class Pace:
@@ -67,7 +69,7 @@ class BackgroundSave:
         self._on_exit = on_exit
         self._done_bytes = 0
         self.failure: BaseException | None = None
-        """What it failed with; nothing of it is left then."""
+        """The error that it failed with; nothing of it is left then."""
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         # An interpreter that ends while a thread works in C++ has that unwound where C++ allows it nowhere: abort.
         self._finalizer = finalize(self._thread, self.join)
@@ -75,7 +77,7 @@ class BackgroundSave:
 
     @property
     def progress(self) -> float:
-        """How much of this rank's part is written, 0 to 1."""
+        """Return how much of this rank's part is written, 0 to 1."""
         return min(1.0, self._done_bytes / max(self._items.size_bytes, 1))
 
     @property
@@ -135,9 +137,15 @@ def begin_save(
         See `save_load.save`; nothing has begun.
     """
     store, group = training.optimizer.store, training.group
-    sealing = training.optimizer.commits.sealing
+    durable = training.optimizer.durable.commits.durable
+
+    def values() -> CommittedValues:
+        extents, period = durable.run.extents, durable.period
+        logs = SlotLogs(extents, lambda index: store.table[index].log_dtype, KernelPool(1), period)
+        return CommittedValues(store.slots, logs, durable.run.space, manifest)
+
     with store.at_rest(), ExitStack() as on_exit:
-        save = agree(training, tag, client_state, lambda: PinnedState(SealedSlots.of(store, sealing), manifest))
+        save = agree(training, tag, client_state, values)
         partial = on_exit.enter_context(PartialFolder(root, save.tag, group))
         items = plan_items(partial, save.contents, group)
         on_every_rank(items.keep_aside, group)

@@ -12,20 +12,20 @@ from nvme_offload.offload.durable.committed import CommittedRank
 from nvme_offload.offload.durable.inventory import RunFound, locked
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import ResumeError
-from nvme_offload.optim.checkpoint.pinned_state import PinnedState, SealedSlots
+from nvme_offload.optim.access.values import CommittedValues
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.durable.recorded import RecordedRun
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.updates.slot_logs import SlotLogs
+from nvme_offload.optim.updates.logs import SlotLogs
 
 
 @dataclass(frozen=True)
 class RankOfStep:
-    """What one rank left of a step."""
+    """It reads what one rank left of a step."""
 
     run: RecordedRun
     content: Content
-    state: PinnedState
+    values: CommittedValues
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CommittedStep:
     """A step as all ranks of a run left it. Until the end of a ``with`` nobody else can be in the run."""
 
     name: str
-    """Of the run."""
+    """The run's own."""
     ranks: list[RankOfStep]
     _files: ExitStack
 
@@ -90,7 +90,7 @@ def open_step(run: RunFound, *, step: int | None = None, snapshot: str | None = 
         _check_all_there(run.name, recorded)
         _check_stages(run.name, recorded)
         states = [
-            RankOfStep(recorded[number], found.content, _state_of(ranks[number], recorded[number], found.manifest))
+            RankOfStep(recorded[number], found.content, _values_of(ranks[number], recorded[number], found.manifest))
             for number, found in chosen.items()
         ]
         return CommittedStep(run.name, states, files.pop_all())
@@ -144,8 +144,8 @@ def _listed(names: Sequence[str]) -> str:
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"
 
 
-def _state_of(rank: CommittedRank, run: RecordedRun, manifest: Manifest) -> PinnedState:
+def _values_of(rank: CommittedRank, run: RecordedRun, manifest: Manifest) -> CommittedValues:
     extents = rank.extents(run.alignment)
     logs = SlotLogs(extents, run.log_dtype_of, KernelPool(1), run.period)
     extents.slots = [RingSlot(logs.layout_of(slot.subgroup), phase=0) for slot in run.slots]
-    return PinnedState(SealedSlots(run.slots, extents, rank.space, run.log_dtype_of, run.period), manifest)
+    return CommittedValues(run.slots, logs, rank.space, manifest)

@@ -1,10 +1,10 @@
-"""What a checkpoint consists of, and the two planners that move it item by item."""
+"""A checkpoint consists of items, and two planners move it item by item."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,30 +31,26 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from nvme_offload.offload._torch_private import local_tensor
-from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.weights.writer import named_tensors
+from nvme_offload.optim.access.values import Values
 from nvme_offload.optim.checkpoint.places import (
     MAX_CHUNK_NUMEL,
     InMemory,
     Place,
-    Reach,
+    Stored,
     Visitor,
-    Whole,
     copied_aside,
-    pieces,
 )
-from nvme_offload.optim.layout.flat import is_dense
 from nvme_offload.optim.layout.geometry import Chunk, Part
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.slots import SlotRecord
 
 MODEL, OPTIMIZER = "model", "optim.state"
-"""What the names of a model's tensors, and of an optimizer's, begin with."""
+"""The names of a model's tensors, and of an optimizer's, begin with these."""
 
 
 class Kind(NamedTuple):
-    """What a tensor of the checkpoint is as a whole."""
+    """A kind says what a tensor of the checkpoint is as a whole."""
 
     size: torch.Size
     dtype: torch.dtype
@@ -75,7 +71,7 @@ class Contents:
     kinds: dict[str, Kind] = field(default_factory=dict)
     """The kind of every tensor, on whatever ranks its parts are."""
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Where each name goes in the nested dict that torch's own tools make of a checkpoint."""
+    """The place of each name in the nested dict that torch's own tools make of a checkpoint."""
     tied: dict[str, str] = field(default_factory=dict)
     """Names that are other names of a parameter or buffer."""
     items: list[Item] = field(default_factory=list)
@@ -93,8 +89,8 @@ class Contents:
         self.kinds[name], self.paths[name] = kind, path
         return name
 
-    def add_state(self, name: str, shape: torch.Size, step: torch.Tensor, rule: UpdateRule) -> None:
-        """Take on the state of a parameter; where it lies, `tier_items` says.
+    def add_param(self, name: str, shape: torch.Size, step: torch.Tensor, rule: UpdateRule) -> None:
+        """Take on a parameter that has state; where the two lie, `tier_items` says.
 
         Args:
             name: of the parameter.
@@ -102,19 +98,19 @@ class Contents:
             step: how many updates it has had, fp32 scalar.
             rule: its own.
         """
-        entry = self.add(Kind(torch.Size(()), torch.float32), OPTIMIZER, name, "step")
-        self.items += plain_items(entry, step)
+        self.add(Kind(shape, torch.float32), MODEL, name)
+        self.items += plain_items(self.add(Kind(torch.Size(()), torch.float32), OPTIMIZER, name, "step"), step)
         for state in rule.states:
             self.add(Kind(shape, torch.float32), OPTIMIZER, name, state.name)
 
 
-def contents_of(model: nn.Module, body: StateBody, reach: Reach) -> Contents:
-    """What a checkpoint of this model and this optimizer consists of.
+def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
+    """Return what a checkpoint of this model and this optimizer consists of.
 
     Args:
         model: whose state dict it has.
         body: the optimizer's state.
-        reach: where the values of that are.
+        values: of that, as they are saved.
 
     Raises:
         ValueError: the optimizer has parameters that the model has not, or the model's state dict holds no tensors.
@@ -127,79 +123,49 @@ def contents_of(model: nn.Module, body: StateBody, reach: Reach) -> Contents:
             raise ValueError(f"the model's state dict holds {name!r}, a {type(value).__name__}; only tensors are saved")
     for name, value in tensors.items():
         record = body.table.find(value)
-        if record is not None and not record.is_placed:
-            record = None  # frozen from the start: it has no state
-        if record is not None:
+        if record is not None and record.is_placed:
             contents.names[record.index] = name
-        has_master = record is not None and "master" in record.entry_names
-        entry = contents.add(Kind(value.shape, torch.float32 if has_master else value.dtype), MODEL, name)
-        if not has_master:
-            part = None if record is None else partial(reach.part, record.index)
-            contents.items += plain_items(entry, value, part or _nowhere_else)
+            contents.steps[record.index] = torch.tensor(float(record.steps), device="cpu")
+            contents.add_param(name, value.shape, contents.steps[record.index], record.rule)
+        else:  # a buffer, or frozen from the start: it has no state
+            contents.items += plain_items(contents.add(Kind(value.shape, value.dtype), MODEL, name), value)
     for record in body.table:
         if record.is_placed and record.index not in contents.names:
             raise ValueError(f"{record.name} of the optimizer is not in the model's state dict")
-    for index, name in contents.names.items():
-        contents.steps[index] = torch.tensor(float(body.table[index].steps), device="cpu")
-        contents.add_state(name, body.table[index].leaf.shape, contents.steps[index], body.table[index].rule)
     parts = {index: Part.of(body.table[index].leaf) for index in contents.names}
-    contents.items += tier_items(body.slots, parts, contents.names, reach)
+    contents.items += tier_items(values, parts, contents.names)
     return contents
 
 
-def _nowhere_else(start: int, stop: int) -> Place | None:
-    return None
-
-
-def plain_items(
-    name: str, tensor: torch.Tensor, elsewhere: Callable[[int, int], Place | None] = _nowhere_else
-) -> Iterator[Item]:
+def plain_items(name: str, tensor: torch.Tensor) -> Iterator[Item]:
     """The items of a tensor that is not in the optimizer's state."""
-    part, local = Part.of(tensor), local_tensor(tensor.detach())
-    place: Place
-    if isinstance(local, SplitTensor) or not is_dense(local):
-        part, place = Part(part.whole, part.offsets, part.shape, tuple(range(local.dim()))), Whole(local)
-    else:
-        place = InMemory(local)
-    yield from part_items(name, part, local.numel(), lambda start, stop: elsewhere(start, stop) or place)
-
-
-def part_items(name: str, part: Part, numel: int, place_of: Callable[[int, int], Place]) -> Iterator[Item]:
-    """The items of a part of a tensor that is not in the optimizer's state.
-
-    Args:
-        name: of the tensor.
-        part: of it.
-        numel: elements of that.
-        place_of: says where its elements from one to another are.
-    """
-    for start in range(0, numel, MAX_CHUNK_NUMEL):
-        stop = min(start + MAX_CHUNK_NUMEL, numel)
-        place = place_of(start, stop)
-        for chunk in part.chunks(start, stop):
+    local = local_tensor(tensor.detach())
+    part, place = replace(Part.of(tensor), order=tuple(range(local.dim()))), InMemory(local)
+    for start in range(0, local.numel(), MAX_CHUNK_NUMEL):
+        for chunk in part.chunks(start, min(start + MAX_CHUNK_NUMEL, local.numel())):
             yield Item(name, chunk, place)
 
 
 def tier_items(
-    slots: Iterable[SlotRecord], parts: Mapping[int, Part], names: Mapping[int, str], reach: Reach
+    values: Values, parts: Mapping[int, Part], names: Mapping[int, str], weights: str = "master"
 ) -> Iterator[Item]:
-    """The items of all sections of all subgroups, one subgroup after the other.
+    """The items of parameters that have state, and of that, one subgroup after the other.
 
     Args:
-        slots: of the subgroups.
+        values: where they are reached.
         parts: which part of each parameter this rank has, by index.
         names: of the parameters, by index.
-        reach: where the values are.
+        weights: the entry that gives the parameters themselves.
     """
-    for slot in slots:
-        for run in slot.subgroup.runs:
-            for piece in pieces(run):
-                for section in slot.subgroup.sections:
-                    name = names[run.param]
-                    entry = f"{MODEL}.{name}" if section == "master" else f"{OPTIMIZER}.{name}.{section}"
-                    place = reach.section(slot, piece, section)
-                    for chunk in parts[run.param].chunks(piece.start, piece.stop):
-                        yield Item(entry, chunk, place)
+    for slot in values.slots:
+        entries = [weights, *(state.name for state in slot.subgroup.rule.states)]
+        for piece in chain.from_iterable(run.pieces(MAX_CHUNK_NUMEL) for run in slot.subgroup.runs):
+            param = names[piece.param]
+            for entry in entries:
+                name = f"{MODEL}.{param}" if entry == weights else f"{OPTIMIZER}.{param}.{entry}"
+                place = Stored(values, slot, piece, entry)
+                for chunk in parts[piece.param].chunks(piece.start, piece.stop):
+                    yield Item(name, chunk, place)
 
 
 class StreamedSavePlanner(DefaultSavePlanner):
@@ -232,7 +198,7 @@ class StreamedSavePlanner(DefaultSavePlanner):
             OSError: there is no room for it.
         """
         wanted = [self._items[write.index] for write in plan.items]
-        places = {id(item.place): item.place for item in wanted if isinstance(item.place, InMemory | Whole)}
+        places = {id(item.place): item.place for item in wanted if isinstance(item.place, InMemory)}
         copies = dict(zip(places, copied_aside([*places.values()], folder), strict=True))
         for index, item in self._items.items():
             if (copy := copies.get(id(item.place))) is not None:

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload._torch_private import sharded_like
 from nvme_offload.offload.errors import CheckpointWriteError, HalfRenamedError, SwapIOError
 from nvme_offload.offload.weights.writer import weight_items, write_sharded
-from nvme_offload.optim.collective import on_every_rank
 from nvme_offload.optim.precision.parameter import DTYPES
+from nvme_offload.optim.ranks.collective import on_every_rank
 from nvme_offload.optim.tiers.parts import parts_of, split_shard
 
 

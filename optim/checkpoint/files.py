@@ -27,12 +27,12 @@ PARTIAL, REPLACED = ".partial", ".replaced"
 MARKER = ".nvme-offload-checkpoint"
 """An empty file in every folder that we made: what we may remove again, whatever it is called."""
 _UNMARKED = ".nvme-offload-unmarked"
-"""What a folder is called as long as it has no marker yet, or no more.
+"""A folder is called this as long as it has no marker yet, or no more.
 
 After a power loss it may have one all the same, and other files of ours: of what was not synced a drive keeps any part.
 """
 SAID = ".said"
-"""How files end in which ranks say to the first one what they have written; gone before a checkpoint gets its name."""
+"""Files in which ranks say what they have written end like this; they are gone before a checkpoint gets its name."""
 _KNOWN = {MANIFEST, LATEST, ".metadata", ".metadata.tmp", "state.json", "objects.pt"}
 _MISPLACED = "unexpected pos"  # torch's container of tensors, when it was not told of what ended a write
 _CHUNK_BYTES = 1 << 22
@@ -40,7 +40,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 class FileRecord(NamedTuple):
-    """What a file must be to be the one that was written."""
+    """A file must be this to be the one that was written."""
 
     size_bytes: int
     sha256: str
@@ -247,7 +247,7 @@ def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """What files there must be.
+    """Return what files there must be.
 
     Raises:
         CheckpointError: the list is missing or damaged.

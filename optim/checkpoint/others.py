@@ -1,4 +1,4 @@
-"""What ranks write by themselves, said to the first one through files: no collective runs beside those of training."""
+"""Ranks say to the first one through files what they have written: no collective runs beside those of training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nvme_offload.optim.checkpoint.storage import Written
 _FAILED = "failed: "
 _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 600.0
-"""How long no file of a checkpoint may grow before the first rank gives the others up."""
+"""The first rank gives the others up when no file of a checkpoint has grown for so long."""
 
 
 class Others:
@@ -42,7 +42,7 @@ class Others:
             self._say(_FAILED + f"{type(failure).__name__}: {failure}")
 
     def heard(self) -> list[Written]:
-        """What all ranks have written, when all of them have said so.
+        """Return what all ranks have written, when all of them have said so.
 
         Raises:
             CheckpointWriteError: one has failed, or is not heard of any more.

@@ -10,7 +10,7 @@ from nvme_offload.optim.checkpoint.contents import Contents
 
 
 def contents_of_stages(contents: Contents, stages: dist.ProcessGroup | None) -> list[Contents]:
-    """What the ranks of `stages` have; every rank must call it. Items and values stay where they are.
+    """Return what the ranks of `stages` have; every rank must call it. Items and values stay where they are.
 
     Args:
         contents: of this rank's stage.

@@ -1,4 +1,4 @@
-"""Where the values of checkpoint items are: in memory, or in a subgroup's state on a tier. One is visited at a time."""
+"""The values of checkpoint items are in memory, or in a subgroup's state on a tier. One is visited at a time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ from typing import Protocol
 import torch
 
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.layout.flat import flat_view
-from nvme_offload.optim.layout.master import TILE_NUMEL
+from nvme_offload.optim.access.values import LiveValues, Values
 from nvme_offload.optim.layout.subgroup import Run
-from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.entries import read_run, write_run
-from nvme_offload.optim.state.slots import Residency, SlotRecord
+from nvme_offload.optim.state.slots import SlotRecord
 
 MAX_CHUNK_NUMEL = 16 * 2**20
 """64 MiB of fp32: more of it is never in memory at once, beside what the tiers have anyway."""
@@ -42,73 +38,41 @@ class Place(Protocol):
         """Keep what was written since `open`."""
 
 
-class Reach(Protocol):
-    """Says where what a checkpoint holds of an optimizer is reached: as it is now, or as a commit has it."""
-
-    def section(self, slot: SlotRecord, run: Run, name: str) -> Place:
-        """Of a piece of a run of a subgroup: ``master`` or a state."""
-
-    def part(self, param: int, start: int, stop: int) -> Place | None:
-        """Of elements of an fp32 parameter that is its own master; None: it is in its own memory."""
-
-
 class InMemory:
-    """The values of a dense tensor, read and written in its own memory."""
+    """The values of a tensor, in its own memory if they lie there in one run; else it is read and written as a whole.
 
-    start = 0
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._flat = flat_view(tensor)
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the values."""
-        return self._flat.nbytes
-
-    def read(self) -> torch.Tensor:
-        """Give the tensor's own memory."""
-        return self._flat
-
-    def open(self) -> torch.Tensor:
-        """Give the tensor's own memory, to be overwritten."""
-        return self._flat
-
-    def leave(self) -> None:
-        """Do nothing: the values were written where they are."""
-
-
-class Whole:
-    """A tensor that has to be read and written as a whole: split shards without an optimizer, and odd strides."""
+    That is so of odd strides, and of split shards without an optimizer.
+    """
 
     start = 0
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
-        self._values: torch.Tensor | None = None
+        self._opened: torch.Tensor | None = None
 
     @property
     def size_bytes(self) -> int:
-        """Of the values."""
+        """Return the bytes of the values."""
         return self._tensor.numel() * self._tensor.dtype.itemsize
 
     def read(self) -> torch.Tensor:
-        """Give the values of the tensor, joined and contiguous."""
+        """Give the values where they lie, or a copy."""
         plain = self._tensor.plain() if isinstance(self._tensor, SplitTensor) else self._tensor
         return plain.contiguous().view(-1)
 
     def open(self) -> torch.Tensor:
-        """Give a copy of the values, which `leave` writes back."""
-        self._values = self.read().clone()
-        return self._values
+        """Give them to be overwritten; `leave` writes a copy back."""
+        self._opened = self.read()
+        return self._opened
 
     def leave(self) -> None:
         """Write the copy that `open` gave back to the tensor."""
-        if self._values is not None:
-            self._tensor.copy_(self._values.view(self._tensor.shape))
-            self._values = None
+        if self._opened is not None and (isinstance(self._tensor, SplitTensor) or not self._tensor.is_contiguous()):
+            self._tensor.copy_(self._opened.view(self._tensor.shape))
+        self._opened = None
 
 
-def copied_aside(places: Sequence[InMemory | Whole], folder: Path) -> list[InMemory]:
+def copied_aside(places: Sequence[InMemory], folder: Path) -> list[InMemory]:
     """The same values as they are now, in the pages of a file without a name: they take no memory for good.
 
     Args:
@@ -132,108 +96,38 @@ def copied_aside(places: Sequence[InMemory | Whole], folder: Path) -> list[InMem
     return copies
 
 
-class TierWindow:
-    """The one subgroup whose state is being read or written.
+class Stored:
+    """A piece of a run, of ``master`` or a state. That of a commit is only read.
 
     Args:
-        body: the optimizer's state.
-        order: the subgroups in the order in which they will be read.
-    """
-
-    def __init__(self, body: StateBody, order: Sequence[SlotRecord]) -> None:
-        self.body = body
-        self._order = order
-        self._positions = {slot.subgroup.index: position for position, slot in enumerate(order)}
-        self._changed: SlotRecord | None = None
-        self._memory: Memory | None = None
-        self._begun: set[int] = set()
-
-    def read(self, slot: SlotRecord) -> Memory:
-        """The state of a subgroup; reads of those that follow in the order are under way."""
-        return self.body.pipeline.acquire(self._order, self._positions[slot.subgroup.index], for_change=False)
-
-    def change(self, slot: SlotRecord) -> Memory:
-        """The state of a subgroup, to be overwritten; the one before is written behind.
-
-        Nothing is read on the first visit, for all of it is going to be overwritten.
-        """
-        if self._changed is slot and self._memory is not None:
-            return self._memory
-        self.release()
-        load = slot.subgroup.index in self._begun
-        self._memory = self.body.pipeline.acquire([slot], 0, load=load)
-        self.body.pipeline.will_change(slot)
-        self._changed = slot
-        self._begun.add(slot.subgroup.index)
-        return self._memory
-
-    def section(self, slot: SlotRecord, run: Run, name: str) -> Place:
-        """See `Reach`."""
-        return OnTier(self, slot, run, name)
-
-    def part(self, param: int, start: int, stop: int) -> Place | None:
-        """See `Reach`: parameters are where they are."""
-        return None
-
-    def release(self) -> None:
-        """End the change under way, so that the subgroup can be written."""
-        if self._changed is not None:
-            self.body.pipeline.release(self._changed)
-            self._changed = self._memory = None
-
-
-class OnTier:
-    """One section (``master`` or a state) of a piece of a run.
-
-    Args:
-        window: to reach the state through.
+        values: to reach it through.
         slot: the subgroup.
         run: part of one of its runs that begins at a multiple of `TILE_NUMEL`.
-        name: of the section.
+        name: of the entry.
     """
 
-    def __init__(self, window: TierWindow, slot: SlotRecord, run: Run, name: str) -> None:
-        self._window = window
-        self._slot = slot
-        self._run = run
-        self._name = name
-        self._copy: torch.Tensor | None = None
+    def __init__(self, values: Values, slot: SlotRecord, run: Run, name: str) -> None:
+        self._values = values
+        self._at = slot, run, name
+        self._opened: torch.Tensor | None = None
         self.start = run.start
 
     def read(self) -> torch.Tensor:
         """Give the state where it lies, or the master joined."""
-        body, slot = self._window.body, self._slot
-        if slot.residency is not Residency.UNBORN:
-            return read_run(body, slot, self._window.read(slot), self._run, self._name)
-        for state in slot.subgroup.rule.states:
-            if state.name == self._name:
-                return torch.full((self._run.numel,), state.birth, device="cpu")
-        return body.table[self._run.param].copy_of(self._run).float()
+        return self._values.read(*self._at)
 
     def open(self) -> torch.Tensor:
         """Give the state where it lies, or a copy of what is not fp32 there."""
-        memory = self._window.change(self._slot)
-        values = read_run(self._window.body, self._slot, memory, self._run, self._name)
-        dtype, _ = self._slot.subgroup.sections[self._name]
-        if self._name == "master" or dtype is not torch.float32:
-            self._copy = values
-        return values
+        assert isinstance(self._values, LiveValues)
+        self._opened = self._values.open(*self._at)
+        return self._opened
 
     def leave(self) -> None:
-        """Write a copy back; a state in fp32 is where it belongs already."""
-        if self._copy is not None:
-            memory = self._window.change(self._slot)
-            write_run(self._window.body, self._slot, memory, self._run, self._name, self._copy)
-            self._copy = None
-
-
-def pieces(run: Run) -> list[Run]:
-    """Cut a run into pieces of at most `MAX_CHUNK_NUMEL` elements."""
-    step = MAX_CHUNK_NUMEL // TILE_NUMEL * TILE_NUMEL
-    return [
-        Run(run.param, start, min(start + step, run.stop), run.at + start - run.start)
-        for start in range(run.start, run.stop, step)
-    ]
+        """Write what was opened to where it belongs."""
+        assert isinstance(self._values, LiveValues)
+        if self._opened is not None:
+            self._values.write(*self._at, self._opened)
+            self._opened = None
 
 
 class Visitor:

@@ -6,37 +6,23 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from nvme_offload.offload.errors import ResumeError
+from nvme_offload.optim.access.values import COMPUTED
 from nvme_offload.optim.checkpoint.committed_step import CommittedStep, RankOfStep
-from nvme_offload.optim.checkpoint.contents import MODEL, Contents, Item, Kind, part_items, plain_items, tier_items
+from nvme_offload.optim.checkpoint.contents import MODEL, Contents, Item, Kind, plain_items, tier_items
 from nvme_offload.optim.checkpoint.export import checked_cast, write_weights
 from nvme_offload.optim.checkpoint.files import check_tag
-from nvme_offload.optim.checkpoint.places import pieces
+from nvme_offload.optim.checkpoint.places import Visitor
 from nvme_offload.optim.checkpoint.run_state import Scalars, objects_bytes, state_json
 from nvme_offload.optim.checkpoint.save_load import AgreedSave, save_alone
 from nvme_offload.optim.durable.recorded import RecordedParam
-from nvme_offload.optim.layout.geometry import Part
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MasterForm
-from nvme_offload.optim.layout.subgroup import Run
-from nvme_offload.optim.state.slots import SlotRecord
 
 _SHOWN = 4
-
-
-class _Piece(NamedTuple):
-    """Elements of a parameter, and where they are."""
-
-    rank: RankOfStep
-    slot: SlotRecord
-    run: Run
-    part: Part
 
 
 def export_weights(step: CommittedStep, folder: Path, dtype: str, max_shard_bytes: int) -> list[Path]:
@@ -61,7 +47,7 @@ def export_weights(step: CommittedStep, folder: Path, dtype: str, max_shard_byte
         CheckpointWriteError: the files could not be written.
     """
     params, buffers = _params_of(step), _buffers_of(step)
-    weights = _Weights(step)
+    weights = _Weights(step, COMPUTED if dtype == "bf16" else "master")
     items = [(name, torch.empty(param.part.whole, dtype=param.dtype, device="meta")) for name, param in params.items()]
 
     def stored(name: str, value: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
@@ -74,27 +60,22 @@ def export_weights(step: CommittedStep, folder: Path, dtype: str, max_shard_byte
 class _Weights:
     """Parameters of a step, one at a time, put together of what all ranks have of them."""
 
-    def __init__(self, step: CommittedStep) -> None:
+    def __init__(self, step: CommittedStep, entry: str) -> None:
         self._name = step.name
-        self._pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
-        for rank in step.ranks:
-            for slot in rank.run.slots:
-                for run in slot.subgroup.runs:
-                    param = rank.run.params[run.param]
-                    self._pieces[param.name] += [_Piece(rank, slot, piece, param.part) for piece in pieces(run)]
+        self._visitor = Visitor()
+        self._items: defaultdict[str, list[Item]] = defaultdict(list)
+        for item in chain.from_iterable(_items_of(rank, entry) for rank in step.ranks):
+            self._items[item.name].append(item)
 
     def whole(self, name: str, param: RecordedParam, dtype: torch.dtype) -> torch.Tensor:
         """A parameter in its global shape."""
         whole = torch.empty(param.part.whole, dtype=dtype, device="cpu")
         filled: dict[tuple[int, ...], int] = {}
-        for piece in self._pieces[name]:
-            values = piece.rank.state.weights(piece.slot, piece.run, dtype)
-            values = checked_cast(name, values, dtype)
-            for chunk in piece.part.chunks(piece.run.start, piece.run.stop):
-                offsets, sizes = chunk.saved.offsets, chunk.saved.sizes
-                box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-                whole[box].copy_(chunk.view(values, piece.run.start))
-                filled[tuple(offsets)] = math.prod(sizes)
+        for _, chunk, place in self._items[f"{MODEL}.{name}"]:
+            offsets, sizes = chunk.saved.offsets, chunk.saved.sizes
+            box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+            whole[box].copy_(checked_cast(name, chunk.view(self._visitor.read(place), place.start), dtype))
+            filled[tuple(offsets)] = math.prod(sizes)
         _check_whole(self._name, name, sum(filled.values()), whole.numel())
         return whole
 
@@ -173,8 +154,7 @@ def _contents_of(step: CommittedStep) -> Contents:
         contents.tied |= {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in rank.run.tied.items()}
         for param, steps in zip(rank.run.params, rank.content.steps, strict=True):
             if f"{MODEL}.{param.name}" not in contents.kinds:
-                contents.add(Kind(param.part.whole, torch.float32), MODEL, param.name)
-                contents.add_state(param.name, param.part.whole, steps.float(), param.rule)
+                contents.add_param(param.name, param.part.whole, steps.float(), param.rule)
                 contents.group_names[param.group].append(param.name)
     for name, buffer in _buffers_of(step).items():
         contents.items += plain_items(contents.add(Kind(buffer.shape, buffer.dtype), MODEL, name), buffer)
@@ -190,16 +170,11 @@ def _contents_of(step: CommittedStep) -> Contents:
     return contents
 
 
-def _items_of(rank: RankOfStep) -> Iterator[Item]:
+def _items_of(rank: RankOfStep, weights: str = "master") -> Iterator[Item]:
     """Parameters and states of one rank, as `contents_of` has them."""
-    params = rank.run.params
-    for index, param in enumerate(params):
-        if FORM_OF_DTYPE[param.dtype] is MasterForm.ITSELF:
-            reached = partial(rank.state.part_of, index)
-            yield from part_items(f"{MODEL}.{param.name}", param.part, math.prod(param.part.shape), reached)
-    parts = {index: param.part for index, param in enumerate(params)}
-    names = {index: param.name for index, param in enumerate(params)}
-    yield from tier_items(rank.run.slots, parts, names, rank.state)
+    parts = {index: param.part for index, param in enumerate(rank.run.params)}
+    names = {index: param.name for index, param in enumerate(rank.run.params)}
+    return tier_items(rank.values, parts, names, weights)
 
 
 def _check_whole(run: str, name: str, numel: int, whole_numel: int) -> None:
@@ -210,7 +185,7 @@ def _check_whole(run: str, name: str, numel: int, whole_numel: int) -> None:
 
 
 class _NothingLeft:
-    """Where the block raises, a folder that was not there before is not there afterwards."""
+    """A folder that was not there before is not there afterwards, where the block raises."""
 
     def __init__(self, folder: Path) -> None:
         self._made = [each for each in (folder, *folder.parents) if not each.exists()]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors: counters, hyperparameters, loss scale, schedule, and what the user adds."""
+"""A checkpoint holds counters, hyperparameters, loss scale, schedule and what the user adds, beside tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nvme_offload.offload.errors import CheckpointError
 from nvme_offload.optim.checkpoint.contents import Contents
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
-from nvme_offload.optim.warn import warn_user
+from nvme_offload.optim.telemetry.warn import warn_user
 
 FORMAT = 1
 STATE, OBJECTS = "state.json", "objects.pt"
@@ -43,7 +43,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Scalars:
-    """What a checkpoint says of a run beside tensors, but for the user's own."""
+    """A checkpoint says this of a run beside tensors, but for the user's own."""
 
     optimizer: str
     """Name of the optimizer's rule."""
@@ -58,7 +58,7 @@ class Scalars:
 
     @classmethod
     def of(cls, training: Training) -> Scalars:
-        """Those of a training, as they are now."""
+        """Return those of a training, as they are now."""
         scheduler, scaler = training.lr_scheduler, training.loss_scaler
         return cls(
             optimizer=training.optimizer.rule.name,
@@ -72,7 +72,7 @@ class Scalars:
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint holds beside tensors, checked against the `Training` it is for."""
+    """A checkpoint holds this beside tensors, checked against the `Training` it is for."""
 
     client_state: dict[str, Any]
     lr_scheduler: dict[str, Any] | None
@@ -124,7 +124,7 @@ def objects_bytes(scalars: Scalars, client_state: Mapping[str, Any] | None) -> b
 
 @contextmanager
 def _reading_state(folder: Path) -> Iterator[None]:
-    """What Python itself stumbles over in a damaged `STATE` becomes a CheckpointError."""
+    """Turn what Python itself stumbles over in a damaged `STATE` into a CheckpointError."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,9 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_items
 from torch.distributed.checkpoint.state_dict_saver import save as save_items
 
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError, StateError, SwapIOError
 from nvme_offload.offload.progress import progress
 from nvme_offload.offload.sync import make_folder
+from nvme_offload.optim.access.values import LiveValues, Values
 from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint.contents import (
     Contents,
@@ -31,7 +33,6 @@ from nvme_offload.optim.checkpoint.contents import (
 )
 from nvme_offload.optim.checkpoint.files import FileRecord
 from nvme_offload.optim.checkpoint.pipeline_stages import contents_of_stages, take_on_stages
-from nvme_offload.optim.checkpoint.places import Reach, TierWindow
 from nvme_offload.optim.checkpoint.run_state import (
     OBJECTS,
     STATE,
@@ -55,14 +56,14 @@ from nvme_offload.optim.checkpoint.storage import (
     write_items,
     write_metadata,
 )
-from nvme_offload.optim.collective import is_alone, is_first_rank, on_every_rank, on_first_rank
+from nvme_offload.optim.ranks.collective import is_alone, is_first_rank, on_every_rank, on_first_rank
 from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.warn import warn_user
+from nvme_offload.optim.telemetry.warn import warn_user
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load found, beside what it put into the `Training`."""
+    """A load found this, beside what it put into the `Training`."""
 
     path: Path
     client_state: dict[str, Any]
@@ -88,7 +89,7 @@ def save(training: Training, root: Path, tag: str | None, client_state: Mapping[
 
 def _save(training: Training, root: Path, tag: str | None, client_state: Mapping[str, Any] | None) -> Path:
     store, group = training.optimizer.store, training.group
-    save = agree(training, tag, client_state, lambda: TierWindow(store, store.slots))
+    save = agree(training, tag, client_state, lambda: LiveValues(store, ahead=True))
     with PartialFolder(root, save.tag, group) as partial:
         items = plan_items(partial, save.contents, group)
         with progress("writing the checkpoint", items.size_bytes) as advance:
@@ -113,18 +114,18 @@ def save_alone(root: Path, save: AgreedSave) -> Path:
 
 @dataclass(frozen=True)
 class AgreedSave:
-    """What all ranks have agreed to save."""
+    """All ranks have agreed to save this."""
 
     tag: str
     contents: Contents
     state: bytes
-    """Of the file `STATE`."""
+    """The bytes of the file `STATE`."""
     objects: bytes
-    """Of the file `OBJECTS`."""
+    """The bytes of the file `OBJECTS`."""
 
 
 def agree(
-    training: Training, tag: str | None, client_state: Mapping[str, Any] | None, reach: Callable[[], Reach]
+    training: Training, tag: str | None, client_state: Mapping[str, Any] | None, values: Callable[[], Values]
 ) -> AgreedSave:
     """Look at what there is to save, and see that all ranks can and mean the same; every rank must call it, `at_rest`.
 
@@ -132,7 +133,7 @@ def agree(
         training: of this rank.
         tag: None: ``global_step`` and the number of steps.
         client_state: what the user adds.
-        reach: makes where the state is reached, when all of it has its place.
+        values: gives what is saved of the state, when all of it has its place.
 
     Raises:
         ValueError, StateError: see `save`.
@@ -145,7 +146,7 @@ def agree(
         store.check(Need.STATE)
         store.table.check_layouts()
         store.place_trainable()
-        return own_tag, _contents_of(training, reach())
+        return own_tag, _contents_of(training, values())
 
     own_tag, contents = on_every_rank(prepare, group)
     stages = contents_of_stages(contents, training.stages)
@@ -176,7 +177,7 @@ class PlannedItems:
 
     @property
     def metadata(self) -> Metadata:
-        """Of the checkpoint, but for where things are; on the first rank."""
+        """Return the metadata of the checkpoint, but for where things are; on the first rank."""
         return self._of_save.metadata
 
     def keep_aside(self) -> None:
@@ -244,14 +245,14 @@ def _load(
 ) -> Loaded:
     store, group = training.optimizer.store, training.group
 
-    def prepare() -> tuple[TierWindow, Contents]:
+    def prepare() -> tuple[LiveValues, Contents]:
         store.check_usable()
         store.table.check_layouts()
         store.place_trainable()
-        window = TierWindow(store, store.slots)
-        return window, _contents_of(training, window)
+        values = LiveValues(store, anew=True)
+        return values, _contents_of(training, values)
 
-    window, contents = on_every_rank(prepare, group)
+    values, contents = on_every_rank(prepare, group)
     stages = contents_of_stages(contents, training.stages)
 
     def compare() -> tuple[Metadata, RunState]:
@@ -268,7 +269,7 @@ def _load(
 
     def finish() -> None:
         planner.finish()
-        window.release()
+        values.release()
         store.pipeline.synchronize()
 
     numel = sum(item.chunk.saved.sizes.numel() for item in contents.items)
@@ -284,8 +285,8 @@ def _load(
     return loaded
 
 
-def _contents_of(training: Training, reach: Reach) -> Contents:
-    contents = contents_of(training.model, training.optimizer.store, reach)
+def _contents_of(training: Training, values: Values) -> Contents:
+    contents = contents_of(training.model, training.optimizer.store, values)
     contents.group_names = names_of_groups(training.optimizer, contents)
     return contents
 
@@ -296,25 +297,25 @@ class PartialFolder(AbstractContextManager[Path]):
     def __init__(self, root: Path, tag: str, group: dist.ProcessGroup | None) -> None:
         self._root, self._tag, self._group = root, tag, group
         self._partial = root / (tag + files.PARTIAL)
-        self._lock = ExitStack()
+        self._lock: Descriptor | None = None
 
     def __enter__(self) -> Path:
         try:
             self._partial = on_first_rank(self._begin, self._group)
             return self._partial
         except BaseException as error:
-            self._lock.close()
+            self._unlock()
             if isinstance(error, OSError) and not isinstance(error, FileExistsError | StateError):
                 raise CheckpointWriteError(error.errno or errno.EIO, self._partial) from error
             raise
 
     def _begin(self) -> Path:
         make_folder(self._root)
-        self._lock.enter_context(files.locked(self._root))
+        self._lock = files.locked(self._root)
         return files.begin(self._root, self._tag)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        with self._lock:
+        try:
             if error is None:
                 return
             if is_first_rank(self._group):
@@ -325,11 +326,17 @@ class PartialFolder(AbstractContextManager[Path]):
                 for note in getattr(error, "__notes__", ()):  # on which rank
                     said.add_note(note)
                 raise said from error
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
 
 @contextmanager
 def _one_error(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """What went wrong on the first rank where something did, in place of the collection that torch raises."""
+    """Raise what went wrong on the first rank where something did, in place of the collection that torch raises."""
     try:
         yield
     except CheckpointException as error:

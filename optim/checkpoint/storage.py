@@ -27,13 +27,13 @@ _ITEM_OVERHEAD_BYTES = 2048  # of torch.save's container, and of the metadata, p
 
 
 class Written(NamedTuple):
-    """What one rank wrote."""
+    """One rank wrote this."""
 
     name: str
-    """Of its file."""
+    """The name of its file."""
     record: FileRecord
     results: list[WriteResult]
-    """Where each item is, in the order of the plan."""
+    """The place of each item, in the order of the plan."""
 
     def as_json(self) -> str:
         """The same as text, for another process."""
@@ -42,7 +42,10 @@ class Written(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> Written:
-        """What another process wrote. All go this way, for the bytes of a pickle depend on who has made its objects."""
+        """Return what another process wrote.
+
+        All go this way, for the bytes of a pickle depend on who has made its objects.
+        """
         said = json.loads(text)
         name = str(said["name"])
         return cls(name, FileRecord(*said["record"]), [_result_from_json(name, each) for each in said["results"]])
@@ -56,9 +59,9 @@ class PlanOfSave(FileSystemWriter):
     """
 
     plan: SavePlan
-    """Of this rank."""
+    """This rank's own."""
     metadata: Metadata
-    """Of the checkpoint, but for where things are; on the coordinator."""
+    """The checkpoint's own, but for where things are; on the coordinator."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -176,7 +179,7 @@ class VerifiedReader(FileSystemReader):
 
 
 def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """What is where, read with an unpickler that makes containers of data and nothing else.
+    """Return what is where, read with an unpickler that makes containers of data and nothing else.
 
     Args:
         folder: of the checkpoint.

@@ -1,4 +1,4 @@
-"""What a commit holds beside the state on its tier: step counts, hyperparameters, random numbers, the user's own."""
+"""A commit holds step counts, hyperparameters, random numbers and the user's own beside the state on its tier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_OPTIONS = ("params", "param_names")
 
 @dataclass(frozen=True)
 class Content:
-    """What is committed with a step, as it was when that ended."""
+    """All that is committed with a step, as it was when that ended."""
 
     step: int
     """Steps that the run has taken or skipped."""
@@ -32,7 +32,7 @@ class Content:
     """Hyperparameters of each parameter group."""
     client_state: dict[str, Any]
     engine: dict[str, Any] = field(default_factory=dict)
-    """What a training engine adds."""
+    """A training engine adds this."""
     generators: dict[str, torch.Tensor] = field(default_factory=dict)
     """State of torch's random number generators, by device."""
 
@@ -47,7 +47,7 @@ class Content:
         client_state: Mapping[str, Any],
         engine: Mapping[str, Any],
     ) -> Content:
-        """What there is now. Encode it before anything changes.
+        """Return what there is now. Encode it before anything changes.
 
         Args:
             step: of the run.

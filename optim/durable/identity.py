@@ -1,4 +1,4 @@
-"""What a run is: all that must be equal where somebody goes on from it, and all that is needed to read it alone.
+"""A run is all that must be equal where somebody goes on from it, and all that is needed to read it alone.
 
 It is written once, beside the manifests, and has the layout of every extent: whoever has no model reads what was
 committed by it (`optim.durable.recorded`).
@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import nn
 
 from nvme_offload.offload.weights.writer import named_tensors
+from nvme_offload.optim.durable.state import DurableState
 from nvme_offload.optim.kernels import REVISION
 from nvme_offload.optim.layout.geometry import Part
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.sealing import Sealing
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
 
 
 class ModelRecord(NamedTuple):
-    """What a training engine knows of its model, and an optimizer alone does not."""
+    """A training engine knows this of its model, and an optimizer alone does not."""
 
     params: Mapping[int, str] = {}
     """Qualified names by index of the parameter, as the state dict has them first."""
@@ -41,7 +41,7 @@ class ModelRecord(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, table: ParamTable, *, precision: str, rule: str, stage: int) -> ModelRecord:
-        """Of a model whose parameters are in a table."""
+        """Return the record of a model whose parameters are in a table."""
         tensors, tied = named_tensors(model)
         records = {name: table.find(tensor) for name, tensor in tensors.items()}
         buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -55,12 +55,12 @@ class ModelRecord(NamedTuple):
         )
 
 
-def identity_of(body: StateBody, sealing: Sealing, model: ModelRecord) -> dict[str, Any]:
+def identity_of(body: StateBody, durable: DurableState, model: ModelRecord) -> dict[str, Any]:
     """JSON that is equal for the same parameters, groups, rules, ranks, subgroups and kind of log.
 
     Args:
         body: the optimizer's state.
-        sealing: says how subgroups lie on the drive.
+        durable: says how subgroups lie on the drive.
         model: what it does not name is called as the optimizer calls it.
     """
     table = body.table
@@ -76,8 +76,8 @@ def identity_of(body: StateBody, sealing: Sealing, model: ModelRecord) -> dict[s
         "rank": dist.get_rank() if dist.is_initialized() else 0,
         "num_ranks": dist.get_world_size() if dist.is_initialized() else 1,
         "kernel_revision": REVISION,
-        "rewrite_every": sealing.logs.period,
-        "alignment": sealing.run.space.alignment,
+        "rewrite_every": durable.period,
+        "alignment": durable.run.space.alignment,
         "rules": rules,
         "parameters": {
             name: _param_as_json(record, rules) for name, record in zip(_named(table, model), table, strict=True)

@@ -1,4 +1,4 @@
-"""What a run says of itself in its directory: subgroups and parameters, for who has no model."""
+"""A run says in its directory which subgroups and parameters it has, for who has no model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RecordedParam:
     """Qualified, of a training engine; else as the optimizer called it."""
     part: Part
     dtype: torch.dtype
-    """Of what is kept of it beside the state; its master is as `FORM_OF_DTYPE` says."""
+    """The dtype of what is kept of it beside the state; its master is as `FORM_OF_DTYPE` says."""
     log_dtype: torch.dtype
     """See `ParamRecord.log_dtype`."""
     group: int
@@ -54,7 +54,7 @@ class RecordedRun:
     params: list[RecordedParam]
     """By their index."""
     slots: list[SlotRecord]
-    """Of the subgroups; none has a place or a buffer."""
+    """The slots of the subgroups; none has a place or a buffer."""
     tied: dict[str, str]
     """Further names of parameters and buffers, with the first one."""
     elsewhere: list[str]
@@ -67,7 +67,7 @@ class RecordedRun:
     period: int
     """Every how many steps a subgroup was rewritten."""
     alignment: int
-    """Of extents, in bytes."""
+    """The alignment of extents, in bytes."""
 
     @classmethod
     def of(cls, identity: Identity, folder: Path) -> RecordedRun:

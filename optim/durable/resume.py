@@ -13,19 +13,20 @@ import torch
 from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.inventory import find_runs
 from nvme_offload.offload.durable.manifest import Manifest
+from nvme_offload.offload.durable.pinned import PinnedReader
 from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
 from nvme_offload.optim.durable.commits import Commits, random_id
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.state.condition import Need
+from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.tiers.gatherers import drop_gathered
-from nvme_offload.optim.warn import warn_user
 
 Check = Callable[[Mapping[str, Any], int], None]
 """Looks whether hyperparameters can take the place of those of the group with this number."""
 
 
 class _Offer(NamedTuple):
-    """What one rank could go on from."""
+    """An offer says what one rank could go on from."""
 
     host: str
     folder: str
@@ -52,7 +53,7 @@ class Resumption:
         self._commits = commits
         self._store = commits.store
         self._run = commits.run
-        self._sealing = commits.sealing
+        self._durable = commits.durable
         self._ranks = commits.ranks()
         self._groups = groups
         self._check_group = check_group
@@ -72,10 +73,10 @@ class Resumption:
             self._refuse_other_places()
             self._commits.snapshots().agree()
             if self._died_in_first_commit():
-                self._ranks.together(store.begin_anew)
+                self._ranks.together(self._begin_anew)
                 return None
             self._ranks.together(store.place_trainable)
-            return self._first_whole(self._common(lambda: self._run.found))
+            return self._take_up(self._common(lambda: self._run.found))
 
     def resume_snapshot(self, name: str) -> Content:
         """Go on from a step that was kept under a name.
@@ -92,7 +93,7 @@ class Resumption:
             candidates = self._common(lambda: [kept])
             if not self._run.found:
                 store.begin_load()
-            return self._first_whole(candidates)
+            return self._take_up(candidates)
 
     def rewind(self, steps: int) -> Content:
         """Go back so many steps from the latest one that is committed.
@@ -100,27 +101,20 @@ class Resumption:
         Raises:
             ValueError: that is no number of steps.
             StateError: there is no such step that is whole; nothing has changed.
-            ResumeError: it is not the same on all ranks.
+            ResumeError: it is not the same on all ranks, or got damaged just now.
         """
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"rewind({steps!r}): write how many steps to go back, 1 or more")
         with self._store.at_rest(), torch.no_grad():
             self._ranks.together(partial(self._store.check, Need.STATE))
             self._commits.settle()
-            wanted, newest = self._common(partial(self._back, steps))
+            wanted = self._common(partial(self._back, steps))[:1]
+            self._check_whole(wanted[0])
             self._store.begin_load()
-            content, problems = self._take_up([wanted])
-            if content is None:
-                # A life that was killed in a step has written over what only this one had.
-                self._ranks.together(partial(self._run.destroy, wanted))
-                self._first_whole([newest])
-                raise StateError(
-                    "rewind", f"a committed step {steps} before the latest that is whole", "; ".join(problems)
-                )
-            return content
+            return self._take_up(wanted)
 
     def _back(self, steps: int) -> list[Manifest]:
-        """What is committed of the step so many before the latest, and the latest."""
+        """Return what is committed of the step so many before the latest."""
         committed = self._run.committed
         whole = committed[: 0 if self._run.extents.uncommitted else None]
         found = [manifest for manifest in whole if manifest.step == committed[0].step - steps]
@@ -129,7 +123,34 @@ class Resumption:
             raise StateError(
                 "rewind", f"a committed step {steps} before the latest (rewind_steps says how many there are)", there
             )
-        return [found[0], committed[0]]
+        return found
+
+    def _check_whole(self, manifest: Manifest) -> None:
+        """Read and verify a step past what is there: a life that was killed in a step may have written over it.
+
+        Raises:
+            StateError: it is not whole on every rank.
+        """
+        damages = self._ranks.gather(self._damage_of(manifest))
+        if any(damages.values()):
+            said = "; ".join(f"rank {rank}: {damage}" for rank, damage in damages.items() if damage)
+            raise StateError("rewind", f"a committed step {manifest.step} that is whole", said)
+
+    def _damage_of(self, manifest: Manifest) -> str:
+        reader, extents = PinnedReader(self._run.space), self._run.extents
+        try:
+            chains = extents.chains_of(manifest.tables, self._layouts())
+            for slot, chain in zip(self._store.slots, chains, strict=True):
+                self._durable.logs.check(slot.subgroup, chain, reader.read(chain))
+        except (CorruptionError, SwapIOError, ResumeError) as damage:
+            return str(damage)
+        return ""
+
+    def _begin_anew(self) -> None:
+        """Destroy what was committed first: training begins with the state that was born beside it."""
+        assert not self._run.is_under_way
+        self._run.forget_commits()
+        self._store.be_whole()
 
     def _content(self, manifest: Manifest) -> Content:
         return Content.decode(manifest.blob, self._run.folder)
@@ -210,18 +231,8 @@ class Resumption:
                     "another name",
                 )
 
-    def _first_whole(self, candidates: Sequence[Manifest]) -> Content:
-        """Go on from the first of these manifests that is whole on every rank."""
-        content, problems = self._take_up(candidates)
-        if content is None:
-            raise ResumeError(
-                self._run.folder,
-                f"cannot be resumed: {'; '.join(problems)}. Parameters may have changed; load a checkpoint",
-            )
-        return content
-
-    def _take_up(self, candidates: Sequence[Manifest]) -> tuple[Content | None, list[str]]:
-        """Bring the first manifest back that is whole on every rank, and destroy what is newer; say what is damaged."""
+    def _take_up(self, candidates: Sequence[Manifest]) -> Content:
+        """Bring the first manifest back that is whole on every rank, and destroy what is newer."""
         problems: list[str] = []
         for manifest in candidates:
             content, problem = self._ranks.together(partial(self._bring_back, manifest))
@@ -232,7 +243,7 @@ class Resumption:
                 self._ranks.together(partial(self._run.bring_to_front, manifest, self._layouts()))
                 self._ranks.together(partial(self._adopt, manifest))
                 self._go_on_from(content)
-                return content, problems
+                return content
             if not self._ranks.all(not self._lacks_room):
                 raise ResumeError(
                     self._run.folder,
@@ -240,8 +251,11 @@ class Resumption:
                     "All of it is as it was: free space, and start again",
                 )
             problems.append(f"step {manifest.step}: {problem or 'damaged on another rank'}")
-            warn_user(f"a committed step is damaged ({problems[-1]}): the next one is looked at")
-        return None, problems
+            warn_user(f"a committed step is damaged ({problems[-1]}): the one before it is looked at")
+        raise ResumeError(
+            self._run.folder,
+            f"cannot be resumed: {'; '.join(problems)}. Parameters may have changed; load a checkpoint",
+        )
 
     def _bring_back(self, manifest: Manifest) -> tuple[Content, str | None]:
         """Read and verify every subgroup, and give its parameters their values.
@@ -256,11 +270,11 @@ class Resumption:
         try:
             extents.adopt(manifest.tables, self._layouts(), where=str(self._run.folder))
             for slot in store.slots:
-                if not self._sealing.find(slot, store.pipeline):
+                if not self._durable.seal.find(slot, store.pipeline):
                     return content, f"it has nothing of subgroup {slot.index}"
             for position, slot in enumerate(store.slots):
                 memory = store.pipeline.acquire(store.slots, position, for_change=False, replay=False)
-                self._sealing.bring_back(slot, memory)
+                self._durable.seal.bring_back(slot, memory)
         except (CorruptionError, SwapIOError, ResumeError) as error:
             store.pipeline.forget(store.slots)
             self._lacks_room = isinstance(error, OutOfSpaceError)
@@ -270,10 +284,10 @@ class Resumption:
     def _adopt(self, manifest: Manifest) -> None:
         self._run.adopt(manifest, self._layouts())
         for slot in self._store.slots:
-            self._sealing.point(slot)
+            self._durable.seal.point(slot)
 
     def _layouts(self) -> list[SlotLayout]:
-        return [self._sealing.layout_of(slot.subgroup) for slot in self._store.slots]
+        return [self._durable.logs.layout_of(slot.subgroup) for slot in self._store.slots]
 
     def _go_on_from(self, content: Content) -> None:
         store = self._store
@@ -284,5 +298,4 @@ class Resumption:
             group.update(options)
         content.restore_generators()
         self._commits.note_adopted(content)
-        store.pipeline.discards = False
         store.be_whole()

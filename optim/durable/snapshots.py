@@ -9,8 +9,8 @@ from typing import NamedTuple
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.errors import ResumeError
-from nvme_offload.optim.durable.ranks import Ranks
-from nvme_offload.optim.warn import warn_user
+from nvme_offload.optim.ranks.ranks import Ranks
+from nvme_offload.optim.telemetry.warn import warn_user
 
 
 class _Kept(NamedTuple):

@@ -1,1 +1,1 @@
-"""Where elements lie: masters, runs, subgroups."""
+"""Elements lie in masters, runs and subgroups."""

@@ -19,7 +19,7 @@ GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Layout(NamedTuple):
-    """How the elements of a parameter lie in memory. Its state follows it, so it must stay."""
+    """A layout says how the elements of a parameter lie in memory. Its state follows it, so it must stay."""
 
     dtype: torch.dtype
     device: torch.device
@@ -71,7 +71,7 @@ def unflatten(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def storage_of(leaf: torch.Tensor) -> torch.Tensor:
-    """What of a parameter is in this process's memory.
+    """Return what of a parameter is in this process's memory.
 
     The parameter itself; of a sharded one (DTensor) this rank's shard; of a split shard what is stored of it, without
     padding, or where that is on a tier a stand-in for it.
@@ -136,9 +136,9 @@ def flat_grad(leaf: torch.Tensor, name: str) -> torch.Tensor | None:
     Raises:
         ValueError: sparse, complex, of a dtype the kernels do not take, of another shape or on another device.
     """
-    if leaf.grad is None:
-        return None
     sharded = leaf.grad
+    if sharded is None:
+        return None
     if isinstance(leaf, DTensor) and isinstance(sharded, DTensor) and sharded.placements != leaf.placements:
         sharded = sharded.redistribute(placements=leaf.placements)
     grad, param = local_tensor(sharded), storage_of(leaf)
@@ -159,4 +159,6 @@ def flat_grad(leaf: torch.Tensor, name: str) -> torch.Tensor | None:
         return grad
     if grad.stride() != param.stride() and not (grad.is_contiguous() and param.is_contiguous()):
         grad = room_like(param, grad.dtype, param.device).copy_(grad)
-    return flat_view(grad)
+    if grad.requires_grad or not grad.is_contiguous():
+        return flat_view(grad)
+    return grad if grad.dim() == 1 else grad.view(-1)

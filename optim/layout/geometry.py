@@ -27,7 +27,7 @@ class Chunk(NamedTuple):
     """A box of a sharded tensor that lies in one run of this rank's memory."""
 
     saved: ChunkStorageMetadata
-    """Where in the whole tensor the chunk is."""
+    """The place of the chunk in the whole tensor."""
     start: int
     """The chunk's first element in this rank's part, in its order of memory."""
     order: tuple[int, ...]

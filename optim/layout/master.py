@@ -1,4 +1,4 @@
-"""Where the fp32 master weights are: one table for all."""
+"""The fp32 master weights have a form: one table for all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TILE_NUMEL = _kernels.TILE_NUMEL
 
 
 class MasterForm(enum.IntEnum):
-    """Where the fp32 master weights are."""
+    """The form tells where the fp32 master weights are."""
 
     SPLIT = 0
     """The master is in two halves: the bf16 parameter (``hi``), and a uint16 tensor with the lower half (``lo``)."""

@@ -43,6 +43,12 @@ class Run(NamedTuple):
         """Elements of the run."""
         return self.stop - self.start
 
+    def pieces(self, max_numel: int) -> list[Run]:
+        """Cut it into pieces of at most so many elements, whole tiles but for the last."""
+        step = max_numel // TILE_NUMEL * TILE_NUMEL
+        starts = range(self.start, self.stop, step)
+        return [Run(self.param, at, min(at + step, self.stop), self.at + at - self.start) for at in starts]
+
 
 @dataclass(frozen=True)
 class Subgroup:
@@ -113,7 +119,7 @@ def state_views(subgroup: Subgroup, memory: Memory, run: Run) -> list[torch.Tens
 
 @dataclass(frozen=True)
 class ParamToPlace:
-    """What the planner needs to know of a parameter."""
+    """The planner needs to know this of a parameter."""
 
     index: int
     group: int

@@ -35,5 +35,5 @@ class FirstUses:
 
     @property
     def ranks(self) -> dict[int, int]:
-        """What `take` would return."""
+        """Return the ranks as `take` would."""
         return {index: rank for rank, index in enumerate({**self._latest, **self._before})}

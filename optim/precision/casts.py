@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, without_base
 from nvme_offload.optim.precision.parameter import NAMES, SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
-from nvme_offload.optim.warn import warn_user
+from nvme_offload.optim.telemetry.warn import warn_user
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Classes of modules that only hold others and have no forward."""
@@ -187,7 +187,7 @@ def _outermost_within(module: nn.Module, params: set[nn.Parameter]) -> Iterator[
 
 
 class _Unrounded:
-    """What the fp32 module that was called last gave, before it was cast: what the model returns of it is not."""
+    """The fp32 module that was called last gave this, before it was cast: what the model returns of it is not."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Any, Any]] | None = None
@@ -232,7 +232,7 @@ def _in_fp32(
 
 
 def _own_dtype(name: str, module: nn.Module, plan: PrecisionPlan) -> torch.dtype | None:
-    """What a module's floating inputs have to be, where its operators take one dtype only; else None.
+    """Return what a module's floating inputs have to be, where its operators take one dtype only; else None.
 
     In a model that arrived in one dtype only 16-bit modules are asked: what is fp32 there has borders.
     """

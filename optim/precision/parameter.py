@@ -1,4 +1,4 @@
-"""What the precision of one parameter is."""
+"""One parameter has one precision."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ParameterPrecision:
     accumulate: torch.dtype
     """Dtype of the gradient partition, ``p.grad``, in which micro-batches are added up."""
     master: MasterForm = MasterForm.ITSELF
-    """Where the fp32 master weight is."""
+    """The form of the fp32 master weight."""
     in_parts: bool = False
     """Whether the shard is in parts, each of which may be on a tier (`optim.tiers.parts`)."""
     kept_as: torch.dtype | None = None
@@ -35,7 +35,7 @@ class ParameterPrecision:
 
     @property
     def storage(self) -> torch.dtype:
-        """What this rank keeps of the parameter between steps, and gathers it from."""
+        """Return what this rank keeps of the parameter between steps, and gathers it from."""
         return self.kept_as or DTYPE_OF_FORM[self.master]
 
     @property

@@ -21,7 +21,7 @@ from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS, 
 from nvme_offload.optim.precision.text import PlanRow, as_text, name_of, name_pattern
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.warn import warn_user
+from nvme_offload.optim.telemetry.warn import warn_user
 
 
 class PrecisionPlan:

@@ -13,7 +13,7 @@ from nvme_offload.optim.rules.adamw import AdamW
 from nvme_offload.optim.rules.rule import State, ThroughWhole, UpdateRule, check_numbers, number_of
 
 RULES = ("Muon", "AdamW")
-"""What ``rule`` of a parameter group may say."""
+"""``rule`` of a parameter group may say one of these."""
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 

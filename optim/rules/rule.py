@@ -1,4 +1,4 @@
-"""What an optimizer is to everything that keeps, moves and updates its state."""
+"""A rule is an optimizer to everything that keeps, moves and updates its state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ThroughWhole = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], 
 
 
 class UpdateRule:
-    """What an optimizer does with a gradient, and what it keeps for that; everything else asks it.
+    """A rule knows what an optimizer does with a gradient, and what it keeps for that; everything else asks it.
 
     Write one in torch operators, and name it in an `OffloadOptimizer`::
 
@@ -47,7 +47,7 @@ class UpdateRule:
     """
 
     name: str
-    """What people call the rule, and ``optimizer.type`` of the section."""
+    """People call the rule this, and so does ``optimizer.type`` of the section."""
     states: tuple[State, ...] = ()
     """States in the order in which the update takes them. Two groups whose states differ have two rules, see `of`."""
     kernel: str = ""
@@ -86,7 +86,7 @@ class UpdateRule:
         """Raise ValueError for a parameter that this rule has no update for."""
 
     def scalars(self, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-        """What the update needs to know of a step: computed in fp64 and rounded to fp32 once.
+        """Return what the update needs to know of a step: computed in fp64 and rounded to fp32 once.
 
         Args:
             group: the parameter group.

@@ -26,9 +26,9 @@ class SGDMomentumScalars(NamedTuple):
     weight_decay: float
     momentum: float
     kept: float
-    """What the momentum buffer is multiplied by: momentum, but 0 in the first step."""
+    """The momentum buffer is multiplied by this: momentum, but 0 in the first step."""
     gain: float
-    """What the gradient enters the buffer with: 1 - dampening, but 1 in the first step."""
+    """The gradient enters the buffer with this factor: 1 - dampening, but 1 in the first step."""
     nesterov: float
     """1 where the step looks ahead along the buffer (Nesterov), else 0"""
 

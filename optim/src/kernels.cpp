@@ -411,17 +411,31 @@ void checksum(ThreadPool& pool, const std::string& isa, Address address, int ite
   });
 }
 
-void grad_sq_sums(ThreadPool& pool, const std::string& isa, Address address, int grad_dtype, std::int64_t numel,
-                  Address out) {
+void grad_sq_sums(ThreadPool& pool, const std::string& isa, const std::vector<Address>& addresses,
+                  const std::vector<int>& grad_dtypes, const std::vector<std::int64_t>& numels, Address out) {
   const KernelTable& kernels = kernel_table(isa);
-  check_numel(numel);
-  check_choice("grad_dtype", grad_dtype, kNumGradDtypes);
-  check_address("address", address, kGradSize[grad_dtype], numel);
-  check_address("out", out, sizeof(double), numel);
-  pool.parallel_for(num_tiles(numel), [&](std::size_t i) {
-    const Tile tile(i, numel);
-    *pointer<double>(out, i) =
-        kernels.sq_sum[grad_dtype](bytes_at(address, tile.first * kGradSize[grad_dtype]), tile.numel);
+  if (grad_dtypes.size() != addresses.size() || numels.size() != addresses.size())
+    throw std::invalid_argument("as many dtypes and sizes are needed as addresses");
+  struct Piece {
+    Address address;
+    int grad_dtype;
+    std::int64_t numel;
+  };
+  std::vector<Piece> pieces;
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    check_numel(numels[i]);
+    check_choice("grad_dtype", grad_dtypes[i], kNumGradDtypes);
+    const std::size_t size = kGradSize[grad_dtypes[i]];
+    check_address("address", addresses[i], size, numels[i]);
+    for (std::size_t j = 0; j < num_tiles(numels[i]); ++j) {
+      const Tile tile(j, numels[i]);
+      pieces.push_back({addresses[i] + tile.first * size, grad_dtypes[i], tile.numel});
+    }
+  }
+  check_address("out", out, sizeof(double), static_cast<std::int64_t>(pieces.size()));
+  pool.parallel_for(pieces.size(), [&](std::size_t i) {
+    const Piece& piece = pieces[i];
+    *pointer<double>(out, i) = kernels.sq_sum[piece.grad_dtype](bytes_at(piece.address, 0), piece.numel);
   });
 }
 

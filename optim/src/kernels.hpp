@@ -86,9 +86,9 @@ void fp32_to_fp16(ThreadPool& pool, const std::string& isa, Address src, Address
 void checksum(ThreadPool& pool, const std::string& isa, Address address, int itemsize, std::int64_t numel,
               Address out);
 
-// out: fp64 per tile, the sum of squares of its elements.
-void grad_sq_sums(ThreadPool& pool, const std::string& isa, Address address, int grad_dtype, std::int64_t numel,
-                  Address out);
+// out: fp64 per tile, the sum of squares of its elements; of these gradients, one after the other.
+void grad_sq_sums(ThreadPool& pool, const std::string& isa, const std::vector<Address>& addresses,
+                  const std::vector<int>& grad_dtypes, const std::vector<std::int64_t>& numels, Address out);
 
 // Sum of fp64 numbers in index order.
 double ordered_sum(Address address, std::int64_t numel);

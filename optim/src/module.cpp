@@ -77,7 +77,17 @@ void bind_types(nb::module_& m) {
       .def_rw("log", &Segment::log)
       .def_rw("base", &Segment::base)
       .def_rw("offsets", &Segment::offsets)
-      .def_rw("tail", &Segment::tail);
+      .def_rw("tail", &Segment::tail)
+      .def(
+          "renew",
+          [](Segment& self, Address param, Address grad, int grad_dtype, float grad_scale, std::vector<float> scalars) {
+            self.param = param;
+            self.grad = grad;
+            self.grad_dtype = grad_dtype;
+            self.grad_scale = grad_scale;
+            self.scalars = std::move(scalars);
+          },
+          "param"_a, "grad"_a, "grad_dtype"_a, "grad_scale"_a, "scalars"_a);
 
   nb::class_<SummedMemory>(m, "SummedMemory")
       .def(nb::init<Address, std::int64_t, Address>(), nb::kw_only(), "address"_a, "size_bytes"_a, "sums"_a);
@@ -101,7 +111,7 @@ void bind_functions(nb::module_& m) {
   m.def("fp16_to_fp32", &fp16_to_fp32, "pool"_a, "isa"_a, "src"_a, "dst"_a, "numel"_a, ReleaseGil());
   m.def("fp32_to_fp16", &fp32_to_fp16, "pool"_a, "isa"_a, "src"_a, "dst"_a, "numel"_a, ReleaseGil());
   m.def("checksum", &checksum, "pool"_a, "isa"_a, "address"_a, "itemsize"_a, "numel"_a, "out"_a, ReleaseGil());
-  m.def("grad_sq_sums", &grad_sq_sums, "pool"_a, "isa"_a, "address"_a, "grad_dtype"_a, "numel"_a, "out"_a,
+  m.def("grad_sq_sums", &grad_sq_sums, "pool"_a, "isa"_a, "addresses"_a, "grad_dtypes"_a, "numels"_a, "out"_a,
         ReleaseGil());
   m.def("ordered_sum", &ordered_sum, "address"_a, "numel"_a, ReleaseGil());
 }

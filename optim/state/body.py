@@ -22,6 +22,7 @@ from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.tiers.block_tiers import BlockTiers
+from nvme_offload.optim.tiers.parts import ShardParts
 from nvme_offload.optim.updates.mirrored import DeviceMirror
 
 _BEHIND = StepPhase.BEHIND  # to look an enum's member up would call Python
@@ -61,8 +62,6 @@ class StateBody(ABC):
         self.is_closed = False
         self.worker = Worker(pipeline.waiting, lambda: table.device)
         """Does what is left of a step when it returns."""
-        self.after_updates: Callable[[], None] = lambda: None
-        """Called when the updates behind a step are done, by who did them: in a turn of the worker."""
         pipeline.ring(self.worker.bell)
         self.uses = FirstUses()
         """In which order the latest forward used the parameters."""
@@ -292,6 +291,10 @@ class _AtRest(AbstractContextManager[None]):
         return self._lock.__exit__
 
 
+NewParts = Callable[[StateBody, int, ShardParts], ShardParts]
+"""Makes the parts of a split parameter: the state, the index of the parameter in it, and the parts until now."""
+
+
 # Neither attributes of the parameters, which would be copied and pickled with them, nor weak references to them, with
 # which `Module.to` cannot exchange a sharded parameter.
 _bodies: list[weakref.ref[StateBody]] = []
@@ -312,7 +315,7 @@ def bodies_of(param: torch.Tensor) -> list[StateBody]:
 
 
 def body_of(param: torch.Tensor) -> StateBody | None:
-    """Where the state of a parameter is, if it is anywhere; the latest counts."""
+    """Return where the state of a parameter is, if it is anywhere; the latest counts."""
     return next(iter(bodies_of(param)), None)
 
 

@@ -23,8 +23,8 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.state.condition import Condition, Need, StepPhase, checkpoint_text
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
+from nvme_offload.optim.updates.whole_params import WholeParams
 from nvme_offload.optim.updates.work import StepScalars
-from nvme_offload.optim.whole_params import WholeParams
 
 _MAY_FOLLOW = {
     StepPhase.BEGUN: {StepPhase.RUNNING, StepPhase.SPOILT},
@@ -49,7 +49,7 @@ _LACKS = {
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step needs besides the state; fixed when the step begins."""
+    """A step needs these besides the state; they are fixed when the step begins."""
 
     grads: dict[int, torch.Tensor]
     """Flat gradient by parameter index; parameters without a gradient are absent. Those of an update behind the step
@@ -143,6 +143,8 @@ class StepRecord(Condition):
 
     def concerns(self, index: int) -> bool:
         """Whether a part of this parameter is still to be updated, or nobody knows. From any thread."""
+        if self.phase is StepPhase.DONE:  # also where an exception came before the optimizer let go of the record
+            return False
         return index in self._left or self.phase is StepPhase.SPOILT
 
     @property

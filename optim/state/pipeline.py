@@ -34,16 +34,16 @@ from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.state.visits import leaving, may_write, window_of
-from nvme_offload.optim.stats import Meter, Span, SpanKind
+from nvme_offload.optim.telemetry.stats import Meter, Span, SpanKind
 
 KIND = "optimizer state"
-"""What the bytes of this pipeline are counted as."""
+"""The bytes of this pipeline are counted as this."""
 
 _SPAN_OF: dict[Residency, SpanKind] = {Residency.READING: "read", Residency.WRITING: "write"}
 
 
 class Seal(Sealer[SlotRecord], Protocol):
-    """What makes of a subgroup's state in a buffer all that another process needs of it."""
+    """A seal makes of a subgroup's state in a buffer all that another process needs of it."""
 
     def replay(self, slot: SlotRecord) -> None:
         """Do the updates that are in the log which was read with the state.
@@ -51,6 +51,10 @@ class Seal(Sealer[SlotRecord], Protocol):
         Raises:
             CorruptionError: it is not what was written.
         """
+
+    @property
+    def discards(self) -> bool:
+        """Whether what is released is given up in place of being written: other state will take its place."""
 
 
 class StepPipeline:
@@ -81,8 +85,6 @@ class StepPipeline:
         self._staging.sealer = self._seal = seal
         self._give_birth = give_birth
         self._meter = meter
-        self.discards = False
-        """Whether what is released is given up in place of being written: other state will take its place."""
         self._reads_go_first = False
         self._on_pause: Callable[[], None] | None = None
 
@@ -229,7 +231,7 @@ class StepPipeline:
         self._staging.listener = bell
 
     def open_for_change(self, slot: SlotRecord) -> None:
-        """What is done to the acquired memory from here on counts from `will_change` on, and is forgotten without it.
+        """Let what is done to the acquired memory from here on count from `will_change` on; without it it is forgotten.
 
         In host memory there is one copy, and nothing to go back to.
         """
@@ -250,7 +252,7 @@ class StepPipeline:
 
     def release(self, slot: SlotRecord) -> None:
         """Done with the acquired memory: a change is written behind, anything else stays as a clean copy."""
-        if self.discards:
+        if self._seal is not None and self._seal.discards:
             self._forget(slot)
         if slot.residency is Residency.DIRTY and slot.buffer is not None:
             if self._reads_go_first:

@@ -1,4 +1,4 @@
-"""Where the state of each subgroup and each block lives: what the configuration says, within the host budget."""
+"""The state of each subgroup and each block lives where the configuration says, within the host budget."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StatePlacement:
     Args:
         config: the whole section. A host budget of "auto" is fixed here.
         rule: of the optimizer; a group may have fewer states than it has at most.
-        period: every how many steps a durable run is rewritten.
+        period: every how many steps a durable run is rewritten; None: what is known of that before it is measured.
         size_of: gives the bytes that a durable run's subgroups take in a buffer; None: they hold the state alone.
 
     Raises:
@@ -39,10 +39,12 @@ class StatePlacement:
         self,
         config: OffloadConfig,
         rule: UpdateRule,
-        period: int = 1,
+        period: int | None = None,
         size_of: Callable[[Subgroup], int] | None = None,
     ) -> None:
         self._section = config.zero_optimization.offload_optimizer
+        every = self._section.rewrite_every
+        period = period or (every if isinstance(every, int) else 1)
         self._num_logged = period - 1 if self._section.run_name is not None else None
         """Entries of a log that are read beside a subgroup of a durable run, at most; None where there is none."""
         self._size_of = size_of
@@ -117,7 +119,7 @@ class StatePlacement:
         *,
         on_device: bool = False,
     ) -> TierPlan:
-        """What lives where: staging buffers first, then what has its place already, then as much as fits of the new.
+        """Plan what lives where: staging buffers first, then what has its place, then as much as fits of the new.
 
         Args:
             placed: subgroups that have their place; they stay where they are.
@@ -149,7 +151,7 @@ class StatePlacement:
         return plan
 
     def _choice(self, subgroup: Subgroup, choice: tuple[Tier, ...], on_device: bool) -> tuple[Tier, ...]:
-        """Where a new subgroup may be. Whole matrices are updated by the host."""
+        """Return where a new subgroup may be. Whole matrices are updated by the host."""
         # Without a byte of state, as that of plain SGD over fp32 parameters, there is nothing to put on a drive.
         usual: tuple[Tier, ...] = choice if self.size_bytes(subgroup) else ("host",)
         may_stay = on_device and self.device_budget is not None and not subgroup.rule.whole

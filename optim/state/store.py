@@ -1,10 +1,9 @@
-"""Where the state of an optimizer's parameters lives: placement, tiers, buffers, and their end."""
+"""The state of an optimizer's parameters lives here: placement, tiers, buffers, and their end."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,12 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
-from nvme_offload.offload.durable.run import DurableRun
-from nvme_offload.offload.durable.turns import bytes_needed
-from nvme_offload.offload.errors import ConfigError, ConfigWarning
+from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.progress import tracked
-from nvme_offload.offload.shards.param_tier import TieredShard
 from nvme_offload.offload.staging.home import VISITING, Resident, Staying
 from nvme_offload.offload.storage.device_tier import DeviceTier
 from nvme_offload.offload.storage.host_tier import HostTier
@@ -31,24 +27,20 @@ from nvme_offload.optim.kernels import KernelPool, num_threads_of_rank
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.body import StateBody, check_sole
+from nvme_offload.optim.state.body import NewParts, StateBody, check_sole
 from nvme_offload.optim.state.condition import StepPhase, UnresumedRun
+from nvme_offload.optim.state.durability import Ground, OpenDurability
 from nvme_offload.optim.state.masters import give_birth
-from nvme_offload.optim.state.period import least_period, period_of
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.placement import StatePlacement
-from nvme_offload.optim.state.sealing import Sealing
 from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.state_parts import StateParts
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
-from nvme_offload.optim.stats import Meter
+from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.tiers.block_tiers import Admission, BlockTiers
 from nvme_offload.optim.tiers.parts import OwnParts, parts_of, split_shard
 from nvme_offload.optim.updates.choice import updater_of
 from nvme_offload.optim.updates.mirrored import DeviceMirror
-from nvme_offload.optim.updates.slot_logs import LogState
 from nvme_offload.optim.updates.updater import Means
-from nvme_offload.optim.warn import warn_user
 
 
 class StateStore(StateBody):
@@ -59,64 +51,66 @@ class StateStore(StateBody):
         meter: shared with the optimizer.
         rule: the optimizer's.
         owner: the optimizer's name, for messages.
+        open_durability: opens the files of the state.
+        new_parts: makes the parts of a split parameter whose state gets its place.
 
     Raises:
         SwapIOError: a path cannot be used.
         ConfigError: a budget does not hold the smallest staging buffers.
     """
 
-    def __init__(self, config: OffloadConfig, meter: Meter, rule: UpdateRule, owner: str) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        meter: Meter,
+        rule: UpdateRule,
+        owner: str,
+        open_durability: OpenDurability,
+        new_parts: NewParts,
+    ) -> None:
         self.config = config
+        self._new_parts = new_parts
         section = config.zero_optimization.offload_optimizer
-        self._placement = StatePlacement(config, rule, least_period(section))
+        self._placement = StatePlacement(config, rule)  # what is refused leaves no files behind
         self._tiers: dict[TierName, Tier] = {"host": HostTier()}
-        """Where state is; that of a device comes with the first state that stays there."""
-        self.tier: NvmeTier | None = None
+        """The tiers of the state; that of a device comes with the first state that stays there."""
         self.pool: BufferPool | None = None
-        self.run: DurableRun | None = None
-        """The run that outlives this process; None where the state ends with it."""
-        self.sealing: Sealing | None = None
-        """What completes the subgroups of a durable run."""
         self.plan = plan_tiers([], {})
-        """What lives where."""
+        """The plan of what lives where."""
         self._arrived: list[ParamRecord] = []
         """Placed, with something still where it was before: see `_tidy_up`."""
         table, kernels = ParamTable(), KernelPool(num_threads_of_rank())
         mirror = DeviceMirror(meter, pinned=section.pin_memory is not False)
-        self.means = Means(kernels, lambda index: table[index].param)
-        """What the updaters of subgroups work with."""
-        if section.device == "nvme":
-            self.pool = BufferPool(self._num_buffers, 1)
-            # With a finalizer of its own, should anything after it fail.
-            self.run = DurableRun.of(config)
-            self.tier = NvmeTier(config, space=self.run.space) if self.run is not None else NvmeTier(config)
-            self._tiers["nvme"] = self.tier
+        self.durability = durability = open_durability(Ground(table, kernels, mirror, meter))
         try:
-            # Not a method of this object, which would live until the garbage collector runs.
-            checksum = kernels.tile_checksums if config.aio.checksums else None
-            if self.run is not None and self.tier is not None:
-                period = period_of(section, self.run, self.tier, rule, kernels.num_threads)
-                self.sealing = Sealing(self.run, table, kernels, period, mirror.end_step)
-                self._placement = StatePlacement(config, rule, period, self.sealing.buffer_bytes)
-                self.means = replace(self.means, logs=self.sealing.logs, begin_writing=self.sealing.begin_writing)
+            if durability.tier is not None:
+                self._tiers["nvme"] = durability.tier
+                self.pool = BufferPool(self._num_buffers, 1)
+            self._placement = StatePlacement(config, rule, durability.period, durability.size_in_buffer)
+            self.means = Means(
+                kernels, lambda index: table[index].param, durability.logs, begin_writing=durability.begin_writing
+            )
+            """The updaters of subgroups work with these."""
             pipeline = StepPipeline(
+                # Not methods of this object, which would live until the garbage collector runs.
                 lambda slot, memory: give_birth(slot, memory, table, kernels),
                 meter,
-                self.tier,
+                durability.tier,
                 self.pool,
-                checksum,
-                self.sealing,
+                kernels.tile_checksums if config.aio.checksums else None,
+                durability.seal,
             )
             super().__init__(owner, table, kernels, pipeline, BlockTiers(config, kernels), mirror)
-            if self.run is not None and self.run.found:
-                pipeline.discards = self.run.is_under_way
-                self.condition = UnresumedRun(owner, self.run.name)
+            if durability.run_found is not None:
+                self.condition = UnresumedRun(owner, durability.run_found)
         except BaseException:
-            if self.tier is not None:
-                self.tier.close()
-            if self.run is not None:
-                self.run.close()
+            durability.close()
             raise
+
+    @property
+    def tier(self) -> NvmeTier | None:
+        """The drives of the state; None where none of it is on NVMe."""
+        return self.durability.tier
 
     def begin_load(self) -> None:
         """Begin a load: see `StateBody.begin_load`. A run that was found and not resumed is left as it is until then.
@@ -124,52 +118,12 @@ class StateStore(StateBody):
         Raises:
             ResumeError: the run that was found is of another model.
         """
-        run = self.run
-        if self.sealing is not None and run is not None and run.is_under_way:
-            layouts = [self.sealing.layout_of(slot.subgroup) for slot in self.slots]
-            run.extents.adopt(run.found[0].tables, layouts, where=str(run.folder))
-            run.found = []
-            self.pipeline.discards = False
-        elif run is not None and run.found:
-            run.forget_commits()
+        self.durability.begin_load(slot.subgroup for slot in self.slots)
         super().begin_load()
 
-    def begin_anew(self) -> None:
-        """Destroy what a durable run had committed first: training begins with the state that was born beside it."""
-        if self.sealing is not None:
-            assert not self.sealing.run.is_under_way
-            self.sealing.run.forget_commits()
-            self.be_whole()
-
     def add_params(self, group: int, rule: UpdateRule, params: Mapping[torch.Tensor, str]) -> list[ParamRecord]:
-        """Take parameters on, with their names, without giving them a place yet.
-
-        Raises:
-            ValueError: another optimizer has half of one of them; none was taken.
-        """
-        for leaf, name in params.items():
-            self._check_not_elsewhere(leaf, name)
+        """Take parameters on, with their names, without giving them a place yet."""
         return [self.table.add(leaf, name, group, rule) for leaf, name in params.items()]
-
-    def _check_not_elsewhere(self, leaf: torch.Tensor, name: str) -> None:
-        """Two optimizers of one split parameter would each change what is stored under the other's rest."""
-        parts = parts_of(leaf)
-        if isinstance(parts, OwnParts) and isinstance(parts.stored, TieredShard):  # frozen, and on its way at most
-            raise ValueError(
-                f"{name} is on the parameter tier of another optimizer, which goes when that is closed: load a "
-                "checkpoint, or model.state_dict(), into a new model"
-            )
-        if not isinstance(parts, StateParts) or parts.body is self:
-            return
-        if parts.body.is_closed:
-            raise ValueError(
-                f"{name} belonged to an {parts.body.owner} that is closed, and part of its weights went with that: "
-                "load a checkpoint into a new model, and make the optimizer for that one"
-            )
-        raise ValueError(
-            f"{name} belongs to another {parts.body.owner}, which holds part of its weights: go on "
-            "with that one (load_state_dict gives it another state), or load model.state_dict() into a new model"
-        )
 
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
         """Give parameters whose state has no place yet one: see `StateBody`."""
@@ -218,21 +172,16 @@ class StateStore(StateBody):
             return
         subgroups = self._cut([record for record in self._trainable if not record.is_placed], [])
         if may_be_sharded:
-            share = sum(self._space_of(subgroups)) // dist.get_world_size()
+            share = sum(self.durability.space_of(subgroups)) // dist.get_world_size()
             self._check_room([max(share - (self._placement.host_budget or 0), 0)])
             self.table.drop(0)
             return
         self.plan = self._plan(subgroups, [])
         tiers = self.plan.tiers[len(self.plan.tiers) - len(subgroups) :]
-        moving = [group for group, tier in zip(subgroups, tiers, strict=True) if tier == "nvme" or self.run is not None]
-        self._check_room(self._space_of(moving))
-
-    def _space_of(self, subgroups: Sequence[Subgroup]) -> list[int]:
-        """Bytes of each extent that the state of subgroups needs, if they go to NVMe and are new there."""
-        if self.sealing is None:
-            return [subgroup.size_bytes for subgroup in subgroups]
-        run = self.sealing.run
-        return [] if run.is_under_way else bytes_needed(map(self.sealing.layout_of, subgroups), run.extents.steps_back)
+        moving = [
+            group for group, tier in zip(subgroups, tiers, strict=True) if tier == "nvme" or self.durability.takes_all
+        ]
+        self._check_room(self.durability.space_of(moving))
 
     def _check_room(self, sizes: Sequence[int]) -> None:
         if self.tier is not None:
@@ -267,7 +216,7 @@ class StateStore(StateBody):
         self.blocks.reserve(admitted, plan.tiers[: len(blocks)])
         tiers = plan.tiers[len(plan.tiers) - len(subgroups) :]
         for subgroup, tier in zip(subgroups, tiers, strict=True):
-            log = None if self.sealing is None else LogState()
+            log = self.durability.new_log()
             mirror = self.mirror if any(run.param in there for run in subgroup.runs) else None
             updater = updater_of(subgroup, self.means, log, on_device=tier == "device", mirror=mirror)
             slots.append(SlotRecord(subgroup, updater, log))
@@ -279,28 +228,15 @@ class StateStore(StateBody):
         if len(on["device"]) < len(subgroups):
             self._fit_mirror(set(there.values()), [slot.subgroup for slot in (*on["host"], *moving)])
         # Last, because it is what would have to be given back.
-        if self.sealing is not None:
-            self._place_sealed(self.sealing, slots, moving)
-        else:
-            for tier, placed in on.items():
-                if placed:
-                    self._reserve(tier, placed)
+        if self.durability.takes_all:  # what a host budget has room for is never read again
+            self.durability.promise([slot.subgroup for slot in slots])
+            for slot in set(slots) - set(moving):
+                slot.place(Staying(BufferPool(1, self._placement.size_bytes(slot.subgroup))))
+            return plan
+        for tier, placed in on.items():
+            if placed:
+                self._reserve(tier, placed)
         return plan
-
-    def _place_sealed(self, sealing: Sealing, slots: Sequence[SlotRecord], moving: Sequence[SlotRecord]) -> None:
-        """All of a durable run's state is written; what a host budget has room for is never read again."""
-        assert self.tier is not None
-        layouts = [sealing.layout_of(slot.subgroup) for slot in slots]
-        if sealing.logs.period > 1 and not any(layout.period > 1 for layout in layouts):
-            warn_user(
-                f"rewrite_every = {sealing.logs.period} is done as 1 here: parameters in fp32, and those of a rule "
-                "without a native kernel, are rewritten in every step",
-                ConfigWarning,
-            )
-        if not sealing.run.is_under_way:
-            sealing.run.extents.add(layouts)
-        for slot in set(slots) - set(moving):
-            slot.place(Staying(BufferPool(1, self._placement.size_bytes(slot.subgroup))))
 
     def _reserve(self, name: TierName, slots: Sequence[SlotRecord]) -> None:
         """Promise an extent to each of these slots."""
@@ -314,8 +250,8 @@ class StateStore(StateBody):
     def _give_up(self, slots: Sequence[SlotRecord]) -> None:
         """Undo `_place` and `_write_rests`, as far as they came."""
         self.pipeline.forget(slots)
-        if self.run is not None:
-            self.run.extents.drop(len(self.slots))
+        if self.durability.takes_all:
+            self.durability.drop(len(self.slots))
             return
         for slot in slots:
             if slot.extent is not None:
@@ -323,7 +259,7 @@ class StateStore(StateBody):
 
     @property
     def run_directory(self) -> Path | None:
-        """Where the swap file of the state is; None where no state is on NVMe."""
+        """Return where the swap file of the state is; None where no state is on NVMe."""
         return self.tier.space.directory if self.tier is not None else None
 
     @property
@@ -361,8 +297,7 @@ class StateStore(StateBody):
         self.blocks.close()
         for tier in self._tiers.values():
             tier.close()
-        if self.run is not None:
-            self.run.close()
+        self.durability.close()
         if self.pool is not None:
             self.pool.close()
         self.pipeline.close()
@@ -397,10 +332,9 @@ class StateStore(StateBody):
         """From now on the one in the state counts."""
         split = split_shard(record.leaf)
         if split is not None and isinstance(split.parts, OwnParts):  # not where this was cut short before
-            split.use_parts(StateParts(self, record.index, split.parts))
+            split.use_parts(self._new_parts(self, record.index, split.parts))
 
     def _cut(self, records: Sequence[ParamRecord], blocks: Sequence[Unit]) -> list[Subgroup]:
-        logs = self.sealing.logs if self.sealing is not None else None
         places = [
             ParamToPlace(
                 record.index,
@@ -409,7 +343,7 @@ class StateStore(StateBody):
                 record.param.dtype,
                 record.rule,
                 self.blocks.number_of(record.leaf),
-                logs.itemsize_of(record.form, record.rule, record.log_dtype) if logs is not None else 0,
+                self.durability.log_itemsize(record),
             )
             for record in records
         ]
@@ -417,10 +351,10 @@ class StateStore(StateBody):
         max_bytes = self._placement.max_subgroup_bytes(taken, bool(self._devices))
         max_numel = self.config.zero_optimization.sub_group_size
         for place in places:
-            itemsize = sealed_itemsize if self.run is not None else state_itemsize
+            itemsize = sealed_itemsize if self.durability.takes_all else state_itemsize
             needed = place.numel * itemsize(FORM_OF_DTYPE[place.dtype], place.rule.states)
             self._placement.check_whole(place.rule, needed, self.table[place.index].name)
-        return plan_subgroups(places, max_bytes, max_numel, first=len(self.slots), sealed=self.run is not None)
+        return plan_subgroups(places, max_bytes, max_numel, first=len(self.slots), sealed=self.durability.takes_all)
 
     def _plan(self, subgroups: Sequence[Subgroup], blocks: Sequence[Unit]) -> TierPlan:
         """Place new subgroups and blocks beside the present ones."""
@@ -462,9 +396,12 @@ class StateStore(StateBody):
         larger = BufferPool(self._num_buffers, buffer_bytes)
         self.pipeline.drop_copies()
         self.tier.register([larger])
-        if self.pool is not None:
-            self.pool.close()
-        self.pool = self.pipeline.pool = larger
+        before = self.pool
+        # In this order: an exception in between leaves nobody with a pool that is closed, and it is done again.
+        self.pipeline.pool = larger
+        self.pool = larger
+        if before is not None:
+            before.close()
 
     def _fit_mirror(self, devices: set[torch.device], subgroups: Sequence[Subgroup]) -> None:
         if devices:

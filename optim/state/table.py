@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from nvme_offload.offload._torch_private import without_torch_function
 from nvme_offload.offload.devices.device import HOST, is_device
 from nvme_offload.offload.shards.param_tier import TieredShard
 from nvme_offload.optim.kernels import KernelPool
@@ -31,7 +32,7 @@ class ParamRecord:
     leaf: torch.Tensor
     """The parameter as the user knows it: it carries the gradient."""
     name: str
-    """What messages call the parameter."""
+    """Messages call the parameter this."""
     group: int
     """Number of the parameter group that it came with."""
     rule: UpdateRule
@@ -51,7 +52,7 @@ class ParamRecord:
     """Sums of what was last written where the state is on a device, in the place of `checksums` for these tiles;
     int64 per tile there. None: no state of it is on a device."""
     tiered: TieredShard | None = None
-    """Where on the parameter tier it is; None where it is not there."""
+    """Its shard on the parameter tier; None where it is not there."""
 
     def __post_init__(self) -> None:
         self.param = storage_of(self.leaf)
@@ -62,12 +63,12 @@ class ParamRecord:
 
     @property
     def form(self) -> MasterForm:
-        """Where the parameter's master weights are."""
+        """Return where the parameter's master weights are."""
         return FORM_OF_DTYPE[self.param.dtype]
 
     @property
     def log_dtype(self) -> torch.dtype:
-        """What the parameter's gradients are expected to be: those that are wider are not logged."""
+        """Return what the parameter's gradients are expected to be: those that are wider are not logged."""
         parts = parts_of(self.leaf)
         return parts.accumulate if parts is not None else self.param.dtype
 
@@ -79,7 +80,7 @@ class ParamRecord:
 
     @property
     def first_rest(self) -> torch.Tensor | None:
-        """What the masters of a split shard without state have besides what is stored; None where that says all."""
+        """The masters of a split shard without state have this besides what is stored; None where that says all."""
         parts = parts_of(self.leaf)
         return parts.rest if isinstance(parts, OwnParts) else None
 
@@ -113,6 +114,13 @@ class ParamRecord:
         """A run of it inside the step, which holds the block of a parameter on a tier."""
         whole = self.tiered.view() if self.tiered is not None else flat_view(self.param)
         return whole[run.start : run.stop]
+
+    def address(self, run: Run) -> int:
+        """Return the address of `view`, without a tensor. Of a parameter in host memory, which is dense."""
+        if self.tiered is not None:
+            return self.view(run).data_ptr()
+        with without_torch_function():
+            return self.param.data_ptr() + run.start * self.layout.dtype.itemsize
 
     def checksums_of(self, run: Run, *, on_device: bool = False) -> torch.Tensor | None:
         """The checksums that belong to a run, which are others where its state is on a device; None in fp32."""
@@ -201,7 +209,7 @@ class ParamTable:
 
     @property
     def params(self) -> list[torch.Tensor]:
-        """What of each parameter is in this process's memory."""
+        """Return what of each parameter is in this process's memory."""
         return [record.param for record in self._records]
 
     @property
@@ -252,3 +260,23 @@ class ParamTable:
                     )
                 places[record.index] = where
         return [self._records[index] for index in sorted(places)]
+
+
+class PlacesInTable(NamedTuple):
+    """The parameters of a table as the `Places` of a step."""
+
+    table: ParamTable
+    on_device: bool
+    """Whether their state stays on a device."""
+
+    def view(self, run: Run) -> torch.Tensor:
+        """See `Places`."""
+        return self.table[run.param].view(run)
+
+    def address(self, run: Run) -> int:
+        """See `Places`."""
+        return self.table[run.param].address(run)
+
+    def checksums(self, run: Run) -> torch.Tensor | None:
+        """See `Places`."""
+        return self.table[run.param].checksums_of(run, on_device=self.on_device)

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from nvme_offload.offload._torch_private import base_of, local_tensor, num_backwards_left, version_of
 from nvme_offload.offload.devices.device import Event, is_host, queued
 from nvme_offload.offload.errors import StateError
-from nvme_offload.optim.durable.taking_back import take_back
-from nvme_offload.optim.grad_norm import sums_from_device, tile_sums
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.condition import StepPhase
@@ -22,19 +20,20 @@ from nvme_offload.optim.state.phase import Claims, StepInputs, StepRecord, count
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.guess import Guess, Guesses
 from nvme_offload.optim.step.hiding import Schedules
 from nvme_offload.optim.step.job import StepJob
+from nvme_offload.optim.step.norm import sums_from_device, tile_sums
 from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.step.schedule import InBackward, forward_order, learnt_early
 from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
+from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.tiers.parts import ShardParts, parts_of
-from nvme_offload.optim.whole_params import WholeParams
+from nvme_offload.optim.updates.whole_params import WholeParams
 
 
 class StepCommits(Protocol):
-    """What makes the steps of a durable run last."""
+    """A durable run has commits, which make its steps last."""
 
     @property
     def is_settled(self) -> bool:
@@ -105,10 +104,7 @@ class Inbox:
 
     def allows(self, slot: SlotRecord) -> bool:
         """Whether a subgroup may be updated: not before the step before lasts, and not with a guess that is wrong."""
-        sealing = self._store.sealing
-        if sealing is not None and sealing.is_held:
-            return False
-        return self.guess is None or self.guess.allows(slot)
+        return self._store.durability.may_write and (self.guess is None or self.guess.allows(slot))
 
     def _sums_of(self, grad: torch.Tensor, final: Event | None) -> torch.Tensor:
         """Return sums of squares of a gradient's tiles; of one on a device after the mark behind which it is final."""
@@ -297,7 +293,7 @@ class FinalGradients:
         return scalars_of(self._store, self._rule, groups, used.keys(), guess.factor) == used
 
     def begun(self, grad_scale: float | None) -> StepRecord | None:
-        """What has been updated since the latest step; None where nothing has, or what was guessed is taken back.
+        """Return what was updated since the latest step; None where nothing was, or what was guessed is taken back.
 
         Args:
             grad_scale: what gradients are to be multiplied by; None: the step is skipped.
@@ -340,7 +336,7 @@ class FinalGradients:
                 return
             self._is_taken_back = True  # first: an exception leaves some of it to be taken back once more
             store.worker.job = None
-            take_back(store, list(guess.updated))
+            store.durability.take_back(list(guess.updated), store.pipeline)
             self._meter.count_updates(taken_back=len(guess.updated))
             store.be_whole()
             let_read(store.table[index] for index in begun.claims.final)
@@ -451,7 +447,7 @@ def _hook(of: weakref.ref[FinalGradients]) -> Callable[[torch.Tensor], None]:
 
 
 def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the groups say besides their parameters, to be compared later."""
+    """Return what the groups say besides their parameters, to be compared later."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 

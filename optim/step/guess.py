@@ -1,4 +1,4 @@
-"""What a step will multiply its gradients by, guessed before its norm is known, where a wrong guess can be undone.
+"""A step guesses what it will multiply its gradients by before its norm is known, where a wrong guess can be undone.
 
 Clipping, and skipping what is not finite, need all gradients before the first update. Most steps of a long run do
 neither: their factor is 1, or what undoes the loss scale, as in the step before. So where the state is durable a step
@@ -12,10 +12,9 @@ import math
 
 import torch
 
-from nvme_offload.optim.durable.taking_back import is_as_committed
-from nvme_offload.optim.grad_norm import clip_coefficient
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.step.norm import clip_coefficient
 
 _LEAST_RUN, _LONGEST_RUN = 4, 1024
 
@@ -85,7 +84,7 @@ class Guess:
         """Whether a subgroup may be updated now, which counts as done: what is in the latest commit alone may."""
         if self.is_off or slot in self._refused:
             return False
-        if not is_as_committed(self._store, slot):  # a parameter was changed since, or the commit failed
+        if not self._store.durability.is_as_committed(slot):  # a parameter was changed since, or the commit failed
             self._refused.add(slot)
             return False
         self.updated[slot] = None

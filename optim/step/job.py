@@ -9,10 +9,10 @@ from nvme_offload.optim.state.condition import StepPhase
 from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
-from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.schedule import Schedule, ahead, next_update
 from nvme_offload.optim.step.update import read_update_write
 from nvme_offload.optim.step.waiting_parameter import let_read
+from nvme_offload.optim.telemetry.stats import Meter
 
 _WHERE = {StepPhase.BEGUN: "in backward", StepPhase.BEHIND: "behind a step"}
 
@@ -137,7 +137,7 @@ class StepJob:
         self._meter.note_changed(record.changed_tiles)
         record.become(StepPhase.DONE)
         store.be_whole()
-        store.after_updates()
+        store.durability.end_updates(store.pipeline, store.worker.bell)
 
     def _read_first(self) -> None:
         """Start one read after the other, as buffers come free; each once, also where it fails."""

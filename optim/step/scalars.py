@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from nvme_offload.optim.groups import check_group
 from nvme_offload.optim.rules.rule import UpdateRule, rounded
 from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.step.groups import check_group
 from nvme_offload.optim.updates.work import StepScalars
 
 

@@ -15,7 +15,6 @@ from torch.profiler import record_function
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import ConfigWarning
-from nvme_offload.optim.grad_norm import clip_coefficient, sums_from_device, total_norm
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.condition import Need, StepPhase
@@ -23,17 +22,18 @@ from nvme_offload.optim.state.phase import StepInputs, StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.stats import Meter
 from nvme_offload.optim.step.final_gradients import FinalGradients, StepCommits
 from nvme_offload.optim.step.guess import Guesses
 from nvme_offload.optim.step.hiding import Schedules, hindrance_in
 from nvme_offload.optim.step.job import StepJob
+from nvme_offload.optim.step.norm import clip_coefficient, sums_from_device, total_norm
 from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.step.schedule import Behind, first_of_next, forward_order, in_direction
 from nvme_offload.optim.step.update import read_update_write
 from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
-from nvme_offload.optim.warn import warn_user
-from nvme_offload.optim.whole_params import WholeParams
+from nvme_offload.optim.telemetry.stats import Meter
+from nvme_offload.optim.telemetry.warn import warn_user
+from nvme_offload.optim.updates.whole_params import WholeParams
 
 
 class Stepper:
@@ -230,7 +230,7 @@ class Stepper:
         return norm
 
     def _where_it_stands(self, number: int) -> str:
-        """What has been done of a step that an exception comes out of, and the way on."""
+        """Return what has been done of a step that an exception comes out of, and the way on."""
         if self._store.has_unfinished_step:
             condition = self._store.condition
             return f"{condition.situation}. {condition.way_on}"
@@ -264,7 +264,7 @@ class Stepper:
     def _grad_scale(
         self, grads: Mapping[int, torch.Tensor], loss_scale: float | None, found_inf: bool | None
     ) -> float | None:
-        """What stored gradients are multiplied by (inv_scale x clip_coef), or None when the step must be skipped."""
+        """Return the factor of stored gradients (inv_scale x clip_coef), or None when the step must be skipped."""
         inv_scale = (1.0 if loss_scale is None else 1.0 / loss_scale) * self.clip_first
         norm = self._norm_of(grads, found_inf=bool(found_inf))
         self.had_gradients = norm is not None
@@ -340,10 +340,9 @@ class Stepper:
         if self._store.blocks.exist:  # those of one block one after the other, also where groups share the block
             slots.sort(key=lambda slot: slot.subgroup.block)
         ordered = list(in_direction(slots, self._meter.steps))
-        sealing = self._store.sealing
-        if sealing is None or self._rule.whole or self._store.blocks.exist:
+        if self._rule.whole or self._store.blocks.exist:
             return ordered
-        return sealing.in_order_of_reading(ordered)
+        return self._store.durability.in_order_of_reading(ordered)
 
     def _whole_params(self, grads: Mapping[int, torch.Tensor]) -> WholeParams:
         """Parameters that will be updated whole, in the order of `_ordered`; on ranks that have nothing of one, too."""

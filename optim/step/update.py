@@ -9,14 +9,13 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.layout.subgroup import section_view, state_views
 from nvme_offload.optim.state.phase import StepInputs, StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.store import StateStore
-from nvme_offload.optim.state.table import ParamTable
-from nvme_offload.optim.stats import Meter
+from nvme_offload.optim.state.table import ParamTable, PlacesInTable
+from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
-from nvme_offload.optim.updates.work import RunTensors, SubgroupStep
+from nvme_offload.optim.updates.work import SubgroupStep
 
 
 def read_update_write(
@@ -51,28 +50,19 @@ def read_update_write(
             work = _work_of(slot, memory, inputs, store.table)
             update = slot.updater.prepare(work)
             # The kernel writes by address: a graph from before the step must not use the new values unnoticed.
-            increment_version([store.table[index].leaf for index in work.runs])
+            increment_version([store.table[index].leaf for index in work.grads])
             with meter.computing("compute", slot.subgroup.index):
-                store.pipeline.will_change(slot, updated=work.runs)
+                store.pipeline.will_change(slot, updated=work.grads)
                 record.update(slot, update)
         with record_function("nvme_offload: write"):
             store.pipeline.release(slot)
 
 
 def _work_of(slot: SlotRecord, memory: Memory, inputs: StepInputs, table: ParamTable) -> SubgroupStep:
-    """Collect the tensors of all runs that have a gradient."""
-    subgroup, runs = slot.subgroup, {}
-    for run in subgroup.runs:
-        if (grad := inputs.grads.get(run.param)) is not None:
-            runs[run.param] = RunTensors(
-                table[run.param].view(run),
-                _flat(grad)[run.start : run.stop],
-                section_view(subgroup, memory, "master", run),
-                state_views(subgroup, memory, run),
-                table[run.param].checksums_of(run, on_device=slot.home.on_device),
-                inputs.scalars[run.param],
-            )
-    return SubgroupStep(memory, runs, inputs.whole)
+    found = ((run.param, inputs.grads.get(run.param)) for run in slot.subgroup.runs)
+    grads = {index: _flat(grad) for index, grad in found if grad is not None}
+    places = PlacesInTable(table, on_device=slot.home.on_device)
+    return SubgroupStep(slot.subgroup, memory, grads, inputs.scalars, inputs.whole, places)
 
 
 def _flat(grad: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ class _Arrival:
     """A gradient on its way."""
 
     to: object
-    """What it belongs to: its block."""
+    """It belongs to this: its block."""
     then: Callable[[], object]
     grad: torch.Tensor | None
     """On the device, until its memory may be used again."""
@@ -35,7 +35,7 @@ class _Arrival:
     has_landed: threading.Event = field(default_factory=threading.Event)
     """Set when what follows is done, or has failed."""
     failure: BaseException | None = None
-    """What that raised."""
+    """The error that it raised."""
 
     def land(self, mark: Event) -> None:
         """Wait for the copy and do what follows."""
@@ -170,7 +170,7 @@ class Arrivals:
 
 
 def _do_nothing() -> None:
-    """What follows for a gradient that nobody needs any more."""
+    """Do nothing: this follows for a gradient that nobody needs any more."""
 
 
 def _land_each(handed: _Handed, device: torch.device) -> None:

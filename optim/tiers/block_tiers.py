@@ -24,11 +24,11 @@ from nvme_offload.offload.storage.tier import Tier as StorageTier
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.subgroup import Subgroup
+from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.grad_tier import GradTier, PartitionStandIn
 from nvme_offload.optim.tiers.parts import GatherGroup, parts_of
 from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
-from nvme_offload.optim.warn import warn_user
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Admission:
     """Groups that are to get a place."""
 
     numbered: list[GatherGroup] = field(default_factory=list)
-    """Those that had no number before."""
+    """Groups that had no number before."""
     params: list[GatherGroup] = field(default_factory=list)
-    """Those whose parameters need one."""
+    """Groups whose parameters need one."""
     grads: list[GatherGroup] = field(default_factory=list)
-    """Those whose gradients need one."""
+    """Groups whose gradients need one."""
 
     @property
     def groups(self) -> list[GatherGroup]:
@@ -53,7 +53,7 @@ class Admission:
 
 
 class BlockTiers:
-    """What the optimizer does with the parameter tier and the gradient tier. Without them, nothing.
+    """The optimizer's side of the parameter tier and the gradient tier. Without them it does nothing.
 
     A block is one group of parameters that FSDP2 gathers together. Subgroups of the optimizer's state then lie within
     one block each, so that a step holds one block of parameters and one of gradients at a time. Within a host budget
@@ -197,7 +197,7 @@ class BlockTiers:
             )
 
     def units(self, admitted: Admission) -> list[Unit]:
-        """What the tier plan has to place: for each tier its staging buffers, the blocks of before, and new ones."""
+        """Return all that the tier plan places: of each tier staging buffers, the blocks of before, and new ones."""
         units = []
         for cache, _ in self._caches():
             blocks = [

@@ -29,7 +29,7 @@ from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.optim.tiers.arrivals import Arrivals
 
 KIND = "gradients"
-"""What the bytes of this tier are counted as."""
+"""The bytes of this tier are counted as this."""
 
 _aten = torch.ops.aten
 _IN_PLACE: dict[Any, Callable[..., Any]] = {
@@ -100,7 +100,7 @@ class Partition:
 
 
 class PartitionStandIn(StandIn):
-    """What ``p.grad`` is while the gradient partition is on the tier."""
+    """``p.grad`` is this while the gradient partition is on the tier."""
 
     partition: Partition
 

@@ -35,13 +35,13 @@ from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE
 from nvme_offload.optim.tiers.gatherers import remember_gatherers
 
 ROOT = "the root module"
-"""What the block of parameters is called that is in no named part of the model."""
+"""The block of parameters that is in no named part of the model is called this."""
 
 FROZEN = " (frozen)"
-"""What comes after its name for parameters of it that are not trained."""
+"""This comes after its name for parameters of it that are not trained."""
 
 CONVERTED = "of a sharded model would be converted: convert it before it is sharded, and make the optimizer after that"
-"""What `refuse_conversion` says."""
+"""`refuse_conversion` says this."""
 
 
 _OFFLOADED = (
@@ -51,16 +51,16 @@ _OFFLOADED = (
 
 
 class Storage(NamedTuple):
-    """How a shard in parts is kept."""
+    """A storage says how a shard in parts is kept."""
 
     dtype: torch.dtype
-    """Of what is stored: bf16, fp16 or fp32."""
+    """The dtype of what is stored: bf16, fp16 or fp32."""
     accumulate: torch.dtype
-    """Of the gradient partition."""
+    """The dtype of the gradient partition."""
 
 
 StorageOf = Callable[[Any], Storage | None]
-"""How the shard of one of FSDP2's records is to be kept; None: it stays the tensor that it is."""
+"""It says how the shard of one of FSDP2's records is to be kept; None: it stays the tensor that it is."""
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class GatherGroup:
 
     @property
     def forms(self) -> list[Padded]:
-        """How the parameters are stored."""
+        """Return how the parameters are stored."""
         return [parts.stored.form for parts in self.parts]
 
     @property
@@ -87,7 +87,7 @@ class GatherGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are computed with, and where gradients arrive."""
+        """Return where the parameters are computed with, and where gradients arrive."""
         return next((parts.device for parts in self.parts), HOST)
 
     @property
@@ -103,7 +103,7 @@ class GatherGroup:
 
 
 class ShardParts(ABC):
-    """What all parts have in common: something stored, which FSDP2 gathers, wherever it is.
+    """All parts have something stored, which FSDP2 gathers, wherever it is.
 
     Args:
         owner: the module that gathers the parameter.
@@ -127,7 +127,7 @@ class ShardParts(ABC):
         return self.stored.device
 
     def gathered(self, dtype: torch.dtype) -> torch.Tensor:
-        """What FSDP2 gathers, padded: what is stored, or under autocast that rounded. Every gather comes through here.
+        """Return what FSDP2 gathers, padded: what is stored, or under autocast that rounded. Every gather comes here.
 
         Raises:
             SwapIOError: it is on a tier and cannot be read.
@@ -147,11 +147,11 @@ class ShardParts(ABC):
         return nullcontext()
 
     def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
-        """What is stored, 1D with the padding, outside a gather; what is done to it with `change` is kept."""
+        """Return what is stored, 1D with the padding, outside a gather; what is done to it with `change` is kept."""
         return self.stored.held(change=change)
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
-        """What is stored, without padding, or a stand-in for it."""
+        """Return what is stored, without padding, or a stand-in for it."""
         return self.stored.declared(shape)
 
     @abstractmethod
@@ -301,7 +301,7 @@ def take_apart(model: nn.Module, storage_of: StorageOf) -> None:
 
 
 def gather_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, GatherGroup, list[Any]]]:
-    """What FSDP2 gathers together: the module that does it, a new group without members, and FSDP2's records.
+    """Return what FSDP2 gathers together: the module that does it, a new group without members, and FSDP2's records.
 
     Those of trainable parameters first, then those of frozen ones. What several modules gather together comes once.
     """
@@ -339,7 +339,7 @@ def split_shard(leaf: torch.Tensor) -> SplitTensor | None:
 
 
 def parts_of(leaf: torch.Tensor) -> ShardParts | None:
-    """Where the parts of a parameter are, if it is a split shard."""
+    """Return where the parts of a parameter are, if it is a split shard."""
     split = split_shard(leaf)
     return split.parts if split is not None and isinstance(split.parts, ShardParts) else None
 

@@ -1,4 +1,4 @@
-"""What blocks of parameters and gradients are to the tier plan: their bytes, and what they would move in a step."""
+"""Blocks of parameters and gradients are units of the tier plan: their bytes, and what they would move in a step."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def update_run(
 
 
 class OnAccelerator:
-    """What `KernelPool` does to parameters, in torch's operators: for memory of a device."""
+    """It does what `KernelPool` does to parameters, in torch's operators: for memory of a device."""
 
     def tile_checksums(self, param: torch.Tensor) -> torch.Tensor:
         """Checksum each tile; the sums are others than the kernel's.

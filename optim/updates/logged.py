@@ -10,11 +10,11 @@ from nvme_offload.offload.durable.chain import Chain
 from nvme_offload.offload.durable.seal import Sums
 from nvme_offload.offload.errors import OutOfSpaceError
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.gradient_log.entry import MAX_SCALARS, PartOfMemory
 from nvme_offload.optim.kernels import Segment
 from nvme_offload.optim.layout.master import num_tiles
 from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.updates.slot_logs import Draft, LogState, Parts
+from nvme_offload.optim.updates.entry import MAX_SCALARS, PartOfMemory
+from nvme_offload.optim.updates.logs import Draft, LogState, Parts
 from nvme_offload.optim.updates.updater import Means, Updater
 from nvme_offload.optim.updates.work import RunTensors, SubgroupStep
 
@@ -74,7 +74,10 @@ class LoggedKernel(Updater):
         return sum(changed)
 
     def _begin_entry(self, memory: Memory, runs: Mapping[int, RunTensors]) -> PartOfMemory | None:
-        """Where an entry of this update goes; None where the subgroup is rewritten. Either way there is room for it."""
+        """Return where an entry of this update goes; None where the subgroup is rewritten.
+
+        Either way there is room for it.
+        """
         extents, index, format_ = self._logs.extents, self.subgroup.index, self._logs.format_of(self.subgroup)
         is_wide = any(run.grad.dtype.itemsize > format_.grad_itemsize for run in runs.values())
         has_many = any(len(run.scalars.of_rule) > MAX_SCALARS for run in runs.values())
@@ -91,7 +94,7 @@ class LoggedKernel(Updater):
         return None
 
     def _end_of_log(self) -> int:
-        """Where the next entry begins in the buffer: behind those that an update still needs."""
+        """Return where the next entry begins in the buffer: behind those that an update still needs."""
         log = self._chain.log if self._log.is_behind else ()
         return self._logs.base_of(self.subgroup).size_bytes + sum(written.content.size_bytes for written in log)
 

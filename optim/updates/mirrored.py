@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +13,7 @@ from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.optim.layout.flat import flat_view
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
-from nvme_offload.optim.stats import Meter
+from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.updates.updater import Updater
 from nvme_offload.optim.updates.work import SubgroupStep
 
@@ -206,17 +207,17 @@ class Mirrored(Updater):
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
         """See `Updater.prepare`. Waits for the copies that `expect` has begun."""
         copies = self._mirror.take(self.subgroup)
-        runs = dict(work.runs)
+        on_host = {}
         for run in self.subgroup.runs:
-            if (there := runs.get(run.param)) is not None:
+            if (there := work.runs.get(run.param)) is not None:
                 param = there.param if is_host(there.param.device) else copies.param(run, there.param.dtype)
                 grad = there.grad if is_host(there.grad.device) else copies.grad(run, there.grad.dtype)
-                runs[run.param] = there._replace(param=param, grad=grad)
-        update = self._updater.prepare(work._replace(runs=runs))
+                on_host[run.param] = param, grad
+        update = self._updater.prepare(replace(work, copies=on_host))
 
         def update_and_copy_back() -> int:
             changed_tiles = update()
-            self._mirror.copy_back(self.subgroup, copies, self.means.param_of, work.runs)
+            self._mirror.copy_back(self.subgroup, copies, self.means.param_of, work.grads)
             return changed_tiles
 
         return update_and_copy_back

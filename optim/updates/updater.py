@@ -1,4 +1,4 @@
-"""What every way to update a subgroup is to whoever updates it."""
+"""Every way to update a subgroup is an updater to whoever updates it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.updates.slot_logs import LogState, SlotLogs
+from nvme_offload.optim.updates.logs import LogState, SlotLogs
 from nvme_offload.optim.updates.work import SubgroupStep
 
 
@@ -22,7 +22,7 @@ class Means:
     param_of: Callable[[int], torch.Tensor]
     """Gives what is in this process's memory of a parameter, by index."""
     logs: SlotLogs | None = None
-    """Of a durable run; None: nothing outlives the process."""
+    """The logs of a durable run; None: nothing outlives the process."""
     begin_writing: Callable[[], None] = lambda: None
     """Waits until a durable run may choose extents."""
     found_changed: list[torch.Tensor] = field(default_factory=list)

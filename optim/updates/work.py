@@ -1,22 +1,25 @@
-"""What a step hands to an updater: its tensors, cut into runs, and its scalars."""
+"""A step hands its tensors to an updater, cut into runs, and its scalars."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.whole_params import WholeParams
+from nvme_offload.optim.layout.subgroup import Run, Subgroup, section_view, state_views
+from nvme_offload.optim.updates.whole_params import WholeParams
 
 
 class StepScalars(NamedTuple):
-    """What one update of a parameter takes besides tensors, each exactly an fp32 number."""
+    """One update of a parameter takes these besides tensors, each exactly an fp32 number."""
 
     of_rule: tuple[float, ...]
     grad_scale: float
-    """What the gradient is multiplied by: unscaling and clipping in one factor, negative to maximize."""
+    """The gradient is multiplied by this: unscaling and clipping in one factor, negative to maximize."""
 
 
 class RunTensors(NamedTuple):
@@ -32,12 +35,58 @@ class RunTensors(NamedTuple):
     scalars: StepScalars
 
 
-class SubgroupStep(NamedTuple):
-    """What one step does to a subgroup."""
+class Places(Protocol):
+    """The parameters of a step, where they are."""
 
+    def view(self, run: Run) -> torch.Tensor:
+        """Return a run of its parameter, 1D [run.numel]."""
+
+    def address(self, run: Run) -> int:
+        """Return the address of that, without a tensor."""
+
+    def checksums(self, run: Run) -> torch.Tensor | None:
+        """Return the checksums that belong to a run; None in fp32."""
+
+
+@dataclass(frozen=True)
+class SubgroupStep:
+    """One step does this to a subgroup. Tensors of its runs are made for who asks for them."""
+
+    subgroup: Subgroup
     memory: Memory
     """The subgroup's state."""
-    runs: Mapping[int, RunTensors]
-    """Its runs that have a gradient, by index of the parameter."""
+    grads: Mapping[int, torch.Tensor]
+    """Flat gradients of its parameters that have one, whole, by index."""
+    scalars: Mapping[int, StepScalars]
+    """Scalars of at least these, by index."""
     whole: WholeParams
     """Parameters that their rule needs whole."""
+    places: Places
+    """The parameters."""
+    copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Runs whose parameter and gradient are copies in another place, by index of the parameter."""
+
+    @cached_property
+    def runs(self) -> dict[int, RunTensors]:
+        """Its runs that have a gradient, by index of the parameter."""
+        return {run.param: self._tensors_of(run) for run in self.subgroup.runs if run.param in self.grads}
+
+    def _tensors_of(self, run: Run) -> RunTensors:
+        subgroup, memory = self.subgroup, self.memory
+        copy = self.copies.get(run.param)
+        param, grad = copy or (self.places.view(run), self.grads[run.param][run.start : run.stop])
+        return RunTensors(
+            param,
+            grad,
+            section_view(subgroup, memory, "master", run),
+            state_views(subgroup, memory, run),
+            self.places.checksums(run),
+            self.scalars[run.param],
+        )
+
+    def addresses(self, run: Run) -> tuple[int, int]:
+        """Return the addresses of parameter and gradient of a run that has one."""
+        if (copy := self.copies.get(run.param)) is not None:
+            return copy[0].data_ptr(), copy[1].data_ptr()
+        grad = self.grads[run.param]
+        return self.places.address(run), grad.data_ptr() + run.start * grad.element_size()

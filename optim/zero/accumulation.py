@@ -53,7 +53,7 @@ class Accumulation:
 
     @property
     def progress(self) -> str:
-        """How far the step is, in words; empty between two steps."""
+        """Return how far the step is, in words; empty between two steps."""
         done = self.micro_steps + self.has_backward
         return f"{done} of {max(done, self.num_micro_batches)} micro-batches done" if done else ""
 

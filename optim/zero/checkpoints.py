@@ -1,27 +1,47 @@
-"""What a training engine offers of checkpoints: saved while it waits, or beside the steps that follow."""
+"""A training engine saves checkpoints while it waits, or beside the steps that follow."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from nvme_offload.optim.checkpoint import save_load as checkpoint
 from nvme_offload.optim.checkpoint.background import BackgroundSave, begin_save
 from nvme_offload.optim.checkpoint.run_state import Training
-from nvme_offload.optim.zero.durable import DurableEngine
+from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
 
 
-class CheckpointEngine(DurableEngine):
+class CheckpointEngine(ABC):
     """Methods of an engine that write and read checkpoints."""
 
+    optimizer: OffloadOptimizer
+    lr_scheduler: LRScheduler | None
+    global_steps: int
+    _part: EnginePart
     _background: BackgroundSave | None = None
 
     @property
     @abstractmethod
     def _training(self) -> Training:
-        """What a checkpoint is of, as it is now."""
+        """Return what a checkpoint is of, as it is now."""
+
+    @property
+    @abstractmethod
+    def durable(self) -> DurableTraining:
+        """The durable run of the training."""
+
+    @abstractmethod
+    def _between_steps(self, method: str) -> int:
+        """Do what is left of a step that an exception stopped; return `global_steps`."""
+
+    @abstractmethod
+    def _go_on_from(self, global_steps: int) -> None:
+        """Forget gathered weights and gradients: those of the model are others now."""
 
     def save_checkpoint(
         self,
@@ -56,7 +76,7 @@ class CheckpointEngine(DurableEngine):
         """
         if not 0 < share <= 1:
             raise ValueError(f"save_checkpoint: share = {share!r} of the time; write a number above 0, at most 1")
-        self._end_step_under_way("save_checkpoint")
+        self._between_steps("save_checkpoint")
         self._join_checkpoint()
         if background:
             self._save_in_background(Path(dir), tag, client_state, share)
@@ -96,22 +116,23 @@ class CheckpointEngine(DurableEngine):
         loaded = checkpoint.load(self._training, Path(dir), tag, lambda found: self._go_on_from(found.global_steps))
         if loaded is None:
             return None, None
-        self._commit_loaded(loaded.client_state)
+        if self.optimizer.is_durable:  # what was before is not gone back to
+            self.durable.client_state = loaded.client_state
+            self.durable.commit()
         return str(loaded.path), loaded.client_state
 
     def _save_in_background(
         self, root: Path, tag: str | None, client_state: Mapping[str, Any] | None, share: float
     ) -> None:
-        commits = self.optimizer.commits
-        commits.step = self.global_steps
-        manifest = commits.hold(self.optimizer.param_groups, self._own_part())
+        commits = self.optimizer.durable.commits
+        manifest = commits.hold(self.optimizer.param_groups, self._part.taken(self.lr_scheduler), self.global_steps)
         try:
             save = begin_save(self._training, manifest, root, tag, client_state, share)
         except BaseException:
             commits.let_go()
             raise
         self._background = save
-        commits.checkpoint_progress = lambda: save.progress
+        commits.watch(save)
 
     def _join_checkpoint(self) -> BaseException | None:
         """Wait for what is written in the background; what it failed with, if it did."""
@@ -119,7 +140,5 @@ class CheckpointEngine(DurableEngine):
         if save is None:
             return None
         save.join()
-        commits = self.optimizer.commits
-        commits.checkpoint_progress = lambda: None
-        commits.let_go()
+        self.optimizer.durable.commits.let_go()
         return save.failure

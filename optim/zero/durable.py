@@ -1,10 +1,10 @@
-"""What a training engine offers of its durable run, and what it commits with each step."""
+"""A training engine offers its durable run, and adds to what is committed with each step."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,75 +13,145 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nvme_offload.offload.errors import ResumeError
 from nvme_offload.optim.durable.content import Content
+from nvme_offload.optim.durable.object import Durable
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
 
 
-class DurableEngine(ABC):
-    """Methods of an engine whose section says ``durable``; with any other they raise StateError."""
+class EnginePart:
+    """A training engine adds this to each commit: loss scale, schedule, buffers.
 
-    module: nn.Module
-    optimizer: OffloadOptimizer
-    lr_scheduler: LRScheduler | None
-    global_steps: int
-    _scaler: LossScaler | None
-    _kept_buffers: list[str] | None = None
+    Args:
+        module: of the engine.
+        scaler: of its losses; None without fp16.
+    """
 
-    @abstractmethod
-    def _end_step_under_way(self, method: str) -> None:
-        """Do what is left of a step that an exception stopped; raise StateError between two micro-batches."""
+    def __init__(self, module: nn.Module, scaler: LossScaler | None) -> None:
+        self.scaler = scaler
+        self._module = module
+        self._kept: list[str] | None = None
 
-    @abstractmethod
-    def _go_on_from(self, global_steps: int) -> None:
-        """Forget gathered weights and gradients: those of the model are others now."""
+    def taken(self, lr_scheduler: LRScheduler | None) -> dict[str, Any]:
+        """Return it as it is now."""
+        return {
+            "loss_scale": self.scaler.state_dict() if self.scaler else None,
+            "lr_scheduler": lr_scheduler.state_dict() if lr_scheduler else None,
+            "lr_scheduler_type": type(lr_scheduler).__name__ if lr_scheduler else None,
+            "buffers": {name: buffer.detach() for name, buffer in self._buffers().items()},
+        }
+
+    def restore(self, part: Mapping[str, Any], lr_scheduler: LRScheduler | None, folder: Path) -> None:
+        """Bring back what was committed.
+
+        Raises:
+            ResumeError: it was committed with, or without, what the engine has not, or has.
+        """
+        for what, own in (("loss_scale", self.scaler), ("lr_scheduler", lr_scheduler)):
+            if (own is None) != (part.get(what) is None):
+                raise ResumeError(folder, f"was committed {'with' if own is None else 'without'} a {what}")
+        if self.scaler is not None:
+            self.scaler.load_state_dict(part["loss_scale"])
+        if lr_scheduler is not None:
+            lr_scheduler.load_state_dict(part["lr_scheduler"])
+        with torch.no_grad():
+            for name, buffer in self._buffers().items():
+                if name in part["buffers"]:
+                    buffer.copy_(part["buffers"][name])
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return those that a checkpoint has, too."""
+        buffers = dict(self._module.named_buffers())
+        if self._kept is None:
+            kept = self._module.state_dict().keys()
+            self._kept = [name for name in buffers if name in kept]
+        return {name: buffers[name] for name in self._kept if name in buffers}
+
+
+class DurableTraining:
+    """The durable run of a training engine: ``engine.durable``. Each of its methods is the engine's, too.
+
+    Every rank must call each of them.
+
+    Args:
+        optimizer: of the engine.
+        part: what the engine adds.
+        lr_scheduler: of the engine, if it has one.
+        between_steps: completes a step that an exception stopped and returns `global_steps`; StateError, with the name
+            of a method, between two micro-batches.
+        go_on_from: forgets gathered weights and gradients, since those of the model are others now, and sets
+            `global_steps`.
+
+    Raises:
+        StateError: the section does not say ``durable``.
+    """
+
+    def __init__(
+        self,
+        optimizer: OffloadOptimizer,
+        part: EnginePart,
+        lr_scheduler: LRScheduler | None,
+        between_steps: Callable[[str], int],
+        go_on_from: Callable[[int], None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._run: Durable = optimizer.durable
+        self._part = part
+        self._lr_scheduler = lr_scheduler
+        self._between_steps = between_steps
+        self._go_on_from = go_on_from
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """What else is committed with each step: change it before `step`, or `commit` what was changed after it.
+        """Return what else is committed with each step: change it before `step`, or `commit` what was changed after it.
 
         Anything that ``torch.load(weights_only=True)`` reads: the position in the data, other random numbers. Each
         rank has its own.
         """
-        return self.optimizer.client_state
+        return self._run.client_state
 
     @client_state.setter
     def client_state(self, value: Mapping[str, Any]) -> None:
-        self.optimizer.client_state = dict(value)
+        self._run.client_state = dict(value)
 
     def commit(self) -> None:
         """Commit what there is between two steps: `client_state`, parameters and buffers changed by hand.
 
-        Every rank must call it. It lasts when this returns. See `OffloadOptimizer.commit`.
+        It lasts when this returns. See `OffloadOptimizer.commit`.
 
         Raises:
             StateError: micro-batches of an unfinished step, a step that stopped halfway, or another rank could not.
             SwapIOError, OutOfSpaceError, ValueError: see `OffloadOptimizer.commit`.
         """
-        commits = self.optimizer.commits
-        self._end_step_under_way("commit")
-        commits.step = self.global_steps
-        commits.commit(self.optimizer.param_groups, self._own_part())
+        steps = self._between_steps("commit")
+        self._run.commits.commit(self._optimizer.param_groups, self._part.taken(self._lr_scheduler), steps)
+
+    def end_step(self, global_steps: int) -> None:
+        """Commit the step that has ended, behind the caller's back.
+
+        Args:
+            global_steps: steps that were taken or skipped.
+        """
+        self._run.commits.end_step(self._optimizer.param_groups, global_steps, self._part.taken(self._lr_scheduler))
 
     def snapshot(self, name: str) -> int:
-        """Keep the latest step under a name, until `remove_snapshot`; every rank must call it. Returns the step.
+        """Keep the latest step under a name, until `remove_snapshot`. Returns the step.
 
         Raises:
             ValueError, OutOfSpaceError, StateError: see `OffloadOptimizer.snapshot`.
         """
-        commits = self.optimizer.commits
-        self._end_step_under_way("snapshot")
-        return commits.snapshot(name)
+        self._between_steps("snapshot")
+        return self._run.snapshot(name)
 
     def remove_snapshot(self, name: str) -> None:
-        """Give up what `snapshot` kept, and its space; every rank must call it.
+        """Give up what `snapshot` kept, and its space.
 
         Raises:
             KeyError: there is none of this name.
         """
-        self.optimizer.remove_snapshot(name)
+        self._run.remove_snapshot(name)
 
     def resume(self, snapshot: str | None = None) -> tuple[int, dict[str, Any]] | None:
-        """Go on from the latest step that all ranks of the durable run have committed; every rank must call it.
+        """Go on from the latest step that all ranks of the durable run have committed.
 
         Call it after `initialize`, before the first step. Parameters, buffers, state, schedule, loss scale and torch's
         random numbers are then as they were when that step ended.
@@ -95,12 +165,11 @@ class DurableEngine(ABC):
         Raises:
             KeyError, ResumeError, StateError: see `OffloadOptimizer.resume`.
         """
-        resumption = self.optimizer.resumption()
-        content = resumption.resume() if snapshot is None else resumption.resume_snapshot(snapshot)
+        content = self._run.content_of(snapshot)
         return None if content is None else self._take_over(content)
 
     def rewind(self, steps: int = 1) -> tuple[int, dict[str, Any]]:
-        """Go back to an earlier step; every rank must call it, between two steps.
+        """Go back to an earlier step, between two steps.
 
         Args:
             steps: how many, at most `rewind_steps` of the section. Those that were skipped count.
@@ -111,53 +180,14 @@ class DurableEngine(ABC):
         Raises:
             ValueError, StateError, ResumeError: see `OffloadOptimizer.rewind`.
         """
-        resumption = self.optimizer.resumption()
-        self._end_step_under_way("rewind")
+        resumption = self._run.resumption()
+        self._between_steps("rewind")
         return self._take_over(resumption.rewind(steps))
 
-    def _commit_step(self) -> None:
-        """Commit the step that has ended."""
-        if self.optimizer.is_durable:
-            self.optimizer.commits.end_step(self.optimizer.param_groups, self.global_steps, self._own_part())
-
-    def _commit_loaded(self, client_state: Mapping[str, Any]) -> None:
-        """Commit what a checkpoint has brought: what was before is not gone back to."""
-        if self.optimizer.is_durable:
-            self.optimizer.client_state = dict(client_state)
-            self.commit()
-
-    def _own_part(self) -> dict[str, Any]:
-        return {
-            "loss_scale": self._scaler.state_dict() if self._scaler else None,
-            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler else None,
-            "lr_scheduler_type": type(self.lr_scheduler).__name__ if self.lr_scheduler else None,
-            "buffers": {name: buffer.detach() for name, buffer in self._buffers().items()},
-        }
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        """Those that a checkpoint has, too."""
-        buffers = dict(self.module.named_buffers())
-        if self._kept_buffers is None:
-            kept = self.module.state_dict().keys()
-            self._kept_buffers = [name for name in buffers if name in kept]
-        return {name: buffers[name] for name in self._kept_buffers if name in buffers}
-
     def _take_over(self, content: Content) -> tuple[int, dict[str, Any]]:
-        self.optimizer.commits.ranks().together(partial(self._restore, content))
+        self._run.commits.ranks().together(partial(self._restore, content))
         return content.step, dict(content.client_state)
 
     def _restore(self, content: Content) -> None:
-        own, part = self._own_part(), content.engine
-        folder = self.optimizer.commits.run.folder
-        for what in ("loss_scale", "lr_scheduler"):
-            if (own[what] is None) != (part.get(what) is None):
-                raise ResumeError(folder, f"was committed {'without' if own[what] else 'with'} a {what}")
-        if self._scaler is not None:
-            self._scaler.load_state_dict(part["loss_scale"])
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(part["lr_scheduler"])
-        with torch.no_grad():
-            for name, buffer in self._buffers().items():
-                if name in part["buffers"]:
-                    buffer.copy_(part["buffers"][name])
+        self._part.restore(content.engine, self._lr_scheduler, self._run.commits.run.folder)
         self._go_on_from(content.step)

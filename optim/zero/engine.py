@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LRScheduler
 
 from nvme_offload.aio_native.finalizing import finalize
+from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload._torch_private import drop_unsharded_grads
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import StateError
@@ -25,12 +26,13 @@ from nvme_offload.optim.durable.identity import ModelRecord
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
-from nvme_offload.optim.stats import Span
+from nvme_offload.optim.ranks.peers import Peers
+from nvme_offload.optim.telemetry.stats import Span
 from nvme_offload.optim.zero.accumulation import Accumulation, check_loss
 from nvme_offload.optim.zero.checkpoints import CheckpointEngine
+from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
 from nvme_offload.optim.zero.meshes import MeshRoles
 from nvme_offload.optim.zero.passes import Passes
-from nvme_offload.optim.zero.peers import Peers
 from nvme_offload.optim.zero.update import Update
 
 _NONE = (
@@ -95,18 +97,18 @@ class OffloadEngine(CheckpointEngine):
         )
         self._stages = roles.pipeline_group
         self._peers = Peers(mesh.mesh.flatten().tolist())
-        self._passes = Passes(module, mesh.size(), self._peers)
+        self._passes = Passes(module, optimizer, mesh.size(), self._peers)
         self._update = Update(optimizer, self._peers)
-        self._scaler = LossScaler.of(config.fp16) if precision_plan.loss_scaling else None
+        self._part = EnginePart(module, LossScaler.of(config.fp16) if precision_plan.loss_scaling else None)
         if optimizer.is_durable:
-            optimizer.commits.of_engine = True
-            optimizer.commits.model = ModelRecord.of(
+            record = ModelRecord.of(
                 module,
                 optimizer.store.table,
                 precision=precision_plan.mode,
                 rule=optimizer.rule.name,
                 stage=roles.pipeline.get_local_rank() if roles.pipeline is not None else 0,
             )
+            optimizer.durable.commits.serve(record)
         if self.is_pipelined:  # whose schedule scales gradients that have been reduced
             optimizer.expect_step(False)
         self._set_sync()
@@ -136,8 +138,8 @@ class OffloadEngine(CheckpointEngine):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of the next micro-batch is multiplied by; 1 without fp16."""
-        return self._scaler.loss_scale if self._scaler else 1.0
+        """Return what the loss of the next micro-batch is multiplied by; 1 without fp16."""
+        return self._part.scaler.loss_scale if self._part.scaler else 1.0
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The module's parameters: this rank's shards, as the optimizer has them."""
@@ -199,7 +201,7 @@ class OffloadEngine(CheckpointEngine):
         self._drop_gradients()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What `backward` differentiates: the loss in fp32, scaled and divided; for ``engine.scale(loss).backward()``.
+        """Return the loss for ``engine.scale(loss).backward()``: in fp32, scaled and divided, as `backward` has it.
 
         An I/O error in such a backward leaves no way on but a new engine and a checkpoint.
 
@@ -229,6 +231,8 @@ class OffloadEngine(CheckpointEngine):
             ValueError: `loss` is not a scalar.
             RuntimeError: the mesh has a dimension ``pp``.
             SwapIOError, CorruptionError, StateError: as in a forward.
+            KeyboardInterrupt: with a note, if the gradients of the step were dropped; without one, if this backward is
+                complete and `step` comes next.
         """
         if self.is_pipelined:
             raise RuntimeError(
@@ -237,8 +241,11 @@ class OffloadEngine(CheckpointEngine):
             )
         check_loss(loss)
         share = self.gradient_accumulation_steps if scale_wrt_gas else 1
+        # From the first gradient that is final there is no way back: Ctrl-C is heard when `step` can complete the step.
+        begins_updates = self.config.overlap_step == "backward" and self._accumulation.is_boundary
         # Somebody's autocast context around this call is none of backward's.
         with (
+            DeferredInterrupt() if begins_updates else nullcontext(),
             self._passes.run("backward", self._drop_gradients),
             self.optimizer.passing("backward"),
             torch.autocast(self.mesh.device_type, enabled=False),
@@ -258,7 +265,7 @@ class OffloadEngine(CheckpointEngine):
 
         def scaled(*args: Any, **kwargs: Any) -> torch.Tensor:
             loss = loss_fn(*args, **kwargs)
-            return loss.float() * self.loss_scale if self._scaler else loss
+            return loss.float() * self.loss_scale if self._part.scaler else loss
 
         return scaled
 
@@ -282,17 +289,18 @@ class OffloadEngine(CheckpointEngine):
             Exception: what the scheduler raises, when everything else is done.
         """
         gradients = (param.grad for param in self.module.parameters())
-        self._accumulation.check_step(gradients, is_scaled=self._scaler is not None)
+        self._accumulation.check_step(gradients, is_scaled=self._part.scaler is not None)
         if not self._accumulation.is_boundary:
             self._accumulation.end_micro_batch()
             self._set_sync()
             return
-        taken = self._update.outcome
-        if taken is None and not self._update.has_begun:
+        taken = self._update.outcome(self.global_steps)
+        if taken is None and not self._update.has_begun(self.global_steps):
             self._check_trained()
         if taken is None:
             with self._peers.named():
-                taken = self._update.take(self._scaler.loss_scale if self._scaler else None)
+                scaler = self._part.scaler
+                taken = self._update.take(self.global_steps, scaler.loss_scale if scaler else None)
         if not self.optimizer.had_gradients:
             self._drop_gradients()
             raise StateError("engine.step", "a gradient of some parameter, in some micro-batch, on some rank", _NONE)
@@ -312,20 +320,21 @@ class OffloadEngine(CheckpointEngine):
 
     def _end_step(self, taken: bool) -> None:
         """Do what follows the update. The scheduler, which is the user's and may raise, comes late."""
-        self._drop_gathered()
-        self.optimizer.zero_grad()
-        if self._scaler:
-            self._scaler.update(found_inf=not taken)
-        self._accumulation.begin_step()
-        self.global_steps += 1
-        self._update.end()
-        self._set_sync()
-        if taken and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        self._commit_step()
+        with DeferredInterrupt():
+            self._drop_gathered()
+            self.optimizer.zero_grad()
+            if self._part.scaler:
+                self._part.scaler.update(found_inf=not taken)
+            self._accumulation.begin_step()
+            self.global_steps += 1  # by this alone the step is over: what `_update` knows is of another one
+            self._set_sync()
+            if taken and self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        if self.optimizer.is_durable:
+            self.durable.end_step(self.global_steps)
 
     def timeline(self) -> list[Span]:
-        """What the latest iteration did and when: forward, backward, step, norm, reads, updates, writes, waits.
+        """Return what the latest iteration did and when: forward, backward, step, norm, reads, updates, writes, waits.
 
         See `OffloadOptimizer.timeline`. ``stats().iteration`` of the optimizer says how near it came to the ideal.
         """
@@ -335,12 +344,51 @@ class OffloadEngine(CheckpointEngine):
         """Norm of all gradients of the latest step over all ranks, unscaled and before clipping; NaN before it."""
         return self.optimizer.total_norm
 
-    def _end_step_under_way(self, method: str) -> None:
-        if (taken := self._update.outcome) is not None:
+    @property
+    def durable(self) -> DurableTraining:
+        """The durable run of the training: commits, snapshots, ways back.
+
+        Raises:
+            StateError: the section does not say ``durable``.
+        """
+        return DurableTraining(self.optimizer, self._part, self.lr_scheduler, self._between_steps, self._go_on_from)
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """See `DurableTraining.client_state`."""
+        return self.durable.client_state
+
+    @client_state.setter
+    def client_state(self, value: Mapping[str, Any]) -> None:
+        self.durable.client_state = dict(value)
+
+    def commit(self) -> None:
+        """See `DurableTraining.commit`."""
+        self.durable.commit()
+
+    def resume(self, snapshot: str | None = None) -> tuple[int, dict[str, Any]] | None:
+        """See `DurableTraining.resume`."""
+        return self.durable.resume(snapshot)
+
+    def snapshot(self, name: str) -> int:
+        """See `DurableTraining.snapshot`."""
+        return self.durable.snapshot(name)
+
+    def remove_snapshot(self, name: str) -> None:
+        """See `DurableTraining.remove_snapshot`."""
+        self.durable.remove_snapshot(name)
+
+    def rewind(self, steps: int = 1) -> tuple[int, dict[str, Any]]:
+        """See `DurableTraining.rewind`."""
+        return self.durable.rewind(steps)
+
+    def _between_steps(self, method: str) -> int:
+        if (taken := self._update.outcome(self.global_steps)) is not None:
             self._end_step(taken)
         if under_way := self._accumulation.progress:
             actual = f"{under_way}: gradients are not saved"
             raise StateError(f"engine.{method}", "a call between two steps", actual)
+        return self.global_steps
 
     def _go_on_from(self, global_steps: int) -> None:
         self.global_steps = global_steps
@@ -386,7 +434,13 @@ class OffloadEngine(CheckpointEngine):
     @property
     def _training(self) -> Training:
         return Training(
-            self.module, self.optimizer, self.lr_scheduler, self._scaler, self.global_steps, self._group, self._stages
+            self.module,
+            self.optimizer,
+            self.lr_scheduler,
+            self._part.scaler,
+            self.global_steps,
+            self._group,
+            self._stages,
         )
 
     @property
@@ -423,7 +477,7 @@ class OffloadEngine(CheckpointEngine):
         """Begin the step anew, also where FSDP2 has not reduced its gradients yet."""
         self.optimizer.zero_grad()
         drop_unsharded_grads(self.module)
-        self._update.end()
+        self._update.give_up()
         self._accumulation.begin_step()
         self._set_sync()
 

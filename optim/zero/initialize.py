@@ -24,13 +24,13 @@ from nvme_offload.offload.devices.numa import stay_near
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
-from nvme_offload.optim.blocks import find_units, match_blocks
-from nvme_offload.optim.collective import is_alone, on_every_rank
+from nvme_offload.optim.layout.blocks import find_units, match_blocks
 from nvme_offload.optim.layout.flat import storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.optimizers import optimizer_class
+from nvme_offload.optim.optimizers.registry import optimizer_class
 from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.ranks.collective import is_alone, on_every_rank
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.zero.block_checks import check_blocks_fit
@@ -116,7 +116,7 @@ def initialize(
 
 @dataclass
 class _Making:
-    """What an engine is made of. Each method is a stage that ends alike on all ranks: where one fails, all do."""
+    """An engine is made of these. Each method is a stage that ends alike on all ranks: where one fails, all do."""
 
     model: nn.Module
     config: OffloadConfig
@@ -212,7 +212,7 @@ def _params_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _optimizer_of(config: OffloadConfig, optimizer: OptimizerFactory | None) -> tuple[OptimizerFactory, UpdateRule]:
-    """What makes the optimizer: the one that was given, else that of the section; and its rule."""
+    """Return what makes the optimizer: the one that was given, else that of the section; and its rule."""
     if optimizer:
         return optimizer, _rule_of(optimizer)
     chosen = config.optimizer
@@ -237,7 +237,7 @@ def _rule_of(optimizer: OptimizerFactory) -> UpdateRule:
 
 
 def _made_already(optimizer: Optimizer) -> str:
-    """What to write in the place of an optimizer that has the parameters of a module which is sharded only now."""
+    """Say what to write in the place of an optimizer that has the parameters of a module which is sharded only now."""
     name = type(optimizer).__name__.removeprefix("Offload")
     if name not in OPTIMIZERS:
         return f"initialize: optimizer = {name}: only optimizers of {', '.join(OPTIMIZERS)} are here; pass one's class"

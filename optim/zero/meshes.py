@@ -1,4 +1,4 @@
-"""What each dimension of a device mesh is for, and whether ranks that must agree do."""
+"""Each dimension of a device mesh is for something, and ranks that must agree do."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.optim.collective import gather
+from nvme_offload.optim.ranks.collective import gather
 
 PIPELINE, TENSOR = "pp", "tp"
 DATA_PARALLEL = (("dp_shard",), ("dp",), ("dp_replicate", "dp_shard"))
-"""What a mesh may have of data-parallel dimensions, in this order: sharded, or replicated and sharded (hybrid)."""
+"""A mesh may have these data-parallel dimensions, in this order: sharded, or replicated and sharded (hybrid)."""
 
 _KNOWN = (PIPELINE, "dp_replicate", "dp_shard", "dp", TENSOR)
 _LOCAL = ("aio.", "offload_gradients.", "zero_optimization.offload_")
-"""What of the section may differ between ranks: where bytes are changes neither numbers nor collectives."""
+"""These keys of the section may differ between ranks: where bytes are changes neither numbers nor collectives."""
 _SHARED = ("zero_optimization.offload_optimizer.durable",)
 """These keys may not: ranks commit together."""
 

@@ -9,7 +9,8 @@ from types import TracebackType
 from torch import nn
 
 from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
-from nvme_offload.optim.zero.peers import Peers
+from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.optim.ranks.peers import Peers
 from nvme_offload.optim.zero.sharding import reset_pass
 
 
@@ -18,16 +19,18 @@ class Passes:
 
     Args:
         module: as it was sharded.
+        optimizer: of its parameters.
         num_ranks: of the whole mesh.
         peers: told of an error of this rank; name that of another.
     """
 
-    def __init__(self, module: nn.Module, num_ranks: int, peers: Peers) -> None:
+    def __init__(self, module: nn.Module, optimizer: OffloadOptimizer, num_ranks: int, peers: Peers) -> None:
         self._module = module
+        self._optimizer = optimizer
         self._num_ranks = num_ranks
         self._peers = peers
         self._way_on = ""
-        """What is left to do after a pass that could not be given up, in words."""
+        """The way on after a pass that could not be given up, in words."""
 
     def run(self, where: str, begin_anew: Callable[[], None]) -> AbstractContextManager[None]:
         """Leave FSDP2 and the gradients as before the step, after an I/O error or Ctrl-C inside forward or backward.
@@ -65,9 +68,14 @@ class Passes:
             self._way_on = "FSDP2 of this torch cannot leave a pass halfway: make a new engine, load a checkpoint."
         else:
             begin_anew()
-        error.add_note(
-            self._way_on or "The gradients of this step were dropped: do it again from its first micro-batch."
-        )
+        error.add_note(self._way_on or self._what_dropping_left())
+
+    def _what_dropping_left(self) -> str:
+        """Say what is left of the step. Where subgroups were updated in backward, it cannot be done again."""
+        store = self._optimizer.store
+        if not store.has_unfinished_step:
+            return "The gradients of this step were dropped: do it again from its first micro-batch."
+        return f"The gradients of this step were dropped, and {store.condition.situation}. {store.condition.way_on}"
 
 
 class _Pass(AbstractContextManager[None]):

@@ -1,4 +1,4 @@
-"""What of the section depends on the ranks, which nobody knows before `initialize`."""
+"""Some of the section depends on the ranks, which nobody knows before `initialize`."""
 
 from __future__ import annotations
 

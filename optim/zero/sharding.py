@@ -18,7 +18,7 @@ from torch.utils import swap_tensors
 
 from nvme_offload.offload._torch_private import compute_on_shards, fsdp_params, gather_by_itself, refuse_conversion
 from nvme_offload.offload.devices.device import HOST
-from nvme_offload.optim.blocks import params_outside
+from nvme_offload.optim.layout.blocks import params_outside
 from nvme_offload.optim.precision.casts import (
     CONTAINERS,
     cast_where_needed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nvme_offload.offload.errors import CorruptionError, SwapIOError
 from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.zero.peers import Peers
+from nvme_offload.optim.ranks.peers import Peers
 
 
 class Update:
@@ -18,25 +18,25 @@ class Update:
     def __init__(self, optimizer: OffloadOptimizer, peers: Peers) -> None:
         self._optimizer = optimizer
         self._peers = peers
-        self._counts_before: tuple[int, int] | None = None
-        """Updates done and skipped when the step under way began with its own."""
+        self._begun: tuple[int, int, int] | None = None
+        """A step of the engine, and the updates done and skipped when that began with its own."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether `take` was called in the step under way."""
-        return self._counts_before is not None
+    def has_begun(self, step: int) -> bool:
+        """Whether `take` was called in this step of the engine."""
+        return self._begun is not None and self._begun[0] == step
 
-    def take(self, loss_scale: float | None) -> bool:
+    def take(self, step: int, loss_scale: float | None) -> bool:
         """Update the parameters, or finish what an exception stopped.
 
         Args:
+            step: of the engine; what is known of another one is of no account.
             loss_scale: of the gradients; None where they are not scaled.
 
         Returns:
             Whether it was done; otherwise it was skipped.
         """
-        if self._counts_before is None:
-            self._counts_before = self._counts()
+        if not self.has_begun(step):
+            self._begun = step, *self._counts()
         try:
             if self._optimizer.has_unfinished_step:
                 self._optimizer.finish_step()
@@ -45,28 +45,30 @@ class Update:
         except BaseException as error:
             if isinstance(error, SwapIOError | CorruptionError):
                 self._peers.tell("step", error, goes_on=True)
-            if (taken := self.outcome) is not None:
+            if (taken := self.outcome(step)) is not None:
                 what = "done" if taken else "skipped"
                 error.add_note(f"The update of this step is {what}; engine.step() does what else belongs to the step.")
             elif self._optimizer.has_unfinished_step:
                 error.add_note("engine.step() finishes the step, too, and does what else belongs to it.")
             raise
 
-    @property
-    def outcome(self) -> bool | None:
+    def outcome(self, step: int) -> bool | None:
         """Whether an update that an exception came out of was done (True) or skipped (False); None: neither, so far.
 
         It may have been done: Ctrl-C waits for the last subgroup, a warning can be an error, and the user may have
         called ``finish_step``.
+
+        Args:
+            step: of the engine.
         """
-        if self._counts_before is None or self._optimizer.has_unfinished_step:
+        if self._begun is None or self._begun[0] != step or self._optimizer.has_unfinished_step:
             return None
-        done, skipped = (now > before for now, before in zip(self._counts(), self._counts_before, strict=True))
+        done, skipped = (now > before for now, before in zip(self._counts(), self._begun[1:], strict=True))
         return done if done or skipped else None
 
-    def end(self) -> None:
-        """The step is over; the next `take` is of another."""
-        self._counts_before = None
+    def give_up(self) -> None:
+        """Forget the step: its next `take` is the first."""
+        self._begun = None
 
     def _counts(self) -> tuple[int, int]:
         return self._optimizer.num_steps, self._optimizer.num_skipped_steps

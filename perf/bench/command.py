@@ -10,44 +10,44 @@ import typer
 from rich.console import Console
 
 from nvme_offload.aio_native.registry import REGISTRY
-from nvme_offload.offload.config.section import AioConfig
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.bench.report import markdown, show, summarized
 from nvme_offload.perf.bench.run import Plan, TargetName, run_bench
 from nvme_offload.perf.measure.command_line import (
+    AIO,
     DEFAULT_SIZE,
     HERE,
     Direct,
     Json,
     Paths,
+    Rw,
+    Settings,
     Size,
     byte_option,
+    check_save,
     choice_option,
     failures_in_words,
     say_saved,
 )
-from nvme_offload.perf.measure.knobs import check_save
 from nvme_offload.perf.measure.results import save
-from nvme_offload.perf.measure.settings import Rw, Settings
 from nvme_offload.perf.report.bench import bench_page
 
 RwChoice = Literal["read", "write", "mixed", "all"]
 
 QUADS = 20
-_AIO = AioConfig()
-_BLOCK: Any = format_bytes(_AIO.block_size)  # shown so in the help, parsed as if typed
+_BLOCK: Any = format_bytes(AIO.block_size)  # shown so in the help, parsed as if typed
 
 
 def bench(
     path: Paths = HERE,
     bs: Annotated[int, byte_option("--bs", text="Bytes of one request.")] = _BLOCK,
-    iodepth: Annotated[int, typer.Option(help="Requests in flight on each ring.")] = _AIO.queue_depth,
+    iodepth: Annotated[int, typer.Option(help="Requests in flight on each ring.")] = AIO.queue_depth,
     size: Size = DEFAULT_SIZE,
-    numjobs: Annotated[int, typer.Option(help="Rings, each with a thread.")] = _AIO.rings,
+    numjobs: Annotated[int, typer.Option(help="Rings, each with a thread.")] = AIO.rings,
     ioengine: Annotated[str, choice_option("--ioengine", choices=("auto", *REGISTRY), text="What does the I/O.")] = (
-        _AIO.engine
+        AIO.engine
     ),
-    direct: Direct = _AIO.direct,
+    direct: Direct = AIO.direct,
     runtime: Annotated[float, typer.Option(help="Seconds of passes in each direction.")] = 5.0,
     duration: Annotated[
         float, typer.Option(help="Seconds without a pause in each direction, second by second: caches and heat.")
@@ -85,9 +85,14 @@ def bench(
         directions=every if rw == "all" else (rw,),
         runtime=runtime,
         duration=duration,
-        quads=_rounds(compare_fio, quads),
-        fio_tuned=_tuned(compare_fio, fio_tuned),
+        quads=(QUADS if quads is None else quads) if compare_fio else 0,
+        fio_tuned=fio_tuned,
     )
+    for option, is_given in (("quads", quads is not None), ("no-fio-tuned", not fio_tuned)):
+        if is_given and not compare_fio:
+            raise typer.BadParameter("it is about --compare-fio; give that, too", param_hint=f"'--{option}'")
+    if quads == 0:
+        raise typer.BadParameter("0 rounds compare nothing; leave out --compare-fio", param_hint="'--quads'")
     with failures_in_words():
         if save_to:
             check_save(save_to)
@@ -102,18 +107,3 @@ def bench(
             files.append(files[0].with_suffix(".html"))
             files[-1].write_text(bench_page(summarized(document)), encoding="utf-8")
             say_saved(files)
-
-
-def _rounds(compare_fio: bool, quads: int | None) -> int:
-    """Quads to measure; 0 leaves fio out, which is said by leaving out `--compare-fio`."""
-    if quads is not None and not compare_fio:
-        raise typer.BadParameter("it counts the rounds of --compare-fio; give that, too", param_hint="'--quads'")
-    if quads == 0:
-        raise typer.BadParameter("0 rounds compare nothing; leave out --compare-fio", param_hint="'--quads'")
-    return 0 if not compare_fio else QUADS if quads is None else quads
-
-
-def _tuned(compare_fio: bool, fio_tuned: bool) -> bool:
-    if not fio_tuned and not compare_fio:
-        raise typer.BadParameter("it is about the fio of --compare-fio; give that, too", param_hint="'--no-fio-tuned'")
-    return fio_tuned

@@ -7,11 +7,10 @@ import os
 import shutil
 import subprocess
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 from nvme_offload.offload.storage.run_directory import FIO_NAME, RunDirectory
-from nvme_offload.perf.measure.settings import Rw, Settings
+from nvme_offload.perf.measure.command_line import Rw, Settings
 
 _RW = {"read": "read", "write": "write", "mixed": "rw"}
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -34,11 +33,6 @@ def find_fio() -> str:
     return path
 
 
-def version(fio: str) -> str:
-    """Version of fio, as it says it."""
-    return subprocess.run([fio, "--version"], capture_output=True, text=True, check=True).stdout.strip()
-
-
 class Fio(AbstractContextManager["Fio"]):
     """fio on a file of its own, which is written once before anything is measured and removed at the end.
 
@@ -51,7 +45,8 @@ class Fio(AbstractContextManager["Fio"]):
     def __init__(self, settings: Settings, *, tuned: bool) -> None:
         self._fio = find_fio()
         self._tuned = tuned
-        self.version = version(self._fio)
+        said = subprocess.run([self._fio, "--version"], capture_output=True, text=True, check=True)
+        self.version = said.stdout.strip()
         self._settings = settings
         self._directory = RunDirectory(settings.paths[0])
         try:
@@ -60,9 +55,7 @@ class Fio(AbstractContextManager["Fio"]):
             self._directory.remove()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._directory.remove()
 
     def run(self, rw: Rw, size_bytes: int) -> float:

@@ -1,4 +1,4 @@
-"""What `offload bench` measured, in words and tables."""
+"""A report shows in words and tables what `offload bench` measured."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from nvme_offload.offload.units import MiB, format_bytes
-from nvme_offload.perf.measure.comparison import Comparison, Quad
-from nvme_offload.perf.measure.environment import describe
-from nvme_offload.perf.measure.quantiles import percentile
+from nvme_offload.perf.measure.command_line import Settings
+from nvme_offload.perf.measure.comparison import Comparison, Quad, percentile
+from nvme_offload.perf.measure.machine import describe
 from nvme_offload.perf.measure.results import page
-from nvme_offload.perf.measure.settings import Settings
 from nvme_offload.perf.measure.tensor_workloads import STEPS_PER_PASS
 from nvme_offload.perf.measure.workloads import Sample
+from nvme_offload.perf.report.bench import HEAD, rows_of, without_passes
 
 PERCENTILES = (50, 95, 99, 99.9, 100)
 
@@ -56,40 +56,6 @@ def _rates(quad: Quad) -> str:
     return f"{' '.join(f'{rate / 1e9:.2f}' for rate in quad.rates)} GB/s, ratio {quad.ratio:.3f}"
 
 
-def result_table(document: dict[str, Any]) -> Table:
-    """The summaries as a table for a terminal."""
-    table = Table(box=None, pad_edge=False)
-    for name in (
-        "rw",
-        "GB/s",
-        "min",
-        "max",
-        "IOPS",
-        "depth",
-        "request ms",
-        "transfer ms p50",
-        "p99",
-        "max",
-        "CPU s/GB",
-    ):
-        table.add_column(name, justify="left" if name == "rw" else "right")
-    for rw, result in document["results"].items():
-        table.add_row(rw, *_cells(result["summary"]))
-    return table
-
-
-def _cells(figures: dict[str, Any]) -> list[str]:
-    bw, clat = figures["bw_bytes"], figures["transfer_clat_ns"]
-    return [
-        *(f"{bw[name] / 1e9:.2f}" for name in ("median", "min", "max")),
-        f"{figures['iops']:.0f}",
-        f"{figures['achieved_depth']:.1f}/{figures['requested_depth']}",
-        f"{figures['request_clat_ns'] / 1e6:.2f}",
-        *(f"{clat[name] / 1e6:.1f}" if clat else "-" for name in ("50", "99", "100")),
-        f"{figures['cpu_seconds_per_gb']:.3f}",
-    ]
-
-
 def show(document: dict[str, Any], console: Console) -> None:
     """Print a document of `offload bench` for people."""
     config = document["config"]
@@ -107,7 +73,12 @@ def show(document: dict[str, Any], console: Console) -> None:
         lines.append(f"a pass is {STEPS_PER_PASS} steps, the writes of the last one waited for")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(result_table(document))
+    table = Table(*HEAD, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows_of(document):
+        table.add_row(*row)
+    console.print(table)
     if not document["verified"]:
         for rw, result in document["results"].items():
             cost = result["summary"]["cpu_us_per_mib"]
@@ -117,7 +88,7 @@ def show(document: dict[str, Any], console: Console) -> None:
 
 
 def series_lines(document: dict[str, Any]) -> list[str]:
-    """What loads without a pause have shown, direction by direction."""
+    """Return what loads without a pause have shown, direction by direction."""
     return [words for result in document["results"].values() for words in result.get("found", {}).get("words", [])]
 
 
@@ -140,11 +111,7 @@ def comparison_lines(document: dict[str, Any]) -> list[str]:
 
 def summarized(document: dict[str, Any]) -> dict[str, Any]:
     """A document of `offload bench` without single passes and runs: what is kept in a file."""
-    kept_of_result = ("summary", "series", "found")
-    results = {
-        rw: {key: result[key] for key in kept_of_result if key in result} for rw, result in document["results"].items()
-    }
-    kept = {**document, "results": results}
+    kept = without_passes(document)
     if "comparison" in document:
         kept["comparison"] = {name: _without_rates(value) for name, value in document["comparison"].items()}
     return kept
@@ -161,9 +128,6 @@ def _without_rates(compared: Any) -> Any:
 
 def markdown(document: dict[str, Any]) -> str:
     """A document of `offload bench` as a Markdown page."""
-    table = result_table(document)
-    head = [str(column.header) for column in table.columns]
-    rows = [[rw, *_cells(result["summary"])] for rw, result in document["results"].items()]
-    config = document["config"]
-    title = f"offload bench: {config['target']}, engine {document['engine']['name']}"
-    return page(title, document["environment"], head, rows, [*series_lines(document), *comparison_lines(document)])
+    title = f"offload bench: {document['config']['target']}, engine {document['engine']['name']}"
+    notes = [*series_lines(document), *comparison_lines(document)]
+    return page(title, document["environment"], HEAD, rows_of(document), notes)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +16,10 @@ from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.bench.fio import Fio, find_fio
 from nvme_offload.perf.bench.report import describe_latest, summary
 from nvme_offload.perf.bench.series import found_in, measure_series
+from nvme_offload.perf.measure.command_line import KnobError, Rw, Settings, check_range, check_settings, check_space
 from nvme_offload.perf.measure.comparison import Case, Comparison
-from nvme_offload.perf.measure.drives import drive_of, temperature
-from nvme_offload.perf.measure.environment import environment
-from nvme_offload.perf.measure.health import throttled_seconds
-from nvme_offload.perf.measure.knobs import KnobError, check_range, check_settings, check_space
-from nvme_offload.perf.measure.settings import Rw, Settings
+from nvme_offload.perf.measure.drives import drive_of, temperature, throttled_seconds
+from nvme_offload.perf.measure.machine import environment
 from nvme_offload.perf.measure.tensor_workloads import (
     MAX_SWAPPER_RINGS,
     MIN_STEP_STAGING_BYTES,
@@ -31,7 +27,7 @@ from nvme_offload.perf.measure.tensor_workloads import (
     StepTarget,
     SwapperTarget,
 )
-from nvme_offload.perf.measure.workloads import RawTarget, Region, Sample, Target
+from nvme_offload.perf.measure.workloads import RawTarget, Sample, Target
 
 TargetName = Literal["raw", "swapper", "step"]
 
@@ -43,7 +39,7 @@ LEAST_SHARE_OF_STEP = 0.90
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one call of the command measures."""
+    """One call of the command measures this."""
 
     settings: Settings
     target: TargetName
@@ -122,19 +118,11 @@ def space_needed(plan: Plan) -> dict[Path, int]:
     return dict.fromkeys(settings.paths, region + (settings.size if plan.quads else 0))
 
 
-@contextmanager
-def open_target(plan: Plan) -> Iterator[RawTarget | SwapperTarget | StepTarget]:
-    """The target of a plan, closed and removed at the end."""
-    settings = plan.settings
+def open_target(plan: Plan) -> RawTarget | SwapperTarget | StepTarget:
+    """The target of a plan; closed, its files are removed."""
     if plan.target == "swapper":
-        with SwapperTarget(settings) as swapper:
-            yield swapper
-    elif plan.target == "step":
-        with StepTarget(settings) as step:
-            yield step
-    else:
-        with Region(settings.paths, settings.size, settings.direct) as region, RawTarget(settings, region) as raw:
-            yield raw
+        return SwapperTarget(plan.settings)
+    return StepTarget(plan.settings) if plan.target == "step" else RawTarget(plan.settings)
 
 
 def run_bench(plan: Plan) -> dict[str, Any]:
@@ -214,7 +202,8 @@ def compare_with_fio(target: Target, plan: Plan) -> dict[str, Any]:
     with Fio(plan.settings, tuned=plan.fio_tuned) as fio:
         document |= {"version": fio.version, "command": fio.command("mixed", plan.pass_bytes)[1:]}
         for rw in plan.directions:
-            case = Case(name=rw, ours=partial(_rate, target, rw, plan), reference=partial(fio.run, rw, plan.pass_bytes))
+            ours = partial(_rate, target, rw, plan)
+            case = Case(name=rw, ours=ours, reference=partial(fio.run, rw, plan.pass_bytes))
             with progress(f"{rw} beside fio", plan.quads) as advance:
                 for comparison in case.measure(plan.quads):
                     say(describe_latest(comparison))
@@ -228,12 +217,10 @@ def _rate(target: Target, rw: Rw, plan: Plan) -> float:
 
 
 def _verdict(comparison: Comparison, plan: Plan, target: Target) -> dict[str, Any]:
-    least = _least_share(plan.target, target.engine.engine.name)
+    """The least quotient against fio that we call the speed of the drive, if one is promised, and if it is kept."""
+    engine, least = target.engine.engine.name, None
+    if plan.target == "raw":
+        least = REGISTRY[engine].least_share
+    elif plan.target == "step" and engine == ENGINES[0]:
+        least = LEAST_SHARE_OF_STEP
     return {"least": least, "accepted": None if least is None else comparison.quotient >= least}
-
-
-def _least_share(target: TargetName, engine: str) -> float | None:
-    """The least quotient against fio that we call the speed of the drive; None where nothing is promised."""
-    if target == "raw":
-        return REGISTRY[engine].least_share
-    return LEAST_SHARE_OF_STEP if target == "step" and engine == ENGINES[0] else None

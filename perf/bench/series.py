@@ -15,19 +15,19 @@ from typing import Any
 
 from nvme_offload.offload.progress import progress, say
 from nvme_offload.offload.units import format_bytes, format_rate
-from nvme_offload.perf.measure.quantiles import percentile
-from nvme_offload.perf.measure.settings import Rw
+from nvme_offload.perf.measure.command_line import Rw
+from nvme_offload.perf.measure.comparison import percentile
 from nvme_offload.perf.measure.workloads import Sample, Target
 
 SECONDS = 1.0
-"""Of one point, about; longer where the duration has more than `MOST_POINTS` of them."""
+"""The time of one point, about; longer where the duration has more than `MOST_POINTS` of them."""
 MOST_POINTS = 3600
 PASS_SECONDS = 0.2
 """A pass is as long as that: between two of them the queue runs empty."""
 LEAST_SIDE = 5
 """Points before a cliff, and after it."""
 LEAST_DROP = 0.2
-"""Of the rate before it: less is the weather."""
+"""The share of the rate before it: less is the weather."""
 
 Warmth = Callable[[], float | None]
 """Degrees Celsius of the warmest drive now."""
@@ -35,7 +35,7 @@ Warmth = Callable[[], float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What happened in about a second."""
+    """A point says what happened in about a second."""
 
     at: float
     """Seconds from the beginning to the end of it."""
@@ -50,7 +50,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Cliff:
-    """Where a drive becomes slower for good."""
+    """A cliff is where a drive becomes slower for good."""
 
     at: float
     """Seconds after the beginning."""
@@ -65,14 +65,9 @@ class Cliff:
 def measure_series(
     target: Target, rw: Rw, duration: float, least_bytes: int, warmth: Warmth
 ) -> tuple[list[Point], list[Sample]]:
-    """Load a target without a pause for `duration` seconds.
+    """Load a prepared target without a pause for `duration` seconds; give points by time, and all passes.
 
-    Args:
-        target: prepared.
-        rw: the direction.
-        duration: seconds.
-        least_bytes: of a pass.
-        warmth: asked once for each point.
+    A pass has `least_bytes` or more; `warmth` is asked once for each point.
 
     Returns:
         Points by time, and all passes.
@@ -139,12 +134,9 @@ def cliff_of(points: Sequence[Point]) -> Cliff | None:
 
 
 def found_in(points: Sequence[Point], rw: Rw, throttled: float | None) -> dict[str, Any]:
-    """What a series says, for programs and in words.
+    """Return what points by time say, for programs and in words.
 
-    Args:
-        points: by time.
-        rw: the direction.
-        throttled: seconds that the drive says it went slower for being hot; None: it does not say.
+    `throttled`: seconds that the drive says it went slower for being hot; None: it does not say.
     """
     cliff = cliff_of(points)
     last = mean(point.bw_bytes for point in points[-max(1, len(points) // 4) :])

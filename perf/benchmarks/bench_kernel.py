@@ -33,16 +33,8 @@ def test_update(measure: Callable[..., Any], numel: int, name: str, isa: str, dt
     if not rule.kernel:
         pytest.skip(f"{name} has no native kernel")
     states = [torch.full((numel,), state.birth) for state in rule.states]
-    segment = make_segment(
-        param=param,
-        grad=grad,
-        master=master,
-        states=states,
-        checksums=None,
-        rule=rule,
-        scalars=rule.scalars(settings, 10),
-        grad_scale=1.0,
-    )
+    what: dict[str, Any] = {"param": param, "grad": grad, "master": master, "states": states, "rule": rule}
+    segment = make_segment(**what, checksums=None, scalars=rule.scalars(settings, 10), grad_scale=1.0)
     changed = [tensor for tensor in (param, master, *states) if tensor is not None]
     size_bytes = grad.nbytes + 2 * sum(tensor.nbytes for tensor in changed)
     measure(partial(KernelPool(isa=isa).update, [segment]), size_bytes)
@@ -61,29 +53,13 @@ def test_logged_update(measure: Callable[..., Any], numel: int, num_logged: int,
     offsets[:, 0] = torch.arange(numel // TILE_NUMEL) * 2 * TILE_NUMEL
     entry = HostRegion(grad.nbytes).view(torch.uint8, 0, grad.nbytes)
     entry.view(torch.bfloat16).copy_(grad)
-    logged = make_logged_step(
-        entry=entry,
-        offsets=offsets,
-        numel=numel,
-        grad_dtype=torch.bfloat16,
-        scalars=rule.scalars(settings, 10),
-        grad_scale=1.0,
-    )
+    scaled: dict[str, Any] = {"scalars": rule.scalars(settings, 10), "grad_scale": 1.0}
+    logged = make_logged_step(entry=entry, offsets=offsets, numel=numel, grad_dtype=torch.bfloat16, **scaled)
     # A segment holds addresses: what they point at has to outlive it.
     checksums, base, kept_offsets = pool.tile_checksums(param), param.clone(), torch.empty_like(offsets)
-    segment = make_segment(
-        param=param,
-        grad=grad,
-        master=master,
-        states=states,
-        checksums=checksums,
-        rule=rule,
-        scalars=rule.scalars(settings, 10),
-        grad_scale=1.0,
-        log=[logged] * num_logged,
-        base=base,
-        offsets=kept_offsets if keeps else None,
-    )
+    what: dict[str, Any] = {"param": param, "grad": grad, "master": master, "states": states, "rule": rule}
+    log: dict[str, Any] = {"log": [logged] * num_logged, "base": base, "offsets": kept_offsets if keeps else None}
+    segment = make_segment(**what, **scaled, **log, checksums=checksums)
     size_bytes = grad.nbytes + 2 * sum(tensor.nbytes for tensor in (param, master, *states)) + num_logged * grad.nbytes
     kept = HostRegion(grad.nbytes).view(torch.uint8, 0, grad.nbytes)
     update = partial(pool.update_and_log, [segment], kept) if keeps else partial(pool.update, [segment])

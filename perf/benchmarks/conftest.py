@@ -1,4 +1,4 @@
-"""Options and fixtures of the benchmark suites (``bench_*.py``)."""
+"""Options and fixtures of the benchmark suite (``bench_*.py``)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from typing import Any
 import pytest
 
 from nvme_offload.offload.units import format_bytes, parse_bytes
-from nvme_offload.perf.measure.environment import environment
+from nvme_offload.perf.measure.machine import environment
 from nvme_offload.perf.measure.results import RESULTS, page, save
 
 HEAD = ("benchmark", "GB/s", "median ms", "min ms", "max ms", "rounds")
-DEFAULT_SIZE = "256MiB"
 ROUNDS = 5
 
-_path = pytest.StashKey[Path]()
 _records = pytest.StashKey[list[dict[str, Any]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How much is moved, where, and where the results go."""
+    """Return how much is handled, and where the results go."""
     group = parser.getgroup("nvme-offload")
-    group.addoption("--bench-size", default=DEFAULT_SIZE, help="bytes of one round")
-    group.addoption("--bench-path", default=None, help="folder on the drive (default: pytest's temporary one)")
+    group.addoption("--bench-size", default="256MiB", help="bytes of one round")
     group.addoption("--save-results", nargs="?", const=str(RESULTS), help="folder for JSON and Markdown")
 
 
@@ -34,43 +31,29 @@ def bench_size(request: pytest.FixtureRequest) -> int:
     return parse_bytes(request.config.getoption("--bench-size"))
 
 
-@pytest.fixture(scope="session")
-def bench_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder on the drive."""
-    given = request.config.getoption("--bench-path")
-    path = Path(given) if given else tmp_path_factory.mktemp("bench")
-    request.config.stash[_path] = path
-    return path
-
-
 @pytest.fixture
 def measure(benchmark: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """``measure(action, size_bytes)``: a few rounds of something that moves or handles `size_bytes`."""
+    """``measure(action, size_bytes)``: a few rounds of something that handles `size_bytes`."""
 
     def run(action: Any, size_bytes: int) -> Any:
         benchmark.extra_info["size_bytes"] = size_bytes
         return benchmark.pedantic(action, rounds=ROUNDS, warmup_rounds=1)
 
     yield run
-    if benchmark.stats is None:  # --benchmark-disable: it only ran
-        return
-    stats = benchmark.stats.stats
-    request.config.stash.setdefault(_records, []).append(
-        {"name": request.node.name, "seconds": sorted(stats.data), **benchmark.extra_info}
-    )
+    if benchmark.stats is not None:  # --benchmark-disable: it only ran
+        seconds = sorted(benchmark.stats.stats.data)
+        record = {"name": request.node.name, "seconds": seconds, **benchmark.extra_info}
+        request.config.stash.setdefault(_records, []).append(record)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Save what was measured, where that was asked for."""
     folder = session.config.getoption("--save-results")
     records = session.config.stash.get(_records, [])
-    if not folder or not records:
-        return
-    place = session.config.stash.get(_path, Path())
-    document: dict[str, Any] = {"environment": environment([place]), "benchmarks": records}
-    size = format_bytes(parse_bytes(session.config.getoption("--bench-size")))
-    text = page(f"pytest-benchmark suites, rounds of {size}", document["environment"], HEAD, list(map(_row, records)))
-    save(Path(folder), "suites", document, text)
+    if folder and records:
+        document: dict[str, Any] = {"environment": environment([]), "benchmarks": records}
+        title = f"Kernels, rounds of {format_bytes(parse_bytes(session.config.getoption('--bench-size')))}"
+        save(Path(folder), "suites", document, page(title, document["environment"], HEAD, list(map(_row, records))))
 
 
 def _row(record: dict[str, Any]) -> list[str]:

@@ -15,10 +15,10 @@ from rich.console import Console
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
 from nvme_offload.perf.doctor.engines import check_engines, probe_engines
-from nvme_offload.perf.doctor.findings import Finding, Group, Level, Report, ok, print_report, problem
-from nvme_offload.perf.doctor.memory import check_memory
+from nvme_offload.perf.doctor.findings import Finding, Group, Report, print_report, saw
+from nvme_offload.perf.doctor.memory import check_memory, check_software
 from nvme_offload.perf.doctor.paths import check_path
-from nvme_offload.perf.doctor.software import check_software
+from nvme_offload.perf.measure.command_line import Json
 
 
 def doctor(
@@ -32,7 +32,7 @@ def doctor(
             "--config", metavar="FILE", help="A configuration section (.json or .toml): sizes, engine, paths."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Examine this machine and the given folders, and say what stands in the way of NVMe offload.
 
@@ -75,21 +75,21 @@ def _read_config(file: Path | None) -> tuple[OffloadConfig, list[Finding]]:
         problems = error.problems if isinstance(error, ConfigError) else [error.strerror or str(error)]
         meaning = "a run stops when it starts; everything below is about the defaults"
         remedy = "correct it; docs/configuration.md lists every key"
-        return OffloadConfig(), [problem(Level.ERROR, "section", text, meaning, remedy) for text in problems]
+        return OffloadConfig(), [saw("section", text).error(meaning, remedy) for text in problems]
     findings = [finding for warning in caught for finding in _warned(warning)]
     if not _nvme_paths(config):
         found = f"zero_optimization.offload_optimizer.device = {config.zero_optimization.offload_optimizer.device}"
         meaning = "with this configuration nothing goes to NVMe"
-        findings.append(problem(Level.NOTE, "device", found, meaning, 'write "nvme", and an nvme_path beside it'))
-    return config, findings or [ok("section", "valid")]
+        findings.append(saw("device", found).note(meaning, 'write "nvme", and an nvme_path beside it'))
+    return config, findings or [saw("section", "valid")]
 
 
 def _warned(warning: warnings.WarningMessage) -> Iterator[Finding]:
-    """What a `ConfigWarning` lists: below each of its headlines, a line for each key."""
+    """Return what a `ConfigWarning` lists: below each of its headlines, a line for each key."""
     name, meaning = "", ""
     for line in str(warning.message).splitlines() if issubclass(warning.category, ConfigWarning) else ():
         if line.startswith("  "):
-            yield problem(Level.NOTE, name, line.strip(), meaning)
+            yield saw(name, line.strip()).note(meaning)
         elif "left out" in line:
             name, meaning = "left out", "in DeepSpeed, for which this section was written, its default is another"
         else:
@@ -106,7 +106,7 @@ def _examine_paths(paths: Sequence[Path], config: OffloadConfig, engine: str | N
     if not paths:
         meaning = "whether a drive suits was not looked at"
         remedy = "offload doctor PATH, or offload doctor --config FILE"
-        return [Group("Paths", (problem(Level.NOTE, "paths", "none was named", meaning, remedy),))]
+        return [Group("Paths", (saw("paths", "none was named").note(meaning, remedy),))]
     groups: list[Group] = []
     by_drive: dict[str, list[str]] = defaultdict(list)
     for path in paths:
@@ -114,16 +114,10 @@ def _examine_paths(paths: Sequence[Path], config: OffloadConfig, engine: str | N
         groups.append(Group(f"Path {path}", tuple(findings)))
         if drive:
             by_drive[drive.name].append(str(path))
+    meaning = "an extent is striped over all paths to use several drives: on one drive that brings nothing"
     shared = [
-        problem(
-            Level.NOTE,
-            "paths",
-            f"{', '.join(names)} are on the same drive, {drive}",
-            "an extent is striped over all paths to use several drives: on one drive that brings nothing",
-            "name one path for each drive",
-            drive=drive,
-        )
-        for drive, names in by_drive.items()
+        saw("paths", f"{', '.join(names)} are on the same drive, {name}", drive=name).note(meaning, "name one for each")
+        for name, names in by_drive.items()
         if len(names) > 1
     ]
     return [*groups, Group("All paths", tuple(shared))] if shared else groups

@@ -1,28 +1,32 @@
-"""Whether a block device suits: what kind it is, and how its queue is set."""
+"""Whether a block device suits: its kind, its queue, its health, and which processors are near it."""
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
 
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.units import KiB, format_bytes
-from nvme_offload.perf.doctor.findings import Finding, Level, ok, problem
-from nvme_offload.perf.measure.drives import Drive
+from nvme_offload.offload.units import TB, KiB, format_bytes
+from nvme_offload.perf.doctor.findings import Finding, saw
+from nvme_offload.perf.measure.drives import Drive, Health, HealthError, read_health, temperature
 
 VIRTUAL = ("vd", "xvd")
 """Drives of virtual machines; the hypervisor says what it likes about rotation."""
+_ON_NVME = "choose a path on an NVMe drive"
+HOT = 70.0
+"""Degrees Celsius from which on makers' drives begin to go slower."""
+WORN = 90
+"""Percent of its endurance from which on a drive is soon at its end."""
+_NO_DRIVES = ("zram", "ram", "brd", "loop")
+_WARNINGS = {1: "its spare blocks run out", 4: "it is not reliable any more", 8: "it takes no more writes"}
 
 
 def check_drive(drive: Drive, config: OffloadConfig) -> Iterator[Finding]:
-    """What kind of drive it is, and whether its queue suits the requests."""
+    """Return what kind of drive it is, and whether its queue suits the requests."""
     yield _kind(drive)
-    if (finding := _scheduler(drive)) is not None:
-        yield finding
-    if (finding := _request_size(drive, config)) is not None:
-        yield finding
-    if (finding := _depth(drive, config)) is not None:
-        yield finding
+    yield from filter(None, (_scheduler(drive), _request_size(drive, config), _depth(drive, config)))
 
 
 def _kind(drive: Drive) -> Finding:
@@ -35,48 +39,42 @@ def _kind(drive: Drive) -> Finding:
     ]
     model = f" ({drive.model})" if drive.model else ""
     members = f" on {', '.join(drive.members)}" if drive.members else ""
-    found, values = f"{drive.name}{model}{members}: {', '.join(words)}", asdict(drive)
+    found = saw("drive", f"{drive.name}{model}{members}: {', '.join(words)}", **asdict(drive))
     if drive.name.startswith(("zram", "ram", "brd")):
-        meaning = "host memory, not a drive: nothing is gained by moving state to it"
-        return problem(Level.WARNING, "drive", found, meaning, "choose a path on an NVMe drive", **values)
+        return found.warning("host memory, not a drive: nothing is gained by moving state to it", _ON_NVME)
     if drive.name.startswith("loop"):
         meaning = "a file that plays a drive: every byte goes through two file systems"
-        return problem(Level.NOTE, "drive", found, meaning, "choose a path on the drive itself", **values)
+        return found.note(meaning, "choose a path on the drive itself")
     if drive.rotational and drive.name.startswith(VIRTUAL):
         meaning = "virtual drives often claim to rotate and do not; a hard disk would be some 20 times too slow"
-        return problem(Level.NOTE, "drive", found, meaning, "measure it: offload bench --path PATH", **values)
+        return found.note(meaning, "measure it: offload bench --path PATH")
     if drive.rotational:
         meaning = "a hard disk: some 20 times slower than an NVMe drive, and worse with reads and writes mixed"
-        return problem(Level.WARNING, "drive", found, meaning, "choose a path on an NVMe drive", **values)
-    return ok("drive", found, **values)
+        return found.warning(meaning, _ON_NVME)
+    return found
 
 
 def _scheduler(drive: Drive) -> Finding | None:
-    fast = drive.name.startswith("nvme")
-    if (
-        drive.rotational is not False
-        or drive.scheduler in (None, "none")
-        or (drive.scheduler == "mq-deadline" and not fast)
-    ):
+    harmless = (None, "none") if drive.name.startswith("nvme") else (None, "none", "mq-deadline")
+    if drive.rotational is not False or drive.scheduler in harmless:
         return None
     meaning = "it orders requests for drives that need it, and costs processor time for each one on this one"
     remedy = f"echo none | sudo tee /sys/block/{drive.name}/queue/scheduler"
-    return problem(Level.NOTE, "scheduler", f"{drive.scheduler} on a solid-state drive", meaning, remedy)
+    return saw("scheduler", f"{drive.scheduler} on a solid-state drive").note(meaning, remedy)
 
 
 def _request_size(drive: Drive, config: OffloadConfig) -> Finding | None:
     largest, block = (drive.max_sectors_kb or 0) * KiB, config.aio.block_size
     if not largest or block <= largest:
         return None
-    pieces = -(-block // largest)
     hardware = drive.max_hw_sectors_kb or 0
-    meaning = f"the kernel splits each request of {format_bytes(block)} into {pieces}"
     if hardware * KiB > largest:
         wanted = min(hardware, block // KiB)
         remedy = f"echo {wanted} | sudo tee /sys/block/{drive.name}/queue/max_sectors_kb"
     else:
         remedy = "nothing needs to be done; the drive takes no larger ones"
-    return problem(Level.NOTE, "request size", f"the drive takes {format_bytes(largest)} at once", meaning, remedy)
+    meaning = f"the kernel splits each request of {format_bytes(block)} into {-(-block // largest)}"
+    return saw("request size", f"the drive takes {format_bytes(largest)} at once").note(meaning, remedy)
 
 
 def _depth(drive: Drive, config: OffloadConfig) -> Finding | None:
@@ -87,4 +85,71 @@ def _depth(drive: Drive, config: OffloadConfig) -> Finding | None:
     found = f"{asked} requests in flight are configured, the queue holds {drive.nr_requests}"
     meaning = "the rest waits in the kernel: a deeper queue brings nothing"
     remedy = f"write a smaller aio.queue_depth, or echo {asked} | sudo tee /sys/block/{drive.name}/queue/nr_requests"
-    return problem(Level.NOTE, "queue depth", found, meaning, remedy)
+    return saw("queue depth", found).note(meaning, remedy)
+
+
+def check_health(drive: Drive) -> Iterator[Finding]:
+    """Each disk of a drive, and where it is in the machine."""
+    for disk in drive.disks:
+        if not disk.startswith(_NO_DRIVES):
+            yield _health_of(disk)
+    if (finding := _numa(drive)) is not None:
+        yield finding
+
+
+def _health_of(disk: str) -> Finding:
+    warmth = temperature(disk)
+    try:
+        health = read_health(disk)
+    except HealthError as error:
+        found = f"{disk}: SMART not known ({error})"
+        if warmth is not None:
+            found += f"; {warmth:.0f} °C"
+        meaning = "its wear and its errors were not looked at"
+        remedy = f"sudo nvme smart-log {shlex.quote(f'/dev/{disk}')}" if disk.startswith("nvme") else ""
+        return saw("health", found, disk=disk, temperature=warmth).note(meaning, remedy)
+    return judged(disk, health, warmth)
+
+
+def judged(disk: str, health: Health, warmth: float | None = None) -> Finding:
+    """Return what the health of a disk means for a run; `warmth` is newer than what SMART has of it."""
+    now = health.temperature if warmth is None else warmth
+    parts = [
+        f"{health.percent_used} % of its endurance used",
+        f"{health.bytes_written / TB:.1f} TB written in {health.power_on_hours} h",
+        f"{health.spare} % of the spare blocks left",
+    ]
+    parts += [] if now is None else [f"{now:.0f} °C"]
+    found = saw("health", f"{disk}: {', '.join(parts)}", **asdict(health) | {"disk": disk, "temperature": now})
+    if health.critical_warning & sum(_WARNINGS) or health.spare < health.spare_threshold:
+        said = [words for bit, words in _WARNINGS.items() if health.critical_warning & bit]
+        meaning = f"the drive itself warns: {', '.join(said) or 'its spare blocks run out'}"
+        return found.warning(meaning, "keep nothing on it that is needed, and replace it")
+    if health.media_errors:
+        meaning = f"{health.media_errors} times it could not give back what was written: a run that reads there stops"
+        return found.warning(meaning, "watch the count, set aio.checksums, and replace it when it grows")
+    if health.percent_used >= WORN:
+        meaning = "an optimizer on it writes all of its state in every step: it may not last"
+        return found.warning(meaning, "offload plan --tbw says for how long; replace it in time")
+    if now is not None and now >= HOT:
+        meaning = "drives go slower when they are hot, and a run keeps them busy"
+        return found.note(meaning, "give it air or a heat sink; offload bench --duration 600 shows what it costs")
+    if health.throttled_seconds or health.warm_minutes:
+        seconds, minutes = health.throttled_seconds, health.warm_minutes
+        slow = f"{seconds} s slower" if seconds else f"{minutes} min too warm"
+        remedy = "offload bench --duration 600 shows if it is now"
+        return found.note(f"it has been {slow} for heat in its life", remedy)
+    return found
+
+
+def _numa(drive: Drive) -> Finding | None:
+    """Whether this process runs near the drive; None where the machine has one node, or nobody says."""
+    if drive.numa_node is None:
+        return None
+    found = saw("NUMA", f"{drive.name} is on node {drive.numa_node}", numa_node=drive.numa_node)
+    near, own = drive.near_cpus, os.sched_getaffinity(0)
+    if not near or own & near:
+        return found
+    meaning = "this process may only run on other nodes: every byte crosses between sockets"
+    remedy = f"numactl --cpunodebind={drive.numa_node} --membind={drive.numa_node} for the ranks that use this path"
+    return found.note(meaning, remedy)

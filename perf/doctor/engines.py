@@ -17,7 +17,7 @@ from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.proc import CAP_IPC_LOCK, has_capability, status_field
 from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.perf.doctor.findings import Finding, Level, ok, problem
+from nvme_offload.perf.doctor.findings import Finding, saw
 
 FIRST_KERNEL = (5, 6)
 FULL_KERNEL = (6, 1)
@@ -27,7 +27,7 @@ CHARGES_RINGS_BEFORE = (5, 12)
 
 @dataclass(frozen=True)
 class EngineProbe:
-    """What came of opening engines, in the order of ``auto`` up to the first that works, and the configured one."""
+    """A probe opened engines, in the order of ``auto`` up to the first that works, and the configured one."""
 
     first: str | None
     """Name of the engine that ``auto`` takes; None if none works."""
@@ -43,14 +43,8 @@ class EngineProbe:
 
 def engine_options(config: OffloadConfig, alignment: int) -> EngineOptions:
     """Options of an engine as `NvmeTier` chooses them, for a few operations."""
-    aio = config.aio
-    return EngineOptions(
-        queue_depth=aio.queue_depth,
-        block_size=aio.block_size,
-        rings=aio.rings,
-        alignment=alignment,
-        max_operations=8,
-    )
+    depth, block_size, rings = config.aio.queue_depth, config.aio.block_size, config.aio.rings
+    return EngineOptions(queue_depth=depth, block_size=block_size, rings=rings, alignment=alignment, max_operations=8)
 
 
 def probe_engines(config: OffloadConfig) -> EngineProbe:
@@ -76,50 +70,46 @@ def check_engines(config: OffloadConfig, probe: EngineProbe) -> Iterator[Finding
     yield check_io_uring(refusal)
     if not refusal and "io_uring" in probe.refusals:
         meaning = "the fastest engine is missing; with pyuring each request costs some 20 us of Python"
-        yield problem(Level.WARNING, "C++ engine", "not available", meaning, probe.refusals["io_uring"])
+        yield saw("C++ engine", "not available").warning(meaning, probe.refusals["io_uring"])
     yield check_choice(config, probe)
     if probe.chosen(config) == "io_uring":
         yield check_registered_buffers(config)
 
 
-def kernel_version(release: str | None = None) -> tuple[int, int]:
-    """Version of the kernel as numbers: (6, 18) of "6.18.44-generic"."""
-    match = re.match(r"(\d+)\.(\d+)", platform.release() if release is None else release)
+def first_numbers(release: str) -> tuple[int, int]:
+    """The first two numbers of a version: (6, 18) of "6.18.44-generic"."""
+    match = re.match(r"(\d+)\.(\d+)", release)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def check_kernel(release: str | None = None) -> Finding:
     """Which io_uring this kernel can have."""
     release = platform.release() if release is None else release
-    version = kernel_version(release)
-    if version >= FULL_KERNEL:
-        return ok("kernel", f"{release}, with all io_uring features in use", release=release)
-    if version >= FIRST_KERNEL:
-        meaning = (
-            "io_uring works with fewer flags (SINGLE_ISSUER and DEFER_TASKRUN came with 6.1), which costs processor "
-            "time, and statx does not tell the alignment of direct I/O"
-        )
-        return problem(Level.NOTE, "kernel", release, meaning, "update to Linux 6.1 or newer", release=release)
-    meaning = f"io_uring as we use it came with 5.6: the engine {ENGINES[-1]} serves, which is slower"
-    return problem(Level.WARNING, "kernel", release, meaning, "update to Linux 6.1 or newer", release=release)
+    found, remedy = saw("kernel", release, release=release), "update to Linux 6.1 or newer"
+    if first_numbers(release) >= FULL_KERNEL:
+        return saw("kernel", f"{release}, with all io_uring features in use", release=release)
+    if first_numbers(release) < FIRST_KERNEL:
+        meaning = f"io_uring as we use it came with 5.6: the engine {ENGINES[-1]} serves, which is slower"
+        return found.warning(meaning, remedy)
+    meaning = (
+        "io_uring works with fewer flags (SINGLE_ISSUER and DEFER_TASKRUN came with 6.1), which costs processor time, "
+        "and statx does not tell the alignment of direct I/O"
+    )
+    return found.note(meaning, remedy)
 
 
 def check_io_uring(refusal: int) -> Finding:
-    """Whether the kernel lets this process use io_uring, and if not, what forbids it.
-
-    Args:
-        refusal: errno of io_uring_setup(2), 0 if it worked.
-    """
+    """Whether the kernel lets this process use io_uring, and what forbids it; `refusal`: errno of a try, or 0."""
     sysctl, seccomp = io_uring_disabled(), _seccomp_mode()
     values = {"errno": errno.errorcode.get(refusal), "io_uring_disabled": sysctl, "seccomp": seccomp}
     shown = f"kernel.io_uring_disabled = {'absent' if sysctl is None else sysctl}, seccomp {_SECCOMP[seccomp]}"
     if not refusal:
-        return ok("io_uring", f"allowed ({shown})", **values)
+        return saw("io_uring", f"allowed ({shown})", **values)
     name = errno.errorcode.get(refusal, str(refusal))
     cause, remedy = _cause(refusal, sysctl, seccomp)
     found = f"refused with {name}, {os.strerror(refusal)} ({shown})"
     meaning = f"{cause}; without io_uring the engine {ENGINES[-1]} serves, with a thread for each request"
-    return problem(Level.WARNING, "io_uring", found, meaning, remedy, **values)
+    return saw("io_uring", found, **values).warning(meaning, remedy)
 
 
 _SECCOMP = {0: "off", 1: "strict", 2: "filter active", None: "unknown"}
@@ -131,7 +121,7 @@ def _seccomp_mode() -> int | None:
 
 
 def _cause(code: int, sysctl: int | None, seccomp: int | None) -> tuple[str, str]:
-    """What it is that refuses io_uring, and what to type."""
+    """Return what it is that refuses io_uring, and what to type."""
     if code in (errno.EPERM, errno.EACCES):
         if sysctl:
             whom = "everybody" if sysctl == 2 else "processes without CAP_SYS_ADMIN outside kernel.io_uring_group"
@@ -152,7 +142,7 @@ def _cause(code: int, sysctl: int | None, seccomp: int | None) -> tuple[str, str
             "use a kernel 6.1 or newer with CONFIG_IO_URING",
         )
     if code == errno.ENOMEM:
-        old = kernel_version() < CHARGES_RINGS_BEFORE
+        old = first_numbers(platform.release()) < CHARGES_RINGS_BEFORE
         cause = "RLIMIT_MEMLOCK is too small for the ring" if old else "the kernel is short of memory for the ring"
         return cause, "ulimit -l unlimited, or a smaller aio.queue_depth" if old else "write a smaller aio.queue_depth"
     if code in (errno.EMFILE, errno.ENFILE):
@@ -165,16 +155,15 @@ def check_choice(config: OffloadConfig, probe: EngineProbe) -> Finding:
     asked, chosen = config.aio.engine, probe.chosen(config)
     values = {"asked": asked, "chosen": chosen, "refusals": probe.refusals}
     if chosen is None:
-        found = f"aio.engine = {asked} cannot be opened here"
+        found = saw("engine", f"aio.engine = {asked} cannot be opened here", **values)
         meaning = probe.refusals.get(asked) or "; ".join(probe.refusals.values())
         usable = f", which takes {probe.first} here" if probe.first else ""
-        return problem(Level.ERROR, "engine", found, meaning, f'write "auto" for aio.engine{usable}', **values)
+        return found.error(meaning, f'write "auto" for aio.engine{usable}')
     if asked != "auto":
-        return ok("engine", f"{chosen}, as aio.engine asks", **values)
-    passed_over = ENGINES[: ENGINES.index(chosen)]
-    if not passed_over:
-        return ok("engine", f"auto takes {chosen}, the first choice", **values)
-    return ok("engine", f"auto takes {chosen}, because {' and '.join(passed_over)} cannot be opened", **values)
+        return saw("engine", f"{chosen}, as aio.engine asks", **values)
+    passed_over = " and ".join(ENGINES[: ENGINES.index(chosen)])
+    why = f"because {passed_over} cannot be opened" if passed_over else "the first choice"
+    return saw("engine", f"auto takes {chosen}, {why}", **values)
 
 
 def check_registered_buffers(config: OffloadConfig) -> Finding:
@@ -183,7 +172,7 @@ def check_registered_buffers(config: OffloadConfig) -> Finding:
     budget, check = section.staging_budget, "registered buffers"
     if budget > available_bytes():
         meaning = "they were not tried, because there is less memory than that"
-        return problem(Level.NOTE, check, f"{format_bytes(budget)} of staging buffers", meaning, size_bytes=budget)
+        return saw(check, f"{format_bytes(budget)} of staging buffers", size_bytes=budget).note(meaning)
     engine: Engine = open_engine("io_uring", engine_options(config, MIN_ALIGNMENT)).engine
     try:
         pool = BufferPool(section.buffer_count, budget // section.buffer_count)
@@ -191,22 +180,21 @@ def check_registered_buffers(config: OffloadConfig) -> Finding:
         engine.unregister()
         pool.close()
     except MemoryError as error:
-        meaning = "the staging buffers do not fit"
         remedy = "write a smaller zero_optimization.offload_optimizer.staging_budget"
-        return problem(Level.ERROR, check, str(error), meaning, remedy, size_bytes=budget)
+        return saw(check, str(error), size_bytes=budget).error("the staging buffers do not fit", remedy)
     finally:
         engine.close()
     if registration.buffers:
-        return ok(check, f"{format_bytes(pool.size_bytes)} of staging buffers can be registered", size_bytes=budget)
+        return saw(check, f"{format_bytes(pool.size_bytes)} of staging buffers can be registered", size_bytes=budget)
     reason = registration.refusals[0]
     limited = "Cannot allocate memory" in reason and not has_capability(CAP_IPC_LOCK)
     found = f"{format_bytes(pool.size_bytes)} of staging buffers are refused"
     meaning = "requests pin their pages one by one, which costs some processor time; everything works"
     if not limited:
         cause, _, remedy = reason.rpartition("; ")
-        return problem(Level.NOTE, check, f"{found} ({cause.partition(':')[0]})", meaning, remedy, size_bytes=budget)
+        return saw(check, f"{found} ({cause.partition(':')[0]})", size_bytes=budget).note(meaning, remedy)
     remedy = (
         f"ulimit -l {-(-budget // 1024) + 1024} (in KiB; for good: memlock in /etc/security/limits.conf, "
         "LimitMEMLOCK= of systemd, docker run --ulimit memlock=-1)"
     )
-    return problem(Level.NOTE, check, f"{found} by RLIMIT_MEMLOCK", meaning, remedy, size_bytes=budget)
+    return saw(check, f"{found} by RLIMIT_MEMLOCK", size_bytes=budget).note(meaning, remedy)

@@ -1,12 +1,12 @@
-"""What `offload doctor` found: levels, findings, the report, and how people and programs read it."""
+"""`offload doctor` has findings, with levels, in a report that people and programs read."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +16,7 @@ from rich.text import Text
 
 
 class Level(enum.StrEnum):
-    """How much a finding matters, the least first."""
+    """A level says how much a finding matters, the least first."""
 
     OK = "ok"
     NOTE = "note"
@@ -33,7 +33,12 @@ class Level(enum.StrEnum):
 
 
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
-_EXIT_STATUS = {Level.OK: 0, Level.NOTE: 0, Level.WARNING: 1, Level.ERROR: 2}
+_VERDICTS = (
+    "All is fine",
+    "NVMe offload works, with reservations",
+    "NVMe offload does not work like this",
+)
+"""The exit status is the place in here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,25 +46,36 @@ class Finding:
     """The answer to one question."""
 
     check: str
-    """What was looked at, in two or three words."""
-    level: Level
+    """The thing that was looked at, in two or three words."""
     found: str
+    level: Level = Level.OK
     meaning: str = ""
-    """What follows from the finding; empty where nothing does."""
+    """The consequence of the finding; empty where there is none."""
     remedy: str = ""
-    """What to type or write to remedy it."""
+    """The words to type or write as a remedy."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """What was found, for programs: numbers in bytes, names as the kernel writes them."""
+    """The values for programs: numbers in bytes, names as the kernel writes them."""
+
+    def at(self, level: Level, meaning: str, remedy: str = "") -> Finding:
+        """The same as something to know or to change; there is always a meaning."""
+        return replace(self, level=level, meaning=meaning, remedy=remedy)
+
+    def note(self, meaning: str, remedy: str = "") -> Finding:
+        """The same as a note."""
+        return self.at(Level.NOTE, meaning, remedy)
+
+    def warning(self, meaning: str, remedy: str = "") -> Finding:
+        """The same as a warning."""
+        return self.at(Level.WARNING, meaning, remedy)
+
+    def error(self, meaning: str, remedy: str = "") -> Finding:
+        """The same as an error."""
+        return self.at(Level.ERROR, meaning, remedy)
 
 
-def ok(check: str, found: str, **values: Any) -> Finding:
-    """A finding that all is as it should be."""
-    return Finding(check=check, level=Level.OK, found=found, values=values)
-
-
-def problem(level: Level, check: str, found: str, meaning: str, remedy: str = "", **values: Any) -> Finding:
-    """A finding of something to know or to change; there is always a meaning."""
-    return Finding(check=check, level=level, found=found, meaning=meaning, remedy=remedy, values=values)
+def saw(check: str, found: str, **values: Any) -> Finding:
+    """A finding that all is as it should be, unless one of its methods says otherwise."""
+    return Finding(check=check, found=found, values=values)
 
 
 @dataclass(frozen=True)
@@ -86,7 +102,7 @@ class Report:
     @property
     def exit_status(self) -> int:
         """Exit status of the command: 0 all fine, 1 warnings, 2 an error."""
-        return _EXIT_STATUS[self.level]
+        return max(0, self.level.rank - 1)
 
     def as_dict(self) -> dict[str, Any]:
         """The report in plain types, for JSON."""
@@ -96,33 +112,25 @@ class Report:
     def summary(self) -> str:
         """The last line: how many of what, and what that means for the user."""
         counts = Counter(finding.level for finding in self._findings())
-        parts = [_count(counts[level], level) for level in reversed(Level) if level is not Level.OK and counts[level]]
-        verdict = {
-            Level.OK: "All is fine",
-            Level.NOTE: "All is fine",
-            Level.WARNING: "NVMe offload works, with reservations",
-            Level.ERROR: "NVMe offload does not work like this",
-        }[self.level]
+        said = [level for level in reversed(Level) if level is not Level.OK and counts[level]]
+        parts = [f"{counts[level]} {level}{'s' if counts[level] > 1 else ''}" for level in said]
+        verdict = _VERDICTS[self.exit_status]
         return f"{verdict}: {', '.join(parts)}." if parts else f"{verdict}."
 
     def _findings(self) -> Iterable[Finding]:
         return (finding for group in self.groups for finding in group.findings)
 
 
-def _count(number: int, level: Level) -> str:
-    return f"{number} {level}{'s' if number > 1 else ''}"
-
-
 def print_report(report: Report, console: Console) -> None:
     """A table on a terminal; elsewhere lines that can be searched, one finding after the other, never wrapped."""
     width = max((len(finding.check) for group in report.groups for finding in group.findings), default=0)
     for group in report.groups:
+        console.print(Text(group.title, style="bold"), soft_wrap=True)
         if console.is_terminal:
-            console.print(Text(group.title, style="bold"))
             console.print(Padding(_table(group, width), (0, 0, 1, 1)))
         else:
-            _print_lines(group, console)
-    _print_line(console, Text(report.summary(), style=_STYLES[report.level]))
+            console.print(Text("\n".join([*_lines(group), ""])), soft_wrap=True)
+    console.print(Text(report.summary(), style=_STYLES[report.level]), soft_wrap=True)
 
 
 def _table(group: Group, check_width: int) -> Table:
@@ -140,17 +148,11 @@ def _table(group: Group, check_width: int) -> Table:
     return table
 
 
-def _print_lines(group: Group, console: Console) -> None:
+def _lines(group: Group) -> Iterator[str]:
     width = max(map(len, Level))
-    _print_line(console, Text(group.title))
     for finding in group.findings:
-        _print_line(console, Text(f"  {finding.level:{width}}  {finding.check}: {finding.found}"))
+        yield f"  {finding.level:{width}}  {finding.check}: {finding.found}"
         if finding.meaning:
-            _print_line(console, Text(f"  {'':{width}}  means: {finding.meaning}"))
+            yield f"  {'':{width}}  means: {finding.meaning}"
         if finding.remedy:
-            _print_line(console, Text(f"  {'':{width}}  to do: {finding.remedy}"))
-    _print_line(console, Text(""))
-
-
-def _print_line(console: Console, line: Text) -> None:
-    console.print(line, soft_wrap=True)
+            yield f"  {'':{width}}  to do: {finding.remedy}"

@@ -1,19 +1,26 @@
-"""Host memory: how much there is for this process, and the rules it is given out by."""
+"""Host memory and the rules it is given out by, versions of what this package stands on, and the GPU."""
 
 from __future__ import annotations
 
+import platform
 import re
 import resource
 from collections.abc import Iterator
 
+import torch
+
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.available_memory import available_bytes, cgroup_limit
 from nvme_offload.offload.host.proc import CAP_IPC_LOCK, SYS, has_capability, meminfo, read, read_sysctl
-from nvme_offload.offload.units import GiB, format_bytes
-from nvme_offload.perf.doctor.findings import Finding, Level, ok, problem
+from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.units import GiB, MiB, format_bytes
+from nvme_offload.perf.doctor.engines import first_numbers
+from nvme_offload.perf.doctor.findings import Finding, Level, saw
+from nvme_offload.perf.measure.machine import version_of
 
 ENOUGH_FILES = 256
 """Open files: a few for each path and ring, beside those of torch and its data loaders."""
+OLDEST_TORCH = (2, 11)
 
 
 def check_memory(config: OffloadConfig) -> Iterator[Finding]:
@@ -51,30 +58,26 @@ def check_available(config: OffloadConfig) -> Finding:
         "host_budget": config.host_budget,
     }
     remedy = f"write less than {format_bytes(budget)} for {key}"
-    verb = "does" if key == "host_budget" else "do"
+    seen = saw("memory", found, **values)
     if budget > available:
-        meaning = f"{what} ({format_bytes(budget)}) {verb} not fit"
-        return problem(Level.ERROR, "memory", found, meaning, remedy, **values)
+        return seen.error(f"too little for {what} ({format_bytes(budget)})", remedy)
     if key != "host_budget" and 2 * budget > available:
-        meaning = f"{what} ({format_bytes(budget)}) take more than half of it"
-        return problem(Level.WARNING, "memory", found, meaning, remedy, **values)
-    return ok("memory", found, **values)
+        return seen.warning(f"{what} ({format_bytes(budget)}) take more than half of it", remedy)
+    return seen
 
 
 def check_overcommit(config: OffloadConfig) -> Finding:
     """Whether memory that is mapped may be more than there is."""
     policy = read_sysctl("vm.overcommit_memory")
     if policy != 2:
-        return ok("overcommit", f"vm.overcommit_memory = {policy}, mapping memory is not limited", policy=policy)
+        return saw("overcommit", f"vm.overcommit_memory = {policy}, mapping memory is not limited", policy=policy)
     facts = meminfo()
     left = facts.get("CommitLimit", 0) - facts.get("Committed_AS", 0)
-    found = f"vm.overcommit_memory = 2, {format_bytes(left)} may still be mapped"
+    found = saw("overcommit", f"vm.overcommit_memory = 2, {format_bytes(left)} may still be mapped", left_bytes=left)
     budget = config.zero_optimization.offload_optimizer.staging_budget
     level = Level.WARNING if left < 2 * budget else Level.NOTE
     meaning = "what is mapped counts as used, touched or not: torch maps far more than it uses"
-    return problem(
-        level, "overcommit", found, meaning, "sudo sysctl -w vm.overcommit_memory=0", policy=2, left_bytes=left
-    )
+    return found.at(level, meaning, "sudo sysctl -w vm.overcommit_memory=0")
 
 
 def check_huge_pages() -> Finding:
@@ -82,7 +85,7 @@ def check_huge_pages() -> Finding:
     text = read(SYS / "kernel/mm/transparent_hugepage/enabled") or ""
     match = re.search(r"\[(\w+)\]", text)
     policy = match[1] if match else None
-    return ok("huge pages", f"transparent huge pages: {policy or 'not in this kernel'}", policy=policy)
+    return saw("huge pages", f"transparent huge pages: {policy or 'not in this kernel'}", policy=policy)
 
 
 def check_swap() -> Finding:
@@ -90,27 +93,23 @@ def check_swap() -> Finding:
     facts = meminfo()
     total = facts.get("SwapTotal", 0)
     used = total - facts.get("SwapFree", 0)
-    if not total:
-        return ok("swap", "none", total_bytes=0, used_bytes=0)
-    found = f"{format_bytes(used)} of {format_bytes(total)} used"
+    said = f"{format_bytes(used)} of {format_bytes(total)} used" if total else "none"
+    found = saw("swap", said, total_bytes=total, used_bytes=used)
     if used < GiB:
-        return ok("swap", found, total_bytes=total, used_bytes=used)
+        return found
     meaning = "host memory is short: the kernel's swapping competes with the NVMe tier for the drive"
     remedy = "see who is swapped: grep VmSwap /proc/[0-9]*/status | sort -nk2 | tail"
-    return problem(Level.NOTE, "swap", found, meaning, remedy, total_bytes=total, used_bytes=used)
+    return found.note(meaning, remedy)
 
 
 def check_open_files() -> Finding:
     """Whether RLIMIT_NOFILE allows as many open files as are needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = soft == resource.RLIM_INFINITY
-    found = (
-        "unlimited" if unlimited else f"{soft} (hard limit {'unlimited' if hard == resource.RLIM_INFINITY else hard})"
-    )
-    if unlimited or soft >= ENOUGH_FILES:
-        return ok("open files", found, soft=soft, hard=hard)
-    meaning = "swap files, rings and data loaders may not get a file descriptor"
-    return problem(Level.WARNING, "open files", found, meaning, "ulimit -n 4096", soft=soft, hard=hard)
+    own, most = ("unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in (soft, hard))
+    found = saw("open files", f"{own} (hard limit {most})", soft=soft, hard=hard)
+    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
+        return found
+    return found.warning("swap files, rings and data loaders may not get a file descriptor", "ulimit -n 4096")
 
 
 def check_locked_memory(config: OffloadConfig) -> Finding:
@@ -119,11 +118,57 @@ def check_locked_memory(config: OffloadConfig) -> Finding:
     budget = config.zero_optimization.offload_optimizer.staging_budget
     values = {"soft_bytes": None if soft == resource.RLIM_INFINITY else soft, "staging_budget_bytes": budget}
     if soft == resource.RLIM_INFINITY:
-        return ok("locked memory", "unlimited", **values)
-    if has_capability(CAP_IPC_LOCK):
+        found = "unlimited"
+    elif has_capability(CAP_IPC_LOCK):
         found = f"{format_bytes(soft)}, which does not bind this process (CAP_IPC_LOCK)"
     elif soft < budget:
         found = f"{format_bytes(soft)}, less than the staging buffers ({format_bytes(budget)})"
     else:
         found = format_bytes(soft)
-    return ok("locked memory", found, **values)
+    return saw("locked memory", found, **values)
+
+
+def check_software(config: OffloadConfig) -> Iterator[Finding]:
+    """Versions of what matters, and whether the GPU takes pinned memory."""
+    yield check_versions()
+    yield check_torch(torch.__version__)
+    yield check_gpu(config)
+
+
+def check_versions() -> Finding:
+    """Check the versions of this package, of Python and of the io_uring binding."""
+    values = {name: version_of(name) for name in ("nvme-offload", "pyuring", "aiofiles")}
+    values["python"] = platform.python_version()
+    return saw(
+        "versions", ", ".join(f"{name} {number or 'not installed'}" for name, number in values.items()), **values
+    )
+
+
+def check_torch(release: str) -> Finding:
+    """Whether this torch is one of those that are tested."""
+    found, oldest = saw("torch", release, version=release), ".".join(map(str, OLDEST_TORCH))
+    if first_numbers(release) >= OLDEST_TORCH:
+        return found
+    return found.error(f"torch {oldest} is the oldest that is supported", f"pip install 'torch>={oldest}'")
+
+
+def check_gpu(config: OffloadConfig) -> Finding:
+    """Whether there is a CUDA device, and pinning memory of ours for it works."""
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = f"torch is built for CUDA {built}, but sees no device" if built else "torch is built without CUDA"
+        return saw("GPU", f"none ({why}); the CPU trains", cuda=built, devices=[])
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    values = {"cuda": torch.version.cuda, "devices": names}
+    found = f"{', '.join(names)} (CUDA {torch.version.cuda})"
+    region = HostRegion(MiB)
+    try:
+        region.pin(torch.device("cuda", torch.cuda.current_device()))
+    except RuntimeError as error:
+        asked = config.zero_optimization.offload_optimizer.pin_memory is not False
+        meaning = f"copies between GPU and host cannot run asynchronously: {error}"
+        remedy = "write false for zero_optimization.offload_optimizer.pin_memory"
+        return saw("GPU", found, **values).at(Level.ERROR if asked else Level.NOTE, meaning, remedy)
+    finally:
+        region.unpin()
+    return saw("GPU", f"{found}; pinning memory works", **values)

@@ -1,4 +1,4 @@
-"""A folder for swap files: can it be used, does it keep its promises, and how much room is there."""
+"""A folder for swap files: can it be used, does it keep its promises, how much room is there, who else is there."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ import stat
 import struct
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from nvme_offload.aio_native import EngineUnavailable, Op, Segment, open_engine
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.proc import Mount, mount_of
 from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.storage.run_directory import LOCK_NAME, PREFIX
+from nvme_offload.offload.storage.run_folder import open_in
 from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT, NO_DIRECT_IO, reported_alignment
 from nvme_offload.offload.units import GiB, MiB, format_bytes
-from nvme_offload.perf.doctor.drive import check_drive
+from nvme_offload.perf.doctor.drive import check_drive, check_health
 from nvme_offload.perf.doctor.engines import engine_options
-from nvme_offload.perf.doctor.findings import Finding, Level, ok, problem
-from nvme_offload.perf.doctor.health import check_health
-from nvme_offload.perf.doctor.leftovers import check_runs
+from nvme_offload.perf.doctor.findings import Finding, Level, saw
 from nvme_offload.perf.measure.drives import Drive, find_drive
 
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
@@ -37,6 +39,9 @@ NETWORK = (
 BYTES_PER_PARAMETER = 10
 """Optimizer state of a bf16 parameter: the lower half of its master weight, and two fp32 moments."""
 SAMPLE_BYTES = MiB
+_STOPS = "a run stops when it starts"
+State = Literal["live", "dead", "unknown"]
+_WORDS: dict[State, str] = {"live": "alive", "dead": "left behind", "unknown": "of another user"}
 
 
 def check_path(path: Path, config: OffloadConfig, engine: str | None) -> tuple[list[Finding], Drive | None]:
@@ -51,7 +56,7 @@ def check_path(path: Path, config: OffloadConfig, engine: str | None) -> tuple[l
         fd = _nameless_file(path)
     except OSError as error:
         return [_cannot_write(path, error)], None
-    findings, drive = [ok("folder", "exists and can be written")], None
+    findings, drive = [saw("folder", "exists and can be written")], None
     try:
         mount = mount_of(fd)
         drive = find_drive(os.fstat(fd).st_dev, mount)
@@ -61,11 +66,11 @@ def check_path(path: Path, config: OffloadConfig, engine: str | None) -> tuple[l
         if drive:
             findings += [*check_drive(drive, config), *check_health(drive)]
         elif mount and not (mount.is_memory or mount.kind == "overlay" or _is_remote(mount.kind)):
-            found, meaning = "no block device is known behind it", "its queue could not be looked at"
-            findings.append(problem(Level.NOTE, "drive", found, meaning))
+            found = saw("drive", "no block device is known behind it")
+            findings.append(found.note("its queue could not be looked at"))
     except OSError as error:  # a drive or a server that fails while it is looked at
-        remedy = "look at: sudo dmesg | tail"
-        findings.append(problem(Level.ERROR, "folder", f"fails: {error}", "a run would fail, too", remedy))
+        found = saw("folder", f"fails: {error}")
+        findings.append(found.error("a run would fail, too", "look at: sudo dmesg | tail"))
     finally:
         os.close(fd)
     return findings, drive
@@ -77,34 +82,27 @@ def check_usable(path: Path) -> Finding | None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        return problem(Level.ERROR, "folder", "does not exist", "a run does not make it", f"mkdir -p {quoted}")
+        return saw("folder", "does not exist").error("a run does not make it", f"mkdir -p {quoted}")
     except OSError as error:
-        found = f"cannot be reached: {error.strerror}"
-        return problem(Level.ERROR, "folder", found, "a run stops when it starts", f"namei -l {quoted}")
+        return saw("folder", f"cannot be reached: {error.strerror}").error(_STOPS, f"namei -l {quoted}")
     if not stat.S_ISDIR(mode):
-        return problem(
-            Level.ERROR, "folder", "is not a directory", "swap files go into a directory", "name another one"
-        )
+        return saw("folder", "is not a directory").error("swap files go into a directory", "name another one")
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-        return _cannot_write(path, PermissionError(errno.EROFS if _is_read_only(path) else errno.EACCES, ""))
+        is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+        return _cannot_write(path, PermissionError(errno.EROFS if is_read_only else errno.EACCES, ""))
     return None
 
 
-def _is_read_only(path: Path) -> bool:
-    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
-
-
 def _cannot_write(path: Path, error: OSError) -> Finding:
-    quoted, meaning = shlex.quote(str(path)), "a run stops when it starts"
+    quoted = shlex.quote(str(path))
     if error.errno == errno.EROFS:
         remedy = f"sudo mount -o remount,rw $(findmnt -no TARGET -T {quoted}), or choose another path"
-        return problem(Level.ERROR, "folder", "is mounted read-only", meaning, remedy)
+        return saw("folder", "is mounted read-only").error(_STOPS, remedy)
     if error.errno in (errno.EACCES, errno.EPERM):
-        found = f"cannot be written by user {os.geteuid()}"
         remedy = f"sudo install -d -o {os.geteuid()} {shlex.quote(str(path / 'offload'))}, and name that folder"
-        return problem(Level.ERROR, "folder", found, meaning, remedy)
-    found = f"no file can be made: {os.strerror(error.errno or 0)}"
-    return problem(Level.ERROR, "folder", found, meaning, f"df -h {quoted}; df -i {quoted}")
+        return saw("folder", f"cannot be written by user {os.geteuid()}").error(_STOPS, remedy)
+    found = saw("folder", f"no file can be made: {os.strerror(error.errno or 0)}")
+    return found.error(_STOPS, f"df -h {quoted}; df -i {quoted}")
 
 
 def _nameless_file(path: Path) -> int:
@@ -122,23 +120,24 @@ def _is_remote(kind: str) -> bool:
 
 def check_file_system(fd: int, path: Path, mount: Mount | None) -> Finding:
     """Check what file system it is, and whether space that it promises is really there later."""
-    check = "file system"
     if mount is None:
-        return problem(Level.NOTE, check, "unknown: it is not in /proc/self/mountinfo", "nothing is known about it")
+        unknown = saw("file system", "unknown: it is not in /proc/self/mountinfo")
+        return unknown.note("nothing is known about it")
     refused = _refuses_fallocate(fd)
-    found = f"{mount.kind}, {mount.source} on {mount.point}"
+    said = f"{mount.kind}, {mount.source} on {mount.point}"
     values: dict[str, object] = {"kind": mount.kind, "source": mount.source, "mount_point": mount.point}
     values |= {"options": list(mount.options), "fallocate": not refused}
+    found = saw("file system", said, **values)
     elsewhere = "choose a path on ext4 or XFS on an NVMe drive"
     if mount.is_memory:
         meaning = "host memory, not a drive: state that is moved here still takes memory, and is gone with a restart"
-        return problem(Level.WARNING, check, found, meaning, elsewhere, **values)
+        return found.warning(meaning, elsewhere)
     if _is_remote(mount.kind):
         meaning = (
             "the bytes are on another machine or go through another process: slow, and a failure there can stop or "
             "spoil a run; file locks, which tell live runs from dead ones, may not be seen by other machines"
         )
-        return problem(Level.WARNING, check, found, meaning, elsewhere, **values)
+        return found.warning(meaning, elsewhere)
     if mount.kind in COPY_ON_WRITE and not _is_nocow(fd):
         meaning = (
             "copy-on-write: it cannot promise space, so a full disk can stop a run in the middle; every overwrite goes "
@@ -147,16 +146,16 @@ def check_file_system(fd: int, path: Path, mount: Mount | None) -> Finding:
         nocow = (
             f", or, before a run makes its files, chattr +C {shlex.quote(str(path))}" if mount.kind == "btrfs" else ""
         )
-        return problem(Level.WARNING, check, found, meaning, elsewhere + nocow, **values)
+        return found.warning(meaning, elsewhere + nocow)
     if mount.kind == "overlay":
-        return _overlay(found, mount, values)
+        return _overlay(found, mount)
     if refused:
         meaning = f"it cannot promise space ({refused}): a run writes every block once when it starts, which takes long"
-        return problem(Level.WARNING, check, found, meaning, elsewhere, **values)
-    return ok(check, f"{found}; it can promise space", **values)
+        return found.warning(meaning, elsewhere)
+    return saw("file system", f"{said}; it can promise space", **values)
 
 
-def _overlay(found: str, mount: Mount, values: dict[str, object]) -> Finding:
+def _overlay(found: Finding, mount: Mount) -> Finding:
     upper = next((option.partition("=")[2] for option in mount.options if option.startswith("upperdir=")), "")
     below = None
     with contextlib.suppress(OSError):  # inside a container the folders below it cannot be seen
@@ -168,10 +167,10 @@ def _overlay(found: str, mount: Mount, values: dict[str, object]) -> Finding:
     remedy = "choose a path on a volume: docker run -v /mnt/nvme:/mnt/nvme ..."
     if below and (below.is_memory or below.kind in COPY_ON_WRITE):
         meaning = f"the writable layer of a container, on {below.kind}, which cannot promise space on a drive"
-        return problem(Level.WARNING, "file system", found, meaning, remedy, **values)
+        return found.warning(meaning, remedy)
     where = f"on {below.kind}" if below else "on a file system that cannot be seen from here"
     meaning = f"the writable layer of a container, {where}: it promises space only if that one does"
-    return problem(Level.NOTE, "file system", found, meaning, remedy, **values)
+    return found.note(meaning, remedy)
 
 
 def _refuses_fallocate(fd: int) -> str:
@@ -216,33 +215,31 @@ def _check_io(fd: int, config: OffloadConfig, engine: str | None) -> Iterator[Fi
 
 
 def no_direct_io(code: int, config: OffloadConfig) -> Finding:
-    """What a refused O_DIRECT means under the configured policy; or one that is taken (0) and has no effect."""
+    """Return what a refused O_DIRECT means under the configured policy; or one that is taken (0) and has no effect."""
     refused = f"refused with {errno.errorcode.get(code, code)} (O_DIRECT)"
-    policy, found = config.aio.direct, refused if code else "there is none, statx says, although O_DIRECT is taken"
-    remedy = 'choose a path on ext4 or XFS, or write "optional" for aio.direct'
-    values = {"refused": errno.errorcode.get(code), "policy": policy}
+    policy, said = config.aio.direct, refused if code else "there is none, statx says, although O_DIRECT is taken"
+    found, remedy = saw("direct I/O", said, refused=errno.errorcode.get(code), policy=policy), "choose ext4 or XFS"
     if policy == "required":
-        return problem(Level.ERROR, "direct I/O", found, 'aio.direct = "required": a run stops', remedy, **values)
+        return found.error('aio.direct = "required": a run stops', f'{remedy}, or write "optional" for aio.direct')
     meaning = "bytes go through the page cache, which takes host memory and processor time"
-    level = Level.WARNING if policy == "optional" else Level.NOTE
-    return problem(level, "direct I/O", found, meaning, "choose a path on ext4 or XFS", **values)
+    return found.at(Level.WARNING if policy == "optional" else Level.NOTE, meaning, remedy)
 
 
 def check_alignment(reported: tuple[int, int] | None, config: OffloadConfig) -> Finding:
     """Check what statx says about the alignment of addresses and offsets."""
     values = {"policy": config.aio.direct, "memory": reported and reported[0], "offset": reported and reported[1]}
     if reported is None:
-        return ok("direct I/O", f"works; the alignment is not reported, {MIN_ALIGNMENT} B is used", **values)
+        return saw("direct I/O", f"works; the alignment is not reported, {MIN_ALIGNMENT} B is used", **values)
     memory, offset = reported
-    found = f"works, addresses aligned to {memory} B and offsets to {offset} B"
+    found = saw("direct I/O", f"works, addresses aligned to {memory} B and offsets to {offset} B", **values)
     if config.aio.block_size % max(MIN_ALIGNMENT, memory, offset):
         meaning = f"aio.block_size = {format_bytes(config.aio.block_size)} is no multiple of that"
         remedy = f"write a multiple of {format_bytes(max(memory, offset))} for aio.block_size"
-        return problem(Level.ERROR, "direct I/O", found, meaning, remedy, **values)
+        return found.error(meaning, remedy)
     if config.aio.direct == "disabled":
         meaning = 'aio.direct = "disabled": the page cache is used nevertheless'
-        return problem(Level.NOTE, "direct I/O", found, meaning, 'write "required" for aio.direct', **values)
-    return ok("direct I/O", found, **values)
+        return found.note(meaning, 'write "required" for aio.direct')
+    return found
 
 
 def check_sample(fd: int, config: OffloadConfig, engine: str, alignment: int, *, direct: bool) -> Finding:
@@ -256,7 +253,7 @@ def check_sample(fd: int, config: OffloadConfig, engine: str, alignment: int, *,
     try:
         opened = open_engine(engine, engine_options(config, alignment)).engine
     except (EngineUnavailable, OSError, ValueError) as error:
-        return problem(Level.ERROR, "sample", f"{engine} cannot be opened", str(error), remedy)
+        return saw("sample", f"{engine} cannot be opened").error(str(error), remedy)
     with contextlib.closing(opened):
         for op, region in ((Op.WRITE, source), (Op.READ, target)):
             operation = opened.submit(op, [Segment(fd, 0, region.address, size)])
@@ -266,12 +263,12 @@ def check_sample(fd: int, config: OffloadConfig, engine: str, alignment: int, *,
             if failure := operation.failure:
                 verb = "writing" if op is Op.WRITE else "reading"
                 name = errno.errorcode.get(failure.errno, str(failure.errno))
-                found = f"{verb} {through} failed: {name}, {os.strerror(failure.errno)}"
-                return problem(Level.ERROR, "sample", found, "a run would fail the same way", remedy)
+                found = saw("sample", f"{verb} {through} failed: {name}, {os.strerror(failure.errno)}")
+                return found.error("a run would fail the same way", remedy)
     if ctypes.string_at(target.address, size) != pattern:
         meaning = "this drive, its file system or the engine changes data"
-        return problem(Level.ERROR, "sample", f"{through} came back different", meaning, "do not use this path")
-    return ok("sample", f"{through}, written and read back", size_bytes=size, engine=engine, direct=direct)
+        return saw("sample", f"{through} came back different").error(meaning, "do not use this path")
+    return saw("sample", f"{through}, written and read back", size_bytes=size, engine=engine, direct=direct)
 
 
 def check_space(fd: int) -> Finding:
@@ -280,14 +277,73 @@ def check_space(fd: int) -> Finding:
     free, total = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
     values = {"free_bytes": free, "total_bytes": total, "free_inodes": system.f_favail, "inodes": system.f_files}
     if not system.f_blocks:
-        return ok("space", "not counted by this file system", **values)
-    found = f"{format_bytes(free)} free of {format_bytes(total)}"
+        return saw("space", "not counted by this file system", **values)
+    said = f"{format_bytes(free)} free of {format_bytes(total)}"
     if system.f_files and system.f_favail < 3:
-        found += f", {system.f_favail} inodes"
+        found = saw("space", f"{said}, {system.f_favail} inodes", **values)
         meaning = "a run needs three inodes: its directory, a lock and a swap file"
-        return problem(Level.ERROR, "space", found, meaning, "remove files that nobody needs", **values)
+        return found.error(meaning, "remove files that nobody needs")
     if free < GiB:
         meaning = f"optimizer state takes {BYTES_PER_PARAMETER} bytes per bf16 parameter"
-        return problem(Level.WARNING, "space", found, meaning, "free some, or choose another path", **values)
+        return saw("space", said, **values).warning(meaning, "free some, or choose another path")
     billions = free / BYTES_PER_PARAMETER / 1e9
-    return ok("space", f"{found}: state of {billions:.2g} billion bf16 parameters", **values)
+    return saw("space", f"{said}: state of {billions:.2g} billion bf16 parameters", **values)
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run directory. `unknown` is one that this user may not look into."""
+
+    name: str
+    state: State
+    size_bytes: int
+
+
+def find_runs(path: Path) -> list[FoundRun]:
+    """The run directories below `path`. A run that begins at this moment is locked when it gets such a name."""
+    return [FoundRun(run.name, _state(run), _size(run)) for run in sorted(path.glob(PREFIX + "*")) if run.is_dir()]
+
+
+def _state(run: Path) -> State:
+    try:
+        lock = open_in(run, LOCK_NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        return "dead"  # it died between making its directory and its lock
+    except OSError:
+        return "unknown"
+    with lock as fd:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return "live"
+    return "dead"
+
+
+def _size(run: Path) -> int:
+    size = 0
+    with contextlib.suppress(OSError):
+        for entry in run.iterdir():
+            with contextlib.suppress(OSError):  # a run that ends takes its files along
+                size += entry.stat().st_blocks * 512
+    return size
+
+
+def check_runs(path: Path) -> Finding:
+    """Return what other runs have on this path."""
+    try:
+        runs = find_runs(path)
+    except OSError as error:
+        return saw("other runs", f"cannot be looked for: {error.strerror}").note("a run will fail here, too")
+    by_state = {state: [run for run in runs if run.state == state] for state in _WORDS}
+    said = "; ".join(f"{_WORDS[state]}: {_list(its)}" for state, its in by_state.items() if its) or "none"
+    found = saw("other runs", said, runs=[asdict(run) for run in runs])
+    if dead := by_state["dead"]:
+        size = format_bytes(sum(run.size_bytes for run in dead))
+        meaning = f"{size} are taken by runs that were killed; the next run on this path removes them by itself"
+        remedy = f"to have the space now: rm -r {' '.join(shlex.quote(str(path / run.name)) for run in dead)}"
+        return found.note(meaning, remedy)
+    return found
+
+
+def _list(runs: list[FoundRun]) -> str:
+    return ", ".join(f"{run.name} ({format_bytes(run.size_bytes)})" for run in runs)

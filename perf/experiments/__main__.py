@@ -16,7 +16,7 @@ EXPERIMENTS = {
         f"{_HERE}.demo.command",
         "Train a byte-level GPT twice, with optimizer state on NVMe and in memory, and compare every bit.",
     ),
-    "durable": Command(f"{_HERE}.durable", "Measure what durable steps, snapshots and checkpoints cost."),
+    "durable": Command(f"{_HERE}.durable", "Measure what durable steps and checkpoints cost."),
     "hidden-step": Command(f"{_HERE}.hidden_step", "Measure how much of a step each schedule hides."),
     "plan-check": Command(
         f"{_HERE}.plan_check",

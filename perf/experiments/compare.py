@@ -7,24 +7,36 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from nvme_offload.perf.experiments.peers.contenders import BY_NAME, CONTENDERS, MEMORY, OURS, Contender
-from nvme_offload.perf.experiments.peers.distance import Distance, same_bits
-from nvme_offload.perf.experiments.peers.result import HEAD, ITERATIONS, Found, draw, notes
-from nvme_offload.perf.experiments.peers.worker import Ended, Order, Turn, work
+from nvme_offload.perf.experiments.peers.result import (
+    BY_NAME,
+    CONTENDERS,
+    HEAD,
+    ITERATIONS,
+    MEMORY,
+    OURS,
+    Contender,
+    Found,
+    distance,
+    draw,
+    notes,
+    same_bits,
+)
+from nvme_offload.perf.experiments.peers.worker import Order, work
 from nvme_offload.perf.measure.child import Child, ChildFailedError
-from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
+from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo, failures_in_words
 from nvme_offload.perf.measure.comparison import Case
-from nvme_offload.perf.measure.experiment import Experiment
+from nvme_offload.perf.measure.experiment import run_experiment
 from nvme_offload.perf.measure.gpt import parse_size
 from nvme_offload.perf.measure.machine import num_cpus
-from nvme_offload.perf.measure.pictures import NO_PICTURE, can_draw
+from nvme_offload.perf.measure.results import NO_PICTURE, can_draw
 
 
 def compare(
@@ -40,16 +52,13 @@ def compare(
 ) -> None:
     """Train one model with ours and each of the others in turn: iteration time, memory, bytes and bits."""
     others = _others(only)
-    try:
+    with failures_in_words():
         parse_size(size)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="'--size'") from None
     order = Order(contender="", package=None, size=size, tokens=tokens, threads=num_cpus(), swap="", weights="")
-    experiment = Experiment(
-        name="compare", title="Beside others", head=HEAD, path=path, save_to=save_to, asked={"order": asdict(order)}
-    )
     with TemporaryDirectory(prefix="nvme-offload-compare-", dir=path) as folder:
-        all_found = experiment.run(_compared(others, order, Path(folder), quads), lambda found: notes(order, found))
+        compared, say = _compared(others, order, Path(folder), quads), partial(notes, order)
+        kept: dict[str, Any] = {"save_to": save_to, "asked": {"order": asdict(order)}}
+        all_found = run_experiment("compare", "Beside others", HEAD, compared, say, path=path, **kept)
     if picture is not None and can_draw():
         draw(all_found, picture)
         typer.echo(f"saved {picture}", err=True)
@@ -71,16 +80,15 @@ def _others(names: Sequence[str] | None) -> list[Contender]:
 def _compared(others: Sequence[Contender], order: Order, folder: Path, quads: int) -> Iterator[Found]:
     """Find out about ours and each of the others; the run in memory goes first."""
     numel = parse_size(order.size).num_parameters
-    ours, distance = Found(OURS, numel), None
+    ours = Found(OURS, numel)
     yield ours
     for other in others:
         own, found = _beside_ours(other, order, folder, quads)
         if found.problem is None:
             ours.seconds += own.seconds
             ours.ended, ours.losses = own.ended, own.losses
-            weights, of_ours = other.weights(folder), OURS.weights(folder)
-            distance = distance or Distance(order.size, MEMORY.weights(folder))
-            found.distance, ours.distance = distance.of(weights), distance.of(of_ours)
+            weights, of_ours, of_memory = (each.weights(folder) for each in (other, OURS, MEMORY))
+            found.distance, ours.distance = (distance(each, of_memory, order.size) for each in (weights, of_ours))
             found.bits_of_ours = same_bits(weights, of_ours)
             if other is not MEMORY:
                 weights.unlink()
@@ -89,14 +97,7 @@ def _compared(others: Sequence[Contender], order: Order, folder: Path, quads: in
 
 
 class Side(Child):
-    """A contender's process.
-
-    Args:
-        found: takes what is seen of it.
-        python: the interpreter that has its package.
-        order: what to do.
-        log: file for what it says besides.
-    """
+    """A contender's process; `found` takes what is seen of it."""
 
     def __init__(self, found: Found, python: str, order: Order, log: Path) -> None:
         # A peer that compiles when it is first used looks for its tools on PATH; what it made stays with its packages.
@@ -111,25 +112,20 @@ class Side(Child):
     def turn(self) -> float:
         """Take a turn; return the mean seconds of an iteration."""
         self.tell(ITERATIONS)
-        turn: Turn = self.expect("turn")
-        self._found.seconds += turn.seconds
-        self._found.losses += turn.losses
-        return sum(turn.seconds) / ITERATIONS
+        seconds, losses = self.expect("turn")
+        self._found.seconds += seconds
+        self._found.losses += losses
+        return float(sum(seconds)) / ITERATIONS
 
     def end(self) -> None:
         """End it, its weights written down."""
-        ended: Ended = self.finish("ended")
-        self._found.ended = ended
+        self._found.ended = self.finish("ended")
 
 
 def _beside_ours(contender: Contender, template: Order, folder: Path, quads: int) -> tuple[Found, Found]:
     """Train both by turns; return what was seen of ours and of the other. One that cannot train says why.
 
-    Args:
-        contender: the other.
-        template: the order of both, but for who and where.
-        folder: on the drive; gets swap, logs and weights of each.
-        quads: how many.
+    `template`: the order of both, but for who and where. The folder on the drive gets swap, logs and weights of each.
     """
     numel = parse_size(template.size).num_parameters
     ours, theirs = Found(OURS, numel), Found(contender, numel)

@@ -1,9 +1,9 @@
-"""What durable steps, snapshots and checkpoints in the background cost, beside steps that end with their process."""
+"""Durable steps and checkpoints in the background are measured beside steps that end with their process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,29 +11,25 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import typer
 
 from nvme_offload import OffloadAdamW, OffloadOptimizer
-from nvme_offload.offload import sync
-from nvme_offload.offload.durable import run
 from nvme_offload.offload.durable.inventory import find_runs, remove_run
 from nvme_offload.perf.experiments.hidden_step import Setup, compute_for
-from nvme_offload.perf.measure import comparison
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
-from nvme_offload.perf.measure.comparison import Case, Comparison
-from nvme_offload.perf.measure.experiment import Column, Experiment, Figures
+from nvme_offload.perf.measure.comparison import HEAD, Case, Comparison
+from nvme_offload.perf.measure.experiment import Column, Figures, run_experiment
 from nvme_offload.perf.measure.machine import storage_bytes
+from nvme_offload.perf.measure.sections import section
 
 NAME = "benchmark-"
 """The names of the measured runs begin with it."""
 _WARM_STEPS, _TENSORS, _LAYERS = 2, 8, 24
 _STEPS = 2  # of one turn
 
-durable = typer.Typer(no_args_is_help=True, help="Measure what durable steps, snapshots and checkpoints cost.")
+durable = typer.Typer(no_args_is_help=True, help="Measure what durable steps and checkpoints cost.")
 Millions = Annotated[int, typer.Option(min=1, help="Parameters, in millions, in bf16.")]
 Period = Annotated[int, typer.Option(min=1, help="Steps from one rewriting of a subgroup's state to the next.")]
 Compute = Annotated[float, typer.Option(min=0, help="Seconds of each iteration in which nothing is computed.")]
@@ -71,29 +67,20 @@ def moved(
 ) -> None:
     """Count the bytes that durable steps and steps in place move."""
 
-    def measured(name: str, lasts: bool) -> Moved:
-        with optimizer_of(path, millions=millions, durable=lasts, rewrite_every=rewrite_every) as optimizer:
-            for _ in range(max(_WARM_STEPS, rewrite_every)):  # until all take turns
-                optimizer.step()
-            settle(optimizer)
-            before, waited, start = _block_io(), optimizer.stats().commit_wait_seconds, time.perf_counter()
-            for _ in range(steps):
-                optimizer.step()
-            settle(optimizer)
-            seconds, after, stats = time.perf_counter() - start, _block_io(), optimizer.stats()
+    def measured(name: str, period: int) -> Moved:
+        with optimizer_of(path, millions, period) as optimizer:
+            _seconds(optimizer, max(_WARM_STEPS, rewrite_every))  # until all take turns
+            before, waited = _block_io(), optimizer.stats().commit_wait_seconds
+            seconds = _seconds(optimizer, steps)
+            after, stats = _block_io(), optimizer.stats()
         elements = steps * (millions * 1_000_000 // _TENSORS) * _TENSORS
         read, written = ((b - a) / elements for a, b in zip(before, after, strict=True))
-        return Moved(name, read, written, seconds / steps, stats.commits, stats.commit_wait_seconds - waited)
+        return Moved(name, read, written, seconds, stats.commits, stats.commit_wait_seconds - waited)
 
-    experiment = Experiment(
-        name="durable-bytes",
-        title="Bytes per parameter and step of durable steps",
-        head=Moved.head(),
-        path=path,
-        save_to=save_to,
-    )
+    both = (measured(name, period) for name, period in (("in place", 0), ("durable", rewrite_every)))
+    title = "Bytes per parameter and step of durable steps"
     with _runs_removed(path):
-        experiment.run(measured(name, lasts) for name, lasts in (("in place", False), ("durable", True)))
+        run_experiment("durable-bytes", title, Moved.head(), both, path=path, save_to=save_to)
 
 
 @durable.command()
@@ -103,7 +90,6 @@ def steps(
     quads: Quads = 10,
     rewrite_every: Period = 1,
     compute: Compute = 0.0,
-    flush: Annotated[float, typer.Option(min=0, help="Seconds that are added to each flush of a file.")] = 0.0,
     save_to: SaveTo = None,
 ) -> None:
     """Measure durable steps beside steps in place."""
@@ -111,30 +97,22 @@ def steps(
 
     def compared() -> Iterator[Comparison]:
         with ExitStack() as stack:
-            made = [
-                stack.enter_context(
-                    optimizer_of(path, millions=millions, durable=lasts, rewrite_every=rewrite_every if lasts else 1)
-                )
-                for lasts in (True, False)
-            ]
+            made = [stack.enter_context(optimizer_of(path, millions, period)) for period in (rewrite_every, 0)]
             for optimizer in made:
-                _seconds(optimizer, 0.0)
+                _seconds(optimizer, _STEPS)
             before, total = made[0].stats().commit_wait_seconds, 0.0
-            ours, reference = (partial(_seconds, optimizer, compute) for optimizer in made)
+            ours, reference = (partial(_seconds, optimizer, _STEPS, compute) for optimizer in made)
             for found in Case(name="durable", ours=ours, reference=reference).measure(quads):
                 total += _STEPS * (found.rounds[-1].quad.rates[0] + found.rounds[-1].quad.rates[3])
                 waited[:] = [(made[0].stats().commit_wait_seconds - before) / total]
                 yield found
 
-    experiment = Experiment(
-        name="durable-steps",
-        title="Durable steps beside steps in place",
-        head=comparison.HEAD,
-        path=path,
-        save_to=save_to,
-    )
-    with _runs_removed(path), _slow_flushes(flush):
-        experiment.run(compared(), lambda found: [f"commits were waited for in {waited[0]:.1%} of the time"])
+    def notes(found: list[Comparison]) -> list[str]:
+        return [f"commits were waited for in {waited[0]:.1%} of the time"]
+
+    title = "Durable steps beside steps in place"
+    with _runs_removed(path):
+        run_experiment("durable-steps", title, HEAD, compared(), notes, path=path, save_to=save_to)
 
 
 @durable.command()
@@ -152,10 +130,7 @@ def checkpoint(
 
     def compared() -> Iterator[Comparison]:
         setup = Setup(width=int((millions * 1e6 / _LAYERS) ** 0.5), subgroups=_LAYERS)
-        with (
-            TemporaryDirectory(dir=path) as saved,
-            setup.training("forward", path, durable=_name()) as training,
-        ):
+        with TemporaryDirectory(dir=path) as saved, setup.training("forward", path, durable=_name()) as training:
             compute_for(training, compute)
             engine = training.engine
 
@@ -175,109 +150,41 @@ def checkpoint(
             name = f"beside a checkpoint, a share of {share:g}"
             yield from Case(name=name, ours=partial(turn, True), reference=partial(turn, False)).measure(quads)
 
-    experiment = Experiment(
-        name="durable-checkpoint",
-        title="Iterations beside a checkpoint in the background",
-        head=comparison.HEAD,
-        path=path,
-        save_to=save_to,
-    )
+    def notes(found: list[Comparison]) -> list[str]:
+        return [f"{median(written):.0%} of a checkpoint was written meanwhile"]
+
+    title = "Iterations beside a checkpoint in the background"
     with _runs_removed(path):
-        experiment.run(compared(), lambda found: [f"{median(written):.0%} of a checkpoint was written meanwhile"])
+        run_experiment("durable-checkpoint", title, HEAD, compared(), notes, path=path, save_to=save_to)
 
 
-@dataclass(frozen=True)
-class Pinned(Figures):
-    """One snapshot, after the commit of the step before it."""
-
-    name: str
-    seconds: float
-    written: int
-    """Bytes written meanwhile, as the kernel counts them."""
-    reserved: int
-    """Bytes by which the swap file has grown."""
-
-    COLUMNS = (
-        Column("snapshot", "name"),
-        Column("seconds", "seconds", ".4f"),
-        Column("bytes written", "written", ","),
-        Column("bytes reserved", "reserved", ","),
-    )
-
-
-@durable.command()
-def snapshots(
-    path: Folder,
-    millions: Millions = 100,
-    count: Annotated[int, typer.Option("--snapshots", min=1, help="How many.")] = 3,
-    save_to: SaveTo = None,
-) -> None:
-    """Measure the time and the bytes that a snapshot takes, with a step before each."""
-
-    def pinned() -> Iterator[Pinned]:
-        with optimizer_of(path, millions=millions, durable=True) as optimizer:
-            space = optimizer.commits.run.space
-
-            def held() -> int:
-                return sum(space.path_of(fd).stat().st_size for fd in space.fds)
-
-            for number in range(count):
-                optimizer.step()
-                settle(optimizer)
-                size, before, start = held(), _block_io()[1], time.perf_counter()
-                optimizer.snapshot(f"number-{number}")
-                seconds = time.perf_counter() - start
-                yield Pinned(f"number-{number}", seconds, _block_io()[1] - before, held() - size)
-
-    experiment = Experiment(
-        name="durable-snapshots",
-        title="Snapshots",
-        head=Pinned.head(),
-        path=path,
-        save_to=save_to,
-    )
-    with _runs_removed(path):
-        experiment.run(pinned())
-
-
-def optimizer_of(path: Path, *, millions: int, durable: bool, rewrite_every: int = 1) -> OffloadAdamW:
-    """Make an optimizer of bf16 parameters that have gradients, with clipping."""
+def optimizer_of(path: Path, millions: int, period: int) -> OffloadAdamW:
+    """Make an optimizer of bf16 parameters that have gradients, with clipping; a `period` of 0: it is not durable."""
     numel = millions * 1_000_000 // _TENSORS
     params = [torch.nn.Parameter(torch.randn(numel).mul_(0.05).bfloat16()) for _ in range(_TENSORS)]
     for param in params:
         param.grad = torch.randn(numel).bfloat16()
-    section = {
-        "zero_optimization": {
-            "sub_group_size": 4_194_304,
-            "offload_optimizer": {
-                "device": "nvme",
-                "nvme_path": str(path),
-                "buffer_count": 4,
-                "staging_budget": "320MiB",
-                "durable": _name() if durable else False,
-                "rewrite_every": rewrite_every if durable else 1,
-            },
-        },
-        "gradient_clipping": 1.0,
-    }
-    return OffloadAdamW(params, lr=1e-3, offload=section)
+    lasts = {"durable": _name(), "rewrite_every": period} if period else {}
+    state = {"buffer_count": 4, "staging_budget": "320MiB", **lasts}
+    its = section(path, state=state, sub_group_size=4_194_304, gradient_clipping=1.0)
+    return OffloadAdamW(params, lr=1e-3, offload=its)
 
 
 def settle(optimizer: OffloadOptimizer) -> None:
     """Wait until the latest step is done, and lasts."""
     optimizer.synchronize()
     if optimizer.is_durable:
-        optimizer.commits.settle()
+        optimizer.durable.commits.settle()
 
 
-def _seconds(optimizer: OffloadAdamW, compute: float) -> float:
+def _seconds(optimizer: OffloadAdamW, steps: int, compute: float = 0.0) -> float:
     """Mean seconds of a few iterations, the last of which is brought to an end."""
     start = time.perf_counter()
-    for _ in range(_STEPS):
+    for _ in range(steps):
         time.sleep(compute)
         optimizer.step()
     settle(optimizer)
-    return (time.perf_counter() - start) / _STEPS
+    return (time.perf_counter() - start) / steps
 
 
 def _block_io() -> tuple[int, int]:
@@ -296,21 +203,6 @@ def _runs_removed(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
         for each in find_runs([path]):
             if each.name.startswith(NAME):
                 remove_run(each)
-
-
-@contextmanager
-def _slow_flushes(seconds: float) -> Iterator[None]:
-    """Each flush of a file takes so long at least."""
-    flush: Callable[[int], None] = sync.sync_data
-
-    def slow(descriptor: int) -> None:
-        flush(descriptor)
-        time.sleep(seconds)
-
-    with patch.object(run, "sync_data", slow):
-        yield

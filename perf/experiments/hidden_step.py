@@ -1,20 +1,19 @@
-"""How much of a step is hidden: iterations with each schedule, beside the ideal and the bound of `offload plan`."""
+"""Iterations with each schedule are measured beside the ideal and the bound of `offload plan`."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
-import torch.distributed as dist
 import typer
 from torch import nn
 
@@ -22,10 +21,10 @@ from nvme_offload.optim.step.schedule import OverlapStep
 from nvme_offload.perf.measure import comparison
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
 from nvme_offload.perf.measure.comparison import Case, Comparison
-from nvme_offload.perf.measure.experiment import Column, Experiment, Figures
-from nvme_offload.perf.measure.models import BACKWARD_SHARE, Shape, SleepingModel, layered_model
+from nvme_offload.perf.measure.experiment import Column, Figures, run_experiment
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
-from nvme_offload.perf.measure.training import Iteration, Training
+from nvme_offload.perf.measure.sections import MODES, section
+from nvme_offload.perf.measure.training import BACKWARD_SHARE, Iteration, Shape, SleepingModel, Training, layered_model
 from nvme_offload.perf.plan.iteration import OVERLAPS, GroupTime, IterationTime, SubgroupTime, Work
 from nvme_offload.perf.plan.schedule import iteration_time
 
@@ -65,6 +64,8 @@ class Setup:
     subgroups: int = 48
     buffers: int = 4
     shape: Shape = "layers"
+    tokens: int | None = None
+    """Tokens of a batch of a model of 269 million parameters that computes; None: layers sleep."""
 
     @property
     def numel(self) -> int:
@@ -76,13 +77,7 @@ class Setup:
         return self.numel * (READ_PER_PARAMETER + _written(overlap_step))
 
     def bound(self, overlap_step: OverlapStep, compute: float, nvme: float) -> IterationTime:
-        """Ask the model of `offload plan` how long an iteration takes.
-
-        Args:
-            overlap_step: the schedule.
-            compute: seconds of forward and backward.
-            nvme: seconds in which all bytes move.
-        """
+        """Ask the model of `offload plan` for an iteration that computes, and moves bytes, for so many seconds."""
         ends = self.subgroups // 8 if self.shape == "lm" else 0
         layers = self.subgroups - 2 * ends
         layer = GroupTime(forward=compute * (1 - BACKWARD_SHARE) / layers, backward=compute * BACKWARD_SHARE / layers)
@@ -94,51 +89,37 @@ class Setup:
         subgroups = tuple(SubgroupTime(first=home, last=home, read=read, update=0.0, write=write) for home in homes)
         return iteration_time(Work(groups=groups, subgroups=subgroups, num_buffers=self.buffers), overlap_step)
 
-    def training(self, overlap_step: OverlapStep, path: Path | None, **options: Any) -> Training:
-        """Train the model, with the same weights each time; `options` as `section` takes them."""
+    def training(
+        self, overlap_step: OverlapStep, path: Path | None, *, engine: str = "auto", durable: bool | str = False
+    ) -> Training:
+        """Train the model, with the same weights each time, and with state in host memory where there is no path.
+
+        Clipping is on, but with ``backward``, which allows none. `durable`: whether the state outlives the run, or its
+        name; ``speculate`` needs it.
+        """
         torch.manual_seed(0)
-        model = SleepingModel(self.width, self.subgroups, self.shape)
-        its = section(overlap_step, path, sub_group_size=self.width**2, buffers=self.buffers, **options)
-        return Training(model, model.sample, its)
+        if self.tokens is None:
+            sleeping = SleepingModel(self.width, self.subgroups, self.shape)
+            model, batch, size = cast(nn.Module, sleeping), sleeping.sample, self.width**2
+        else:
+            model, batch = layered_model(REAL_LAYERS, REAL_WIDTH), torch.randn(self.tokens, REAL_WIDTH)
+            size = 2 * REAL_WIDTH**2
+        unclipped: dict[str, Any] = {"gradient_clipping": 0.0, "skip_non_finite": False}
+        its = section(
+            path,
+            state={"buffer_count": self.buffers, "durable": durable},
+            sub_group_size=size,
+            overlap_step=overlap_step,
+            optimizer={"type": "AdamW", "params": {"lr": 1e-4}},
+            aio={"engine": engine},
+            **MODES["bf16"],
+            **(unclipped if overlap_step == "backward" else {"gradient_clipping": CLIPPING}),
+        )
+        return Training(model, batch, its)
 
 
 def _written(overlap_step: OverlapStep) -> int:
     return WRITTEN_PER_PARAMETER + (DURABLE_PER_PARAMETER if overlap_step == "speculate" else 0)
-
-
-def section(
-    overlap_step: OverlapStep,
-    path: Path | None,
-    *,
-    sub_group_size: int,
-    buffers: int,
-    engine: str = "auto",
-    durable: bool | str = False,
-) -> dict[str, Any]:
-    """Make a configuration section. Clipping is on, but with ``backward``, where nothing may come between.
-
-    Args:
-        overlap_step: the schedule.
-        path: folder on the drive; None keeps the state in host memory.
-        sub_group_size: parameters of a subgroup.
-        buffers: staging buffers.
-        engine: what does the I/O.
-        durable: whether the state outlives the run, or its name; ``speculate`` needs it.
-    """
-    drive: dict[str, Any] = {"device": "cpu"}
-    if path is not None:
-        drive = {"device": "nvme", "nvme_path": str(path), "buffer_count": buffers, "durable": durable}
-    clipping: dict[str, Any] = {"gradient_clipping": CLIPPING}
-    if overlap_step == "backward":
-        clipping = {"gradient_clipping": 0.0, "skip_non_finite": False}
-    return {
-        "zero_optimization": {"stage": 3, "sub_group_size": sub_group_size, "offload_optimizer": drive},
-        "bf16": {"enabled": True},
-        "overlap_step": overlap_step,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "aio": {"engine": engine},
-        **clipping,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +134,7 @@ class Cell(Figures):
     """Seconds in which the drive moves every subgroup there and back: what ``off`` moves, no more and no less."""
     iterations: tuple[Iteration, ...]
     bound: float
-    """How many times as long as the ideal an iteration has to be, by the model of `offload plan`."""
+    """An iteration has to be so many times as long as the ideal, by the model of `offload plan`."""
 
     @property
     def seconds(self) -> float:
@@ -162,12 +143,12 @@ class Cell(Figures):
 
     @property
     def of_ideal(self) -> float:
-        """How many times as long as the ideal an iteration is."""
+        """Return how many times as long as the ideal an iteration is."""
         return self.seconds / max(self.compute, self.nvme)
 
     @property
     def quotient(self) -> float:
-        """How much longer an iteration is than the bound says."""
+        """Return how much longer an iteration is than the bound says."""
         return self.of_ideal / self.bound
 
     @property
@@ -222,11 +203,10 @@ def paced(
         within = sum(cell.quotient <= LIMIT for cell in found)
         return [*notes, f"at most {LIMIT:g} times the bound: {within} of {len(found)}"]
 
-    experiment = Experiment(
-        name=f"hidden-step-{shape}", title="Iterations over a paced drive", head=Cell.head(), save_to=save_to
-    )
-    with _folder() as folder:
-        experiment.run(_cells(setup, _schedules(overlap_step), io_seconds, iterations, folder), with_verdict)
+    with TemporaryDirectory() as folder:
+        cells = _cells(setup, _schedules(overlap_step), io_seconds, iterations, Path(folder))
+        title = "Iterations over a paced drive"
+        run_experiment(f"hidden-step-{shape}", title, Cell.head(), cells, with_verdict, save_to=save_to)
 
 
 def _cells(setup: Setup, overlaps: Sequence[OverlapStep], nvme: float, count: int, path: Path) -> Iterator[Cell]:
@@ -270,7 +250,6 @@ def clipped(
 ) -> None:
     """Measure steps most of which clip, over a paced drive: speculate over forward, both durable."""
     setup = Setup(width=width, subgroups=subgroups, buffers=buffers)
-    experiment = Experiment(name="hidden-step-clipped", title="Steps that clip", head=comparison.HEAD, save_to=save_to)
 
     def cases(path: Path) -> Iterator[Comparison]:
         with paced_drive() as pace, ExitStack() as stack:
@@ -287,8 +266,8 @@ def clipped(
             name = f"speculate over forward, {share:.0%} of the steps clipped"
             yield from Case(name=name, ours=ours, reference=reference).measure(quads)
 
-    with _folder() as folder:
-        experiment.run(cases(folder))
+    with TemporaryDirectory() as folder:
+        run_experiment("hidden-step-clipped", "Steps that clip", comparison.HEAD, cases(Path(folder)), save_to=save_to)
 
 
 @hidden_step.command()
@@ -303,66 +282,44 @@ def drive(
     save_to: SaveTo = None,
 ) -> None:
     """Measure on a real drive each schedule beside off; layers sleep for as long as the drive moves the state."""
-    setup = Setup(width=width, buffers=buffers)
-    what = (
-        f"269 million parameters, computed for {tokens} tokens"
-        if real
-        else f"{setup.numel:,} parameters, layers sleep as long as the I/O"
-    )
+    setup = Setup(width=width, buffers=buffers, tokens=tokens if real else None)
+    what = f"{setup.numel:,} parameters, layers sleep as long as the I/O"
     notes = [
-        f"{what}; {buffers} staging buffers; {ITERATIONS} iterations each time, and all waited for between",
+        f"{f'269 million parameters, computed for {tokens} tokens' if real else what}; {buffers} staging buffers; "
+        f"{ITERATIONS} iterations each time, and all waited for between",
         f"left out: rounds in which an iteration in memory was off by more than {TOLERANCE:.0%}",
     ]
-    experiment = Experiment(
-        name=f"hidden-step-{'real' if real else 'sleeping'}",
-        title="Iterations on a drive, beside the plain order",
-        head=("overlap_step", "over off (95 %)", "control", "quads", "its own s", "off s"),
-        path=path,
-        save_to=save_to,
-    )
-    names = [name for name in _schedules(overlap_step) if name != "off"]
-    with _folder(path) as folder:
-        experiment.run(
-            (found for name in names for found in on_drive(setup, name, tokens if real else None, quads, folder)),
-            lambda found: notes,
-        )
+    head = ("overlap_step", "over off (95 %)", "control", "quads", "its own s", "off s")
+    title = "Iterations on a drive, beside the plain order"
+    name = f"hidden-step-{'real' if real else 'sleeping'}"
+    schedules = [schedule for schedule in _schedules(overlap_step) if schedule != "off"]
+    with TemporaryDirectory(prefix="nvme-offload-hidden-step-", dir=path) as folder:
+        compared = (found for schedule in schedules for found in on_drive(setup, schedule, quads, Path(folder)))
+        run_experiment(name, title, head, compared, lambda found: notes, path=path, save_to=save_to)
 
 
-def on_drive(
-    setup: Setup, overlap_step: OverlapStep, tokens: int | None, quads: int, path: Path
-) -> Iterator[Comparison]:
+def on_drive(setup: Setup, overlap_step: OverlapStep, quads: int, path: Path) -> Iterator[Comparison]:
     """Measure a schedule beside ``off``. What ``speculate`` is compared with is durable, too.
 
-    Args:
-        setup: the model that sleeps, and the staging buffers.
-        overlap_step: the schedule.
-        tokens: of a batch of the model that computes; None: layers sleep for as long as `step()` takes with ``off``,
-            measured anew in each round.
-        quads: how many rounds.
-        path: folder on the drive.
+    Layers that sleep do so for as long as `step()` takes with ``off``, measured anew in each round.
     """
     kept = overlap_step == "speculate"
     with ExitStack() as stack:
-
-        def enter(name: OverlapStep, folder: Path | None, durable: bool | str = False) -> Training:
-            made = (
-                setup.training(name, folder, durable=durable)
-                if tokens is None
-                else _computing(name, folder, tokens, setup.buffers, durable)
-            )
-            return stack.enter_context(made)
-
-        ours, off = enter(overlap_step, path, kept and "ours"), enter("off", path, kept and "off")
-        memory = enter("off", None)
-        asked = None if tokens is None else median(memory.seconds(ITERATIONS) for _ in range(3))
+        trainings = [
+            stack.enter_context(setup.training(overlap_step, path, durable=kept and "ours")),
+            stack.enter_context(setup.training("off", path, durable=kept and "off")),
+            stack.enter_context(setup.training("off", None)),
+        ]
+        ours, off, memory = trainings
+        asked = None if setup.tokens is None else median(memory.seconds(ITERATIONS) for _ in range(3))
 
         def before() -> tuple[Mapping[str, float], bool]:
             wanted = asked
             if wanted is None:
-                for training in (ours, off, memory):
+                for training in trainings:
                     compute_for(training, 0.0)
                 own, wanted = memory.seconds(ITERATIONS), mean(one.step for one in off.iterations(1 + ITERATIONS)[1:])
-                for training in (ours, off, memory):
+                for training in trainings:
                     compute_for(training, max(0.0, wanted - own))
             compute = memory.seconds(ITERATIONS)
             return {"compute": compute, "wanted": wanted}, abs(compute / wanted - 1) <= TOLERANCE
@@ -375,16 +332,6 @@ def on_drive(
         ).measure(quads)
 
 
-def _computing(
-    overlap_step: OverlapStep, path: Path | None, tokens: int, buffers: int, durable: bool | str
-) -> Training:
-    """Train a model that really computes, with the same weights each time."""
-    torch.manual_seed(0)
-    model: nn.Module = layered_model(REAL_LAYERS, REAL_WIDTH)
-    its = section(overlap_step, path, sub_group_size=REAL_WIDTH**2 * 2, buffers=buffers, durable=durable)
-    return Training(model, torch.randn(tokens, REAL_WIDTH), its)
-
-
 def compute_for(training: Training, seconds: float) -> None:
     """Let forward and backward of a model that sleeps take so long; another one computes as before."""
     for module in training.engine.module.modules():
@@ -394,12 +341,3 @@ def compute_for(training: Training, seconds: float) -> None:
 
 def _schedules(overlap_step: OverlapStep | None) -> tuple[OverlapStep, ...]:
     return OVERLAPS if overlap_step is None else (overlap_step,)
-
-
-@contextmanager
-def _folder(path: Path | None = None) -> Iterator[Path]:
-    """A folder that is removed; the process group that the trainings made goes, too."""
-    with TemporaryDirectory(prefix="nvme-offload-hidden-step-", dir=path) as folder:
-        yield Path(folder)
-    if dist.is_initialized():
-        dist.destroy_process_group()

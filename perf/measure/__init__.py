@@ -1,1 +1,1 @@
-"""What is measured, on which machine: the ground under the commands."""
+"""The commands measure workloads on a machine, and both are here."""

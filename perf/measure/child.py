@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType, TracebackType
+from signal import strsignal
+from types import FrameType
 from typing import Any, Self
 
 SECONDS_TO_STOP = 20.0
@@ -66,11 +67,19 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with uninterrupted():
-            self._stop()
+    def __exit__(self, *exception: object) -> None:
+        """End the child if it still runs: it gets time to remove its swap, in which Ctrl-C is ignored."""
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self._process.terminate()
+            try:
+                self._process.wait(SECONDS_TO_STOP)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._channel.close()
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def tell(self, content: object) -> None:
         """Send a value; None says that nothing more will come. A child that is gone says so where it is expected to."""
@@ -83,12 +92,9 @@ class Child:
         on_other: Callable[[str, Any], None] = lambda kind, content: None,
         within: float | None = None,
     ) -> Any:
-        """Return the content of the next message of this kind; those before it go to `on_other`.
+        """Return the content of the next message of this kind; those before it go to `on_other`, with their kind.
 
-        Args:
-            wanted: the kind.
-            on_other: called with kind and content of others.
-            within: seconds after which the child, with all that it started, is killed; None: it may take any time.
+        After `within` seconds the child, with all that it started, is killed; None: it may take any time.
 
         Raises:
             ChildFailedError: the child failed, ended without it, or took too long.
@@ -103,10 +109,9 @@ class Child:
             try:
                 kind, content = self._channel.recv()
             except (EOFError, ConnectionResetError):
-                how = _end_of(self._process.wait())
-                raise ChildFailedError(
-                    f"the child process {how} and gave no {wanted}; its output is in {self._log}"
-                ) from None
+                code = self._process.wait()  # a killed one often ran out of memory
+                how = f"ended with code {code}" if code >= 0 else f"was ended by signal {-code} ({strsignal(-code)})"
+                raise ChildFailedError(f"the child process {how} and gave no {wanted}; see {self._log}") from None
             if kind == "failure":
                 raise ChildFailedError(content)
             if kind == wanted:
@@ -119,17 +124,6 @@ class Child:
         content = self.expect(wanted)
         self._process.wait()
         return content
-
-    def _stop(self) -> None:
-        """End the child if it still runs: it gets time to remove its swap."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(SECONDS_TO_STOP)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._channel.close()
 
 
 def serve(channel: Connection) -> int:
@@ -150,26 +144,9 @@ def serve(channel: Connection) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ignores Ctrl-C for the moment that cleaning up takes."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _leave(number: int, frame: FrameType | None) -> None:
     """Leaves through every `with`, so that the swap is removed."""
     raise SystemExit(128 + number)
-
-
-def _end_of(code: int) -> str:
-    """How a child process ended, in words; a killed one often ran out of memory."""
-    if code >= 0:
-        return f"ended with code {code}"
-    return f"was ended by signal {-code} ({signal.strsignal(-code)})"
 
 
 if __name__ == "__main__":

@@ -100,12 +100,13 @@ class Comparison:
         """95 % of the quotients of resampled quads and controls (bootstrap, percentile method, fixed seed)."""
         source, ratios, controls = random.Random(SEED), self.ratios, self.control_ratios
         quotients = sorted(
-            _resampled_median(ratios, source) / _resampled_median(controls, source) for _ in range(RESAMPLES)
+            median(source.choices(ratios, k=len(ratios))) / median(source.choices(controls, k=len(controls)))
+            for _ in range(RESAMPLES)
         )
         return quotients[round(0.025 * (RESAMPLES - 1))], quotients[round(0.975 * (RESAMPLES - 1))]
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures in plain types, for JSON."""
+        """The figures of the rounds that count, in plain types."""
         return {
             "quads": [one.quad.rates for one in self.counted],
             "controls": [one.control.rates for one in self.counted if one.control],
@@ -164,5 +165,7 @@ class Case:
             yield Comparison(self.name, tuple(rounds))
 
 
-def _resampled_median(values: list[float], source: random.Random) -> float:
-    return median(source.choices(values, k=len(values)))
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that `percent` of all values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from nvme_offload.offload.progress import say
-from nvme_offload.perf.measure.command_line import failures_in_words, say_saved
-from nvme_offload.perf.measure.environment import environment
-from nvme_offload.perf.measure.knobs import check_save
+from nvme_offload.perf.measure.command_line import check_save, failures_in_words, say_saved
+from nvme_offload.perf.measure.machine import environment
 from nvme_offload.perf.measure.results import page, save
 
 
 class Outcome(Protocol):
-    """What measuring one case has found."""
+    """Measuring one case has found this."""
 
     def cells(self) -> list[str]:
         """Its row of the table; the first cell says which case it is."""
@@ -35,7 +35,7 @@ class Column(NamedTuple):
     name: str
     """The attribute of the outcome."""
     spec: str = ""
-    """How it is written, see `format`."""
+    """The format that it is written in, see `format`."""
 
 
 class Figures:
@@ -63,57 +63,59 @@ class Figures:
 Found = TypeVar("Found", bound=Outcome)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """A table of outcomes, and where it is written."""
+def run_experiment(
+    name: str,
+    title: str,
+    head: Sequence[str],
+    outcomes: Iterable[Found],
+    notes: Callable[[list[Found]], Sequence[str]] = lambda known: (),
+    *,
+    path: Path | None = None,
+    save_to: Path | None = None,
+    asked: Mapping[str, Any] = {},
+) -> list[Found]:
+    """Measure, and show a table.
 
-    name: str
-    """The name of its files."""
-    title: str
-    head: Sequence[str]
-    path: Path | None = None
-    """The folder on the drive; None: no drive is measured."""
-    save_to: Path | None = None
-    """The folder for the results: JSON and Markdown."""
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    """What else the document says, by its name there."""
+    What is known is saved after every outcome, as JSON and Markdown under one name, so that a run that is cut short has
+    saved that. A process group that the measured trainings made is gone afterwards.
 
-    def run(
-        self, outcomes: Iterable[Found], notes: Callable[[list[Found]], Sequence[str]] = lambda known: ()
-    ) -> list[Found]:
-        """Measure, and show the table.
+    Args:
+        name: of the files.
+        title: of the page.
+        head: of the table.
+        outcomes: measured one by one as they are asked for. A further one of a case takes the place of the last.
+        notes: makes the sentences below the table.
+        path: the folder on the drive; None: no drive is measured.
+        save_to: the folder for the results.
+        asked: what else the document says, by its name there.
 
-        What is known is saved after every outcome, under one name, so that a run that is cut short has saved that.
-
-        Args:
-            outcomes: measured one by one as they are asked for. A further one of a case takes the place of the last.
-            notes: makes the sentences below the table.
-
-        Raises:
-            typer.Exit: measuring failed; the reason has been said.
-        """
-        known, files = dict[str, Found](), list[Path]()
-        with failures_in_words():
-            if self.save_to:
-                check_save(self.save_to)
-            facts = environment([self.path] if self.path else [])
+    Raises:
+        typer.Exit: measuring failed; the reason has been said.
+    """
+    known, files = dict[str, Found](), list[Path]()
+    with failures_in_words():
+        if save_to:
+            check_save(save_to)
+        facts = environment([path] if path else [])
+        try:
             for outcome in outcomes:
                 row = outcome.cells()
                 known[row[0]] = outcome
                 say("  ".join(row))
-                if self.save_to:
-                    files = self._save(self.save_to, facts, list(known.values()), notes(list(known.values())))
-        table = Table(*self.head, box=None)
-        for outcome in known.values():
-            table.add_row(*outcome.cells())
-        console = Console()
-        console.print(table)
-        for note in notes(list(known.values())):
-            console.print(note, soft_wrap=True, highlight=False)
-        say_saved(files)
-        return list(known.values())
-
-    def _save(self, folder: Path, facts: dict[str, Any], outcomes: list[Found], notes: Sequence[str]) -> list[Path]:
-        document = {"environment": facts, **self.asked, "results": [outcome.to_dict() for outcome in outcomes]}
-        text = page(self.title, facts, self.head, [outcome.cells() for outcome in outcomes], notes)
-        return save(folder, self.name, json.loads(json.dumps(document)), text)
+                if save_to:
+                    found = list(known.values())
+                    document = {"environment": facts, **asked, "results": [each.to_dict() for each in found]}
+                    text = page(title, facts, head, [each.cells() for each in found], notes(found))
+                    files = save(save_to, name, json.loads(json.dumps(document)), text)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    found, console = list(known.values()), Console()
+    table = Table(*head, box=None)
+    for outcome in found:
+        table.add_row(*outcome.cells())
+    console.print(table)
+    for note in notes(found):
+        console.print(note, soft_wrap=True, highlight=False)
+    say_saved(files)
+    return found

@@ -1,11 +1,16 @@
-"""A small GPT over bytes, in plain PyTorch."""
+"""A small GPT over bytes, in plain PyTorch, and the text that it learns: the source of Python's own library."""
 
 import math
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that all PyTorch code uses
 from torch import Tensor, nn
+
+from nvme_offload.perf.measure.command_line import KnobError
 
 HEAD_SIZE = 64
 VOCABULARY = 256
@@ -15,6 +20,11 @@ TILE_NUMEL = 64 * 1024
 STATE_BYTES_PER_PARAMETER = 12  # the most any precision needs: fp32 master weight, exp_avg and exp_avg_sq
 SLACK_BYTES = 64 * 2**20
 ROTARY_BASE = 10_000.0
+SKIPPED_DIRECTORIES = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+LEAST_FILES = 40
+SEPARATOR = b"\0"
+CONTEXT = 128
+"""Bytes of a sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +64,18 @@ def parse_size(text: str) -> ModelSize:
     """Reads a preset's name, or layers and width as in `8x512`.
 
     Raises:
-        ValueError: It is neither; the message says what would be.
+        KnobError: It is neither; the message says what would be.
     """
     if text in PRESETS:
         return PRESETS[text]
     layers, cross, width = text.lower().partition("x")
     if not (cross and layers.isdecimal() and width.isdecimal()):
-        raise ValueError(f"{text!r} is not {', '.join(PRESETS)} or LAYERSxWIDTH such as 8x512")
+        raise KnobError("size", f"{text!r} is not {', '.join(PRESETS)} or LAYERSxWIDTH such as 8x512")
     size = ModelSize(layers=int(layers), width=int(width))
     if not 1 <= size.layers <= 96:
-        raise ValueError(f"{text!r} asks for {size.layers} layers; 1 to 96 are possible")
+        raise KnobError("size", f"{text!r} asks for {size.layers} layers; 1 to 96 are possible")
     if not HEAD_SIZE <= size.width <= 8192 or size.width % HEAD_SIZE:
-        raise ValueError(f"{text!r} asks for width {size.width}; multiples of {HEAD_SIZE} up to 8192 are possible")
+        raise KnobError("size", f"{text!r} asks for width {size.width}; choose multiples of {HEAD_SIZE} up to 8192")
     return size
 
 
@@ -127,15 +137,10 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Predicts the next byte.
+    """Predicts the next byte of sequences of `context` bytes; `arithmetic`: precision of forward and backward.
 
     Besides the byte itself, a position embeds the pair of the previous byte and this one. The table of pairs is
     most of the parameters and costs no arithmetic: many parameters and quick learning on a small machine.
-
-    Args:
-        size: Layers and width.
-        context: Positions of one sequence.
-        arithmetic: The precision of forward and backward; that of the parameters is whatever they are converted to.
     """
 
     cos: Tensor
@@ -168,3 +173,30 @@ class ByteGPT(nn.Module):
             x = block(x, cos, sin)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def load_corpus(root: Path | None = None) -> bytes:
+    """Read all modules of a library (the interpreter's own) but tests and installed packages, in the same order always.
+
+    Raises:
+        FileNotFoundError: There is too little source there, as in an interpreter that ships only byte code.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    files = (path.relative_to(root) for path in root.rglob("*.py"))
+    kept = sorted(path.as_posix() for path in files if not SKIPPED_DIRECTORIES & set(path.parts[:-1]))
+    if len(kept) < LEAST_FILES:
+        raise FileNotFoundError(
+            f"{root} holds {len(kept)} Python source files, at least {LEAST_FILES} are needed: "
+            "this interpreter comes without its library's source"
+        )
+    return SEPARATOR.join((root / name).read_bytes() for name in kept)
+
+
+def batches(text: bytes, rows: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give inputs and targets without end, int64 [rows, CONTEXT], the same for the same seed."""
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(data) - CONTEXT - 1, (rows,), generator=generator)
+        windows = torch.stack([data[start : start + CONTEXT + 1] for start in starts.tolist()]).long()
+        yield windows[:, :-1], windows[:, 1:]

@@ -30,7 +30,7 @@ _EARLY_SECONDS = 5e-5  # a completion so little ahead of its time is given at on
 
 @dataclass
 class Pace:
-    """How fast bytes move; may be changed while nothing is under way."""
+    """A pace says how fast bytes move; it may be changed while nothing is under way."""
 
     rate: float = math.inf
     """Bytes per second, of reads and writes together."""
@@ -71,7 +71,7 @@ class PacedThread(OwnerThread):
         return completed
 
     def _address(self, fd: int) -> int:
-        """Where the bytes of a file are: anonymous memory as large as the file, taken when they are first touched."""
+        """Return the bytes of a file: anonymous memory as large as the file, taken when they are first touched."""
         if fd not in self._memory:
             self._memory[fd] = mmap.mmap(-1, max(mmap.PAGESIZE, os.fstat(fd).st_size))
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory[fd]))

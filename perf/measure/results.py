@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nvme_offload.perf.measure.environment import describe
+from nvme_offload.perf.measure.machine import describe
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -39,3 +40,11 @@ def save(folder: Path, name: str, document: dict[str, Any], text: str) -> list[P
     paths[0].write_text(readable_json(document), encoding="utf-8")
     paths[1].write_text(text, encoding="utf-8")
     return paths
+
+
+NO_PICTURE = "no picture: matplotlib is not installed; type: pip install 'nvme-offload[pictures]'"
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is there, which only pictures need."""
+    return find_spec("matplotlib") is not None

@@ -1,10 +1,9 @@
-"""What is measured one and two floors above the engine: `TensorSwapper`, and ``OffloadAdamW.step()``."""
+"""Two workloads lie above the engine: `TensorSwapper`, and ``OffloadAdamW.step()``."""
 
 from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ import torch
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from nvme_offload.offload.units import MiB
-from nvme_offload.optim.adamw import OffloadAdamW
-from nvme_offload.optim.stats import Span
-from nvme_offload.perf.measure.settings import BUFFERS_PER_RING, Rw, Settings
+from nvme_offload.optim.optimizers.adamw import OffloadAdamW
+from nvme_offload.optim.telemetry.stats import Span
+from nvme_offload.perf.measure.command_line import BUFFERS_PER_RING, Rw, Settings
+from nvme_offload.perf.measure.sections import section
 from nvme_offload.perf.measure.workloads import Gauge, Sample
 
 STEP_BUFFERS = 4
@@ -28,28 +28,13 @@ MAX_SWAPPER_RINGS = 64 // BUFFERS_PER_RING
 """A section takes at most 64 staging buffers (`buffer_count`)."""
 
 
-def section(settings: Settings, buffer_bytes: int, num_buffers: int) -> OffloadConfig:
-    """The configuration section that says what the knobs say."""
-    return OffloadConfig.from_dict(
-        {
-            "zero_optimization": {
-                "sub_group_size": 2**31,  # the staging buffers decide
-                "offload_optimizer": {
-                    "device": "nvme",
-                    "nvme_path": [str(path) for path in settings.paths],
-                    "buffer_count": num_buffers,
-                    "staging_budget": num_buffers * buffer_bytes,
-                },
-            },
-            "aio": {
-                "engine": settings.ioengine,
-                "block_size": settings.bs,
-                "queue_depth": settings.iodepth,
-                "rings": settings.numjobs,
-                "direct": settings.direct,
-            },
-        }
-    )
+def section_of(settings: Settings, buffer_bytes: int, num_buffers: int) -> OffloadConfig:
+    """The configuration section that says what the knobs say; the staging buffers decide about subgroups."""
+    paths = [str(path) for path in settings.paths]
+    state = {"nvme_path": paths, "buffer_count": num_buffers, "staging_budget": num_buffers * buffer_bytes}
+    aio = {"engine": settings.ioengine, "block_size": settings.bs, "queue_depth": settings.iodepth}
+    aio |= {"rings": settings.numjobs, "direct": settings.direct}
+    return OffloadConfig.from_dict(section(settings.paths[0], state=state, sub_group_size=2**31, aio=aio))
 
 
 class SwapperTarget(AbstractContextManager["SwapperTarget"]):
@@ -58,7 +43,7 @@ class SwapperTarget(AbstractContextManager["SwapperTarget"]):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         step = settings.transfer_bytes
-        self._swapper = TensorSwapper(section(settings, step, settings.num_buffers))
+        self._swapper = TensorSwapper(section_of(settings, step, settings.num_buffers))
         self.engine = self._swapper.tier.opened
         self.direct = self._swapper.tier.direct
         numel, device = step // 4, settings.device
@@ -68,9 +53,7 @@ class SwapperTarget(AbstractContextManager["SwapperTarget"]):
         }
         self._order = list(self._tensors)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._swapper.close()
 
     def prepare(self) -> None:
@@ -107,16 +90,14 @@ class StepTarget(AbstractContextManager["StepTarget"]):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         budget = max(MIN_STEP_STAGING_BYTES, min(MAX_STEP_STAGING_BYTES, settings.size // 8))
-        self._section = section(settings, budget // STEP_BUFFERS, STEP_BUFFERS)
+        self._section = section_of(settings, budget // STEP_BUFFERS, STEP_BUFFERS)
         self._param = self._parameter(settings.size // STATE_BYTES_PER_PARAMETER)
         self.optimizer = OffloadAdamW([self._param], lr=1e-6, offload=self._section)
         tier = self.optimizer.store.tier
         assert tier is not None  # the section says nvme
         self.engine, self.direct, self._tier = tier.opened, tier.direct, tier
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.optimizer.close()
 
     def prepare(self) -> None:

@@ -1,4 +1,4 @@
-"""What is measured: passes over a swap file, through the engine alone or through what is built on it.
+"""A workload is a pass over a swap file, through the engine alone or through what is built on it.
 
 Every target first writes its whole region (extents that were never written read at memory speed, without any I/O) and
 verifies what it reads back. A pass then moves a known number of bytes and gives one `Sample`.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 import torch
@@ -31,7 +30,7 @@ from nvme_offload.offload.errors import SwapIOError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.storage.swap_file import DirectPolicy
 from nvme_offload.offload.storage.swap_space import SwapSpace
-from nvme_offload.perf.measure.settings import Rw, Settings
+from nvme_offload.perf.measure.command_line import Rw, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +87,7 @@ class Gauge(AbstractContextManager["Gauge"]):
         self._cpu_seconds = time.process_time()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._cpu_seconds = time.process_time() - self._cpu_seconds
         after = self._stats()
         self.counted = EngineStats(
@@ -124,9 +121,7 @@ class Region(AbstractContextManager["Region"]):
             self.space.close()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.space.close()
 
 
@@ -145,25 +140,28 @@ class RawTarget(AbstractContextManager["RawTarget"]):
     """Parts of an extent through an engine, as the optimizer's pipeline hands them in: a few transfers under way.
 
     ``mixed`` is the pattern of an optimizer step: a part is read into a buffer and written back from it, while reads
-    run ahead and writes run behind, one to one from the first to the last request.
+    run ahead and writes run behind, one to one from the first to the last request. Without a region it has its own.
     """
 
-    def __init__(self, settings: Settings, region: Region) -> None:
-        self._region = region
-        size, step = region.extent.size_bytes, settings.transfer_bytes
-        self._parts = [(start, min(step, size - start)) for start in range(0, size, step)]
+    def __init__(self, settings: Settings, region: Region | None = None) -> None:
         self._next_part = 0
         self._moves_data = settings.ioengine != "null"
-        self.direct = region.space.direct
-        options = EngineOptions(
-            queue_depth=settings.iodepth,
-            block_size=settings.bs,
-            rings=settings.numjobs,
-            alignment=region.space.alignment,
-            max_operations=2 * settings.num_buffers,
-        )
         with ExitStack() as undo:
-            self._pool = undo.enter_context(_closing(BufferPool(settings.num_buffers, step)))
+            if region is None:
+                region = undo.enter_context(Region(settings.paths, settings.size, settings.direct))
+            self._region = region
+            self.direct = region.space.direct
+            size, step = region.extent.size_bytes, settings.transfer_bytes
+            self._parts = [(start, min(step, size - start)) for start in range(0, size, step)]
+            options = EngineOptions(
+                queue_depth=settings.iodepth,
+                block_size=settings.bs,
+                rings=settings.numjobs,
+                alignment=region.space.alignment,
+                max_operations=2 * settings.num_buffers,
+            )
+            self._pool = BufferPool(settings.num_buffers, step)
+            undo.callback(self._pool.close)
             self.engine = open_bench_engine(settings.ioengine, options)
             undo.callback(self.engine.engine.close)
             self._slots = [_Slot(self._pool.acquire()) for _ in range(settings.num_buffers)]
@@ -172,9 +170,7 @@ class RawTarget(AbstractContextManager["RawTarget"]):
             self.registration = self.engine.engine.register(self._pool.regions, region.space.fds)
             self._undo = undo.pop_all()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._undo.close()
 
     def prepare(self) -> None:
@@ -263,11 +259,3 @@ def open_bench_engine(name: str, options: EngineOptions) -> OpenedEngine:
 
 def _pattern(start: int, size_bytes: int) -> torch.Tensor:
     return torch.arange(start // 8, (start + size_bytes) // 8) * 0x9E3779B97F4A7C1
-
-
-@contextmanager
-def _closing(pool: BufferPool) -> Iterator[BufferPool]:
-    try:
-        yield pool
-    finally:
-        pool.close()

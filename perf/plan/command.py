@@ -15,29 +15,25 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import available_bytes
 from nvme_offload.optim.zero.section_checks import completed_for
 from nvme_offload.perf.measure.accelerator import copy_rates, device_here, facts_of
-from nvme_offload.perf.measure.command_line import byte_option, to_bytes
-from nvme_offload.perf.plan.catalogue import drives_of
-from nvme_offload.perf.plan.durable import show_durable, to_dict
-from nvme_offload.perf.plan.machine import Drives, Machine, MachineError
-from nvme_offload.perf.plan.prediction import MAX_LAYERS, Job, Prediction, excess_of, largest_model, predict
-from nvme_offload.perf.plan.report import show
+from nvme_offload.perf.measure.command_line import Json, byte_option, to_bytes
+from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError, drives_of
+from nvme_offload.perf.plan.placing import Job
+from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, excess_of, largest_model, predict
+from nvme_offload.perf.plan.report import show, show_durable, to_dict
 from nvme_offload.perf.plan.shape import ModelShape, ShapeError
-
-UPDATE_RATE = 1e9
-"""Parameters per second of the update kernel, less than `perf/benchmarks/bench_kernel.py` measured on two cores."""
 
 _DRIVE = {"device": "nvme", "nvme_path": "."}
 STATE_ON_NVME: dict[str, Any] = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 3, "offload_optimizer": _DRIVE},
 }
-"""What is planned for GPUs without ``--config``, where they hold parameters and gradients."""
+"""This is planned for GPUs without ``--config``, where they hold parameters and gradients."""
 ALL_ON_NVME: dict[str, Any] = {
     **STATE_ON_NVME,
     "zero_optimization": {**STATE_ON_NVME["zero_optimization"], "offload_param": _DRIVE},
     "offload_gradients": _DRIVE,
 }
-"""What is planned for the CPU without ``--config``, and for GPUs that do not hold parameters and gradients."""
+"""This is planned for the CPU without ``--config``, and for GPUs that do not hold parameters and gradients."""
 
 
 def _number(text: str) -> int:
@@ -95,7 +91,7 @@ def plan(
     tokens: Annotated[int, typer.Option(help="Of one micro-batch on one rank.")] = 2048,
     checkpointing: Annotated[bool, typer.Option(help="Layers are computed again in backward.")] = True,
     durable: Annotated[bool, typer.Option("--durable", help="Also what it costs that every step survives.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Predict memory, traffic, time and wear of a training step, and the largest model that fits."""
     try:
@@ -152,7 +148,7 @@ def _device(memory: int | None, pcie: int | None) -> tuple[int | None, float | N
 def _predicted(
     file: Path | None, machine: Machine, shape: ModelShape, tokens: int, *, checkpointing: bool
 ) -> Prediction:
-    """What a section comes to; without one, on GPUs the first of our own whose parameters and gradients fit."""
+    """Return what a section comes to; without one, on GPUs the first of our own whose parameters and gradients fit."""
     own = [ALL_ON_NVME] if machine.device_memory is None else [STATE_ON_NVME, ALL_ON_NVME]
     for section in own if file is None else [file]:
         config = plannable(OffloadConfig.of(section), machine)

@@ -1,12 +1,19 @@
-"""What an iteration has to do, in seconds of its pieces, and how long it takes."""
+"""An iteration has pieces, which take seconds, and takes so long in all."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Literal
 
-from nvme_offload.optim.stats import CLOSE, Limit
+from nvme_offload.offload.storage.tier_plan import Tier
+from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.step.schedule import OverlapStep
+from nvme_offload.optim.telemetry.stats import CLOSE, Limit
+from nvme_offload.perf.plan.machine import Drives, Machine
+from nvme_offload.perf.plan.placing import PlacedJob
+from nvme_offload.perf.plan.traffic import PHASES, Phase, StepTraffic, Traffic
 
 OVERLAPS: tuple[OverlapStep, ...] = ("off", "forward", "backward", "speculate")
 IN_BACKWARD: tuple[OverlapStep, ...] = ("backward", "speculate")
@@ -61,7 +68,7 @@ class SubgroupTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What an iteration has to do."""
+    """An iteration has to do this."""
 
     groups: tuple[GroupTime, ...]
     """In the order of the forward. Backward goes the other way."""
@@ -118,7 +125,7 @@ class IterationTime:
 
     @property
     def limit(self) -> Limit | Literal["PCIe"]:
-        """What would have to be more or faster for a shorter iteration."""
+        """Return what would have to be more or faster for a shorter iteration."""
         work = self.work
         if work.pcie > max(work.compute, work.nvme, work.update):
             return "PCIe"
@@ -153,3 +160,99 @@ class IterationTime:
             "parts": self.parts,
             "waiting": self.waiting,
         }
+
+
+def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic]) -> Work | None:
+    """The work of one rank; None where a rate that it depends on is not known.
+
+    Args:
+        placed: its machine's drives are shared by the ranks of a node. On a device an update takes next to no time.
+        tiers: traffic of parameters and of gradients in one step.
+    """
+    job, machine, state_on = placed.job, placed.machine, placed.state_on
+    if machine.flops is None or (machine.drives is None and ("nvme" in state_on or tiers)):
+        return None
+    zero, copies, pcie = job.config.zero_optimization, placed.copies, machine.pcie or inf
+    group_numels = [sum(group) for group in job.shape.groups]
+    moved = {phase: _seconds(machine, tiers, phase) for phase in PHASES}
+    # Two operations per parameter and token forward, four backward, two more where layers are computed again. An
+    # embedding is looked up, not multiplied, but a head of the same size mostly is.
+    forward = 2.0 * job.shape.numel * job.tokens * job.micro_batches / machine.flops
+    backward = forward * (3 if job.checkpointing else 2)
+    of_blocks = moved["update"] / max(1, len(placed.subgroups)) / 2
+    share_of_rank = sum(subgroup.numel for subgroup in placed.subgroups) / sum(group_numels)
+    shares = [numel / (sum(group_numels) * job.micro_batches) for numel in group_numels]
+    return Work(
+        groups=tuple(
+            GroupTime(
+                forward=share * forward,
+                backward=share * backward,
+                forward_nvme=share * moved["forward"],
+                backward_nvme=share * moved["backward"],
+                forward_pcie=numel * share_of_rank * copies.forward / pcie,
+                backward_pcie=numel * share_of_rank * copies.backward / pcie,
+            )
+            for share, numel in zip(shares, group_numels, strict=True)
+        ),
+        subgroups=tuple(
+            _subgroup_time(placed, subgroup, tier, of_blocks)
+            for subgroup, tier in zip(placed.subgroups, state_on, strict=True)
+        ),
+        num_buffers=zero.offload_optimizer.buffer_count,
+        micro_batches=job.micro_batches,
+        tier_ahead=zero.offload_param.buffer_count - 1,
+    )
+
+
+def on_one_processor(work: Work, overlap_step: OverlapStep) -> Work:
+    """The work where forward and backward compute on the processor that also updates: one waits for the other.
+
+    In ``step()`` they do so anyway. Behind it, an update is counted as a part of the forward that needs it.
+    """
+    if overlap_step == "off":
+        return work
+    updates = [0.0] * len(work.groups)
+    for subgroup in work.subgroups:
+        updates[subgroup.first] += subgroup.update / work.micro_batches
+    return replace(
+        work,
+        groups=tuple(
+            replace(group, forward=group.forward + update) for group, update in zip(work.groups, updates, strict=True)
+        ),
+        subgroups=tuple(replace(subgroup, update=0.0) for subgroup in work.subgroups),
+    )
+
+
+def seconds_of(drives: Drives, moved: Traffic) -> float:
+    """Seconds that drives need: as much in both directions as goes moves at the mixed rate, the rest alone."""
+    both = min(moved.read, moved.written)
+    return 2 * both / drives.mixed + (moved.read - both) / drives.read + (moved.written - both) / drives.write
+
+
+def _seconds(machine: Machine, tiers: Sequence[StepTraffic], phase: Phase) -> float:
+    if machine.drives is None:
+        return 0.0
+    moved = sum((kind.phases.get(phase, Traffic()) for kind in tiers), Traffic())
+    return seconds_of(machine.drives, moved * machine.ranks_per_node)
+
+
+def _subgroup_time(placed: PlacedJob, subgroup: Subgroup, tier: Tier, of_blocks: float) -> SubgroupTime:
+    """Times of one subgroup; `of_blocks`: of parameters and gradients that are read and written for its update."""
+    machine, kept = placed.machine, placed.kept
+    read = written = float(subgroup.size_bytes) if tier == "nvme" else 0.0
+    updates = 1.0
+    if kept is not None:
+        costs = kept.costs_of(subgroup)
+        read, updates = (costs.read, costs.updates) if tier == "nvme" else (0.0, 1.0)
+        written = costs.written
+    rate = machine.ranks_per_node / machine.drives.mixed if machine.drives is not None else 0.0
+    groups = [run.param for run in subgroup.runs]
+    by_host = subgroup.numel * (tier != "device")
+    return SubgroupTime(
+        first=min(groups),
+        last=max(groups),
+        read=of_blocks + read * rate,
+        update=by_host * updates / machine.update_rate,
+        write=of_blocks + written * rate,
+        pcie=by_host * placed.copies.update / (machine.pcie or inf),
+    )

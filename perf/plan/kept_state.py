@@ -1,4 +1,4 @@
-"""What the state of a durable run moves and takes, by how often it is rewritten."""
+"""The state of a durable run moves and takes bytes by how often it is rewritten."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from nvme_offload.optim.layout.master import DTYPE_OF_FORM, TILE_NUMEL, MasterFo
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.optim.rules.registry import rule_of
-from nvme_offload.optim.updates.slot_logs import is_loggable
+from nvme_offload.optim.updates.logs import is_loggable
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.traffic import StepTraffic, Traffic
 
 _OF_TILE = 16  # bytes of an entry, for each tile
 
 KIND = "durable state"
-"""What its space on the drives is counted as, beyond that of state which ends with the process."""
+"""Its space on the drives is counted as this, beyond that of state which ends with the process."""
 
 
 @dataclass(frozen=True)
 class KeptState:
-    """How often it is rewritten, and what that costs."""
+    """The state is rewritten so often, and that has costs."""
 
     period: int
     """Every how many steps, where updates are logged; else in every one."""
     grad_itemsize: int
     """Bytes of a gradient in a log."""
     steps_back: int = 1
-    """How many steps can be gone back to."""
+    """The number of steps that can be gone back to."""
 
     @classmethod
     def of(cls, config: OffloadConfig, machine: Machine) -> KeptState | None:
@@ -61,7 +61,7 @@ class KeptState:
         )
 
     def size_of(self, subgroup: Subgroup) -> DurableBytes:
-        """What there is of a subgroup."""
+        """Return what there is of a subgroup."""
         return DurableBytes(
             state=subgroup.size_bytes,
             tail=_tail_itemsize(subgroup.form) * subgroup.numel,
@@ -70,7 +70,7 @@ class KeptState:
         )
 
     def costs_of(self, subgroup: Subgroup) -> PeriodCosts:
-        """What an average step costs of a subgroup."""
+        """Return what an average step costs of a subgroup."""
         return costs_of(self.size_of(subgroup), self.period)
 
     def buffer_bytes(self, subgroup: Subgroup) -> int:
@@ -84,12 +84,9 @@ class KeptState:
         return self.grad_itemsize * (self.period - 1)
 
     def traffic(self, in_place: StepTraffic, subgroups: Sequence[Subgroup], tiers: Sequence[Tier]) -> StepTraffic:
-        """What a step moves: all is written, and of what is on the drives as much read as `in_place` does of its state.
+        """Return what a step moves: all is written, and as much of what is on drives read as `in_place` reads of it.
 
-        Args:
-            in_place: of the state on the drives, if it were to end with the process.
-            subgroups: of one rank.
-            tiers: where each of them is.
+        `in_place` is what the state on the drives would move if it ended with the process.
         """
         pairs = [(subgroup, self.costs_of(subgroup), tier) for subgroup, tier in zip(subgroups, tiers, strict=True)]
         on_drives = sum(subgroup.size_bytes for subgroup, _, tier in pairs if tier == "nvme")
@@ -98,7 +95,7 @@ class KeptState:
         return StepTraffic({"update": Traffic(read, sum(costs.written for _, costs, _ in pairs))})
 
     def _staying(self, subgroup: Subgroup, share: float) -> float:
-        """What a step need not read, for each of equal subgroups, of which this share stays in the buffers.
+        """Return what a step need not read, for each of equal subgroups, of which this share stays in the buffers.
 
         A step ends with those that have the longest logs: see `Sealing.in_order_of_reading`.
         """
@@ -124,7 +121,7 @@ class KeptState:
 
 
 def rates_of(machine: Machine) -> DurableRates | None:
-    """What one rank has of a machine; None without drives."""
+    """Return what one rank has of a machine; None without drives."""
     drives, ranks = machine.drives, machine.ranks_per_node
     if drives is None:
         return None

@@ -1,16 +1,21 @@
-"""The machine that a plan is for: ranks, memory, drives."""
+"""The machine that a plan is for: ranks, memory, drives, and classes of drives before there is one to measure."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nvme_offload.offload.host.available_memory import auto_budget
-from nvme_offload.offload.units import TB
+from nvme_offload.offload.units import GB, TB
+
+UPDATE_RATE = 1e9
+"""Parameters per second of the update kernel, less than `perf/benchmarks/bench_kernel.py` measured on two cores."""
+_FORM = re.compile(r"(?P<name>[a-z0-9-]+?)(?:x(?P<count>[1-9][0-9]?))?")
 
 
 class MachineError(ValueError):
@@ -73,22 +78,22 @@ class Drives:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a training runs on: nodes that are all alike."""
+    """A training runs on nodes that are all alike."""
 
-    ranks: int
+    ranks: int = 1
     """Number of data-parallel ranks over which the model is sharded."""
-    ranks_per_node: int
+    ranks_per_node: int = 1
     host_memory: int
     """Bytes of host memory of one node."""
-    device_memory: int | None
+    device_memory: int | None = None
     """Bytes of one rank's accelerator; None: ranks compute on the CPU, and the device's share is host memory."""
-    drives: Drives | None
+    drives: Drives | None = None
     """All drives of one node; None: their rates are not known."""
-    capacity: int | None
+    capacity: int | None = None
     """Free bytes of one node's drives; None is not known."""
-    flops: float | None
+    flops: float | None = None
     """Floating-point operations per second that forward and backward reach on one rank; None is not known."""
-    update_rate: float
+    update_rate: float = UPDATE_RATE
     """Parameters per second that one rank's update kernel reaches when nothing has to be waited for."""
     pcie: float | None = None
     """Bytes per second between a rank's accelerator and its host, each way while both are in use; None: copies take no
@@ -112,13 +117,8 @@ class Machine:
             raise MachineError(f"--ranks {self.ranks} is no multiple of --ranks-per-node {self.ranks_per_node}")
 
     @property
-    def device_type(self) -> str:
-        """Where forward and backward compute: "cuda" or "cpu"."""
-        return "cpu" if self.device_memory is None else "cuda"
-
-    @property
     def host_budget(self) -> int:
-        """What a host budget of "auto" comes to for one rank here."""
+        """Return what a host budget of "auto" comes to for one rank here."""
         return auto_budget(self.host_memory, self.ranks_per_node)
 
 
@@ -137,3 +137,54 @@ def _check_above_zero(options: dict[str, float | None]) -> None:
     for name, value in options.items():
         if value is not None and not 0 < value < inf:
             raise MachineError(f"{name} {value}: must be more than 0, and finite")
+
+
+class DriveClass(NamedTuple):
+    """A drive of a class does this for hours; docs/plan.md says whose figures these are."""
+
+    read: float
+    """Bytes per second."""
+    write: float
+    """Bytes per second when its cache is full: what a training gets."""
+    capacity: int
+    """Bytes of that drive."""
+    endurance: float
+    """Bytes that its maker lets be written over its life (TBW)."""
+
+
+def _drive(read: float, write: float, terabytes: float, written: float) -> DriveClass:
+    return DriveClass(read * GB, write * GB, round(terabytes * TB), written * TB)
+
+
+CATALOGUE = {
+    "sata-consumer": _drive(0.56, 0.4, 2, 1200),
+    "gen3-consumer": _drive(3.5, 1.75, 2, 1200),
+    "gen4-consumer": _drive(7.45, 1.5, 2, 1200),
+    "gen5-consumer": _drive(12.4, 3, 2, 1200),
+    "gen4-consumer-qlc": _drive(7.1, 0.4, 2, 440),
+    "gen3-enterprise": _drive(3.2, 1.8, 4, 4840),
+    "gen4-enterprise": _drive(6.2, 4, 3.84, 7008),
+    "gen5-enterprise": _drive(12, 6.8, 7.68, 14016),
+    "gen4-enterprise-mixed": _drive(6.9, 4.2, 3.2, 17520),
+    "gen5-enterprise-mixed": _drive(14, 10, 3.2, 17520),
+}
+"""Names of classes. Of consumer drives the write rate is that after the cache, as tests of such drives have it. A drive
+at hand is measured: `offload bench --duration`."""
+
+
+def drives_of(text: str, terabytes_written: float | None = None) -> tuple[Drives, int]:
+    """Drives of a class such as ``gen4-consumer``, or several: ``gen4-consumerx4``; and their capacity in bytes.
+
+    `terabytes_written`: their endurance together, where it is known better.
+
+    Raises:
+        MachineError: there is no such class; lists them.
+    """
+    match = _FORM.fullmatch(text)
+    if match is None or (found := CATALOGUE.get(match["name"])) is None:
+        known = ", ".join(CATALOGUE)
+        raise MachineError(f"--drive {text}: write one of {known}, or as many of it as a node has: gen4-consumerx4")
+    count = int(match["count"] or 1)
+    endurance = count * found.endurance / TB if terabytes_written is None else terabytes_written
+    drives = Drives.of_rates(count * found.read, count * found.write, terabytes_written=endurance)
+    return drives, count * found.capacity

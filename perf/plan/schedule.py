@@ -1,4 +1,4 @@
-"""How long an iteration takes, from what its pieces take: a model of events.
+"""A model of events tells how long an iteration takes, from what its pieces take.
 
 Computing goes through the groups that are gathered together: forward, then backward the other way. One drive reads and
 writes the state of subgroups, one transfer at a time. One worker updates subgroups. Here are durations and events
@@ -48,7 +48,7 @@ def iteration_time(work: Work, overlap_step: OverlapStep) -> IterationTime:
 
 
 class _Clock:
-    """What will happen when."""
+    """A clock knows what will happen when."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -145,7 +145,7 @@ class _Buffers:
 
 
 class _Step:
-    """What is to be updated in a step: the facts that the run's schedules go by, see `optim.step.schedule.Updates`."""
+    """A step has updates: the facts that the run's schedules go by, see `optim.step.schedule.Updates`."""
 
     def __init__(self, pending: Iterable[int] = ()) -> None:
         self.pending = dict.fromkeys(pending)
@@ -175,7 +175,7 @@ class _Worker:
         self._schedule: Schedule[int] | None = None
         """By which it updates; None: updates are inside `step()`, or done."""
         self._first: Sequence[int] = ()
-        """What is read for the next step when this one is done."""
+        """The reads for the next step when this one is done."""
         self._num_early: int | None = None
         self._is_updating = False
 
@@ -244,14 +244,11 @@ class _Model:
             self._final_with[subgroup.first].append(i)
             for group in range(subgroup.first, subgroup.last + 1):
                 self._of_group[group].append(i)
-        self._of_tiers = self._seconds_of_tiers()
+        forward = [group.forward_nvme for group in work.groups]
+        backward = [group.backward_nvme for group in reversed(work.groups)]
+        self._of_tiers = (forward + backward) * work.micro_batches if any(forward + backward) else []
         """Seconds of the drive for each pass through a group, in the order of an iteration; none without such tiers."""
         self._num_passes = self._num_asked = self._num_arrived = 0
-
-    def _seconds_of_tiers(self) -> list[float]:
-        forward = [group.forward_nvme for group in self._work.groups]
-        backward = [group.backward_nvme for group in reversed(self._work.groups)]
-        return (forward + backward) * self._work.micro_batches if any(forward + backward) else []
 
     def run(self, iterations: int) -> None:
         """Simulate so many iterations."""
@@ -280,7 +277,7 @@ class _Model:
                 self._clock.advance()
 
     def _train(self, iterations: int) -> Iterator[float | Callable[[], bool]]:
-        """What computing does: seconds that it takes, and conditions that it waits for."""
+        """Return what computing does: seconds that it takes, and conditions that it waits for."""
         work, groups = self._work, range(len(self._work.groups))
         for number in range(iterations):
             self._num_passes = self._num_asked = self._num_arrived = 0
@@ -304,7 +301,7 @@ class _Model:
     def _wait_for_updates(self, group: int) -> Iterator[Callable[[], bool]]:
         own, step = self._of_group[group], self._worker.step
         step.want(own)
-        yield from self._wait("forward", lambda: not any(i in step.pending for i in own))
+        yield from self._wait("forward", lambda: step.pending.keys().isdisjoint(own))
         step.want(())
 
     def _wait(self, part: Part, until: Callable[[], bool]) -> Iterator[Callable[[], bool]]:

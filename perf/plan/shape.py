@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nvme_offload.optim.blocks import find_blocks, find_ends
+from nvme_offload.optim.layout.blocks import find_blocks, find_ends
 
 
 class ShapeError(ValueError):
@@ -19,7 +19,7 @@ class ShapeError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What a plan needs to know of a model. FSDP2 gathers every layer and end by itself, the rest as one more group."""
+    """A plan needs to know this of a model. FSDP2 gathers every layer and end by itself, the rest as one more group."""
 
     name: str
     layers: tuple[tuple[int, ...], ...]
@@ -67,13 +67,9 @@ class ModelShape:
     def of_numbers(
         cls, num_params: int, num_layers: int, hidden_size: int | None = None, vocab_size: int = 0
     ) -> ModelShape:
-        """The shape of a transformer of which little is known.
+        """The shape of a transformer of which little is known; a `vocab_size` of 0 leaves the (tied) embedding out.
 
-        Args:
-            num_params: of the whole model.
-            num_layers: repeated layers.
-            hidden_size: by default what 12 x hidden_size^2 parameters in a layer ask for.
-            vocab_size: entries of the (tied) embedding; 0 leaves it out.
+        The hidden size is by default what 12 x hidden_size^2 parameters in a layer ask for.
 
         Raises:
             ShapeError: the numbers contradict each other.
@@ -96,10 +92,9 @@ class ModelShape:
 
     @classmethod
     def of_config_file(cls, path: Path) -> ModelShape:
-        """The shape in a Hugging Face configuration, found by building the model without data (on the meta device).
+        """The shape in a Hugging Face ``config.json``, or in the folder that holds it.
 
-        Args:
-            path: a ``config.json``, or the folder that holds it.
+        The model is built without data (on the meta device).
 
         Raises:
             ShapeError: it cannot be read, `transformers` is not installed, or the model has no repeated layers.

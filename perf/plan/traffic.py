@@ -17,7 +17,7 @@ from nvme_offload.aio_native import Op
 from nvme_offload.offload.host.buffer_pool import StagingBuffer
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.extent import Extent
-from nvme_offload.offload.storage.memory_tier import MemoryTier
+from nvme_offload.offload.storage.memory_tier import MemoryTier, done_at_once
 from nvme_offload.offload.storage.transfer import Transfer
 
 Phase = Literal["forward", "backward", "update"]
@@ -56,16 +56,10 @@ class StepTraffic:
 
 
 def of_state(sizes: Sequence[int], num_buffers: int, buffer_bytes: int, *, alternates: bool) -> StepTraffic:
-    """Traffic of an update of all subgroups, each read and written once.
+    """Traffic of an update of all subgroups, each read and written once; `sizes`: bytes of each, in order.
 
     In alternating directions, those that the last update left in the staging buffers come first in the next, and are
     not read. In the same direction each time, they are read unless there is a buffer for every one.
-
-    Args:
-        sizes: bytes of each subgroup's extent, in order.
-        num_buffers: staging buffers.
-        buffer_bytes: of one of them.
-        alternates: whether updates go through the subgroups in alternating directions.
     """
     if not alternates:
         return StepTraffic({"update": Traffic(sum(sizes) if len(sizes) > num_buffers else 0, sum(sizes))})
@@ -177,7 +171,7 @@ class _Rehearsal:
 
 
 class _Page(NamedTuple):
-    """What stands for the memory of an extent."""
+    """A page stands for the memory of an extent."""
 
     size_bytes: int
 
@@ -198,25 +192,14 @@ class _PaperTier(MemoryTier):
         """None: blocks pass through staging buffers."""
         return None
 
-    def read(
-        self, extent: Extent, buffer: StagingBuffer, *, what: str, kind: str, size_bytes: int | None = None
-    ) -> Transfer[StagingBuffer]:
+    def read(self, extent: Extent, buffer: StagingBuffer, **named: Any) -> Transfer[StagingBuffer]:
         """Count it."""
-        return self._move(Op.READ, extent, buffer, kind)
+        return self._move(Op.READ, extent, buffer)
 
-    def write(
-        self,
-        extent: Extent,
-        buffer: StagingBuffer,
-        *,
-        what: str,
-        kind: str,
-        start: int = 0,
-        size_bytes: int | None = None,
-    ) -> Transfer[StagingBuffer]:
+    def write(self, extent: Extent, buffer: StagingBuffer, **named: Any) -> Transfer[StagingBuffer]:
         """Count it."""
-        return self._move(Op.WRITE, extent, buffer, kind)
+        return self._move(Op.WRITE, extent, buffer)
 
-    def _move(self, op: Op, extent: Extent, buffer: StagingBuffer, kind: str) -> Transfer[StagingBuffer]:
+    def _move(self, op: Op, extent: Extent, buffer: StagingBuffer) -> Transfer[StagingBuffer]:
         self._count(op, extent.stripes[0].offset)
-        return self._done(op, buffer, kind, extent.size_bytes)
+        return done_at_once(op, buffer)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nvme_offload.offload.units import GB, format_bytes
-from nvme_offload.perf.measure.environment import describe
-from nvme_offload.perf.report.charts import Line, bar_chart, line_chart
-from nvme_offload.perf.report.page import page, section, sentences, table
+from nvme_offload.perf.measure.machine import describe
+from nvme_offload.perf.report.page import Line, bar_chart, line_chart, page, section, sentences, table
 
+HEAD = ("rw", "GB/s", "min", "max", "IOPS", "depth", "request ms", "transfer ms p50", "p99", "p99.9", "max", "CPU s/GB")
 PERCENTILES = {"p50": "p50_ns", "p99": "p99_ns", "p99.9": "p99_9_ns"}
 """Names of percentiles of a transfer's latency, and the key of a point that has them."""
 
@@ -25,31 +25,38 @@ def bench_page(document: Mapping[str, Any]) -> str:
         f"numjobs {settings['numjobs']}, direct I/O {'on' if engine['direct'] else 'off'}",
         "data verified" if document["verified"] else "not verified: no byte moves",
     ]
-    summaries = {rw: result["summary"] for rw, result in document["results"].items()}
-    rates = {rw: summary["bw_bytes"]["median"] / GB for rw, summary in summaries.items()}
+    rates = {rw: result["summary"]["bw_bytes"]["median"] / GB for rw, result in document["results"].items()}
     sections = [
-        section("In short", sentences(about), _table(summaries), bar_chart("Bandwidth, median", rates, "GB/s")),
+        section(
+            "In short", sentences(about), table(HEAD, rows_of(document)), bar_chart("Bandwidth, median", rates, "GB/s")
+        ),
         *(_over_time(rw, result) for rw, result in document["results"].items() if "series" in result),
     ]
-    kept = {rw: {key: result[key] for key in ("summary", "series", "found") if key in result}
-            for rw, result in document["results"].items()}  # fmt: skip
-    return page(title, sections, describe(document["environment"]), {**document, "results": kept})
+    return page(title, sections, describe(document["environment"]), without_passes(document))
 
 
-def _table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = []
-    for rw, summary in summaries.items():
-        clat = summary["transfer_clat_ns"]
-        rows.append(
-            [
-                rw,
-                *(f"{summary['bw_bytes'][name] / GB:.2f}" for name in ("median", "min", "max")),
-                f"{summary['iops']:.0f}",
-                *(f"{clat[percent] / 1e6:.2f}" if percent in clat else "-" for percent in ("50", "99", "99.9")),
-                f"{summary['achieved_depth']:.1f}",
-            ]
-        )
-    return table(["rw", "GB/s", "min", "max", "IOPS", "transfer ms p50", "p99", "p99.9", "depth"], rows)
+def rows_of(document: Mapping[str, Any]) -> list[list[str]]:
+    """A row below `HEAD` for each direction."""
+    return [[rw, *_cells(result["summary"])] for rw, result in document["results"].items()]
+
+
+def without_passes(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document without what each pass was like."""
+    kept = ("summary", "series", "found")
+    results = {rw: {key: result[key] for key in kept if key in result} for rw, result in document["results"].items()}
+    return {**document, "results": results}
+
+
+def _cells(figures: Mapping[str, Any]) -> list[str]:
+    bw, clat = figures["bw_bytes"], figures["transfer_clat_ns"]
+    return [
+        *(f"{bw[name] / GB:.2f}" for name in ("median", "min", "max")),
+        f"{figures['iops']:.0f}",
+        f"{figures['achieved_depth']:.1f}/{figures['requested_depth']}",
+        f"{figures['request_clat_ns'] / 1e6:.2f}",
+        *(f"{clat[percent] / 1e6:.1f}" if percent in clat else "-" for percent in ("50", "99", "99.9", "100")),
+        f"{figures['cpu_seconds_per_gb']:.3f}",
+    ]
 
 
 def _over_time(rw: str, result: Mapping[str, Any]) -> str:

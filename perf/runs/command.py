@@ -6,9 +6,8 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -19,6 +18,7 @@ from nvme_offload.offload.errors import ConfigError, OffloadError, StateError
 from nvme_offload.offload.units import format_bytes, parse_bytes
 from nvme_offload.optim.checkpoint.committed_step import CommittedStep, open_step
 from nvme_offload.optim.checkpoint.run_export import export_checkpoint, export_weights
+from nvme_offload.perf.measure.command_line import Json
 
 _HEADINGS = ("NAME", "MODEL", "STEP", "AGE", "BYTES", "RANKS", "STATE")
 _SHOWN = 4
@@ -31,13 +31,6 @@ Paths = Annotated[
 Config = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A configuration section (.json or .toml): its folders.")
 ]
-
-
-class What(StrEnum):
-    """What is written of a step."""
-
-    WEIGHTS = "weights"
-    CHECKPOINT = "checkpoint"
 
 
 class _ListUnlessTold(TyperGroup):
@@ -66,7 +59,7 @@ runs = typer.Typer(
 def list_runs(
     paths: Paths = None,
     config: Config = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the durable runs below these folders. Nothing is changed, and a run that is alive is not disturbed."""
     found = _found(paths, config)
@@ -89,19 +82,19 @@ def remove(
     ] = False,
 ) -> None:
     """Delete a run with all that it has committed, or one snapshot of it. One that is alive is refused."""
-    run = _named(name, paths, config)
+    run = _named(name, paths, config, snapshot)
     _check_paths(run, partly=partly)
     try:
         if snapshot is None:
             remove_run(run)
+            done = f"removed {name}: {format_bytes(run.size_bytes)} are free"
         else:
-            _check_snapshot(run, snapshot)
             remove_snapshot(run, snapshot)
+            done = f"removed snapshot {snapshot} of {name}: its next process uses the space"
     except (StateError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-    done = f"removed {name}: {format_bytes(run.size_bytes)} are free"
-    typer.echo(done if snapshot is None else f"removed snapshot {snapshot} of {name}: its next process uses the space")
+    typer.echo(done)
 
 
 @runs.command("export")
@@ -115,8 +108,9 @@ def export(
     ] = None,
     snapshot: Annotated[str | None, typer.Option("--snapshot", metavar="NAME", help="This snapshot of it.")] = None,
     what: Annotated[
-        What, typer.Option("--what", help="Weights, or all that a checkpoint has, for `load_checkpoint`.")
-    ] = What.WEIGHTS,
+        Literal["weights", "checkpoint"],
+        typer.Option("--what", help="Weights, or all that a checkpoint has, for `load_checkpoint`."),
+    ] = "weights",
     dtype: Annotated[str, typer.Option("--dtype", help="Of weights: fp32, bf16 or fp16.")] = "fp32",
     max_shard: Annotated[str, typer.Option("--max-shard", metavar="BYTES", help="The most of one file.")] = "1GiB",
     partly: Annotated[
@@ -127,15 +121,15 @@ def export(
 
     Every byte is verified. Nothing of the run is changed, and one that is alive is refused.
     """
-    run = _named(name, paths, config)
+    run = _named(name, paths, config, snapshot)
     _check_paths(run)
-    _check_folder(folder)
-    if snapshot is not None:
-        _check_one_of(step)
-        _check_snapshot(run, snapshot)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise typer.BadParameter(f"{folder} is there and is no empty folder: name a new one", param_hint="FOLDER")
+    if snapshot is not None and step is not None:
+        raise typer.BadParameter("a snapshot is of one step: leave out --step", param_hint="--snapshot")
     try:
         with open_step(run, step=step, snapshot=snapshot) as committed:
-            if what is What.CHECKPOINT:
+            if what == "checkpoint":
                 files = [*export_checkpoint(committed, folder).iterdir()]
             else:
                 _check_kept(committed, partly=partly)
@@ -145,16 +139,6 @@ def export(
     except (OffloadError, OSError, ValueError) as error:
         typer.echo(f"{error}{_OF_ITS_OWN if run.is_alive and isinstance(error, StateError) else ''}", err=True)
         raise typer.Exit(1) from error
-
-
-def _check_folder(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise typer.BadParameter(f"{folder} is there and is no empty folder: name a new one", param_hint="FOLDER")
-
-
-def _check_one_of(step: int | None) -> None:
-    if step is not None:
-        raise typer.BadParameter("a snapshot is of one step: leave out --step", param_hint="--snapshot")
 
 
 def _check_kept(step: CommittedStep, *, partly: bool) -> None:
@@ -167,10 +151,13 @@ def _check_kept(step: CommittedStep, *, partly: bool) -> None:
         )
 
 
-def _named(name: str, paths: Sequence[Path] | None, config: Path | None) -> RunFound:
+def _named(name: str, paths: Sequence[Path] | None, config: Path | None, snapshot: str | None) -> RunFound:
     run = next((run for run in _found(paths, config) if run.name == name), None)
     if run is None:
         raise typer.BadParameter(f"there is no durable run {name!r} below these folders", param_hint="NAME")
+    if snapshot is not None and snapshot not in run.snapshots:
+        there = ", ".join(run.snapshots) or "none"
+        raise typer.BadParameter(f"{name!r} has no snapshot {snapshot!r}; there are: {there}", param_hint="--snapshot")
     return run
 
 
@@ -182,13 +169,6 @@ def _check_paths(run: RunFound, *, partly: bool | None = None) -> None:
             f"folders: name all{'' if partly is None else ', or say --partly'}",
             param_hint="PATH",
         )
-
-
-def _check_snapshot(run: RunFound, name: str) -> None:
-    names = run.snapshots
-    if name not in names:
-        there = ", ".join(names) or "none"
-        raise typer.BadParameter(f"{run.name!r} has no snapshot {name!r}; there are: {there}", param_hint="--snapshot")
 
 
 def _found(paths: Sequence[Path] | None, config: Path | None) -> list[RunFound]:
@@ -205,20 +185,22 @@ def _found(paths: Sequence[Path] | None, config: Path | None) -> list[RunFound]:
 def _table(found: Sequence[RunFound]) -> str:
     """One line for each run, and one below it for whatever is to be said about it."""
     rows = [_HEADINGS, *(_row(run) for run in found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    below: list[list[str]] = [[], *([f"  {said}" for said in _said(run)] for run in found)]
-    return "\n".join(line for pair in zip(lines, below, strict=True) for line in (pair[0], *pair[1]))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    below = [[], *([f"  {said}" for said in _said(run)] for run in found)]
+    return "\n".join(line for own, its in zip(lines, below, strict=True) for line in (own, *its))
 
 
 def _row(run: RunFound) -> tuple[str, ...]:
     ranks = [rank.rank for rank in run.ranks]
     owners = [rank.owner for rank in run.ranks if rank.owner]
+    seconds = time.time() - (run.committed_at or 0.0)
+    age = next((f"{int(seconds // size)} {unit}" for unit, size in _UNITS if seconds >= size), "0 s")
     return (
         run.name,
         next((rank.model for rank in run.ranks if rank.model), "-"),
         "-" if run.step is None else str(run.step),
-        "-" if run.committed_at is None else _age(time.time() - run.committed_at),
+        "-" if run.committed_at is None else age,
         format_bytes(run.size_bytes),
         str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}..{ranks[-1]}",
         f"alive ({owners[0]})" if owners else "not alive",
@@ -240,11 +222,6 @@ def _said(run: RunFound) -> list[str]:
         said += [f"rank {rank.rank}: has no snapshot {name}, and another rank has" for name in lacking]
         said += [f"rank {rank.rank}: the file of snapshot {name} is damaged" for name in rank.unreadable]
     return said
-
-
-def _age(seconds: float) -> str:
-    """One number, rounded down: ``3 h``."""
-    return next((f"{int(seconds // size)} {unit}" for unit, size in _UNITS if seconds >= size), "0 s")
 
 
 def _as_dict(run: RunFound) -> dict[str, Any]:

@@ -3,17 +3,161 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
+from nvme_offload.offload.host.proc import PROC
+from nvme_offload.offload.storage.run_directory import PREFIX, RECORD_NAME
+from nvme_offload.offload.storage.tier_plan import TIERS
+from nvme_offload.offload.units import TB, format_bytes, format_rate
+from nvme_offload.optim.telemetry.run_record import read_records
+from nvme_offload.perf.measure.drives import Health, HealthError, drive_of, read_health, temperature
 from nvme_offload.perf.plan.machine import Drives, MachineError
-from nvme_offload.perf.top.runs import NoRunError, Run, is_over, runs_of
-from nvme_offload.perf.top.view import DriveTable, view
+from nvme_offload.perf.report.command import PARTS
+
+BAR = 24
+"""Characters of a bar."""
+HEALTH_SECONDS = 60
+"""The words of SMART are shown for so long: to ask costs a process, and wear is slow."""
+_STYLES: dict[State, str] = {"live": "green", "ended": "cyan", "gone": "red", "unknown": "yellow"}
+NOTHING_YET = "nothing noted yet; a run begins to with the first step after a second"
+State = Literal["live", "ended", "gone", "unknown"]
+
+
+class DriveTable:
+    """A table knows drives beside the run's own record; it keeps what SMART said for a while."""
+
+    def __init__(self) -> None:
+        self._health: dict[str, tuple[float, Health | None]] = {}
+
+    def rows(self, paths: list[str]) -> Iterator[tuple[str, ...]]:
+        """Path, drive, temperature, endurance used and bytes written in its life, for each disk under a path."""
+        for path in paths:
+            drive = drive_of(Path(path))
+            for disk in drive.disks if drive else ():
+                name = f"{disk} ({drive.model})" if drive and drive.model and disk == drive.name else disk
+                yield path, name, *self._state_of(disk)
+
+    def _state_of(self, disk: str) -> tuple[str, str, str]:
+        warmth, health = temperature(disk), self._asked(disk)
+        if warmth is None and health is not None:
+            warmth = health.temperature
+        return (
+            "-" if warmth is None else f"{warmth:.0f} °C",
+            "-" if health is None else f"{health.percent_used} %",
+            "-" if health is None else f"{health.bytes_written / TB:.1f} TB",
+        )
+
+    def _asked(self, disk: str) -> Health | None:
+        asked, health = self._health.get(disk, (float("-inf"), None))
+        if time.monotonic() - asked >= HEALTH_SECONDS:
+            try:
+                health = read_health(disk)
+            except HealthError:
+                health = None  # doctor says why
+            self._health[disk] = time.monotonic(), health
+        return health
+
+
+def view(run: Run, limit: float | None, drives: DriveTable, now: float) -> RenderableType:
+    """Show one run at a moment, in seconds since the epoch.
+
+    `limit`: bytes per second that its drives reach reading and writing at once; None: the most that the run has seen.
+    """
+    record = run.record
+    parts = [_tiers(record["tiers"]), _now(record, limit), _iteration(record["scalars"], record["limit"])]
+    rows = list(drives.rows(record["paths"]))
+    if rows:
+        table = Table("path", "drive", "temperature", "endurance used", "written in its life", box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*row)
+        parts.append(table)
+    return Panel(Group(*parts), title=_title(run, now), title_align="left")
+
+
+def _title(run: Run, now: float) -> Text:
+    record, state = run.record, run.state
+    words = {
+        "live": f"live, noted {max(0.0, now - record['time']):.0f} s ago",
+        "ended": f"ended {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record['time']))}",
+        "gone": f"gone, last heard of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record['time']))}",
+        "unknown": f"on another host, noted {max(0.0, now - record['time']):.0f} s ago",
+    }[state]
+    elapsed = timedelta(seconds=round(record["time"] - record["started"]))
+    head = (
+        f"{record['optimizer']}, rank {record['rank']} of {record['world_size']}, pid {record['pid']} on "
+        f"{record['host']}: {record['scalars']['steps']} steps in {elapsed}, "
+    )
+    return Text.assemble(head, (words, _STYLES[state]))
+
+
+def _tiers(tiers: Mapping[str, Mapping[str, int]]) -> Table:
+    table = Table("where", *TIERS, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kind, sizes in tiers.items():
+        table.add_row(kind, *(format_bytes(sizes[tier]) if sizes[tier] else "" for tier in TIERS))
+    return table
+
+
+def _now(record: Mapping[str, Any], limit: float | None) -> Table:
+    """Rates since the record before."""
+    since, table = record["since"], _grid()
+    scalars = record["scalars"]
+    if since and since["seconds"] > 0:
+        seconds, busy = since["seconds"], since["drive_busy_seconds"]
+        moved = since["bytes_read"] + since["bytes_written"]
+        of = limit or record["peak_rate"]
+        rate = moved / busy if busy else 0.0
+        table.add_row("read", format_rate(since["bytes_read"] / seconds), "")
+        table.add_row("written", format_rate(since["bytes_written"] / seconds), "")
+        whose = "of what bench measured" if limit else "of the most in this run"
+        share = f"{rate / of:.0%} {whose}, {format_rate(of)}" if of else ""
+        table.add_row("rate while busy", format_rate(rate), _bar(rate / of if of else 0.0), share)
+        table.add_row("busy", f"{busy / seconds:.0%}", _bar(busy / seconds), "of the time")
+    table.add_row("depth", f"{scalars['achieved_depth']:.1f}", "", f"of {record['queue_depth']}, {record['engine']}")
+    total = scalars["bytes_written"] + scalars["param_bytes_written"] + scalars["grad_bytes_written"]
+    table.add_row("written by this run", format_bytes(total), "")
+    return table
+
+
+def _iteration(scalars: Mapping[str, float | None], limit: str | None) -> RenderableType:
+    seconds, share = scalars["iteration_seconds"], scalars["iteration_share_of_ideal"]
+    if seconds is None or share is None:
+        return Text("no iteration yet")
+    table = _grid()
+    table.add_row("iteration", f"{seconds:.3g} s", "", f"limited by: {limit}")
+    table.add_row("share of the ideal", f"{share:.0%}", _bar(share))
+    for words, name in PARTS.items():
+        part = scalars[name] or 0.0
+        table.add_row(f"  {words}", f"{part:.3g} s", _bar(part / seconds if seconds else 0.0))
+    return table
+
+
+def _grid() -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(width=30)
+    table.add_column(justify="right", width=11)
+    table.add_column(width=BAR)
+    table.add_column()
+    return table
+
+
+def _bar(share: float) -> Text:
+    full = round(BAR * min(1.0, max(0.0, share)))
+    return Text.assemble(("█" * full, "green"), ("░" * (BAR - full), "dim"))
 
 
 def top(
@@ -25,9 +169,7 @@ def top(
     ] = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option(help="Look once, also on a terminal.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the latest record of each run as a line of JSON.")] = (
-        False
-    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the latest records as lines of JSON.")] = False,
 ) -> None:
     """Watch a run: where its bytes are, how fast they move, what it waits for, and how its drives are.
 
@@ -62,7 +204,7 @@ def _watch(path: Path, runs: list[Run], limit: float | None, interval: float, co
     drives = DriveTable()
     with Live(_page(runs, limit, drives), console=console, auto_refresh=False) as live:
         try:
-            while not all(is_over(run) for run in runs):
+            while not all(run.is_over for run in runs):
                 time.sleep(interval)
                 runs = _looked_again(path, runs)
                 live.update(_page(runs, limit, drives), refresh=True)
@@ -76,4 +218,71 @@ def _looked_again(path: Path, before: list[Run]) -> list[Run]:
         found: dict[Any, Run] = {run.key: run for run in runs_of(path)}
     except NoRunError:
         found = {}
-    return [found.pop(run.key, run.gone()) for run in before] + list(found.values())
+    return [found.pop(run.key, replace(run, is_there=False)) for run in before] + list(found.values())
+
+
+class NoRunError(RuntimeError):
+    """There is nothing to watch at a place; the message says what there is, and what to do."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The latest record of a run."""
+
+    record: dict[str, Any]
+    is_there: bool = True
+    """Whether its file still is."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Return what tells it from other runs."""
+        return self.record["host"], self.record["pid"], self.record["started"]
+
+    @property
+    def state(self) -> State:
+        """`gone`: it ended without a word here. `unknown`: on another host, or in another container."""
+        if self.record["ended"]:
+            return "ended"
+        if not self.is_there:
+            return "gone"
+        if self.record["host"] != socket.gethostname():
+            return "unknown"
+        return "live" if (PROC / str(self.record["pid"])).exists() else "gone"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+        return self.state in ("ended", "gone")
+
+
+def runs_of(path: Path) -> list[Run]:
+    """The runs at a path: a log, a run directory, or a folder with run directories in it.
+
+    Raises:
+        NoRunError: there is none, or none of which anything can be read; says what to do.
+    """
+    if path.is_dir():
+        own = path / RECORD_NAME
+        files = [own] if own.exists() else sorted(path.glob(f"{PREFIX}*/{RECORD_NAME}"))
+        if not files:
+            has_begun = list(path.glob(PREFIX + "*")) or (path / "lock").exists()
+            elsewhere = f"{path} holds no run: name the nvme_path of a run that goes on, or the file of its run_log"
+            raise NoRunError(f"{path}: {NOTHING_YET}" if has_begun else elsewhere)
+    elif path.exists():
+        files = [path]
+    else:
+        last = "the record of a run goes with its run directory; the file of run_log in its section stays"
+        raise NoRunError(f"{path} is not there: {last}")
+    runs = [Run(records[-1]) for file in files if (records := _read(file))]
+    if not runs:
+        raise NoRunError(f"{path}: {NOTHING_YET}")
+    return runs
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    try:
+        return read_records(file)
+    except FileNotFoundError:
+        return []  # it ended at this moment
+    except (OSError, ValueError) as error:
+        raise NoRunError(str(error)) from None

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from nvme_offload.offload.units import MiB
+from nvme_offload.offload.units import GiB, MiB, format_bytes
 from nvme_offload.perf.measure.accelerator import device_here, facts_of
-from nvme_offload.perf.measure.command_line import Json, byte_option, failures_in_words, say_saved
-from nvme_offload.perf.measure.environment import environment
-from nvme_offload.perf.measure.knobs import KnobError, check_save, check_space
-from nvme_offload.perf.measure.results import save
-from nvme_offload.perf.verify.checks import CHECKS
+from nvme_offload.perf.measure.command_line import (
+    Json,
+    KnobError,
+    SaveTo,
+    byte_option,
+    check_folder,
+    check_save,
+    check_space,
+    failures_in_words,
+    say_saved,
+)
+from nvme_offload.perf.measure.machine import environment
+from nvme_offload.perf.measure.results import page, save
 from nvme_offload.perf.verify.outcome import Outcome, Site, exit_status
-from nvme_offload.perf.verify.report import markdown, show, summary, where
+from nvme_offload.perf.verify.run import CHECKS
 from nvme_offload.perf.verify.run import verify as run_checks
 
-PARAMS = {True: 1e9, False: 1e6}
-"""Of the model whose iterations are timed, on a device and on the CPU."""
-RUNTIME = {True: 5.0, False: 0.5}
-SIZE = {True: 4096 * MiB, False: 128 * MiB}
 BYTES_PER_PARAMETER = 12
-_SHOWN: Any = "4GiB with a GPU, else 128MiB"
 
 
 def verify(
@@ -39,10 +43,11 @@ def verify(
         typer.Option(help="Parameters of the model whose iterations are timed; by default 1e9 with a GPU, else 1e6."),
     ] = None,
     size: Annotated[
-        int | None, byte_option("--size", text=f"Of the region in which the drive is measured; by default {_SHOWN}.")
+        int | None,
+        byte_option("--size", text="Where the drive is measured; by default 4GiB with a GPU, else 128MiB."),
     ] = None,
     as_json: Json = False,
-    save_to: Annotated[Path | None, typer.Option("--save", help="Folder for the results: JSON and Markdown.")] = None,
+    save_to: SaveTo = None,
 ) -> None:
     """Verify bits and speed of training on this machine's GPU, or on its CPU where it has none.
 
@@ -54,12 +59,13 @@ def verify(
     with failures_in_words():
         device = device_here()
         on_device = device is not None
+        its_params, its_size, runtime = (1e9, 4 * GiB, 5.0) if on_device else (1e6, 128 * MiB, 0.5)
         site = Site(
             device="cpu" if device is None else device.type,
             folder=path.absolute(),
-            params=int(PARAMS[on_device] if params is None else params),
-            size=SIZE[on_device] if size is None else size,
-            runtime=RUNTIME[on_device],
+            params=int(its_params if params is None else params),
+            size=its_size if size is None else size,
+            runtime=runtime,
             large=on_device,
         )
         names = _chosen(only, measure)
@@ -75,17 +81,13 @@ def verify(
             "summary": summary(outcomes),
             "exit_status": exit_status(outcomes),
         }
-        _tell(document, outcomes, save_to, as_json=as_json)
+        if as_json:
+            typer.echo(json.dumps(document, default=str))
+        else:
+            show(outcomes, Console())
+        if save_to is not None:
+            say_saved(save(save_to, "verify", json.loads(json.dumps(document, default=str)), markdown(document)))
     raise typer.Exit(exit_status(outcomes))
-
-
-def _tell(document: dict[str, Any], outcomes: list[Outcome], save_to: Path | None, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(document, default=str))
-    else:
-        show(outcomes, Console())
-    if save_to is not None:
-        say_saved(save(save_to, "verify", json.loads(json.dumps(document, default=str)), markdown(document)))
 
 
 def _chosen(only: list[str] | None, measure: bool) -> list[str]:
@@ -96,8 +98,7 @@ def _chosen(only: list[str] | None, measure: bool) -> list[str]:
 
 def _check(site: Site, names: list[str], save_to: Path | None) -> None:
     """Find what cannot work before anything starts."""
-    if not (site.folder.is_dir() and os.access(site.folder, os.W_OK | os.X_OK)):
-        raise KnobError("path", f"{site.folder} is no folder in which this user may write; name another")
+    check_folder("path", site.folder)
     if site.params < 1:
         raise KnobError("params", f"{site.params}: 1 or more")
     if "iteration" in names:
@@ -106,3 +107,43 @@ def _check(site: Site, names: list[str], save_to: Path | None) -> None:
         check_space(site.folder, site.size)
     if save_to is not None:
         check_save(save_to)
+
+
+_STYLES = {"ok": "green", "wrong": "bold red", "failed": "bold red", "left out": "yellow"}
+
+
+def where(accelerator: Mapping[str, Any] | None) -> str:
+    """Return what was verified, in a line."""
+    if accelerator is None:
+        return "No GPU: the CPU path is verified, which says nothing of a GPU"
+    memory = accelerator["memory_bytes"]
+    size = f", {format_bytes(memory)}" if memory else ""
+    return f"{accelerator['count']} x {accelerator['name']}{size}"
+
+
+def show(outcomes: Sequence[Outcome], console: Console) -> None:
+    """Print a line for each check and a last one."""
+    for outcome in outcomes:
+        line = Text(f"{outcome.status:9} {outcome.name:11} {outcome.seconds:6.1f} s  {outcome.text}: {outcome.found}")
+        line.stylize(_STYLES[outcome.status], 0, len(outcome.status))
+        console.print(line, soft_wrap=True)
+    console.print(summary(outcomes), highlight=False, soft_wrap=True)
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Return how many came to what, and which are not as they should be."""
+    bad = [outcome.name for outcome in outcomes if outcome.status in ("wrong", "failed")]
+    left_out = [outcome.name for outcome in outcomes if outcome.status == "left out"]
+    said = f"{len(outcomes) - len(bad) - len(left_out)} of {len(outcomes)} checks are as they should be"
+    said += f"; left out: {', '.join(left_out)}" if left_out else ""
+    return f"{said}; NOT: {', '.join(bad)}" if bad else said
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The document as a page."""
+    rows = [
+        (each["name"], each["text"], each["status"], each["found"], f"{each['seconds']:.1f} s")
+        for each in document["checks"]
+    ]
+    head = ("check", "what", "", "found", "took")
+    return page("Verification", document["environment"], head, rows, [where(document["accelerator"])])

@@ -1,4 +1,4 @@
-"""How fast it is here: copies to the device and back, the drive, and what of a step an iteration shows."""
+"""These rates are measured here: copies to the device and back, the drive, and what of a step an iteration shows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from nvme_offload.offload.config.section import AioConfig
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.initialize import initialize
 from nvme_offload.perf.bench.run import Plan, run_bench
 from nvme_offload.perf.measure.accelerator import copy_rates, device_here
-from nvme_offload.perf.measure.models import layered_model
-from nvme_offload.perf.measure.settings import Settings
+from nvme_offload.perf.measure.command_line import Settings
+from nvme_offload.perf.measure.training import layered_model
 from nvme_offload.perf.verify.outcome import Found, LeftOutError, Site
 from nvme_offload.perf.verify.training import BF16
 from nvme_offload.perf.verify.updates import section
@@ -37,16 +36,7 @@ def copies(site: Site) -> Found:
 
 def drive(site: Site) -> Found:
     """Rates of the drive, as `offload bench` measures them: written before it is read, verified before it is timed."""
-    aio = AioConfig()
-    settings = Settings(
-        paths=(site.folder,),
-        size=site.size,
-        bs=aio.block_size,
-        iodepth=aio.queue_depth,
-        numjobs=aio.rings,
-        ioengine=aio.engine,
-        direct="optional",
-    )
+    settings = Settings(paths=(site.folder,), size=site.size, direct="optional")
     plan = Plan(settings=settings, target="raw", directions=("read", "write", "mixed"), runtime=site.runtime)
     document = run_bench(plan)
     rates: dict[str, float] = {rw: document["results"][rw]["summary"]["bw_bytes"]["median"] for rw in plan.directions}
@@ -66,8 +56,7 @@ def iteration(site: Site) -> Found:
         batch = torch.randn(TOKENS[site.large], width)
     numel = sum(param.numel() for param in model.parameters())
     with site.drive() as folder:
-        its = section(folder, clip=1.0, staging=STAGING[site.large], **BF16)
-        del its["zero_optimization"]["sub_group_size"]  # as large as its default
+        its = section(folder, clip=1.0, staging=STAGING[site.large], sub_group_size=None, **BF16)
         with initialize(model, its) as engine:
             values = {"parameters": numel, "layers": layers, **_timed(site, engine, batch)}
     shares = f"exposed {values['exposed_share']:.0%}, {values['share_of_ideal']:.0%} of the ideal"

@@ -1,23 +1,25 @@
-"""One call of `offload verify`: checks one after the other, in a process that is replaced when one broke it."""
+"""All checks of `offload verify`, one after the other, in a process that is replaced when one broke it."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nvme_offload.perf.doctor.command import examine
+from nvme_offload.perf.doctor.findings import Level
 from nvme_offload.perf.measure.child import Child, ChildFailedError, Send, Work
-from nvme_offload.perf.verify.checks import CHECKS
+from nvme_offload.perf.verify import process, rates, training, updates
 from nvme_offload.perf.verify.outcome import Check, Found, LeftOutError, Outcome, Site, WrongError
 
 _WITHOUT_RANDOM_ORDER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""What torch's deterministic algorithms ask for on CUDA, before its context is made."""
+"""torch's deterministic algorithms ask for this on CUDA, before its context is made."""
 
 
 def work(told: Iterator[Any], send: Send) -> None:
@@ -30,34 +32,26 @@ def work(told: Iterator[Any], send: Send) -> None:
 
 
 def outcome_of(check: Check, site: Site) -> Outcome:
-    """What a check comes to in this process. What it raises besides is for the caller: the process may be broken."""
-    start = time.monotonic()
+    """Return what a check comes to in this process.
 
-    def outcome(status: Any, found: str, values: Mapping[str, Any]) -> Outcome:
-        seconds = time.monotonic() - start
-        return Outcome(name=check.name, text=check.text, status=status, found=found, seconds=seconds, values=values)
-
+    What it raises besides is for the caller: the process may be broken.
+    """
+    began = time.monotonic()
     try:
-        found: Found = check.run(site)
+        found = check.run(site)
     except WrongError as error:
-        return outcome("wrong", str(error), {})
+        return check.outcome("wrong", str(error), began)
     except LeftOutError as error:
-        return outcome("left out", str(error), {})
-    return outcome("ok", found.text, found.values)
+        return check.outcome("left out", str(error), began)
+    return check.outcome("ok", found.text, began, found.values)
 
 
 WORK: Work = work
-"""What the child does."""
+"""The work of the child."""
 
 
 def verify(site: Site, names: Sequence[str], say: Callable[[str], None]) -> Iterator[Outcome]:
-    """Make checks, and give what each came to.
-
-    Args:
-        site: where.
-        names: of the checks.
-        say: called with the name of a check that begins.
-    """
+    """Make checks, and give what each came to; `say` is called with the name of a check that begins."""
     with tempfile.TemporaryDirectory(prefix="verify-") as folder, ExitStack() as stack:
         child: Child | None = None
         for name in names:
@@ -73,18 +67,44 @@ def verify(site: Site, names: Sequence[str], say: Callable[[str], None]) -> Iter
 
 
 def _asked(child: Child, check: Check, log: Path) -> Outcome:
-    start = time.monotonic()
+    began = time.monotonic()
     child.tell(check.name)
     try:
         outcome: Outcome = child.expect("outcome", within=check.limit)
         return outcome
     except ChildFailedError as error:
         said = log.read_text(errors="replace").strip().splitlines()[-12:]
-        return Outcome(
-            name=check.name,
-            text=check.text,
-            status="failed",
-            found=str(error),
-            seconds=time.monotonic() - start,
-            values={"log": said},
-        )
+        return check.outcome("failed", str(error), began, {"log": said})
+
+
+def machine(site: Site) -> Found:
+    """Return what `offload doctor` finds: an error of it would stop a run when it starts."""
+    report = examine([site.folder])
+    if report.level is Level.ERROR:
+        errors = [each for group in report.groups for each in group.findings if each.level is Level.ERROR]
+        raise WrongError("; ".join(f"{each.check}: {each.found}" for each in errors))
+    return Found(report.summary(), report.as_dict())
+
+
+CHECKS = {
+    check.name: check
+    for check in (
+        Check("machine", "nothing stands in the way", machine, 120),
+        Check("update", "every rule has the CPU's bits", updates.update, 240),
+        Check("clipping", "one norm, one factor", updates.clipping, 180),
+        Check("scaler", "GradScaler changes nothing, and skips", updates.scaler, 180),
+        Check("swapper", "tensors come back as they were", updates.swapper, 120),
+        Check("races", "whoever must wait waits", process.races, 240),
+        Check("gradients", "off the device, runs have the CPU's bits", training.gradients, 300),
+        Check("parameters", "off the device, they are gathered with the CPU's bits", training.parameters, 300),
+        Check("precisions", "NVMe and memory have the same bits", training.precisions, 300),
+        Check("birth", "from meta, weights are those of a construction", training.birth, 180),
+        Check("compiled", "blocks are compiled, and have the same bits", process.compiled, 480),
+        Check("process", "default devices, forks and refusals change nothing", process.process, 180),
+        Check("checkpoint", "what is saved goes on, on the CPU too", training.checkpoint, 240),
+        Check("ranks", "several have the bits of one", process.ranks, process.LIMIT + 30),
+        Check("copies", "between host and device", rates.copies, 120, measures=True),
+        Check("drive", "the drive, by offload bench", rates.drive, 300, measures=True),
+        Check("iteration", "the step beside forward and backward", rates.iteration, 600, measures=True),
+    )
+}

@@ -9,19 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from nvme_offload.optim.full_values import get_full_optimizer_state, get_full_param
+from nvme_offload.optim.access.full_values import get_full_optimizer_state, get_full_param
 from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.initialize import initialize
 from nvme_offload.optim.zero.sharding import default_mesh
-from nvme_offload.perf.measure.models import layered_model
-from nvme_offload.perf.verify.bits import must_be_near, must_equal
-from nvme_offload.perf.verify.outcome import Found, Site
+from nvme_offload.perf.measure.sections import MODES
+from nvme_offload.perf.measure.training import layered_model
+from nvme_offload.perf.verify.outcome import Found, Site, must_be_near, must_equal
 from nvme_offload.perf.verify.updates import section, values_of
 
-BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-AUTOCAST: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-PRECISIONS: Mapping[str, dict[str, Any]] = {"bf16": BF16, "fp16": FP16, "autocast": AUTOCAST, "fp32": {}}
+BF16 = MODES["bf16"]
 LAYERS, ROWS, COLUMNS = 4, 331, 257
 STEPS = 3
 
@@ -57,13 +54,8 @@ class Slopes(nn.Module):
 def full(engine: OffloadEngine) -> Values:
     """Whole parameters and the states of AdamW, on the CPU."""
     return {
-        name: [
-            part.cpu()
-            for part in (
-                get_full_param(param),
-                *(get_full_optimizer_state(param, state) for state in ("exp_avg", "exp_avg_sq")),
-            )
-        ]
+        name: [get_full_param(param).cpu()]
+        + [get_full_optimizer_state(param, state).cpu() for state in ("exp_avg", "exp_avg_sq")]
         for name, param in engine.module.named_parameters()
     }
 
@@ -86,7 +78,7 @@ def slope_run(device: str, config: dict[str, Any]) -> tuple[Values, float]:
 
 def gradients(site: Site) -> Found:
     """Whole runs, clipped, with gradients in host memory and on NVMe: the bits and the norm of the CPU."""
-    for name, mode in PRECISIONS.items():
+    for name, mode in MODES.items():
         for where in ("cpu", "nvme"):
             with site.drive() as drive:
                 found = slope_run(site.device, _moved(drive, where, mode))
@@ -97,19 +89,19 @@ def gradients(site: Site) -> Found:
     expected = slope_run("cpu", section(None, gradient_accumulation_steps=2, **BF16))
     must_equal(values, expected[0], "bf16, gradients where they are computed")
     must_be_near(norm, expected[1], "bf16, the norm of gradients where they are computed")
-    return Found(f"{', '.join(PRECISIONS)}: the same bits as on the CPU, norms too", {"total_norm": norm})
+    return Found(f"{', '.join(MODES)}: the same bits as on the CPU, norms too", {"total_norm": norm})
 
 
 def parameters(site: Site) -> Found:
     """Whole runs with parameters, gradients and state off the device, in host memory and on NVMe."""
-    for name, mode in PRECISIONS.items():
+    for name, mode in MODES.items():
         expected = slope_run("cpu", _moved(None, "none", mode))
         for where in ("cpu", "nvme"):
             with site.drive() as drive:
                 config = _moved(drive, where, mode)
                 config["zero_optimization"]["offload_param"] = config["offload_gradients"]
                 must_equal(slope_run(site.device, config), expected, f"{name}, all on {where}")
-    return Found(f"{', '.join(PRECISIONS)}: the same bits as on the CPU", {})
+    return Found(f"{', '.join(MODES)}: the same bits as on the CPU", {})
 
 
 def _moved(drive: Path | None, where: str, mode: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,13 +115,13 @@ def _moved(drive: Path | None, where: str, mode: Mapping[str, Any]) -> dict[str,
 def precisions(site: Site) -> Found:
     """Layers as models have them: losses, norms and bits are the same with state on NVMe and in host memory."""
     losses = {}
-    for name, mode in PRECISIONS.items():
+    for name, mode in MODES.items():
         with site.drive() as drive:
             on_nvme = layered_run(site, section(drive, clip=0.1, **mode))
         in_memory = layered_run(site, section(None, clip=0.1, **mode))
         must_equal(on_nvme, in_memory, f"{name}, on NVMe and in memory")
         losses[name] = on_nvme[0]
-    return Found(f"{', '.join(PRECISIONS)}: the same bits", {"losses": losses})
+    return Found(f"{', '.join(MODES)}: the same bits", {"losses": losses})
 
 
 def layered_run(site: Site, config: dict[str, Any], backend: str = "") -> tuple[list[float], list[float], Values]:
@@ -173,7 +165,7 @@ def birth(site: Site) -> Found:
 
 
 def checkpoint(site: Site) -> Found:
-    """What is saved on the device goes on with the same bits there, and on the CPU."""
+    """Return what is saved on the device goes on with the same bits there, and on the CPU."""
     with site.drive() as drive, site.drive() as folder:
         with initialize(Slopes().to(site.device), section(drive, **BF16)) as engine:
             take_slope_steps(engine, site.device)

@@ -1,4 +1,4 @@
-"""What an optimizer makes of gradients that are given: the same bits on every device and every tier."""
+"""An optimizer makes the same bits of given gradients on every device and every tier."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
-from nvme_offload.optim.adagrad import OffloadAdagrad
-from nvme_offload.optim.adam import OffloadAdam
-from nvme_offload.optim.adamw import OffloadAdamW
-from nvme_offload.optim.lion import OffloadLion
 from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.sgd import OffloadSGD
-from nvme_offload.optim.stats import OptimizerStats
-from nvme_offload.perf.verify.bits import must_be_near, must_equal
-from nvme_offload.perf.verify.outcome import Found, Site, WrongError
+from nvme_offload.optim.optimizers.adagrad import OffloadAdagrad
+from nvme_offload.optim.optimizers.adam import OffloadAdam
+from nvme_offload.optim.optimizers.adamw import OffloadAdamW
+from nvme_offload.optim.optimizers.lion import OffloadLion
+from nvme_offload.optim.optimizers.sgd import OffloadSGD
+from nvme_offload.optim.telemetry.stats import OptimizerStats
+from nvme_offload.perf.measure import sections
+from nvme_offload.perf.verify.outcome import Found, Site, WrongError, must_be_near, must_equal
 
 SHAPES = ((1,), (7,), (251, 257), (65535,), (65536,), (65537,), (2, 3, 5, 7), (200_003,))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,7 +39,7 @@ Before = Callable[[Params, int], None]
 
 
 class Trained(NamedTuple):
-    """What a run left."""
+    """A run left this."""
 
     params: list[torch.Tensor]
     state: dict[int, Any]
@@ -47,18 +47,14 @@ class Trained(NamedTuple):
 
     @property
     def bits(self) -> tuple[Any, ...]:
-        """What must be the same everywhere."""
+        """Return what must be the same everywhere."""
         return self.params, self.state
 
 
 def section(drive: Path | None, *, clip: float = 0.0, staging: str = "64MiB", **more: Any) -> dict[str, Any]:
     """A section with the optimizer's state in a folder, or without one in host memory."""
-    where = {"device": "cpu"} if drive is None else {"device": "nvme", "nvme_path": str(drive)}
-    if drive is not None:
-        where["staging_budget"] = staging
-    zero = {"stage": 3, "sub_group_size": 65536, "offload_optimizer": where}
     clipped = {"gradient_clipping": clip} if clip else {}
-    return {"zero_optimization": zero, **clipped, **more}
+    return sections.section(drive, state={"staging_budget": staging}, **{"sub_group_size": 65536, **clipped, **more})
 
 
 def values_of(shape: Sequence[int], seed: int, scale: float) -> torch.Tensor:
@@ -74,14 +70,9 @@ def trained(
     before: Before | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Trained:
-    """Take steps over parameters of awkward sizes, one of which has no gradient each time.
+    """Take steps over parameters of awkward sizes on a device, one of which has no gradient each time.
 
-    Args:
-        device: where parameters and gradients are.
-        offload: the section.
-        optimizer: one of `OPTIMIZERS`.
-        before: called with the parameters and the number of the step when gradients are there.
-        scaler: takes the steps.
+    `before` is called with the parameters and the number of the step when gradients are there; `scaler` takes steps.
     """
     params = [
         nn.Parameter(values_of(shape, number, 0.05).to(DTYPES[number % len(DTYPES)]).to(device))

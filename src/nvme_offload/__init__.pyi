@@ -28,10 +28,7 @@ from nvme_offload.offload.errors import (
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from nvme_offload.offload.weights.writer import weight_items, write_sharded
-from nvme_offload.optim.adagrad import OffloadAdagrad
-from nvme_offload.optim.adam import OffloadAdam
-from nvme_offload.optim.adamw import OffloadAdamW
-from nvme_offload.optim.full_values import (
+from nvme_offload.optim.access.full_values import (
     get_full_grad,
     get_full_optimizer_state,
     get_full_param,
@@ -39,17 +36,20 @@ from nvme_offload.optim.full_values import (
     set_full_optimizer_state,
     set_full_param,
 )
-from nvme_offload.optim.lion import OffloadLion
-from nvme_offload.optim.muon import OffloadMuon
 from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.optim.optimizers.adagrad import OffloadAdagrad
+from nvme_offload.optim.optimizers.adam import OffloadAdam
+from nvme_offload.optim.optimizers.adamw import OffloadAdamW
+from nvme_offload.optim.optimizers.lion import OffloadLion
+from nvme_offload.optim.optimizers.muon import OffloadMuon
+from nvme_offload.optim.optimizers.sgd import OffloadSGD
 from nvme_offload.optim.rules.rule import State, UpdateRule, check_numbers, rounded
-from nvme_offload.optim.sgd import OffloadSGD
-from nvme_offload.optim.stats import (
+from nvme_offload.optim.telemetry.stats import (
     OptimizerStats,
     Span,
 )
+from nvme_offload.optim.telemetry.trace import write_trace
 from nvme_offload.optim.tiers.parts import split_parameters
-from nvme_offload.optim.trace import write_trace
 from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.initialize import initialize
 

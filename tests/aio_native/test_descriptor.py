@@ -46,4 +46,5 @@ def test_no_exception_loses_it(make):
             if made is not None:
                 made.close()
         del made
+        interrupt.kept = None  # its frames have it
         assert num_open() == before, interrupt.place

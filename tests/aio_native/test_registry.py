@@ -13,7 +13,7 @@ from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.registry import REGISTRY, open_engine
 from nvme_offload.perf.cli import load
 from nvme_offload.perf.experiments.__main__ import EXPERIMENTS
-from nvme_offload.perf.tune.search import Search
+from nvme_offload.perf.tune.command import Search
 from scripts.configuration_page import json_schema
 
 ROOT = Path(__file__).parents[2]

@@ -159,7 +159,7 @@ def test_a_group_refused_by_any_error_leaves_nothing_behind(make_adamw, monkeypa
 
     optimizer = make_adamw([param((300,))])
     with monkeypatch.context() as patch:
-        patch.setattr("nvme_offload.optim.groups.check_param", interrupted)
+        patch.setattr("nvme_offload.optim.step.groups.check_param", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.add_param_group({"params": [param((5,))]})
     assert len(optimizer.param_groups) == len(optimizer.state) == 1

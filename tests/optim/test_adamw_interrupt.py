@@ -219,12 +219,12 @@ def test_a_checkpoint_can_be_loaded_while_subgroups_without_state_hold_every_buf
 
 
 def test_an_interrupted_load_says_so_and_can_be_repeated(make_adamw, monkeypatch):
-    import nvme_offload.optim.state.entries
+    import nvme_offload.optim.access.entries
 
     _, optimizer = started(make_adamw)
     _, other = started(make_adamw, "cpu", steps=1)
     checkpoint = other.state_dict()
-    write, calls = nvme_offload.optim.state.entries.write_run, []
+    write, calls = nvme_offload.optim.access.entries.write_run, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -233,7 +233,7 @@ def test_an_interrupted_load_says_so_and_can_be_repeated(make_adamw, monkeypatch
         write(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(nvme_offload.optim.state.entries, "write_run", interrupted)
+        patch.setattr(nvme_offload.optim.access.entries, "write_run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.load_state_dict(checkpoint)
     for refused in (optimizer.step, optimizer.finish_step, optimizer.state_dict):
@@ -245,18 +245,18 @@ def test_an_interrupted_load_says_so_and_can_be_repeated(make_adamw, monkeypatch
 
 def test_an_entry_whose_setting_was_interrupted_is_as_it_was(make_adamw, monkeypatch):
     """The staging buffer that was half overwritten is not taken for what is on the drive."""
-    import nvme_offload.optim.state.entries
+    import nvme_offload.optim.access.entries
 
     params, optimizer = started(make_adamw, buffers=8)
     before = snapshot(optimizer)
-    write = nvme_offload.optim.state.entries.write_run
+    write = nvme_offload.optim.access.entries.write_run
 
     def interrupted(*arguments):
         write(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(nvme_offload.optim.state.entries, "write_run", interrupted)
+        patch.setattr(nvme_offload.optim.access.entries, "write_run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.state[params[0]]["exp_avg"] = torch.full(SHAPES[0], 7.0)
     assert_same_bits(snapshot(optimizer), before)

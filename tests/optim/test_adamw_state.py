@@ -292,7 +292,7 @@ def test_copying_is_refused_in_words(make_adamw, duplicate):
 
 def test_loading_needs_no_second_copy_of_what_already_fits(make_adamw):
     """A state dict is as large as the training state: the entries that need no cast are read where they are."""
-    from nvme_offload.optim.state.entries import _check_entry
+    from nvme_offload.optim.access.entries import _check_entry
 
     params, optimizer = trained(make_adamw)
     saved = torch.zeros(params[0].shape)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nvme_offload.optim.grad_norm import sums_from_device
 from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.step.norm import sums_from_device
 from tests.support.training import BLOCK, params_of, set_grads
 
 MAX_OPERATORS, FOR_ALL = 12, 3

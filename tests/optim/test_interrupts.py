@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nvme_offload import OffloadAdamW, StateError
-from tests.support.interrupts import STRIKES, Struck, every, raise_struck, strided, struck
+from tests.support.interrupts import STRIKES, Interrupt, Struck, every, raise_struck, strided, struck
 from tests.support.own_resources import Resources
 from tests.support.training import BLOCK, SETTINGS, assert_same_training, params_of, section, set_grads
 
@@ -25,7 +25,9 @@ def default_handler():
 
 
 IN_THE_KERNEL = tuple(
-    f"({name}, after {opcode})" for name in ("read_update_write", "<lambda>", "update") for opcode in ("CALL", "RESUME")
+    f"({name}, after {opcode})"
+    for name in ("read_update_write", "<lambda>", "<listcomp>", "update")
+    for opcode in ("CALL", "RESUME")
 )
 """Where alone a handler that raises leaves a step that cannot be finished: nobody knows how far the kernel got."""
 
@@ -33,12 +35,12 @@ IN_THE_KERNEL = tuple(
 class Pair:
     """An optimizer whose state is on NVMe, and one that nobody disturbs."""
 
-    def __init__(self, make_adamw):
+    def __init__(self, make_adamw, steps=2):
         self.params, self.twins = params_of(SHAPES, *DTYPES), params_of(SHAPES, *DTYPES)
         self.optimizer = make_adamw(self.params, clip=1.0, buffers=2, sub_group_size=BLOCK)
         self.twin = make_adamw(self.twins, "cpu", clip=1.0, sub_group_size=BLOCK)
         self.steps = 0
-        for _ in range(2):
+        for _ in range(steps):
             self.step()
 
     def set_grads(self):
@@ -95,23 +97,39 @@ def test_a_step_is_finished_repeated_or_refused(make_adamw, strike, stride):
     """And the note of whatever came out of it is true; see docs/hazards.md."""
     pair = Pair(make_adamw)
     for interrupt in every(stride, strike):
-        optimizer = pair.optimizer
-        pair.set_grads()
-        pair.twin.step()
-        before = optimizer.stats().steps
-        error = struck(interrupt, optimizer.step)
-        if error is not None:
-            said(optimizer, error, before, strike)
-        if optimizer.has_unfinished_step:
-            try:
-                optimizer.finish_step()
-            except StateError:
-                assert strike is raise_struck, "Ctrl-C is held back where a step could not be finished"
-                assert interrupt.place.endswith(IN_THE_KERNEL), interrupt.place
-                pair.load()
-        elif optimizer.stats().steps == before:
-            optimizer.step()
+        cut_off(pair, interrupt, strike)
         pair.check(interrupt.place)
+
+
+@STRIKES
+@strided(499)
+def test_so_is_the_first_step_which_gives_the_state_its_place(make_adamw, strike, stride):
+    for interrupt in every(stride, strike):
+        pair = Pair(make_adamw, steps=0)
+        cut_off(pair, interrupt, strike)
+        pair.check(interrupt.place)
+        pair.optimizer.close()
+        pair.twin.close()
+
+
+def cut_off(pair, interrupt, strike):
+    """Cut a step short, and go on as its note says."""
+    optimizer = pair.optimizer
+    pair.set_grads()
+    pair.twin.step()
+    before = optimizer.stats().steps
+    error = struck(interrupt, optimizer.step)
+    if error is not None:
+        said(optimizer, error, before, strike)
+    if optimizer.has_unfinished_step:
+        try:
+            optimizer.finish_step()
+        except StateError:
+            assert strike is raise_struck, "Ctrl-C is held back where a step could not be finished"
+            assert interrupt.place.endswith(IN_THE_KERNEL), interrupt.place
+            pair.load()
+    elif optimizer.stats().steps == before:
+        optimizer.step()
 
 
 def said(optimizer, error, before, strike):
@@ -126,6 +144,18 @@ def said(optimizer, error, before, strike):
         assert note.startswith(
             f"Step {before + 1} is complete" if complete else f"Step {before + 1} has updated nothing"
         )
+
+
+def test_the_handler_that_a_cut_off_step_left_is_found_by_the_next_one(make_adamw):
+    """Whoever asks for it meanwhile finds ours; a SIGINT goes where it belongs."""
+    pair = Pair(make_adamw)
+    pair.set_grads()
+    pair.twin.step()
+    at_exit = Interrupt(lambda point: point.code.co_qualname == "DeferredInterrupt.__exit__", raise_struck)
+    assert struck(at_exit, pair.optimizer.step) is not None
+    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    pair.check("the way out of a step")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @STRIKES
@@ -193,6 +223,7 @@ def test_a_group_is_added_or_not(make_adamw, strike, stride):
         pair.twin.close()
 
 
+@pytest.mark.usefixtures("quick_collections")
 @STRIKES
 @strided(211)
 def test_a_constructor_that_was_cut_short_leaves_nothing(tmp_path, strike, stride):
@@ -207,7 +238,6 @@ def test_a_constructor_that_was_cut_short_leaves_nothing(tmp_path, strike, strid
     construct()
     made.pop().close()
     before = Resources.steady()
-    gc.freeze()  # a collection looks at what an exception left, and not at all of torch
     for interrupt in every(stride, strike):
         error = struck(interrupt, construct)
         assert error is not None or not interrupt.place or made
@@ -217,6 +247,5 @@ def test_a_constructor_that_was_cut_short_leaves_nothing(tmp_path, strike, strid
         interrupt.kept = None
         gc.collect()
         assert not os.listdir(tmp_path), interrupt.place
-    gc.unfreeze()
     left = Resources.settled(before).beyond(before)
     assert not left

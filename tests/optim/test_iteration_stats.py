@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nvme_offload import OffloadAdamW, Span, initialize
-from nvme_offload.optim import stats
-from nvme_offload.optim.stats import IterationStats, Meter, Moved
+from nvme_offload.optim.telemetry import stats
+from nvme_offload.optim.telemetry.stats import IterationStats, Meter, Moved
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
 
 SECOND = 1_000_000_000

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nvme_offload import OffloadAdamW
-from nvme_offload.optim import run_record
-from nvme_offload.optim.run_record import LOG_SHARE, RunRecord, log_of_rank, read_records
+from nvme_offload.optim.telemetry import run_record
+from nvme_offload.optim.telemetry.run_record import LOG_SHARE, RunRecord, log_of_rank, read_records
 
 
 def make(tmp_path, **more):

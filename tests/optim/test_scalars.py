@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nvme_offload import OffloadAdamW
-from nvme_offload.optim.metrics import prometheus_text
-from nvme_offload.optim.stats import GAUGES, scalar_texts
+from nvme_offload.optim.telemetry.metrics import prometheus_text
+from nvme_offload.optim.telemetry.stats import GAUGES, scalar_texts
 
 PAGE = Path(__file__).parents[2] / "docs" / "watching.md"
 ROW = re.compile(r"^\| `(\w+)` \| (counter|gauge) \| (.+) \|$", re.MULTILINE)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from nvme_offload import Span, write_trace
-from nvme_offload.optim.trace import TRACKS, trace_events
+from nvme_offload.optim.telemetry.trace import TRACKS, trace_events
 
 SPANS = [
     Span("forward", -1, 1_000, 5_000),

@@ -8,7 +8,7 @@ import torch
 from nvme_offload import ConfigError, OffloadAdamW
 from nvme_offload.offload.durable.rewrite_every import DurableRates
 from nvme_offload.offload.units import TB
-from nvme_offload.optim import wear
+from nvme_offload.optim.durable import wear
 from tests.support.training import assert_same_bits, params_of, section, set_grads, snapshot
 
 
@@ -92,7 +92,7 @@ def test_auto_decides_once_by_the_drive_and_the_limit_and_the_bits_stay(drive, c
 
     def made(rate):
         rates = DurableRates(read=rate, write=rate)
-        monkeypatch.setattr("nvme_offload.optim.state.period.measure_rates", lambda _: rates)
+        monkeypatch.setattr("nvme_offload.optim.durable.period.measure_rates", lambda _: rates)
         return optimizer_of(drive, durable="run", rewrite_every="auto", wear_limit=limit)
 
     def steps(params, optimizer, numbers):

@@ -40,7 +40,7 @@ def durable(mode, path, name, tiers="state"):
 def settle(engine):
     """Have the latest step last, or be said to have failed, on all ranks."""
     engine.optimizer.synchronize()
-    engine.optimizer.commits.settle()
+    engine.optimizer.durable.commits.settle()
 
 
 def whole(engine):

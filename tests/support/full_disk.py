@@ -38,7 +38,7 @@ def train(optimizer, params, steps):
 
 
 def settled(optimizer):
-    optimizer.commits.settle()
+    optimizer.durable.commits.settle()
     return optimizer.stats()
 
 
@@ -137,7 +137,7 @@ def nothing_left(path, period):
         assert any("Commits fail (step 4 lasts" in note for note in caught.value.__notes__), caught.value.__notes__
         filler_of(path).unlink()
         optimizer.finish_step()
-        done = optimizer.commits.step
+        done = optimizer.durable.commits.step
         assert settled(optimizer).committed_step == done
         assert_same_bits(snapshot(optimizer), expected(path, done))
 
@@ -163,7 +163,7 @@ def _rank(rank, world_size, path, period):
     with optimizer:
         with pytest.MonkeyPatch.context() as patch, warned() as texts:
             if rank == 1:  # cannot write down what the run is
-                patch.setattr(type(optimizer.commits.run), "identify", _no_space)
+                patch.setattr(type(optimizer.durable.commits.run), "identify", _no_space)
             train(optimizer, params, range(2))
             assert settled(optimizer).committed_step is None
         assert len(texts) == 1
@@ -171,7 +171,7 @@ def _rank(rank, world_size, path, period):
         assert settled(optimizer).committed_step == 4
         if rank == 0:
             fill(path, ROOM[period])
-        optimizer.commits.ranks().all(True)
+        optimizer.durable.commits.ranks().all(True)
         if rank == 1:
             optimizer.client_state["large"] = torch.zeros(LARGE, dtype=torch.uint8)
         with warned() as texts:
@@ -188,7 +188,7 @@ def _rank(rank, world_size, path, period):
             assert "another rank" in said, said
         if rank == 0:
             filler_of(path).unlink()
-        optimizer.commits.ranks().all(True)
+        optimizer.durable.commits.ranks().all(True)
         train(optimizer, params, [9])
         found = settled(optimizer)
         assert (found.committed_step, found.commit_failure) == (10, None), found

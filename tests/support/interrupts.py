@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import gc
 import signal
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from itertools import count, islice, pairwise
 from pathlib import Path
@@ -30,9 +32,16 @@ OURS = (*PACKAGES, contextlib.__file__, threading.__file__)
 """Besides, what a ``with`` or a thread of ours goes through."""
 TORCH = (f"{Path(torch.__file__).parent}/",)
 """How those of torch begin."""
-Point = tuple[CodeType, int]
-"""Code, and the offset of the instruction after which a handler runs."""
-_HANDLERS_RUN_AFTER = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
+_ENTRY = "RESUME"
+_HANDLERS_RUN_AFTER = ("CALL", "CALL_FUNCTION_EX", _ENTRY, "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """An instruction after which a handler runs. Each has one object, which is compared by identity."""
+
+    code: CodeType
+    opcode: str
 
 
 class Struck(BaseException):
@@ -51,6 +60,8 @@ def send_sigint() -> None:
 
 class Interrupt:
     """Calls `strike` at one point inside the block, in this thread; `place` says where, if it came to that.
+
+    Inside the block nothing collects garbage on its own: a point has the same number each time.
 
     Args:
         when: the number of the point, from 1 on; or says of each whether it is the one.
@@ -74,41 +85,54 @@ class Interrupt:
         self._keep = keep
         self._is_due = _nth(when) if isinstance(when, int) else when
         self._strike = strike
-        self._previous: dict[FrameType, int] = {}
+        self._collects = gc.isenabled()
 
     def __enter__(self) -> Interrupt:
+        # A collection would come at any allocation and run the finalizers of whatever the tests before left behind.
+        self._collects = gc.isenabled()
+        gc.disable()
         sys.settrace(self._on_call)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         sys.settrace(None)
-        self._previous.clear()
+        if self._collects:
+            gc.enable()
         self.kept = error if self._keep else None
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         if not frame.f_code.co_filename.startswith(self._inside):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._on_opcode
+        points, last = _points_of(frame.f_code), -1
+        if entry := points.get(frame.f_lasti):
+            self._pass(entry, frame)
 
-    def _on_opcode(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
-        if event in ("return", "exception"):  # after a call that raised CPython runs no handler
-            self._previous.pop(frame, None)
-        elif event == "opcode":
-            last = self._previous.get(frame, -1)
-            before = _points_of(frame.f_code).get(last)
-            self._previous[frame] = frame.f_lasti
-            has_jumped = before and (frame.f_lasti < last or not before.startswith("POP_JUMP"))
-            if has_jumped and self._is_due((frame.f_code, last)):
-                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name}, after {before})"
-                sys.settrace(None)
-                self._strike()
-        return self._on_opcode
+        def on_opcode(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+            nonlocal last
+            if event == "exception":  # after a call that raised CPython runs no handler
+                last = -1
+            elif event == "opcode":
+                before, this = points.get(last), frame.f_lasti
+                has_jumped = before and (this < last or not before.opcode.startswith("POP_JUMP"))
+                last = this
+                if has_jumped and before.opcode != _ENTRY:
+                    self._pass(before, frame)
+            return on_opcode
+
+        return on_opcode
+
+    def _pass(self, point: Point, frame: FrameType) -> None:
+        if self._is_due(point):
+            where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self.place = f"{where} ({frame.f_code.co_name}, after {point.opcode})"
+            sys.settrace(None)
+            self._strike()
 
 
 @cache
-def _points_of(code: CodeType) -> dict[int, str]:
-    """Names of the opcodes after which handlers run, by offset.
+def _points_of(code: CodeType) -> dict[int, Point]:
+    """Return the points of code, by offset.
 
     What a handler raises after a call comes out of that call, and tracing can let it come out of the next opcode only.
     Where a block (with, try) ends between the two, as in ``return f()``, that would be behind its end: left out.
@@ -119,10 +143,10 @@ def _points_of(code: CodeType) -> dict[int, str]:
         return next((guard for guard in guards if guard.start <= offset < guard.end), None)
 
     return {
-        this.offset: this.opname
+        this.offset: Point(code, this.opname)
         for this, following in pairwise([*dis.get_instructions(code), None])
         if this.opname.split("_IF_")[0] in _HANDLERS_RUN_AFTER
-        and ("JUMP_BACKWARD" in this.opname or following is None or guard_of(this.offset) == guard_of(following.offset))
+        and ("CALL" not in this.opname or following is None or guard_of(this.offset) == guard_of(following.offset))
     }
 
 
@@ -144,18 +168,20 @@ def struck(interrupt: Interrupt, call: Callable[[], object]) -> BaseException | 
 STRIKES = pytest.mark.parametrize(
     "strike",
     [
-        # What is raised in a finalizer that a collection runs just then is printed, whoever wrote the finalizer.
+        # What is raised in a finalizer is printed.
         pytest.param(strike, marks=pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
         for strike in (raise_struck, send_sigint)
     ],
 )
 EACH = 0
 """In place of a stride: each point of the code, when it is passed for the first and for the second time."""
+SLOW = (pytest.mark.slow, pytest.mark.timeout(7200))
+"""Marks of what strikes at each point: it takes minutes."""
 
 
 def strided(stride: int) -> pytest.MarkDecorator:
     """Some of the points, and each of the code's where there is time."""
-    return pytest.mark.parametrize("stride", [stride, pytest.param(EACH, marks=pytest.mark.slow)])
+    return pytest.mark.parametrize("stride", [stride, pytest.param(EACH, marks=SLOW)])
 
 
 def every(stride: int, strike: Callable[[], None], inside: tuple[str, ...] = OURS) -> Iterator[Interrupt]:
@@ -180,6 +206,8 @@ def _each(strike: Callable[[], None], inside: tuple[str, ...], passages: int = 2
     """Loops make most points of a call the same ones. What a call comes to only after a strike is struck, too."""
     found: dict[tuple[Point, int], None] = {}
     """Points with the number of a passage, in the order in which they were first seen."""
+    missed: list[tuple[Point, int]] = []
+    """Return those that a call did not come to: threads take their own time, so they have a second chance."""
     num_struck = 0
 
     def look_out_for(wanted: tuple[Point, int] | None) -> Callable[[Point], bool]:
@@ -199,4 +227,9 @@ def _each(strike: Callable[[], None], inside: tuple[str, ...], passages: int = 2
     while num_struck < len(found):
         wanted = next(islice(found, num_struck, None))
         num_struck += 1
-        yield Interrupt(look_out_for(wanted), strike, inside, keep=num_struck % 2 == 0)
+        interrupt = Interrupt(look_out_for(wanted), strike, inside, keep=num_struck % 2 == 0)
+        yield interrupt
+        if not interrupt.place:
+            missed.append(wanted)
+    for wanted in missed:
+        yield Interrupt(look_out_for(wanted), strike, inside)

@@ -225,7 +225,9 @@ def end_of(kind, path, variants, rank):
 def look_at_runs(path, name, chance):
     """List the runs, and remove a snapshot of one at times; killed at some change to the drive."""
     dying = DiesAtAChange(0, chance.randint(1, 4), after=chance.random() < 0.5)
-    run = next(run for run in find_runs([path]) if run.name == name)
+    run = next((run for run in find_runs([path]) if run.name == name), None)
+    if run is None:  # its life was killed before there was any of it
+        return
     assert command._table([run])
     dying.counts = True
     if run.snapshots and chance.random() < 0.3:

@@ -99,7 +99,7 @@ class Pair:
     @property
     def chains(self):
         """Of those that have a log."""
-        chains = [record.current for record in self.logged.store.run.extents.slots]
+        chains = [record.current for record in self.logged.store.durability.run.extents.slots]
         return [chain for chain in chains if chain.log]
 
     def close(self):

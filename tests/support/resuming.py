@@ -74,7 +74,7 @@ def scalars_of(engine):
     """Everything that is no tensor, and the buffer."""
     return {
         "global_steps": engine.global_steps,
-        "loss_scale": engine._scaler.state_dict() if engine._scaler else None,
+        "loss_scale": engine._part.scaler.state_dict() if engine._part.scaler else None,
         "schedule": engine.lr_scheduler.state_dict(),
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups],
         "num_batches": int(engine.module.num_batches),

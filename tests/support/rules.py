@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nvme_offload import OffloadOptimizer, UpdateRule
-from nvme_offload.optim.optimizers import optimizer_class
+from nvme_offload.optim.optimizers.registry import optimizer_class
 from nvme_offload.optim.rules.registry import rule_named
 from tests.support.training import Twin
 

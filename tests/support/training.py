@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-import nvme_offload.optim.state.store
+import nvme_offload.optim.durable.state
 from nvme_offload import FaultSpec, OffloadAdamW, UpdateRule
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.rules.adamw import AdamW
@@ -199,7 +199,7 @@ def faulty_drive(faults: FaultSpec | None = None) -> Iterator[list[NvmeTier]]:
             tiers.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nvme_offload.optim.state.store, "NvmeTier", FaultyTier)
+        patch.setattr(nvme_offload.optim.durable.state, "NvmeTier", FaultyTier)
         yield tiers
 
 

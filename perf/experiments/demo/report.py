@@ -1,20 +1,16 @@
-"""The table, the comparison of both runs, and the file with everything."""
+"""The table, and the comparison of both runs."""
 
-import dataclasses
-import json
 import statistics
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
 from rich.table import Table
 
-from nvme_offload.optim.stats import Span
-from nvme_offload.perf.experiments.demo.records import RunResult
-from nvme_offload.perf.experiments.demo.spans import io_seconds
-from nvme_offload.perf.measure.environment import environment
+from nvme_offload.optim.telemetry.stats import Span
+from nvme_offload.perf.experiments.demo.training import RunResult
 
 MIB = 2**20
 UNKNOWN = "unknown"
+Interval = tuple[float, float]
 
 
 def differences(nvme: RunResult, memory: RunResult) -> list[str]:
@@ -24,66 +20,33 @@ def differences(nvme: RunResult, memory: RunResult) -> list[str]:
         names += [f"training loss of step {i + 1}"] * (a.loss != b.loss)
         names += [f"gradient norm of step {i + 1}"] * (a.total_norm != b.total_norm)
     names += ["number of steps"] * (len(nvme.samples) != len(memory.samples))
-    names += ["digests, which are missing"] * (not nvme.digests)
-    return names
-
-
-def _mib(size: int | None) -> str:
-    return UNKNOWN if size is None else f"{size / MIB:,.0f} MiB"
-
-
-def _per_parameter(result: RunResult, which: int) -> str:
-    """Bytes per parameter and step, by the kernel's count and by the optimizer's."""
-    elements = result.num_parameters * len(result.measured)
-    counts = (result.process_bytes, result.counted_bytes)
-    return " / ".join(UNKNOWN if count is None else f"{count[which] / elements:.2f}" for count in counts)
-
-
-def _rate(result: RunResult) -> str:
-    seconds = io_seconds(span for sample in result.measured for span in sample.spans)
-    moved = sum(sample.bytes_moved for sample in result.measured)
-    return f"{moved / seconds / 1e9:.2f} GB/s" if seconds else "nothing moved"
+    return names + ["digests, which are missing"] * (not nvme.digests)
 
 
 def all_spans(result: RunResult) -> list[Span]:
     """The spans of all steps, each once, by time: what runs on behind a step is in the samples of two."""
-    spans = {Span._make(span) for sample in result.samples for span in sample.spans}
-    return sorted(spans, key=lambda span: span.start_ns)
+    return sorted({span for sample in result.samples for span in sample.spans}, key=lambda span: span.start_ns)
 
 
-def _share(result: RunResult) -> str:
-    shares = [sample.share_of_ideal for sample in result.measured if sample.share_of_ideal is not None]
-    return f"{statistics.median(shares):.0%}" if shares else UNKNOWN
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """The times in which at least one of the intervals runs, disjoint and in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
 
 
-def _median(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} s"
+def total(intervals: Iterable[Interval]) -> float:
+    """Length of all intervals together."""
+    return sum(end - start for start, end in intervals)
 
 
-def _cells(result: RunResult) -> dict[str, str]:
-    """One column of the table, top to bottom."""
-    measured = result.measured
-    last = result.samples[-10:]
-    cells = {
-        f"training loss, last {len(last)} steps": f"{statistics.mean(s.loss for s in last):.4f}",
-        "time per step, median": _median([s.seconds for s in measured]),
-        "  forward and backward": _median([s.forward_backward_seconds for s in measured]),
-        "  optimizer.step()": _median([s.optimizer_seconds for s in measured]),
-        "  share of the ideal": _share(result),
-        f"training time, {len(result.samples)} steps": f"{result.train_seconds:.1f} s",
-        "peak resident memory": _mib(result.peak_resident_bytes),
-        "  added by the optimizer": _mib(result.optimizer_resident_bytes),
-        "optimizer state": _mib(result.stats["state_bytes"]),
-        "staging buffers": _mib(result.stats["staging_bytes"]),
-        "bytes per parameter and step": "by kernel / by us",
-        "  read": _per_parameter(result, 0),
-        "  written": _per_parameter(result, 1),
-        "rate while reading or writing": _rate(result),
-        "engine": str(result.stats["engine"]),
-    }
-    if result.cuda_peak_bytes is not None:
-        cells["peak GPU memory"] = _mib(result.cuda_peak_bytes)
-    return cells
+def io_seconds(spans: Iterable[Span]) -> float:
+    """Time in which a read or a write was under way."""
+    return total(merge((start, end) for kind, _, start, end in spans if kind in ("read", "write"))) / 1e9
 
 
 def make_table(nvme: RunResult, memory: RunResult) -> Table:
@@ -98,15 +61,44 @@ def make_table(nvme: RunResult, memory: RunResult) -> Table:
     return table
 
 
-def write_results(
-    path: Path, options: dict[str, Any], swap_parent: Path, runs: dict[str, RunResult], differing: list[str]
-) -> None:
-    """Saves samples, configuration and surroundings, so that a result can be judged and repeated."""
-    everything = {
-        "options": options,
-        "environment": environment([swap_parent]),
-        "bit_identical": not differing,
-        "differences": differing,
-        "runs": {name: dataclasses.asdict(result) for name, result in runs.items()},
+def _cells(result: RunResult) -> dict[str, str]:
+    """One column of the table, top to bottom."""
+    measured, last = result.measured, result.samples[-10:]
+    seconds = io_seconds(span for sample in measured for span in sample.spans)
+    moved = sum(sample.bytes_moved for sample in measured)
+    shares = [sample.share_of_ideal for sample in measured if sample.share_of_ideal is not None]
+    cells = {
+        f"training loss, last {len(last)} steps": f"{statistics.mean(s.loss for s in last):.4f}",
+        "time per step, median": _median([s.seconds for s in measured]),
+        "  forward and backward": _median([s.forward_backward_seconds for s in measured]),
+        "  optimizer.step()": _median([s.optimizer_seconds for s in measured]),
+        "  share of the ideal": f"{statistics.median(shares):.0%}" if shares else UNKNOWN,
+        f"training time, {len(result.samples)} steps": f"{result.train_seconds:.1f} s",
+        "peak resident memory": _mib(result.peak_resident_bytes),
+        "  added by the optimizer": _mib(result.optimizer_resident_bytes),
+        "optimizer state": _mib(result.stats["state_bytes"]),
+        "staging buffers": _mib(result.stats["staging_bytes"]),
+        "bytes per parameter and step": "by kernel / by us",
+        "  read": _per_parameter(result, 0),
+        "  written": _per_parameter(result, 1),
+        "rate while reading or writing": f"{moved / seconds / 1e9:.2f} GB/s" if seconds else "nothing moved",
+        "engine": str(result.stats["engine"]),
     }
-    path.write_text(json.dumps(everything, indent=1, default=str) + "\n")
+    if result.cuda_peak_bytes is not None:
+        cells["peak GPU memory"] = _mib(result.cuda_peak_bytes)
+    return cells
+
+
+def _median(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} s"
+
+
+def _mib(size: int | None) -> str:
+    return UNKNOWN if size is None else f"{size / MIB:,.0f} MiB"
+
+
+def _per_parameter(result: RunResult, which: int) -> str:
+    """Bytes per parameter and step, by the kernel's count and by the optimizer's."""
+    elements = result.num_parameters * len(result.measured)
+    counts = (result.process_bytes, result.counted_bytes)
+    return " / ".join(UNKNOWN if count is None else f"{count[which] / elements:.2f}" for count in counts)

@@ -1,20 +1,26 @@
-"""What a comparison with others found: read from its file, as a table, in words, and as a picture."""
+"""A comparison with others is read from its file, and shown as a table, in words, and as a picture."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
+import torch
+from torch import Tensor
+
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.perf.experiments.peers.contenders import MEMORY, Contender
-from nvme_offload.perf.experiments.peers.worker import Ended, Order
+from nvme_offload.perf.experiments.peers.worker import Ended, Order, model_of
 from nvme_offload.perf.measure.comparison import Quad
 from nvme_offload.perf.measure.gpt import parse_size
 
+ENVIRONMENTS = Path(__file__).resolve().parents[3]
+"""`make compare` makes an environment here for each peer that needs one."""
 ITERATIONS = 2
 """Iterations of a turn."""
 HEAD = ("", "iteration", "over ours", "peak memory", "B read", "B written", "distance")
@@ -22,9 +28,44 @@ COLOURS = {"ours": "#e6550d"}
 OTHERS = "#9ecae1"
 
 
+@dataclass(frozen=True)
+class Contender:
+    """One way to train the model."""
+
+    name: str
+    text: str
+    """Its name in the table."""
+    package: str | None = None
+    """The package that the peer needs; None: torch and this project alone."""
+
+    def weights(self, folder: Path) -> Path:
+        """The file in `folder` for its master weights at the end."""
+        return folder / f"{self.name}.weights"
+
+    def python(self) -> str | None:
+        """The interpreter that has its package; None where there is none."""
+        if self.package is None or find_spec(self.package):
+            return sys.executable
+        own = ENVIRONMENTS / f".venv-compare-{self.name}" / "bin" / "python"
+        return str(own) if own.exists() else None
+
+
+OURS = Contender("ours", "nvme-offload, state on NVMe")
+MEMORY = Contender("memory", "FSDP2 and torch.optim.AdamW, all in memory")
+CONTENDERS = (
+    OURS,
+    MEMORY,
+    Contender("ours-memory", "nvme-offload, state in memory"),
+    Contender("cpu-offload", "FSDP2 with CPUOffloadPolicy"),
+    Contender("torchao", "torchao's CPUOffloadOptimizer", "torchao"),
+    Contender("deepspeed", "DeepSpeed ZeRO-3, state on NVMe, pipelined", "deepspeed"),
+)
+BY_NAME = {contender.name: contender for contender in CONTENDERS}
+
+
 @dataclass
 class Found:
-    """What was seen of one contender."""
+    """One contender was seen so."""
 
     contender: Contender
     numel: int
@@ -38,7 +79,7 @@ class Found:
     """Seconds of an iteration: ours, theirs, theirs, ours."""
     ended: Ended | None = None
     distance: float | None = None
-    """Of its weights from those of the run in memory, over the way that those have come; 0: the same bits."""
+    """The distance of its weights from those of the run in memory, by how far those have moved; 0: the same bits."""
     bits_of_ours: bool = False
     """Whether its weights have the bits that ours on NVMe has."""
 
@@ -75,20 +116,15 @@ class Found:
             return [name, "cannot" if self.problem else "not yet", *[""] * (len(HEAD) - 2)]
         moved = self.ended.moved
         per_step = [f"{count / self.numel / self.ended.iterations:.1f}" for count in moved] if moved else ["", ""]
-        times = self.times_ours
+        times, of_ours = self.times_ours, ", the bits of ours" if self.bits_of_ours else ""
         return [
             name,
             f"{median(self.seconds):.2f} s",
             "1" if times is None else f"{times:.2f}",
             "" if self.ended.peak_bytes is None else format_bytes(self.ended.peak_bytes),
             *per_step,
-            self._distance(),
+            "" if self.distance is None else f"{self.distance:.1e}{of_ours}" if self.distance else "0",
         ]
-
-    def _distance(self) -> str:
-        if not self.distance:
-            return "" if self.distance is None else "0"
-        return f"{self.distance:.1e}" + (", the bits of ours" if self.bits_of_ours else "")
 
 
 @dataclass(frozen=True)
@@ -96,7 +132,7 @@ class Result:
     """A comparison that has ended."""
 
     environment: dict[str, Any]
-    """Facts of the machine, as `nvme_offload.perf.measure.environment` gives them."""
+    """Facts of the machine, as `nvme_offload.perf.measure.machine` gives them."""
     order: Order
     """The order of all contenders, but for who and where."""
     found: list[Found]
@@ -157,3 +193,32 @@ def draw(all_found: Sequence[Found], path: Path, source: str = "") -> None:
     memory.set_yticklabels([])
     figure.savefig(path, dpi=110, metadata={"Source": source})
     plt.close(figure)
+
+
+def distance(weights: Path, reference: Path, size: str) -> float:
+    """Return the norm of the difference of two trainings, over that of the way that the second has come.
+
+    Both are files with the master weights at the end, by name; `size`: layers and width of the model.
+
+    Raises:
+        KeyError: a parameter is missing.
+    """
+    others, ends = load(weights), load(reference)
+    start = {name: param.detach() for name, param in model_of(size).named_parameters()}
+    apart, way = (
+        sum(float((end - values[name]).double().square().sum()) for name, end in ends.items())
+        for values in (others, start)
+    )
+    return float((apart / way) ** 0.5)
+
+
+def same_bits(some: Path, others: Path) -> bool:
+    """Whether two files have the same weights, bit for bit."""
+    first, second = load(some), load(others)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def load(path: Path) -> Mapping[str, Tensor]:
+    """Weights by name, mapped from a file and not read."""
+    weights: Mapping[str, Tensor] = torch.load(path, mmap=True, weights_only=True)
+    return weights

@@ -92,6 +92,15 @@ def test_remove_leftovers_says_how_much_it_freed(tmp_path):
     assert remove_leftovers(tmp_path) == 0
 
 
+def test_a_directory_that_was_removed_is_nobodys_when_it_is_put_back(tmp_path):
+    """As from a backup of the drive, while whoever had it still lives."""
+    directory = RunDirectory(tmp_path)
+    directory.remove()
+    directory.path.mkdir()
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_run_that_died_before_its_lock_existed_is_removed(tmp_path):
     (tmp_path / f"{PREFIX}1-0").mkdir()
     remove_leftovers(tmp_path)

@@ -15,10 +15,9 @@ from nvme_offload import (
     EngineUnavailable,
     FaultSpec,
     OffloadConfig,
-    StateError,
     TensorSwapper,
 )
-from nvme_offload.offload.swapper.records import TensorRecord, TensorResidency
+from nvme_offload.offload.swapper.records import TensorResidency
 from tests.support.own_resources import Resources
 from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, config_for, random_bits, same_bits, swap_file
 
@@ -278,12 +277,6 @@ def test_a_stale_copy_is_dropped(swapper, drop):
     if drop != "delete":
         expected = 1 if drop == "swap_out" else 0
         assert (swapper.swap_in("x").wait(PATIENCE) == expected).all()
-
-
-def test_transitions_that_make_no_sense_name_everything():
-    record = TensorRecord("w")
-    with pytest.raises(StateError, match="tensor 'w': expected stored before reading, actual absent"):
-        record.become(TensorResidency.READING)
 
 
 def test_swap_in_checks_out(swapper):

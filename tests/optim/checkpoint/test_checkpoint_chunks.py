@@ -5,8 +5,6 @@ import itertools
 import pytest
 import torch
 
-from nvme_offload.optim.checkpoint import places as checkpoint_places
-from nvme_offload.optim.checkpoint.places import pieces
 from nvme_offload.optim.layout.geometry import Part, boxes
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.layout.subgroup import Run
@@ -45,10 +43,9 @@ def test_chunks_of_a_parameter_whose_dimensions_lie_in_another_order(order):
     assert torch.equal(seen, torch.where((tensor >= first) & (tensor < 53), tensor, 0))
 
 
-def test_pieces_are_whole_blocks_of_at_most_an_item(monkeypatch):
-    monkeypatch.setattr(checkpoint_places, "MAX_CHUNK_NUMEL", 2 * TILE_NUMEL + 5)
+def test_pieces_are_whole_blocks_of_at_most_an_item():
     start, stop = 3 * TILE_NUMEL, 8 * TILE_NUMEL + 17
-    found = pieces(Run(4, start, stop, at=64))
+    found = Run(4, start, stop, at=64).pieces(2 * TILE_NUMEL + 5)
     assert [piece.start for piece in found] == [start, start + 2 * TILE_NUMEL, start + 4 * TILE_NUMEL]
     assert [piece.stop for piece in found] == [*(piece.start for piece in found[1:]), stop]
     assert [piece.at for piece in found] == [64, 64 + 2 * TILE_NUMEL, 64 + 4 * TILE_NUMEL]

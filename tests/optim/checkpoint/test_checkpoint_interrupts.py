@@ -1,12 +1,14 @@
 """An exception between any two instructions of save, load and export: the run before, the run after, or a refusal."""
 
+import gc
 import shutil
+import weakref
 
 import pytest
 import torch
 
 from nvme_offload import StateError
-from tests.support.interrupts import STRIKES, every, strided, struck
+from tests.support.interrupts import STRIKES, Interrupt, Struck, every, raise_struck, strided, struck
 from tests.support.sharded_model import full_state
 from tests.support.tiers import EVERYTHING, make, section, train_step
 
@@ -42,9 +44,9 @@ def engine(alone, tmp_path):
 
 
 @pytest.fixture
-def root(engine, tmp_path):
+def root(engine, in_memory):
     """A folder with a checkpoint of this engine in it."""
-    root = tmp_path / "checkpoints"
+    root = in_memory / "checkpoints"
     engine.save_checkpoint(root, "good")
     return root
 
@@ -61,9 +63,25 @@ def test_a_save_is_whole_or_leaves_nothing(engine, root, strike, stride):
         assert same(state_of(engine), before), interrupt.place
         engine.load_checkpoint(root)
         assert same(state_of(engine), before), interrupt.place
+        interrupt.kept = None  # its frames may have the lock on the folder
         engine.save_checkpoint(root, "next")
         assert sorted(path.name for path in root.iterdir()) == ["good", "latest", "next"], interrupt.place
-        engine.save_checkpoint(root, "good")
+        (root / "latest").write_text("good")
+
+
+def test_nothing_of_a_save_that_was_cut_off_waits_for_a_collection(engine, root):
+    """Not its lock on the folder either, wherever it was cut off."""
+    refs = []
+    gc.disable()
+    try:
+        try:
+            with Interrupt(lambda point: point.code.co_name == "_begin", raise_struck):
+                engine.save_checkpoint(root, "next")
+        except Struck as error:
+            refs.append(weakref.ref(error))
+        assert [ref() for ref in refs] == [None]
+    finally:
+        gc.enable()
 
 
 @STRIKES
@@ -72,9 +90,9 @@ def test_after_a_load_it_is_the_run_before_or_the_one_loaded_or_refuses_to_step(
     saved = state_of(engine)
     train_step(engine, 1)
     engine.save_checkpoint(root, "later")
+    before = state_of(engine)
     for interrupt in every(stride, strike):
         engine.load_checkpoint(root, "later")
-        before = state_of(engine)
         struck(interrupt, lambda: engine.load_checkpoint(root, "good"))
         check_buffers(engine, interrupt.place)
         if engine.optimizer.has_unfinished_step:
@@ -92,8 +110,8 @@ def test_after_a_load_it_is_the_run_before_or_the_one_loaded_or_refuses_to_step(
 
 @STRIKES
 @strided(3001)
-def test_an_export_is_the_one_before_or_the_new_one_or_refused(engine, tmp_path, strike, stride):
-    folder, before = tmp_path / "export", state_of(engine)
+def test_an_export_is_the_one_before_or_the_new_one_or_refused(engine, in_memory, strike, stride):
+    folder, before = in_memory / "export", state_of(engine)
     engine.export_safetensors(folder)
     expected = digest(folder)
     for interrupt in every(stride, strike):

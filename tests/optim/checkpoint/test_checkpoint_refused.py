@@ -11,8 +11,8 @@ from torch import nn
 
 from nvme_offload import CheckpointError, StateError, SwapIOError, initialize
 from nvme_offload.offload._torch_private import storage_info
+from nvme_offload.optim.access import values
 from nvme_offload.optim.checkpoint import files
-from nvme_offload.optim.checkpoint import places as checkpoint_places
 from tests.support.resuming import ResumedModel, fresh_engine, loss_of, scalars_of, section, steps_of
 from tests.support.sharded_model import assert_same, full_state
 
@@ -314,7 +314,7 @@ def test_a_tier_that_fails_while_saving_leaves_nothing(engine, saved, monkeypatc
         raise SwapIOError(5, path="swap", offset=0, size_bytes=1, direction="read")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_places, "read_run", fail)
+        patch.setattr(values, "read_run", fail)
         with pytest.raises(SwapIOError, match="read of 1 bytes at offset 0 of swap"):
             engine.save_checkpoint(saved.parent, "next")
     assert sorted(path.name for path in saved.parent.iterdir()) == ["good", "latest"]

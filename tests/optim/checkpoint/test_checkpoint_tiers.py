@@ -55,3 +55,21 @@ def test_from_any_tier_to_any(tmp_path):
             weights = (load_file(tmp_path / name / dtype / "model.safetensors") for name in (source, "memory"))
             assert_same(*weights)
     assert not list(drive.iterdir())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_parameters_whose_rule_keeps_no_state(tmp_path, precision, place):
+    """Beside an fp32 parameter there is nothing then: its subgroups are empty."""
+    config = {**config_of(*place, tmp_path), "bf16": {"enabled": False}, **precision}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    with initialize(fresh_model(), config) as engine, initialize(fresh_model(), config) as other:
+        steps_of(engine, range(2))
+        steps_of(other, range(5, 6))
+        engine.save_checkpoint(tmp_path / "saved")
+        other.load_checkpoint(tmp_path / "saved")
+        for step in range(2, 4):
+            assert_same(full_state(other.module, other.optimizer), full_state(engine.module, engine.optimizer))
+            steps_of(engine, [step])
+            steps_of(other, [step])

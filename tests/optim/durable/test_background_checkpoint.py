@@ -70,7 +70,7 @@ def test_steps_beside_it_have_the_bits_of_others(drive, folder):
         for step in range(4):
             steps_of(engine, 0, [step])
             engine.save_checkpoint(folder, background=True)
-        engine.optimizer.commits.settle()
+        engine.optimizer.durable.commits.settle()
         after = whole(engine)
     assert sorted(os.listdir(folder)) == ["global_step1", "global_step2", "global_step3", "global_step4", "latest"]
     assert_same(after[0], expected("bf16", drive, 4)[0])
@@ -106,7 +106,7 @@ def test_space_for_it_is_reserved_beforehand_or_it_is_refused(drive, folder, mon
 
     with durable("bf16", drive, "run") as engine:
         steps_of(engine, 0, range(1))
-        monkeypatch.setattr(type(engine.optimizer.commits.run.extents), "pin", full)
+        monkeypatch.setattr(type(engine.optimizer.durable.commits.run.extents), "pin", full)
         with pytest.raises(OutOfSpaceError, match="needed"):
             engine.save_checkpoint(folder, background=True)
         assert not folder.exists()
@@ -152,7 +152,7 @@ with durable("bf16", drive, "run") as engine:
     steps_of(engine, 0, range(2))
     engine.save_checkpoint(folder, "old")
     steps_of(engine, 0, [2])
-    engine.optimizer.commits.settle()
+    engine.optimizer.durable.commits.settle()
     storage._compact = killed
     engine.save_checkpoint(folder, "new", background=True, share=0.9)
     step = 3

@@ -39,7 +39,7 @@ def test_an_engine_goes_on_where_another_ended(drive, mode, tiers):
         assert after[1] == before[1]
         assert_goes_on_to(engine, mode, drive, 3, 5, tiers)
         assert engine.optimizer.stats().failed_commits == 0
-        slots = engine.optimizer.commits.run.extents.slots
+        slots = engine.optimizer.durable.commits.run.extents.slots
         assert any(slot.current.log for slot in slots) == ("logged" in tiers and mode != "fp32")
 
 
@@ -66,7 +66,7 @@ def failing(engine):
     def fail(*_):
         raise OSError(errno.EIO, "it is broken")
 
-    run = engine.optimizer.commits.run
+    run = engine.optimizer.durable.commits.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "commit", fail)
         yield
@@ -77,7 +77,7 @@ def go_on_with_one_rank_behind(rank, world_size, path, tiers):
         assert engine.resume() is None
         steps_of(engine, rank, range(3))
     with durable("bf16", path, "run", tiers) as engine:
-        run = engine.optimizer.commits.run
+        run = engine.optimizer.durable.commits.run
         assert [manifest.step for manifest in run.found] == [3, 2]
         if rank == 1:  # killed before this one lasted
             run.found = run.found[1:]
@@ -113,7 +113,7 @@ def begin_anew_where_the_first_commit_was_on_one_rank(rank, world_size, path):
     def lose_all():
         with durable("bf16", path, "run") as engine:
             if rank == 1:
-                engine.optimizer.commits.run.forget_commits()
+                engine.optimizer.durable.commits.run.forget_commits()
 
     end_after(1)
     lose_all()

@@ -14,7 +14,7 @@ from nvme_offload import OffloadAdamW, OffloadLion, OffloadSGD, ResumeError, Sta
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.durable.manifest import ManifestFiles
 from nvme_offload.offload.sync import sync_data
-from nvme_offload.optim.grad_norm import total_norm
+from nvme_offload.optim.step.norm import total_norm
 from tests.support.failing_drive import Failing
 from tests.support.killed_steps import durable_section, fork
 from tests.support.training import assert_same_bits, bits, params_of, run_child, section, set_grads, snapshot
@@ -193,8 +193,8 @@ def test_where_the_newest_step_is_damaged_the_one_before_it_is_taken(drive, what
     params, optimizer = fresh(drive)
     with optimizer:
         train(optimizer, params, range(3))
-        optimizer.commits.settle()
-        newest = optimizer.commits.run.committed[0]
+        optimizer.durable.commits.settle()
+        newest = optimizer.durable.commits.run.committed[0]
         stripe = optimizer.store.slots[0].extent.stripes[0]
     swap = swap_of(drive)
     if what == "manifest":
@@ -257,10 +257,10 @@ from pathlib import Path
 from tests.optim.durable.test_durable_steps import fresh, train
 params, optimizer = fresh(Path(sys.argv[1]))
 train(optimizer, params, range(3))
-optimizer.commits.settle()
-optimizer.store.run.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+optimizer.durable.commits.settle()
+optimizer.store.durability.run.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 train(optimizer, params, [3])
-optimizer.commits.settle()
+optimizer.durable.commits.settle()
 """
 
 
@@ -271,11 +271,16 @@ def test_a_step_that_a_killed_life_has_written_over_is_not_gone_back_to_and_noth
     params, optimizer = fresh(drive)
     with optimizer:
         assert optimizer.resume() == (3, {})
-        with (
-            pytest.warns(RuntimeWarning, match="a committed step is damaged"),
-            pytest.raises(StateError, match="a committed step 1 before the latest that is whole, actual step 2: "),
-        ):
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.client_state["note"] = "not committed"
+        generator = torch.get_rng_state()
+        with pytest.raises(StateError, match=r"a committed step 2 that is whole, actual rank 0: .*checksum"):
             optimizer.rewind()
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert optimizer.client_state == {"note": "not committed"}
+        assert torch.equal(torch.get_rng_state(), generator)
+        optimizer.param_groups[0]["lr"] = 1e-2
+        optimizer.client_state.clear()
         assert_same_bits(snapshot(optimizer), expected(drive, 3))
         train(optimizer, params, [3, 4])
         assert_same_bits(snapshot(optimizer), expected(drive, 5))
@@ -296,7 +301,7 @@ def test_whoever_is_killed_in_going_back_goes_on_from_where_it_was_or_where_it_l
 
     with monkeypatch.context() as patch:
         train(optimizer, params, range(4))
-        optimizer.commits.settle()
+        optimizer.durable.commits.settle()
         patch.setattr(ManifestFiles, "destroy", destroy)
         if num_destroyed < 3:
             with pytest.raises(SystemExit):
@@ -384,7 +389,7 @@ def test_a_commit_that_fails_is_told_and_counted_and_the_run_goes_on(drive, monk
     params, optimizer = fresh(drive, rewrite_every=period)
     with optimizer:
         train(optimizer, params, range(2))
-        optimizer.commits.settle()
+        optimizer.durable.commits.settle()
         with monkeypatch.context() as patch:
             if where == "manifest":
                 patch.setattr(ManifestFiles, "write", full)
@@ -392,11 +397,11 @@ def test_a_commit_that_fails_is_told_and_counted_and_the_run_goes_on(drive, monk
                 patch.setattr("nvme_offload.offload.durable.run.sync_data", full)
             train(optimizer, params, [2])
             with pytest.warns(RuntimeWarning, match=r"training goes on \(step 2 lasts\)"):
-                optimizer.commits.settle()
+                optimizer.durable.commits.settle()
         found = optimizer.stats()
         assert (found.failed_commits, found.committed_step) == (1, 2)
         train(optimizer, params, [3], without=[2])
-        optimizer.commits.settle()
+        optimizer.durable.commits.settle()
         assert optimizer.stats().committed_step == 4
         after = snapshot(optimizer)
     params, optimizer = fresh(drive, rewrite_every=period)
@@ -419,7 +424,7 @@ def test_a_step_that_the_drive_did_not_take_is_committed_when_it_is_finished(dri
             optimizer.finish_step()
         optimizer.synchronize()
         optimizer.commit()
-        after, step = snapshot(optimizer), optimizer.commits.step
+        after, step = snapshot(optimizer), optimizer.durable.commits.step
     with fresh(drive)[1] as optimizer:
         assert optimizer.resume() == (step, {})
         assert_same_bits(snapshot(optimizer), after)
@@ -428,7 +433,7 @@ def test_a_step_that_the_drive_did_not_take_is_committed_when_it_is_finished(dri
 def test_an_optimizer_that_nobody_closed_lets_go_of_its_run_when_it_is_gone(drive):
     params, optimizer = fresh(drive)
     train(optimizer, params, range(2))
-    optimizer.commits.settle()
+    optimizer.durable.commits.settle()
     del optimizer
     gc.collect()
     with fresh(drive)[1] as optimizer:
@@ -443,7 +448,7 @@ def test_steps_without_a_gradient_commit_nothing_before_there_is_state(drive):
         train(optimizer, params, [0])
         optimizer.zero_grad()
         optimizer.step()
-        optimizer.commits.settle()
+        optimizer.durable.commits.settle()
         assert optimizer.stats().committed_step == 3
     with fresh(drive)[1] as optimizer:
         assert optimizer.resume() == (3, {})

@@ -132,7 +132,7 @@ def test_gradients_that_were_logged_in_fp32_are_read_as_such(drive, tmp_path, mo
     with durable("bf16", drive, "run", "wide, logged") as engine:
         steps_of(engine, 0, range(2))
         assert {record.log_dtype for record in engine.optimizer.store.table} == {torch.float32}
-        engine.optimizer.commits.settle()
+        engine.optimizer.durable.commits.settle()
         engine.export_safetensors(tmp_path / "live")
     exported("run", tmp_path / "out", drive, "--partly")
     live = weights_in(tmp_path / "live")
@@ -243,7 +243,7 @@ def small(drive):
             truth[step] = {name: param.detach().clone() for name, param in named}
             if step == 2:
                 optimizer.snapshot("second")
-        optimizer.commits.settle()
+        optimizer.durable.commits.settle()
         small = SimpleNamespace(drive=drive, truth=truth, optimizer=optimizer)
         small.rank = drive / "nvme-durable-small-rank0"
         yield small

@@ -84,7 +84,7 @@ def test_no_write_goes_where_the_latest_commit_refers_to_so_a_late_one_of_a_dead
 ):
     """What is under way when a process dies began after its latest commit or the one before that failed."""
     with OffloadAdamW(params_of(SHAPES, *DTYPES), offload=durable_section(drive, "run", rewrite_every=period)) as run:
-        tier, commits, seen = run.store.tier, run.commits, []
+        tier, commits, seen = run.store.tier, run.durable.commits, []
         write = tier.write
 
         def watched(extent, *more, **how):

@@ -36,7 +36,7 @@ def live(folder, mark):
         set_grads(params, number, without=[] if number % 3 else [1])
         mark(f"begin {number}")
         optimizer.step()
-        optimizer.commits.settle()
+        optimizer.durable.commits.settle()
         mark(f"done {number}")
         truth[number] = snapshot(optimizer)
 

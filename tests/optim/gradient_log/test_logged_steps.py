@@ -20,7 +20,7 @@ from tests.support.training import assert_same_bits, params_of, section, set_gra
 def test_what_would_be_the_longest_to_read_stays_in_the_buffers(drive):
     params = params_of([(TILE_NUMEL,)] * 12, torch.bfloat16)
     with OffloadAdamW(params, offload=durable_section(drive, "run", rewrite_every=3, buffers=2)) as optimizer:
-        extents = optimizer.commits.sealing.run.extents
+        extents = optimizer.durable.commits.run.extents
         for step in range(12):
             due = {slot for slot in range(len(extents.slots)) if extents.num_logged_next(slot) == 0}
             set_grads(params, step)
@@ -79,7 +79,7 @@ def test_an_entry_without_room_for_what_was_changed_by_hand_becomes_a_base(pairs
         pair.plain_step()
     pair.check()
     assert pair.chains, "others are logged"
-    assert all(not record.current.log for record in pair.logged.store.run.extents.slots[:2])
+    assert all(not record.current.log for record in pair.logged.store.durability.run.extents.slots[:2])
     pair.reopen()
     pair.check()
 
@@ -107,7 +107,7 @@ def test_wider_gradients_than_expected_are_not_logged(drive):
                 param.grad = torch.randn(70_000, generator=torch.Generator().manual_seed(step)) * 0.1
                 optimizer.step()
         assert_same_bits(snapshot(one[1]), snapshot(other[1]))
-        assert [len(record.current.log) for record in other[1].store.run.extents.slots] == [0, 0]
+        assert [len(record.current.log) for record in other[1].store.durability.run.extents.slots] == [0, 0]
 
 
 def test_going_back_one_step_gives_the_bits_of_the_step_before_and_of_what_follows(pairs):
@@ -121,7 +121,7 @@ def test_going_back_one_step_gives_the_bits_of_the_step_before_and_of_what_follo
 
 
 def flip(optimizer, extent, at):
-    path = optimizer.store.run.space.path_of(extent.stripes[0].fd)
+    path = optimizer.store.durability.run.space.path_of(extent.stripes[0].fd)
     with path.open("r+b") as file:
         file.seek(extent.stripes[0].offset + at)
         [byte] = file.read(1)
@@ -134,8 +134,8 @@ def test_where_the_newest_entry_is_damaged_the_step_before_is_taken(pairs, at):
     pair = pairs(ADAMW, 3, seed=2)
     for _ in range(3):
         pair.plain_step()
-    pair.logged.commits.settle()
-    newest = pair.logged.store.run.extents.sequence - 1
+    pair.logged.durable.commits.settle()
+    newest = pair.logged.store.durability.run.extents.sequence - 1
     entry = next(chain.log[-1] for chain in pair.chains if chain.log[-1].sealed_as.sequence == newest)
     flip(pair.logged, entry.extent, at)
     pair.number -= 1
@@ -149,7 +149,7 @@ def test_where_an_older_entry_is_damaged_it_is_refused_by_name(pairs):
     pair = pairs(ADAMW, 4, seed=2)
     for _ in range(4):
         pair.plain_step()
-    pair.logged.commits.settle()
+    pair.logged.durable.commits.settle()
     chain = next(chain for chain in pair.chains if len(chain.log) > 1)
     flip(pair.logged, chain.log[0].extent, 2000)
     with warnings.catch_warnings():
@@ -164,9 +164,9 @@ def test_a_step_does_not_replay_an_entry_of_another_write(drive):
         for step in range(2):
             set_grads(params, step)
             optimizer.step()
-        optimizer.commits.settle()
+        optimizer.durable.commits.settle()
         slot = next(slot for slot in optimizer.store.slots if slot.log.num_logged and slot.buffer is None)
-        entry = optimizer.store.run.extents.slots[slot.index].current.log[0]
+        entry = optimizer.store.durability.run.extents.slots[slot.index].current.log[0]
         flip(optimizer, entry.extent, entry.content.trailer_at + 20)
         set_grads(params, 2)
         with pytest.raises(CorruptionError, match=f"the log of slot {slot.index}"):
@@ -186,7 +186,7 @@ def test_an_entry_that_the_drive_did_not_take_is_written_once(pairs, monkeypatch
         failing.healthy = True
         if pair.logged.has_unfinished_step:
             pair.logged.finish_step()
-        pair.logged.commits.settle()
+        pair.logged.durable.commits.settle()
     pair.plain_step()
     pair.check()
     pair.reopen()
@@ -197,11 +197,11 @@ def test_an_entry_that_the_drive_did_not_take_is_written_once(pairs, monkeypatch
 def test_what_is_changed_after_the_drive_did_not_take_a_write_is_not_in_it(pairs, monkeypatch, period):
     pair = pairs(ADAMW, period, seed=1, shapes=[(300,)])
     pair.plain_step()
-    pair.logged.commits.settle()
+    pair.logged.durable.commits.settle()
     failing = Failing(pair.logged.store.tier, monkeypatch, Op.WRITE)
     pair.plain_step()
     with pytest.warns(RuntimeWarning, match="could not be committed"):
-        pair.logged.commits.settle()
+        pair.logged.durable.commits.settle()
     with contextlib.suppress(OSError):  # as the commit
         pair.logged.synchronize()
     failing.healthy = True
@@ -222,25 +222,25 @@ def test_auto_takes_what_suits_the_drive_and_a_run_keeps_it(drive, monkeypatch, 
 
     def measured(read, write):
         monkeypatch.setattr(
-            "nvme_offload.optim.state.period.measure_rates", lambda _: DurableRates(read=read, write=write)
+            "nvme_offload.optim.durable.period.measure_rates", lambda _: DurableRates(read=read, write=write)
         )
 
     measured(*(1e8 * rate for rate in rates))
     params, optimizer = made()
     with optimizer:
-        assert optimizer.store.sealing.logs.period == period
+        assert optimizer.store.durability.logs.period == period
         set_grads(params, 0)
         optimizer.step()
     measured(1.0, 1e9)
     with made()[1] as optimizer:
         assert optimizer.resume() == (1, {})
-        assert optimizer.store.sealing.logs.period == period
+        assert optimizer.store.durability.logs.period == period
 
 
 def test_auto_measures(drive):
     param = torch.nn.Parameter(torch.ones(300).bfloat16())
     with OffloadAdamW([param], offload=durable_section(drive, "run", rewrite_every="auto")) as optimizer:
-        assert 1 <= optimizer.store.sealing.logs.period <= 4
+        assert 1 <= optimizer.store.durability.logs.period <= 4
         assert optimizer.stats().bytes_written == 128 << 20, "of the measurement"
 
 

@@ -61,7 +61,7 @@ def wait_for_updates(optimizer):
         return store.pipeline.is_here(slot) and slot not in job.source.guess._refused
 
     def is_over():
-        if job.record.claims.final == set(job.source.sums) and store.pipeline.is_quiet and not store.sealing.is_held:
+        if job.record.claims.final == set(job.source.sums) and store.pipeline.is_quiet and store.durability.may_write:
             idle.append(not (guess and any(map(can_go_on, tuple(job.record.pending)))))
         return worker.job is not job or job.record.done > 1 or (guess and guess.is_off) or sum(idle) > 30
 
@@ -349,7 +349,7 @@ LOST = 6
 
 def fail_once(engine):
     """Have this rank's next commit fail."""
-    run = engine.optimizer.commits.run
+    run = engine.optimizer.durable.commits.run
     commit = run.commit
 
     def fail(*_):
@@ -415,7 +415,7 @@ def train_without_asking(rank, world_size, path):
     config["zero_optimization"]["offload_optimizer"]["durable"] = "run"
     with model(config) as engine, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ConfigWarning)
-        engine.optimizer.commits.of_engine = False  # the loop here is without it
+        engine.optimizer.durable.commits.engines_model = None  # the loop here is without it
         begun = []
         for step in range(6):
             if step >= 3:

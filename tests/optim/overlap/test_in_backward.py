@@ -7,6 +7,7 @@ from nvme_offload import StateError, SwapIOError
 from nvme_offload.aio_native import Op
 from nvme_offload.optim.step.schedule import forward_order
 from tests.support.failing_drive import Failing
+from tests.support.interrupts import Struck, raise_struck, send_sigint
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import loss_of, make, section, train_step
 
@@ -117,6 +118,47 @@ def test_a_gradient_that_is_not_finite_is_an_error(alone, tmp_path):
             engine.step()
         with pytest.raises(StateError, match="load a checkpoint"):
             engine.optimizer.step()
+
+
+def strike_after_an_update(engine, strike):
+    """In the next backward, before that of the first layer."""
+    optimizer = engine.optimizer
+
+    def on_gradient(_):
+        optimizer.store.worker.wait_until(lambda: optimizer.store.record.done)
+        strike()
+
+    def on_forward(module, inputs, output):
+        output.register_hook(on_gradient)
+
+    return engine.module.layers[0].register_forward_hook(on_forward)
+
+
+def test_ctrl_c_after_an_update_comes_when_backward_is_complete(alone, tmp_path):
+    ends = []
+    for mode in ("off", "backward"):
+        with model(config_of(tmp_path, mode)) as engine:
+            train_step(engine, 0)
+            if mode == "backward":
+                with strike_after_an_update(engine, send_sigint), pytest.raises(KeyboardInterrupt) as caught:
+                    engine.backward(loss_of(engine, 1))
+                assert not hasattr(caught.value, "__notes__")
+            else:
+                engine.backward(loss_of(engine, 1))
+            engine.step()
+            train_step(engine, 2)
+            ends.append(full_state(engine.module, engine.optimizer))
+    assert_same(*ends)
+
+
+def test_what_else_ends_a_backward_after_an_update_says_that_a_checkpoint_leads_on(alone, tmp_path):
+    with model(config_of(tmp_path, "backward")) as engine:
+        train_step(engine, 0)
+        with strike_after_an_update(engine, raise_struck), pytest.raises(Struck) as caught:
+            engine.backward(loss_of(engine, 1))
+        assert "cannot be finished: load a checkpoint" in caught.value.__notes__[0]
+        with pytest.raises(StateError, match="load a checkpoint"):
+            loss_of(engine, 1)
 
 
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=lambda op: op.name)

@@ -1,13 +1,15 @@
 """An exception between any two instructions of the main thread while updates go on behind a step."""
 
 import pytest
+import torch
 
-from nvme_offload import StateError
+from nvme_offload import OffloadAdamW, StateError
 from nvme_offload.optim.state.phase import StepPhase
 from tests.optim.test_interrupts import default_handler  # noqa: F401
 from tests.support.interrupts import STRIKES, every, raise_struck, strided, struck
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import loss_of, make, section
+from tests.support.training import assert_same_training
 
 
 class Pair:
@@ -71,6 +73,36 @@ def test_a_step_is_handed_over_finished_or_repeated(pair, strike, stride):
         elif pair.optimizer.num_steps == before:
             pair.optimizer.step()
         pair.check(interrupt.place)
+
+
+@STRIKES
+@strided(499)
+def test_so_is_the_first_step_behind_which_the_thread_begins(tmp_path, strike, stride):
+    for interrupt in every(stride, strike):
+        runs = [plain_module(tmp_path, overlap) for overlap in ("forward", "off")]
+        with runs[0][1] as optimizer, runs[1][1] as twin:
+            for model, _ in runs:
+                model(torch.ones(3, 129, dtype=torch.bfloat16)).sum().backward()
+            twin.step()
+            struck(interrupt, optimizer.step)
+            if optimizer.has_unfinished_step:
+                optimizer.finish_step()
+            elif optimizer.num_steps == 0:
+                optimizer.step()
+            optimizer.step()
+            twin.step()
+            assert_same_training(optimizer, twin)
+
+
+def plain_module(path, overlap):
+    """A model that is the same every time, and its optimizer."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(129, 65, dtype=torch.bfloat16)
+    config = {**section(path, state="nvme", accumulation=1), "overlap_step": overlap}
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, offload={**config, "bf16": {}, "optimizer": None})
+    if overlap != "off":
+        optimizer.overlap_with(model)
+    return model, optimizer
 
 
 WAITERS = {

@@ -11,7 +11,7 @@ import gc, json, sys
 import torch
 from torch import nn
 from nvme_offload import initialize
-from nvme_offload.perf.measure.models import layered_model
+from nvme_offload.perf.measure.training import layered_model
 
 LAYERS, WIDTH = 12, 512
 

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from nvme_offload import OffloadConfig, initialize
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.optim.layout.master import MasterForm, state_itemsize
-from nvme_offload.optim.optimizers import optimizer_class
+from nvme_offload.optim.optimizers.registry import optimizer_class
 from nvme_offload.optim.rules.registry import rule_named
 from tests.support.ranks import run_ranks
 from tests.support.resuming import fresh_engine, scalars_of, steps_of
@@ -295,7 +295,7 @@ def save_and_resume(rank, case, root, drive):
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
-    """Where each case was saved, and what of it on each rank."""
+    """Return where each case was saved, and what of it on each rank."""
     root = tmp_path_factory.mktemp("saved")
     (root / "drive").mkdir()
     return root, run_ranks(save_and_resume_all, 2, root, root / "drive")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nvme_offload import FaultSpec
-from nvme_offload.optim.stats import Meter
+from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.updates.mirrored import DeviceMirror, MirroredRuns
 from tests.support.late_device.mutations import OF_MIRROR
 from tests.support.training import AWKWARD_SHAPES, assert_same_bits, faulty_drive, params_of, set_grads

@@ -10,7 +10,7 @@ CODE = """
 import gc, json, sys
 import torch
 from nvme_offload import initialize
-from nvme_offload.perf.measure.models import layered_model
+from nvme_offload.perf.measure.training import layered_model
 
 LAYERS, WIDTH = 10, 1024
 

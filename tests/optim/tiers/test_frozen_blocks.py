@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nvme_offload import ClosedError, OffloadAdamW, get_full_param, initialize, set_full_param
-from nvme_offload.optim import run_record
+from nvme_offload.optim.telemetry import run_record
 from nvme_offload.optim.tiers.parts import parts_of
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state

@@ -1,5 +1,6 @@
 """An exception between any two instructions while FSDP2 gathers from tiers and hands gradients to them."""
 
+import contextlib
 import gc
 
 import pytest
@@ -7,7 +8,20 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload import StateError
-from tests.support.interrupts import EACH, OURS, STRIKES, TORCH, Struck, every, raise_struck
+from tests.support.interrupts import (
+    EACH,
+    OURS,
+    PACKAGES,
+    SLOW,
+    STRIKES,
+    TORCH,
+    Interrupt,
+    Struck,
+    every,
+    raise_struck,
+    send_sigint,
+    struck,
+)
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import EVERYTHING, loss_of, make, section, train_step
 
@@ -49,13 +63,10 @@ def sections(path, mode):
 
 FRAMES = {"ours": OURS, "torch": TORCH}
 FEW = [("tiers", "ours", 5003), ("forward", "torch", 9001)]
-MANY = [
-    pytest.param(mode, inside, EACH, marks=pytest.mark.slow)
-    for mode in ("tiers", "forward", "backward")
-    for inside in FRAMES
-]
+MANY = [pytest.param(mode, inside, EACH, marks=SLOW) for mode in ("tiers", "forward", "backward") for inside in FRAMES]
 
 
+@pytest.mark.usefixtures("quick_collections")
 @STRIKES
 @pytest.mark.parametrize(("mode", "inside", "stride"), [*FEW, *MANY])
 def test_a_step_is_done_again_or_finished_or_refused(alone, tmp_path, mode, inside, stride, strike):
@@ -127,3 +138,71 @@ def test_before_the_first_forward_there_is_nothing_to_forget(alone, tmp_path, mo
                 train_step(engine, 0)
         train_step(engine, 0)
         assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize("tiers", [{}, EVERYTHING], ids=["memory", "nvme"])
+def test_a_step_that_was_cut_off_at_its_very_end_is_done(alone, tmp_path, monkeypatch, tiers):
+    ends = []
+    for is_cut_off in (False, True):
+        with make(section(tmp_path, **tiers), num_layers=2) as engine:
+            if is_cut_off:
+                with monkeypatch.context() as patch:
+                    patch.setattr(engine.optimizer.store, "be_whole", raise_struck)
+                    with pytest.raises(Struck) as caught:
+                        train_step(engine, 0)
+                assert caught.value.__notes__[0].startswith("Step 1 is complete")
+                engine.step()
+            else:
+                train_step(engine, 0)
+            train_step(engine, 1)
+            ends.append(full_state(engine.module, engine.optimizer))
+    assert_same(*ends)
+
+
+IN_STEP = tuple(f"{PACKAGES[-1]}zero/{name}.py" for name in ("engine", "accumulation", "update"))
+
+
+@pytest.fixture
+def twins(alone):
+    """Makes two engines that are alike; of one that is struck by Ctrl-C the schedule is looked at, too."""
+    with contextlib.ExitStack() as on_exit:
+
+        def make_both(strike):
+            config = section(None, accumulation=1)
+            if strike is send_sigint:
+                config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10_000}}
+            return [on_exit.enter_context(make(config, num_layers=1)) for _ in range(2)]
+
+        yield make_both
+
+
+def check_step(engine, twin, number, interrupt):
+    """A step that is struck, and the next one."""
+    train_step(twin, number)
+    before = engine.global_steps
+    engine.backward(loss_of(engine, number))
+    struck(interrupt, engine.step)
+    if engine.global_steps == before:
+        go_on(engine, number)
+    for each in (twin, engine):
+        train_step(each, 10_000 + number)
+    assert engine.global_steps == twin.global_steps, interrupt.place
+    try:
+        assert_same(*(full_state(each.module, each.optimizer) for each in (engine, twin)))
+    except AssertionError as error:
+        error.add_note(f"struck at {interrupt.place}")
+        raise
+
+
+@STRIKES
+def test_an_update_is_never_taken_for_that_of_the_next_step(twins, strike):
+    engine, twin = twins(strike)
+    check_step(engine, twin, 0, Interrupt(lambda point: engine.global_steps == 1, strike, IN_STEP))
+
+
+@pytest.mark.slow
+@STRIKES
+def test_the_end_of_a_step_belongs_to_that_step_alone(twins, strike):
+    engine, twin = twins(strike)
+    for number, interrupt in enumerate(every(EACH, strike, IN_STEP)):
+        check_step(engine, twin, number, interrupt)

@@ -18,9 +18,9 @@ from nvme_offload import (
     split_parameters,
 )
 from nvme_offload.offload.devices.device import CopyQueue
-from nvme_offload.optim.collective import device_of, on_every_rank
-from nvme_offload.optim.grad_norm import _gather
 from nvme_offload.optim.overlap.worker import Worker
+from nvme_offload.optim.ranks.collective import device_of, on_every_rank
+from nvme_offload.optim.step.norm import _gather
 from nvme_offload.optim.tiers.arrivals import Arrivals
 from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.late_device.module import install, late_device

@@ -48,7 +48,7 @@ with make(config) as engine:
     assert threads.count("nvme-offload-peers") == 1
     train_step(engine, 0, rank)
     if rank == 0:
-        logging.getLogger("nvme_offload.optim.zero.peers").addHandler(Heard())
+        logging.getLogger("nvme_offload.optim.ranks.peers").addHandler(Heard())
         try:
             passes(engine)
         except PeerError as error:
@@ -103,7 +103,7 @@ def one_repeats_its_step(rank, world_size, path):
     config = section(path, **EVERYTHING, accumulation=1)
     config["aio"]["engine"] = "aiofiles"
     store, said = store_of_all_ranks(), ""
-    logging.getLogger("nvme_offload.optim.zero.peers").addHandler(Heard(store))
+    logging.getLogger("nvme_offload.optim.ranks.peers").addHandler(Heard(store))
     with make(config) as engine:
         train_step(engine, 0, rank)
         engine.backward(loss_of(engine, 1, 0, rank))

@@ -4,7 +4,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload import OffloadConfig, initialize
-from nvme_offload.optim.blocks import find_blocks, find_ends, find_units, match_blocks
+from nvme_offload.optim.layout.blocks import find_blocks, find_ends, find_units, match_blocks
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.zero.sharding import _Grouping
 from tests.support.ranks import run_ranks

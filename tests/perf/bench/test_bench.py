@@ -22,9 +22,8 @@ from nvme_offload.offload.units import MiB
 from nvme_offload.perf.bench import report
 from nvme_offload.perf.bench import run as bench
 from nvme_offload.perf.cli import app
+from nvme_offload.perf.measure.command_line import Settings
 from nvme_offload.perf.measure.comparison import Comparison, Quad, Round
-from nvme_offload.perf.measure.quantiles import percentile
-from nvme_offload.perf.measure.settings import Settings
 from nvme_offload.perf.measure.workloads import RawTarget, Region
 from nvme_offload.perf.plan.machine import Drives
 
@@ -248,9 +247,3 @@ def test_overhead_per_block(tmp_path):
     with Region([tmp_path], null.size, "optional") as region, RawTarget(null, region) as target:
         samples = [target.run("mixed", null.size) for _ in range(20)]
     assert report.summary(samples, null)["cpu_us_per_mib"] < 30
-
-
-def test_percentiles():
-    values = list(range(1, 101))
-    assert [percentile(values, percent) for percent in (50, 95, 99, 100)] == [50, 95, 99, 100]
-    assert percentile([7], 50) == 7

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nvme_offload.perf.bench.fio import Fio, FioError, bandwidth, find_fio
-from nvme_offload.perf.measure.settings import Settings
+from nvme_offload.perf.measure.command_line import Settings
 
 
 def report(**directions):

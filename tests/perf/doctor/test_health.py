@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload.perf.doctor import health as doctor_health
+from nvme_offload.perf.doctor import drive as doctor_drive
+from nvme_offload.perf.doctor.drive import check_health, judged
 from nvme_offload.perf.doctor.findings import Level
-from nvme_offload.perf.doctor.health import check_health, judged
 from nvme_offload.perf.measure import drives
-from nvme_offload.perf.measure.health import HealthError, health_of, read_health, throttled_seconds
+from nvme_offload.perf.measure.drives import HealthError, health_of, read_health, throttled_seconds
 
 RECORDED = Path(__file__).parent / "smart"
 KEYS = ("temperature", "percent_used", "spare", "bytes_written", "media_errors", "power_on_hours", "throttled_seconds")
@@ -140,7 +140,7 @@ def test_warmth_and_place_are_read_from_the_kernel(machine, monkeypatch):
     assert drives.temperature("nvme0n1") == 61.85
     assert drives.temperature("nvme9n1") is None
     assert (machine.numa_node, machine.near_cpus) == (1, {4, 5, 12})
-    monkeypatch.setattr(doctor_health, "read_health", lambda disk: FINE)
+    monkeypatch.setattr(doctor_drive, "read_health", lambda disk: FINE)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     about_health, about_node = check_health(machine)
     assert "62 °C" in about_health.found, "SMART's own is older"
@@ -154,7 +154,7 @@ def test_where_nobody_may_ask_it_says_so_and_goes_on(machine, monkeypatch):
     def refused(disk):
         raise HealthError("nvme: open: Permission denied")
 
-    monkeypatch.setattr(doctor_health, "read_health", refused)
+    monkeypatch.setattr(doctor_drive, "read_health", refused)
     finding = next(iter(check_health(machine)))
     assert finding.level is Level.NOTE
     assert finding.found == "nvme0n1: SMART not known (nvme: open: Permission denied); 62 °C"

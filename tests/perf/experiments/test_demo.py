@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,17 +16,15 @@ import torch
 from typer.testing import CliRunner
 
 from nvme_offload.offload.host.proc import Mount
-from nvme_offload.optim.trace import TRACKS
+from nvme_offload.optim.telemetry.stats import Span
+from nvme_offload.optim.telemetry.trace import TRACKS
 from nvme_offload.perf.experiments.__main__ import app
 from nvme_offload.perf.experiments.demo import command as demo
-from nvme_offload.perf.experiments.demo import place, report
-from nvme_offload.perf.experiments.demo.place import choose_swap_parent
-from nvme_offload.perf.experiments.demo.records import RunResult, StepSample
-from nvme_offload.perf.experiments.demo.spans import io_seconds, merge, total
-from nvme_offload.perf.experiments.demo.training import CONTEXT, learning_rate_factor
-from nvme_offload.perf.measure import gpt, machine
-from nvme_offload.perf.measure.corpus import find_sources, load_corpus
-from nvme_offload.perf.measure.gpt import ByteGPT, ModelSize, parse_size
+from nvme_offload.perf.experiments.demo import report
+from nvme_offload.perf.experiments.demo.report import io_seconds, merge, total
+from nvme_offload.perf.experiments.demo.training import RunResult, StepSample
+from nvme_offload.perf.measure import gpt
+from nvme_offload.perf.measure.gpt import CONTEXT, ByteGPT, ModelSize, batches, load_corpus, parse_size
 
 STEPS = 6
 COMMAND = [sys.executable, "-m", "nvme_offload.perf.experiments", "demo", "--size", "tiny"]
@@ -55,7 +52,9 @@ def runs(finished):
 def result_of(saved):
     """The result that a file has; its keys and pairs are those of JSON."""
     counts = {name: saved[name] and tuple(saved[name]) for name in ("counted_bytes", "process_bytes")}
-    samples = [StepSample(**sample) for sample in saved["samples"]]
+    samples = [
+        StepSample(**sample | {"spans": [Span._make(span) for span in sample["spans"]]}) for sample in saved["samples"]
+    ]
     return RunResult(**saved | counts | {"samples": samples})
 
 
@@ -142,7 +141,7 @@ def test_a_difference_is_an_error(runs, tmp_path, monkeypatch):
     nvme, memory = runs
     name = "byte_embedding.weight exp_avg"
     memory.digests[name] = "0" * 64
-    monkeypatch.setattr(demo.Demo, "train", lambda self, swap: (nvme, memory))
+    monkeypatch.setattr(demo, "train", lambda *arguments: (nvme, memory))
     code, output = output_of("--size", "tiny", "--steps", str(STEPS), "--out", str(tmp_path))
     assert code == 1
     assert f"NOT bit-identical: {name}" in output
@@ -166,7 +165,7 @@ def test_differences_names_losses_and_missing_digests(runs):
         (["--steps", "1"], "--steps"),
         (["--engine", "libaio"], "'io_uring'"),
         (["--device", "tpu"], "'cuda'"),
-        (["--path", "/does/not/exist"], "not an existing directory"),
+        (["--path", "/does/not/exist"], "is no directory"),
         (["--seed", "-1"], "--seed"),
     ],
 )
@@ -177,20 +176,19 @@ def test_wrong_values_are_refused(arguments, message, tmp_path):
 
 
 def test_too_little_space_is_told_before_anything_starts(tmp_path, monkeypatch):
-    usage = demo.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(demo.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
+    monkeypatch.setattr(ModelSize, "swap_bytes", 1 << 60)
     code, output = output_of("--size", "tiny", "--out", str(tmp_path))
     assert code == 2
-    assert re.search(r"0\.00 GiB free and the swap needs 0\.\d+ GiB", output)
+    assert "is needed; nothing was written" in output
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".log"]
 
 
 def test_swap_in_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(place, "mount_at", lambda path: Mount(1, "/", "/", "tmpfs", "none", ()))
-    with pytest.raises(ValueError, match="is on tmpfs, which is memory"):
-        choose_swap_parent(tmp_path, tmp_path)
-    with pytest.raises(ValueError, match="name a directory with --path"):
-        choose_swap_parent(None, tmp_path)
+    monkeypatch.setattr(demo, "mount_at", lambda path: Mount(1, "/", "/", "tmpfs", "none", ()))
+    code, output = output_of("--path", str(tmp_path), "--out", str(tmp_path))
+    assert (code, "is on tmpfs, which is memory" in output) == (2, True)
+    code, output = output_of("--out", str(tmp_path))
+    assert (code, "name a directory with --path" in output) == (2, True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -203,22 +201,21 @@ def test_a_failed_run_says_why_and_leaves_nothing(tmp_path):
 
 def test_ctrl_c_leaves_nothing(tmp_path):
     demo_process = subprocess.Popen(
-        [*COMMAND, "--steps", "10000", "--out", str(tmp_path)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+        [*COMMAND, "--steps", "10000", "--out", str(tmp_path)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    assert demo_process.stdout is not None
     try:
-        deadline = time.monotonic() + 120
-        for line in demo_process.stdout:
-            if "step 1/" in line:
-                break
-            assert time.monotonic() < deadline
+        assert any("step 1/" in line for line in demo_process.stdout)
         assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 2**20], "no swap file"
         demo_process.send_signal(signal.SIGINT)
         rest, _ = demo_process.communicate(timeout=60)
     finally:
         demo_process.kill()
     assert demo_process.returncode == 130
-    assert "Interrupted" in rest
+    assert "interrupted, nothing is left behind" in rest
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".log"]
 
 
@@ -232,17 +229,12 @@ def test_a_budget_that_is_used_up_ends_both_runs_after_the_same_step(tmp_path, m
     assert {len(run["samples"]) for run in runs.values()} == {4}
 
 
-@pytest.mark.parametrize("text", ["tiny", "1x64", "3x128"])
-def test_number_of_parameters(text):
+@pytest.mark.parametrize("text", [*gpt.PRESETS, "1x64", "3x128"])
+def test_number_of_parameters_and_subgroups(text):
     size = parse_size(text)
-    module = ByteGPT(size, CONTEXT, torch.bfloat16)
+    with torch.device("meta"):
+        module = ByteGPT(size, CONTEXT, torch.bfloat16)
     assert sum(p.numel() for p in module.parameters()) == size.num_parameters
-    assert size.num_parameters / size.sub_group_size >= 8
-
-
-@pytest.mark.parametrize("preset", gpt.PRESETS)
-def test_presets_have_enough_subgroups(preset):
-    size = gpt.PRESETS[preset]
     assert 8 <= size.num_parameters / size.sub_group_size <= 17
 
 
@@ -273,32 +265,20 @@ def test_corpus_is_the_same_each_time_and_skips_tests(tmp_path):
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "t.py").write_text("secret")
     corpus = load_corpus(tmp_path)
-    assert corpus == load_corpus(tmp_path)
-    assert corpus.num_files == 80
-    assert corpus.text.startswith(b"# 0\n\0# 1\n\0# 2\n")
-    assert b"secret" not in corpus.text
-
-
-def test_corpus_without_sources_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="0 Python source files"):
-        load_corpus(tmp_path)
-    assert find_sources(tmp_path) == []
-
-
-def test_learning_rate_warms_up_and_decays():
-    factors = [learning_rate_factor(step, 50) for step in range(51)]
-    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert factors[5:] == sorted(factors[5:], reverse=True)
-    assert factors[50] == pytest.approx(0.1)
+    assert corpus.startswith(b"# 0\n\0# 1\n\0# 2\n")
+    assert corpus.count(b"\0") == 79
+    assert b"secret" not in corpus
+    first, again = batches(corpus, 2, 0), batches(corpus, 2, 0)
+    for _ in range(3):
+        for a, b in zip(next(first), next(again), strict=True):
+            assert a.shape == (2, CONTEXT)
+            assert torch.equal(a, b)
+    with pytest.raises(FileNotFoundError, match="1 Python source files"):
+        load_corpus(tmp_path / "test")
 
 
 def test_intervals():
     assert merge([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
     assert total([(0, 3), (5, 6)]) == 4
-    spans = [("read", 0, 0, 10**9), ("write", 0, 5 * 10**8, 2 * 10**9), ("compute", 0, 0, 10**10)]
+    spans = [Span("read", 0, 0, 10**9), Span("write", 0, 5 * 10**8, 2 * 10**9), Span("compute", 0, 0, 10**10)]
     assert io_seconds(spans) == 2.0
-
-
-def test_machine_facts():
-    assert machine.num_cpus() >= 1
-    assert machine.cpu_model()

@@ -4,8 +4,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload import initialize
-from nvme_offload.perf.experiments.demo.training import ACCUMULATION, CONTEXT, batches
-from nvme_offload.perf.measure.gpt import ByteGPT, ModelSize
+from nvme_offload.perf.experiments.demo.training import ACCUMULATION, MICRO_BATCH
+from nvme_offload.perf.measure.gpt import CONTEXT, ByteGPT, ModelSize, batches
 from tests.support.sharded_model import assert_same, full_state
 
 STEPS = 8
@@ -24,7 +24,7 @@ def train(offload):
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.1}},
     }
     losses, norms = [], []
-    stream = batches(TEXT, 0, "cpu")
+    stream = batches(TEXT, MICRO_BATCH, 0)
     with initialize(model, config) as engine:
         assert all(isinstance(block, FSDPModule) for block in model.blocks)
         for _ in range(STEPS):

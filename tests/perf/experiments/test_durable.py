@@ -36,12 +36,3 @@ def test_seconds_by_turns(tmp_path, experiment):
     assert found["quotient"] > 0
     assert len(found["quads"]) == len(found["controls"]) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_snapshot_writes_a_manifest_alone(tmp_path):
-    found = results("durable", "snapshots", "--path", tmp_path, "--millions", 1, "--snapshots", 2)
-    assert list(found) == ["number-0", "number-1"]
-    for each in found.values():
-        assert 0 < each["written"] < 2**16
-        assert each["reserved"] >= 12_000_000
-    assert list(tmp_path.iterdir()) == []

@@ -11,8 +11,8 @@ from nvme_offload.perf.experiments import hidden_step
 from nvme_offload.perf.experiments.__main__ import EXPERIMENTS
 from nvme_offload.perf.experiments.hidden_step import Setup
 from nvme_offload.perf.measure.comparison import Comparison, Quad, Round
-from nvme_offload.perf.measure.models import SleepingModel
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
+from nvme_offload.perf.measure.training import SleepingModel
 from tests.perf.experiments.running import results, said
 
 RATE = 2e9
@@ -60,17 +60,16 @@ def test_a_sleeping_model_has_a_matrix_for_each_subgroup(shape):
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_a_durable_run_writes_its_parameters_too():
-    assert Setup().bytes_moved("speculate") == 22 * Setup().numel == 1.1 * Setup().bytes_moved("backward")
-    ratios = [Setup().bound("speculate", 1.0, nvme).seconds / max(1.0, nvme) for nvme in (0.5, 1.0, 2.0)]
-    assert ratios == pytest.approx([1.00, 1.19, 1.00], abs=0.02)
-
-
-def test_bounds_of_a_model_with_an_embedding():
-    setup = Setup(shape="lm")
-    ratios = [setup.bound("backward", 1.0, nvme).seconds / max(1.0, nvme) for nvme in (0.5, 1.0, 2.0)]
-    assert ratios == pytest.approx([1.04, 1.19, 1.00], abs=0.005)
+@pytest.mark.parametrize(
+    ("shape", "overlap_step", "expected"),
+    [("layers", "speculate", (1.00, 1.19, 1.00)), ("lm", "backward", (1.04, 1.19, 1.00))],
+)
+def test_bounds(shape, overlap_step, expected):
+    setup = Setup(shape=shape)
+    ratios = [setup.bound(overlap_step, 1.0, nvme).seconds / max(1.0, nvme) for nvme in (0.5, 1.0, 2.0)]
+    assert ratios == pytest.approx(expected, abs=0.02)
     assert setup.bound("off", 1.0, 1.0).seconds == pytest.approx(1.92, abs=0.005)
+    assert setup.bytes_moved("speculate") == 22 * setup.numel == 1.1 * setup.bytes_moved("backward")
 
 
 @pytest.mark.slow
@@ -131,7 +130,3 @@ def test_a_run_that_is_cut_short_has_saved_what_it_knows(tmp_path, monkeypatch):
 def test_help_that_is_known_up_front_is_that_of_the_experiment():
     for name, experiment in EXPERIMENTS.items():
         assert " ".join(cli.load(name, EXPERIMENTS).help.split("\n\n")[0].split()) == experiment.help
-
-
-def test_a_folder_that_is_not_there_is_refused_in_words():
-    assert "does not exist" in said("hidden-step", "drive", "--path", "/nowhere", status=2)

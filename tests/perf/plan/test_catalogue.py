@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nvme_offload.perf.cli import app
-from nvme_offload.perf.plan.catalogue import CATALOGUE, SOURCES, drives_of, page_rows
-from nvme_offload.perf.plan.machine import Drives, MachineError
+from nvme_offload.perf.plan.machine import CATALOGUE, Drives, MachineError, drives_of
+from tests.perf.documents import write_bench
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "plan.md"
 PLAN = ["plan", "--params", "1e9", "--layers", "10", "--flops", "1e12"]
@@ -25,10 +25,13 @@ def test_every_class_can_be_planned_with(name):
 
 
 def test_the_page_has_the_figures_and_each_has_its_source():
-    table = PAGE.read_text(encoding="utf-8").partition("\n## Classes of drives\n")[2]
-    assert [line for line in table.splitlines() if line.startswith("| `")][: len(CATALOGUE)] == page_rows()
-    assert list(SOURCES) == list(CATALOGUE)
-    assert all(whose and pages for whose, *pages in SOURCES.values())
+    table = PAGE.read_text(encoding="utf-8").partition("\n## Classes of drives\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    for (name, kind), (shown, _, read, write, capacity, endurance, source) in zip(CATALOGUE.items(), rows, strict=True):
+        assert (shown, source != "") == (f"`{name}`", True)
+        assert f"\n- {shown}: " in table
+        assert kind[:2] == (float(read) * 1e9, float(write) * 1e9)
+        assert [f"{size / 1e12:g} TB" for size in kind[2:]] == [capacity, endurance]
 
 
 def test_an_endurance_that_is_known_better_counts():
@@ -53,7 +56,4 @@ def test_the_command_takes_a_class_in_place_of_rates():
 
 def test_of_a_load_without_a_pause_its_end_is_planned_with(tmp_path):
     result = {"summary": {"total_bytes": 6e9, "total_seconds": 1.0}, "found": {"last_bw_bytes": 1e9}}
-    file = tmp_path / "bench.json"
-    results = dict.fromkeys(["read", "write", "mixed"], result)
-    file.write_text(json.dumps({"verified": True, "engine": {"direct": True}, "results": results}))
-    assert Drives.of_bench(file).mixed == 1e9
+    assert Drives.of_bench(write_bench(tmp_path / "bench.json", result)).write == 1e9

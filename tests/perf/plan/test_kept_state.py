@@ -8,22 +8,14 @@ import torch
 from nvme_offload import OffloadAdamW, OffloadConfig
 from nvme_offload.offload.units import GB, TB
 from nvme_offload.perf.plan.machine import Drives, Machine
-from nvme_offload.perf.plan.prediction import Job, predict
+from nvme_offload.perf.plan.placing import Job
+from nvme_offload.perf.plan.prediction import predict
 from nvme_offload.perf.plan.shape import ModelShape
 from tests.support.killed_steps import durable_section
 from tests.support.training import params_of
 
 NUMELS = [1_000_000] * 6
-MACHINE = Machine(
-    ranks=1,
-    ranks_per_node=1,
-    host_memory=10**12,
-    device_memory=None,
-    drives=None,
-    capacity=None,
-    flops=None,
-    update_rate=1e9,
-)
+MACHINE = Machine(host_memory=10**12)
 
 
 def job_of(section, numels):
@@ -56,7 +48,7 @@ def test_the_bytes_of_a_plan_are_those_of_the_run(tmp_path, period, host_budget)
             for _ in range(steps):
                 optimizer.step()
             optimizer.synchronize()
-            optimizer.commits.settle()
+            optimizer.durable.commits.settle()
             after = optimizer.stats()
             return [(getattr(after, name) - getattr(before, name)) / steps for name in ("bytes_read", "bytes_written")]
 

@@ -19,20 +19,13 @@ from nvme_offload.optim.step.hiding import schedule_in
 from nvme_offload.perf.cli import app, load
 from nvme_offload.perf.plan import command
 from nvme_offload.perf.plan.machine import Drives, Machine
-from nvme_offload.perf.plan.prediction import LIBRARIES_BYTES, Job, predict
+from nvme_offload.perf.plan.placing import LIBRARIES_BYTES, Job
+from nvme_offload.perf.plan.prediction import predict
 from nvme_offload.perf.plan.shape import ModelShape
+from tests.perf.documents import write_bench
 
 TOKENS, WARM_UP_STEPS, COUNTED_STEPS = 16, 2, 4
-MACHINE = Machine(
-    ranks=1,
-    ranks_per_node=1,
-    host_memory=16 * GiB,
-    device_memory=None,
-    drives=Drives.of_rates(2e9, 1e9),
-    capacity=100 * GiB,
-    flops=1e11,
-    update_rate=1e9,
-)
+MACHINE = Machine(host_memory=16 * GiB, drives=Drives.of_rates(2e9, 1e9), capacity=100 * GiB, flops=1e11)
 
 
 @pytest.fixture
@@ -402,20 +395,13 @@ def test_with_stage_0_every_rank_has_all_parameters(tmp_path):
 
 
 def test_a_bench_that_did_not_measure_the_drives_is_refused(tmp_path):
-    summary = {"total_bytes": 10**9, "total_seconds": 0.5}
-    measured = {
-        "verified": True,
-        "engine": {"direct": True},
-        "results": {rw: {"summary": summary} for rw in ("read", "write", "mixed")},
-    }
     for changes, words in (
         ({}, ""),
         ({"verified": False}, "the null engine moves no bytes"),
         ({"engine": {"direct": False}}, "--direct required"),
-        ({"results": {**measured["results"], "write": {"summary": summary | {"total_bytes": 0}}}}, "is no result"),
+        ({"of_write": {"summary": {"total_bytes": 0, "total_seconds": 1.0}}}, "is no result"),
     ):
-        file = tmp_path / "bench.json"
-        file.write_text(json.dumps(measured | changes))
+        file = write_bench(tmp_path / "bench.json", **changes)
         result = plan(f"--params 1e6 --layers 2 --host-memory 16GiB --bench {file}")
         assert result.exit_code == (2 if words else 0)
         assert words in " ".join(result.output.split())

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from nvme_offload.perf.plan.iteration import OVERLAPS, GroupTime, SubgroupTime, Work
+from nvme_offload.perf.plan.iteration import OVERLAPS, GroupTime, SubgroupTime, Work, on_one_processor
 from nvme_offload.perf.plan.schedule import iteration_time
-from nvme_offload.perf.plan.work import on_one_processor
 
 LAYERS = 48
 

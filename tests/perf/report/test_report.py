@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nvme_offload.perf import cli
-from nvme_offload.perf.report.charts import LEFT, RIGHT, WIDTH, Line, bar_chart, line_chart, nice_limit
+from nvme_offload.perf.report.page import LEFT, RIGHT, WIDTH, Line, bar_chart, line_chart, nice_limit
+from tests.perf.documents import record
 from tests.support.browser import BROWSER, MISSING, opened
 
 PROBE = """<script>
@@ -29,10 +30,9 @@ def report(*arguments):
     return CliRunner().invoke(cli.app, ["report", *map(str, arguments)])
 
 
-def record(step):
+def record_of(step):
     scalars = {
         "steps": step,
-        "skipped_steps": 0,
         "bytes_read": 2e9 * step,
         "bytes_written": 1e9 * step,
         "drive_busy_seconds": 0.5 * step,
@@ -46,31 +46,13 @@ def record(step):
         "iteration_kernel_seconds": 0.15,
         "iteration_norm_seconds": 0.05,
     }
-    return {
-        "format": 1,
-        "host": "node3",
-        "pid": 1,
-        "rank": 0,
-        "world_size": 1,
-        "started": 1e9,
-        "time": 1e9 + step,
-        "ended": step == 9,
-        "optimizer": "OffloadAdamW",
-        "engine": "io_uring",
-        "queue_depth": 32,
-        "paths": ["/mnt/</script><b>nvme"],
-        "tiers": {"optimizer state": {"device": 0, "host": 0, "nvme": 1 << 30}},
-        "limit": "drive",
-        "peak_rate": 6e9,
-        "since": None,
-        "scalars": scalars,
-    }
+    return record(step, scalars, ended=step == 9, paths=["/mnt/</script><b>nvme"])
 
 
 @pytest.fixture
 def log(tmp_path):
     file = tmp_path / "run.jsonl"
-    file.write_text("".join(json.dumps(record(step)) + "\n" for step in range(10)), encoding="utf-8")
+    file.write_text("".join(json.dumps(record_of(step)) + "\n" for step in range(10)), encoding="utf-8")
     return file
 
 
@@ -86,6 +68,9 @@ def bench(tmp_path):
         "iops": 5000,
         "achieved_depth": 31.0,
         "transfer_clat_ns": {"50": 1e6, "99": 5e6, "99.9": 9e6},
+        "requested_depth": 32,
+        "request_clat_ns": 1e6,
+        "cpu_seconds_per_gb": 0.1,
     }
     found = {"cliff": {"at": 30.0}, "words": ["From 5.00 to 1.00 GB/s after 150 GB"]}
     document = {

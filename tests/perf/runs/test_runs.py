@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from nvme_offload.offload.durable import inventory
 from nvme_offload.offload.durable.inventory import find_runs
 from nvme_offload.perf.cli import app
-from nvme_offload.perf.runs import command
 from tests.support.durable_run import SmallRun
 
 
@@ -194,10 +193,3 @@ def test_the_paths_of_a_configuration(small, paths, in_memory):
     section = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": list(map(str, paths))}}}
     (in_memory / "offload.json").write_text(json.dumps(section))
     assert lines("--config", in_memory / "offload.json")[1][0] == "small"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "age"), [(-1, "0 s"), (0, "0 s"), (59.9, "59 s"), (60, "1 min"), (7199, "1 h"), (86_400 * 3, "3 d")]
-)
-def test_ages(seconds, age):
-    assert command._age(seconds) == age

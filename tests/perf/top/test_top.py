@@ -13,17 +13,17 @@ import pytest
 from typer.testing import CliRunner
 
 from nvme_offload.perf import cli
-from nvme_offload.perf.measure import drives, health
-from nvme_offload.perf.top import view as view_module
-from nvme_offload.perf.top.runs import Run, is_over, runs_of
-from nvme_offload.perf.top.view import DriveTable
+from nvme_offload.perf.measure import drives
+from nvme_offload.perf.top import command
+from nvme_offload.perf.top.command import DriveTable, Run, runs_of
+from tests.perf.documents import record, write_bench
 
 PATIENCE = 60
 TRAIN = """
 import sys, time, torch
 from pathlib import Path
 from nvme_offload import OffloadAdamW
-from nvme_offload.optim import run_record
+from nvme_offload.optim.telemetry import run_record
 run_record.SECONDS = 0.05
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
@@ -105,30 +105,12 @@ def test_a_live_run_and_after_its_end(training, tmp_path):
     assert "holds no run: name the nvme_path of a run that goes on, or the file of its run_log" in done.output
 
 
-RECORD = {
-    "format": 1,
-    "host": "elsewhere",
-    "pid": 1,
-    "rank": 3,
-    "world_size": 8,
-    "started": 1e9,
-    "time": 1e9 + 3661,
-    "ended": False,
-    "log": None,
-    "optimizer": "OffloadLion",
-    "engine": "io_uring",
-    "queue_depth": 32,
-    "paths": [],
-    "tiers": {"optimizer state": {"device": 0, "host": 1 << 30, "nvme": 3 << 30}},
-    "limit": "drive",
-    "peak_rate": 4e9,
-    "since": {"seconds": 2.0, "steps": 1, "bytes_read": 2e9, "bytes_written": 1e9, "drive_busy_seconds": 1.0},
-    "scalars": {
+RECORD = record(
+    3661,
+    {
         "steps": 17,
         "achieved_depth": 12.25,
         "bytes_written": 5 << 30,
-        "param_bytes_written": 0,
-        "grad_bytes_written": 0,
         "iteration_seconds": 2.0,
         "iteration_share_of_ideal": 0.5,
         "iteration_compute_seconds": 1.0,
@@ -138,7 +120,8 @@ RECORD = {
         "iteration_wait_seconds_kernel": 0.0,
         "iteration_norm_seconds": None,
     },
-}
+    since={"seconds": 2.0, "steps": 1, "bytes_read": 2e9, "bytes_written": 1e9, "drive_busy_seconds": 1.0},
+)
 
 
 @pytest.fixture
@@ -165,7 +148,7 @@ def test_every_figure_is_the_records(log):
     ):
         assert words in text, text
     assert runs_of(log)[0].state == "unknown"
-    assert is_over(Run(RECORD | {"ended": True}))
+    assert Run(RECORD | {"ended": True}).is_over
 
 
 def test_a_run_that_was_killed_is_not_called_live(tmp_path):
@@ -176,21 +159,11 @@ def test_a_run_that_was_killed_is_not_called_live(tmp_path):
     record = RECORD | {"host": socket.gethostname(), "pid": dead.pid}
     (tmp_path / "nvme-offload-7-0" / "record.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     assert "gone, last heard of 2001-09-09" in shown(offload(tmp_path).output)
-    assert is_over(runs_of(tmp_path)[0])
+    assert runs_of(tmp_path)[0].is_over
 
 
 def test_the_limit_of_a_benchmark_takes_the_place_of_the_runs_own(log, tmp_path):
-    bench = tmp_path / "bench.json"
-    summary = {"summary": {"total_bytes": 6e9, "total_seconds": 1.0}}
-    bench.write_text(
-        json.dumps(
-            {
-                "verified": True,
-                "engine": {"direct": True},
-                "results": dict.fromkeys(["read", "write", "mixed"], summary),
-            }
-        )
-    )
+    bench = write_bench(tmp_path / "bench.json")
     assert "50% of what bench measured, 6.00 GB/s" in shown(offload(log, "--bench", bench).output)
     assert offload(log, "--bench", log).exit_code == 2
 
@@ -199,7 +172,7 @@ def test_the_state_of_drives_stands_beside_a_run(monkeypatch, tmp_path):
     """Warmth from the driver, wear from SMART where that may be asked; dashes where neither is told."""
     asked = []
     drive = drives.Drive("nvme0n1", "Fast One", (), False, "none", 512, 4096, 1023, 1280, 1280, 1)
-    wear = health.Health(
+    wear = drives.Health(
         temperature=51.0,
         percent_used=7,
         spare=100,
@@ -210,18 +183,18 @@ def test_the_state_of_drives_stands_beside_a_run(monkeypatch, tmp_path):
         power_on_hours=9,
         warm_minutes=0,
     )
-    monkeypatch.setattr(view_module, "drive_of", lambda path: drive)
-    monkeypatch.setattr(view_module, "temperature", lambda disk: None)
-    monkeypatch.setattr(view_module, "read_health", lambda disk: asked.append(disk) or wear)
+    monkeypatch.setattr(command, "drive_of", lambda path: drive)
+    monkeypatch.setattr(command, "temperature", lambda disk: None)
+    monkeypatch.setattr(command, "read_health", lambda disk: asked.append(disk) or wear)
     table = DriveTable()
     expected = [("/mnt/nvme0", "nvme0n1 (Fast One)", "51 °C", "7 %", "42.0 TB")]
     assert list(table.rows(["/mnt/nvme0"])) == list(table.rows(["/mnt/nvme0"])) == expected
     assert asked == ["nvme0n1"], "SMART is asked at each look"
 
     def refused(disk):
-        raise health.HealthError("permission denied")
+        raise drives.HealthError("permission denied")
 
-    monkeypatch.setattr(view_module, "read_health", refused)
+    monkeypatch.setattr(command, "read_health", refused)
     assert [row[2:] for row in DriveTable().rows(["/mnt/nvme0"])] == [("-", "-", "-")]
 
 

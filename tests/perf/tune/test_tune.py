@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from nvme_offload import OffloadConfig
 from nvme_offload.offload.units import KiB, MiB
 from nvme_offload.perf.cli import app
-from nvme_offload.perf.tune.search import Scores, Setting
+from nvme_offload.perf.tune.command import Scores, Setting
 
 DEFAULT = Setting(engine="io_uring", block_size=MiB, queue_depth=32)
 SMALL = Setting(engine="io_uring", block_size=MiB, queue_depth=8)

@@ -10,11 +10,9 @@ from typer.testing import CliRunner
 
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.verify import command, run
-from nvme_offload.perf.verify.bits import differing
-from nvme_offload.perf.verify.checks import CHECKS
-from nvme_offload.perf.verify.outcome import Outcome, Site, exit_status
-from nvme_offload.perf.verify.report import markdown, summary
-from nvme_offload.perf.verify.run import outcome_of
+from nvme_offload.perf.verify.command import markdown, summary
+from nvme_offload.perf.verify.outcome import Outcome, Site, differing, exit_status
+from nvme_offload.perf.verify.run import CHECKS, outcome_of
 from tests.support.broken_build import broken, ends_badly
 from tests.support.late_device.mutations import OF_MIRROR
 from tests.support.late_device.verify_child import on_late_device

@@ -11,7 +11,7 @@ import pytest
 from nvme_offload.offload._torch_private import _GroupOfOne
 from nvme_offload.offload.devices.device import CopyQueue
 from nvme_offload.offload.shards.departures import Departures
-from nvme_offload.offload.swapper.staged_copy import HostCopy, SwapInCopy, SwapOutCopy
+from nvme_offload.offload.swapper.records import SwapIn, SwapOut, Task
 from nvme_offload.optim.tiers import grad_tier
 from nvme_offload.optim.tiers.arrivals import Arrivals, _Arrival
 from nvme_offload.optim.updates.mirrored import DeviceMirror
@@ -60,15 +60,19 @@ def _come_after_all_alone(queue: Any, mark: Any = None) -> None:
         _COME_AFTER(queue)
 
 
-def _copy_without_waiting(copy: Any, pairs: Any, queues: Any) -> Iterator[Any]:
-    if copy._ready is None:
-        for target, source in pairs:
-            target.copy_(source)
-    else:
-        queue = queues.of(copy._tensor.device)
-        queue.come_after(copy._ready)
-        queue.copy_all(pairs)
+def _copy_without_waiting(task: Any, pairs: Any, queues: Any) -> Iterator[Any]:
+    for mark in _COPY_EACH(task, pairs, queues):
+        del mark  # and nobody waits for it
+        break
     return iter(())
+
+
+def _read_without_waiting(task: Any, pairs: Any, queues: Any) -> Iterator[Any]:
+    return (_COPY_EACH if task.copy is not None else _copy_without_waiting)(task, pairs, queues)
+
+
+def _hand_over_without_waiting(task: Any, pairs: Any, queues: Any) -> Iterator[Any]:
+    return (_COPY_EACH if task.copy is None else _copy_without_waiting)(task, pairs, queues)
 
 
 def _send_at_once(of: Any, arrival: Any, target: Any) -> None:
@@ -122,6 +126,7 @@ def _take_memory_back_at_once(alone: Any) -> None:
 
 _FETCH, _BRING, _COPY = DeviceMirror.fetch, Arrivals.bring, CopyQueue.copy
 _COME_AFTER = CopyQueue.let_current_come_after
+_COPY_EACH = Task._copied_each
 _SEND, _WAIT = Departures._send, _GroupOfOne.wait_for_unshard
 
 OF_MIRROR = {
@@ -131,9 +136,9 @@ OF_MIRROR = {
 }
 OF_SWAPPER = {
     "a tensor is copied before it is computed": _without(CopyQueue, "come_after", _nothing),
-    "a buffer is written before its copy is done": _without(SwapOutCopy, "_copied_each", _copy_without_waiting),
-    "a buffer is given back before its copy is done": _without(SwapInCopy, "_copied_each", _copy_without_waiting),
-    "a prefetched copy is let go before it is copied": _without(HostCopy, "_copied_each", _copy_without_waiting),
+    "a buffer is written before its copy is done": _without(SwapOut, "_copied_each", _copy_without_waiting),
+    "a buffer is given back before its copy is done": _without(SwapIn, "_copied_each", _read_without_waiting),
+    "a prefetched copy is let go before it is copied": _without(SwapIn, "_copied_each", _hand_over_without_waiting),
 }
 OF_GRADIENTS = {
     "parameters change before all have read them": _without(

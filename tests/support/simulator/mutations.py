@@ -10,8 +10,8 @@ from nvme_offload.aio_native import operation
 from nvme_offload.aio_native.engine import Op
 from nvme_offload.aio_native.requests import RequestQueue
 from nvme_offload.offload.staging.slot import Residency, Staging
-from nvme_offload.offload.swapper.records import Verb
-from nvme_offload.offload.swapper.scheduler import SlotScheduler
+from nvme_offload.offload.swapper.records import Prefetch
+from nvme_offload.offload.swapper.scheduler import TaskScheduler
 from nvme_offload.optim.checkpoint import files
 
 
@@ -29,20 +29,19 @@ def buffer_released_early() -> None:
 def record_updated_late() -> None:
     """Which tensors are busy is noted by the thread that serves them, and not yet by the caller."""
 
-    def enqueue(scheduler: Any, record: Any, task: Any) -> Any:
-        worker = scheduler._writer if task.verb is Verb.SWAP_OUT else scheduler._reader
-        record.tasks.append(task)
-        worker.call(partial(serve, scheduler, record, task))
+    def enqueue(scheduler: Any, task: Any) -> Any:
+        task.record.append(task)
+        scheduler._workers[task.op].call(partial(serve, scheduler, task))
         return task.transfer
 
-    def serve(scheduler: Any, record: Any, task: Any) -> None:
+    def serve(scheduler: Any, task: Any) -> None:
         with scheduler.lock:
-            scheduler._busy.add(record)
-            if task.verb is Verb.PREFETCH:
-                scheduler._prefetching.add(record)
-            scheduler._advance(record)
+            scheduler._busy.add(task.record)
+            if isinstance(task, Prefetch):
+                scheduler._prefetching.add(task.record)
+            scheduler._advance(task.record)
 
-    SlotScheduler.enqueue = enqueue  # type: ignore[method-assign]
+    TaskScheduler.enqueue = enqueue  # type: ignore[method-assign]
 
 
 def skipped_fsync() -> None:

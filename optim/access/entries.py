@@ -1,0 +1,154 @@
+"""Entries of the optimizer's state, by parameter and name: read, checked, written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nvme_offload.offload._torch_private import local_tensor, sharded_like
+from nvme_offload.offload.devices.device import HOST
+from nvme_offload.offload.progress import tracked
+from nvme_offload.optim.access.values import LiveValues, fresh_values, write_run
+from nvme_offload.optim.layout.flat import flat_view, room_like, unflatten
+from nvme_offload.optim.layout.subgroup import Run
+from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.condition import Need
+from nvme_offload.optim.state.pipeline import HeldState
+from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.state.table import ParamRecord
+from nvme_offload.optim.tiers.gatherers import drop_gathered
+
+
+def read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[int, dict[str, torch.Tensor]]:
+    """Copies of state entries by parameter index and name, reading every subgroup at most once."""
+    with body.at_rest():
+        return _read_entries(body, wanted)
+
+
+def _read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[int, dict[str, torch.Tensor]]:
+    body.check(Need.STATE)
+    body.table.check_layouts()
+    flat = {
+        index: {name: _room_for(body, index, name) for name in names if name != "step"}
+        for index, names in wanted.items()
+    }
+    values = LiveValues(body)
+    for slot in tracked("reading the state", body.slots_of(wanted), _size_of):
+        for run in slot.subgroup.runs:
+            for name, target in flat.get(run.param, {}).items():
+                target[run.start : run.stop] = values.read(slot, run, name)
+    return {
+        index: {name: _as_entry(body.table[index], values) for name, values in entries.items()}
+        for index, entries in flat.items()
+    }
+
+
+def _size_of(slot: SlotRecord) -> int:
+    return slot.size_bytes
+
+
+def _as_entry(record: ParamRecord, flat: torch.Tensor) -> torch.Tensor:
+    """State of a sharded parameter is sharded like it, as checkpoints expect."""
+    local = unflatten(flat, record.param)
+    return sharded_like(local, record.leaf) if isinstance(record.leaf, DTensor) else local
+
+
+def _room_for(body: StateBody, index: int, name: str) -> torch.Tensor:
+    """Flat memory for an entry, to be filled slot by slot; what has no slots is as it would be born."""
+    record = body.table[index]
+    if record.is_placed:
+        return torch.empty(record.param.numel(), dtype=torch.float32, device="cpu")
+    return fresh_values(body, _all_of(record), name)
+
+
+def _all_of(record: ParamRecord) -> Run:
+    return Run(record.index, 0, record.param.numel(), 0)
+
+
+def fresh_entry(body: StateBody, index: int, name: str) -> torch.Tensor:
+    """An entry of a parameter, wherever it is, that was never updated: see `fresh_values`.
+
+    Raises:
+        SwapIOError: it is on a tier and cannot be read.
+    """
+    if name == "step":
+        return torch.zeros((), device="cpu")
+    record = body.table[index]
+    return unflatten(fresh_values(body, _all_of(record), name), record.param)
+
+
+def prepare_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, torch.Tensor]]:
+    """Entries by parameter index and name as `write_entries` takes them, with a place for each; no state changes.
+
+    Raises:
+        ValueError: an entry has the wrong shape or is not a number.
+        OutOfSpaceError: parameters that had no state so far find no place for it.
+    """
+    with body.at_rest():
+        body.table.check_layouts()
+        entries = {
+            index: {name: _check_entry(body, index, name, value) for name, value in named.items()}
+            for index, named in given.items()
+        }
+        body.ensure_placed([body.table[index] for index in entries])
+        return entries
+
+
+def set_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> None:
+    """Set entries by parameter index and name. Where that stops after the first change, the state says so."""
+    with body.at_rest():
+        body.check(Need.STATE)
+        entries = prepare_entries(body, given)
+        write_entries(body, entries)
+        body.be_whole()
+
+
+def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+    """Set what `prepare_entries` made, visiting every subgroup at most once. Call it `at_rest`.
+
+    From the first change on the state is said to be neither old nor new; the caller takes that back with `be_whole`.
+    """
+    masters = any("master" in named for named in entries.values())
+    changing = body.slots_of(index for index, named in entries.items() if named.keys() - {"step"})
+    for slot in tracked("writing the state", changing, _size_of):
+        with HeldState(body.pipeline, slot, change=True, load=not _sets_everything(slot, entries)) as memory:
+            # What fails in here is undone on NVMe, where the drive has the state as it was. A master is also in the
+            # parameter, and the two only agree again when both are written.
+            if masters or not slot.home.is_visited:
+                body.note_half_written()
+            for run in slot.subgroup.runs:
+                for name, values in entries.get(run.param, {}).items():
+                    if name != "step":
+                        write_run(body, slot, memory, run, name, values[run.start : run.stop])
+            body.note_half_written()
+    for index, named in entries.items():
+        if "step" in named:
+            body.table[index].steps = int(named["step"])
+        if "master" in named:
+            drop_gathered(body.table[index].leaf)
+
+
+def _sets_everything(slot: SlotRecord, entries: Mapping[int, Mapping[str, torch.Tensor]]) -> bool:
+    """Whether nothing of what the slot holds now is kept. Then it need not be readable either."""
+    sections = slot.subgroup.sections.keys()
+    return all(sections <= entries.get(run.param, {}).keys() for run in slot.subgroup.runs)
+
+
+def _check_entry(body: StateBody, index: int, name: str, value: Any) -> torch.Tensor:
+    """The entry as flat fp32 on the CPU, in the parameter's order of memory."""
+    param, where = body.table[index].param, f"{name} of {body.table[index].name}"
+    tensor = local_tensor(value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu"))
+    if tensor.is_complex():
+        raise ValueError(f"{where} is {tensor.dtype}: optimizer state is real")
+    if name == "step":
+        if tensor.numel() != 1 or not (float(tensor) >= 0 and float(tensor).is_integer()):
+            raise ValueError(f"{where} = {value!r}: the step is one whole number, 0 or more")
+        return tensor.reshape(())
+    if tensor.shape != param.shape:
+        raise ValueError(f"{where} has shape {tuple(tensor.shape)}; the parameter has {tuple(param.shape)}")
+    if (tensor.dtype, tensor.device.type, tensor.stride()) == (torch.float32, "cpu", param.stride()):
+        return flat_view(tensor)
+    return flat_view(room_like(param, torch.float32, HOST).copy_(tensor.detach()))

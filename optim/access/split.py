@@ -1,0 +1,112 @@
+"""Split parameters that an optimizer has: what their masters have besides what is stored is in its state."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from nvme_offload.offload._torch_private import local_tensor
+from nvme_offload.offload.shards.param_tier import ResidentShard, TieredShard
+from nvme_offload.optim.access.entries import fresh_entry, read_entries, set_entries
+from nvme_offload.optim.layout.master import MasterForm
+from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.condition import Need
+from nvme_offload.optim.tiers.parts import OwnParts, ShardParts, parts_of
+
+
+class StateParts(ShardParts):
+    """The rest in the optimizer's state, on whatever tier that is; of an fp32 parameter there is none.
+
+    Args:
+        body: the optimizer's state.
+        index: of the parameter in it.
+        before: where the parts were; what is stored stays where it is.
+    """
+
+    def __init__(self, body: StateBody, index: int, before: ShardParts) -> None:
+        super().__init__(before.owner, before.group, before.stored, before.accumulate)
+        self.body = body
+        self._index = index
+
+    def gathered(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return what FSDP2 gathers, as the latest step leaves it; waits for its update.
+
+        Raises:
+            SwapIOError, CorruptionError, StateError: see `StateBody.wait_for_updates_of`.
+        """
+        self.body.wait_for_updates_of((self._index,))
+        return super().gathered(dtype)
+
+    def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
+        """Have what is stored as the latest step leaves it, 1D with padding. Call it `between_steps`, in no gather.
+
+        Raises:
+            SwapIOError, CorruptionError, StateError: it cannot be read, as where a step stopped halfway: other
+                parameters may be of another step than this one.
+        """
+        if not (change or self.body.is_closed):
+            self.body.check(Need.PARAMS)
+        return super().held(change=change)
+
+    def read(self) -> torch.Tensor:
+        """The parts joined, fp32, in the shape of this rank's shard.
+
+        Raises:
+            SwapIOError: the tier cannot be read.
+            StateError: a step stopped halfway.
+        """
+        if self._is_all_stored:
+            with self.between_steps():
+                if not self.body.is_closed:
+                    self.body.check(Need.PARAMS)
+                return fresh_entry(self.body, self._index, "master").to(self.device)
+        master = read_entries(self.body, {self._index: ("master",)})[self._index]["master"]
+        return local_tensor(master).to(self.device)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Divide fp32 values, in the shape of this rank's shard, among the parts.
+
+        Raises:
+            SwapIOError: the tier cannot be written.
+        """
+        if not self._is_all_stored:
+            set_entries(self.body, {self._index: {"master": values}})
+            return
+        with self.between_steps(), self.held(change=True) as flat:
+            flat[: values.numel()].copy_(values.reshape(-1))
+        self.owner.reshard()
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        """`StateBody.at_rest`, or nothing of parameters that are whole in memory and outlive their optimizer."""
+        stays = self._is_all_stored and isinstance(self.stored, ResidentShard)
+        return nullcontext() if stays and self.body.is_closed else self.body.at_rest()
+
+    @property
+    def _is_all_stored(self) -> bool:
+        return self.body.table[self._index].form is MasterForm.ITSELF
+
+
+def check_not_elsewhere(body: StateBody, leaf: torch.Tensor, name: str) -> None:
+    """Look whether no other optimizer has half of a split parameter: each would change what is under the other's rest.
+
+    Raises:
+        ValueError: one has, or had.
+    """
+    parts = parts_of(leaf)
+    if isinstance(parts, OwnParts) and isinstance(parts.stored, TieredShard):  # frozen, and on its way at most
+        raise ValueError(
+            f"{name} is on the parameter tier of another optimizer, which goes when that is closed: load a "
+            "checkpoint, or model.state_dict(), into a new model"
+        )
+    if not isinstance(parts, StateParts) or parts.body is body:
+        return
+    if parts.body.is_closed:
+        raise ValueError(
+            f"{name} belonged to an {parts.body.owner} that is closed, and part of its weights went with that: "
+            "load a checkpoint into a new model, and make the optimizer for that one"
+        )
+    raise ValueError(
+        f"{name} belongs to another {parts.body.owner}, which holds part of its weights: go on "
+        "with that one (load_state_dict gives it another state), or load model.state_dict() into a new model"
+    )

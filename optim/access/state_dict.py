@@ -1,0 +1,81 @@
+"""State dicts as torch lays them out: parameters are numbered as they stand in the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nvme_offload.optim.access.entries import fresh_entry, read_entries
+from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.tiers.parts import split_shard
+
+
+def packed_state(store: StateStore, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of what is in the groups; others are left out. Of what was let go there is none. Call it at rest.
+
+    Args:
+        store: the optimizer's state.
+        groups: the optimizer's parameter groups.
+
+    Returns:
+        ``state`` by number, fp32 copies in host memory, and ``param_groups`` with numbers in place of parameters.
+
+    Raises:
+        SwapIOError: the state could not be read from its tier.
+    """
+    leaves = dict.fromkeys(leaf for group in groups for leaf in group["params"])
+    numbers = {leaf: number for number, leaf in enumerate(leaves)}
+    members = {} if store.has_let_go else {number: store.table.of(leaf) for leaf, number in numbers.items()}
+    records = {number: record for number, record in members.items() if store.has_state(record)}
+    tensors = read_entries(store, {record.index: record.entry_names for record in records.values()})
+    return {
+        "state": {
+            number: {"step": torch.tensor(float(record.steps), device="cpu"), **tensors[record.index]}
+            for number, record in records.items()
+        },
+        "param_groups": [{**group, "params": [numbers[param] for param in group["params"]]} for group in groups],
+    }
+
+
+def matched_state(
+    store: StateStore,
+    groups: Sequence[Mapping[str, Any]],
+    state_dict: Mapping[str, Any],
+    check: Callable[[Mapping[str, Any], int], None],
+) -> dict[int, dict[str, Any]]:
+    """The entries of a state dict by parameter index; what it does not hold of a parameter with state is fresh.
+
+    Args:
+        store: the optimizer's state.
+        groups: the optimizer's parameter groups.
+        state_dict: ``state`` and ``param_groups`` as torch lays them out.
+        check: raises ValueError for a group, of some number, that cannot take the place of the optimizer's.
+
+    Raises:
+        ValueError: groups or entries do not fit this optimizer.
+    """
+    sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    own_sizes = [len(group["params"]) for group in groups]
+    if sizes != own_sizes:
+        raise ValueError(f"the state dict has parameter groups of {sizes} parameters, this optimizer of {own_sizes}")
+    for number, group in enumerate(state_dict["param_groups"]):
+        check(group, number)
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    own = [store.table.of(param) for group in groups for param in group["params"]]
+    given = {}
+    for record, key in zip(own, saved, strict=True):
+        entries = record.rule.adopted(state_dict["state"].get(key, {}))
+        known = record.entry_names
+        if unknown := sorted(set(entries) - {*known, "master"}):
+            raise ValueError(f"state of {record.name} holds {unknown[0]!r}; {record.rule.name} has {', '.join(known)}")
+        if entries or record.is_placed:
+            # The master of a split shard is the parameter itself: not given, it stays.
+            stays = {"master"} - set(entries) if split_shard(record.leaf) is not None else set()
+            given[record.index] = {
+                name: entries[name] if name in entries else fresh_entry(store, record.index, name)
+                for name in known
+                if name not in stays
+            }
+    return given

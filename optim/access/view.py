@@ -1,0 +1,130 @@
+"""``optimizer.state``: entries that are read from their tier on access and written through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nvme_offload.optim.access.entries import fresh_entry, read_entries, set_entries
+from nvme_offload.optim.ranks.collective import reachable
+from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.condition import Need
+
+
+class ParamState(MutableMapping[str, Any]):
+    """State of one parameter: ``step``, the states of its rule and, beside a 16-bit parameter, ``master``.
+
+    Reading a key fetches a copy from the tier: fp32 tensors in the parameter's shape on the CPU (of a sharded one
+    whose ranks can only gather on a device, there), ``step`` an fp32
+    scalar as in torch. Assigning to a key writes through to the tier, ``master`` also to the parameter. Changing a
+    fetched tensor in place changes nothing but the copy.
+    """
+
+    def __init__(self, body: StateBody, index: int) -> None:
+        self._body = body
+        self._index = index
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._keys():
+            raise KeyError(key)
+        if key == "step":
+            with self._body.at_rest():
+                return torch.tensor(float(self._body.table[self._index].steps), device="cpu")
+        entry = read_entries(self._body, {self._index: (key,)})[self._index][key]
+        return reachable(entry) if isinstance(entry, DTensor) else entry
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self._keys():
+            raise KeyError(f"{key!r} is not optimizer state here; it has {', '.join(self._keys())}")
+        set_entries(self._body, {self._index: {key: value}})
+
+    def __delitem__(self, key: str) -> None:
+        raise TypeError("optimizer state cannot be removed from a parameter; make another optimizer instead")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys())
+
+    def __len__(self) -> int:
+        return len(self._keys())
+
+    def __repr__(self) -> str:
+        return f"ParamState({', '.join(self._keys())}; read from the tier on access)"
+
+    def _keys(self) -> tuple[str, ...]:
+        return self._body.table[self._index].entry_names
+
+
+class StateView(MutableMapping[torch.Tensor, ParamState]):
+    """``optimizer.state``: every parameter has an entry from construction on.
+
+    A parameter's state can be exchanged or dropped: it begins afresh then, with zero moments at step 0, as in torch.
+    Master weights stay, and so does the (fresh) entry.
+    """
+
+    def __init__(self, body: StateBody) -> None:
+        self._body = body
+
+    def __getitem__(self, param: torch.Tensor) -> ParamState:
+        return ParamState(self._body, self._index_of(param))
+
+    def __setitem__(self, param: torch.Tensor, value: Mapping[str, Any]) -> None:
+        index = self._index_of(param)
+        if not isinstance(value, Mapping):
+            raise TypeError(f"the state of a parameter is a mapping of {', '.join(self[param])}, not {value!r}")
+        if unknown := sorted(set(value) - set(self[param])):
+            raise KeyError(f"{unknown[0]!r} is not optimizer state here; it has {', '.join(self[param])}")
+        given = dict(value)  # fetched first: it may be of this parameter
+        self._set(index, {**self._fresh(index), **given})
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        index = self._index_of(param)
+        self._set(index, self._fresh(index))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._body.table.leaves)
+
+    def __len__(self) -> int:
+        return len(self._body.table.leaves)
+
+    def __contains__(self, param: object) -> bool:
+        return self._body.table.find(param) is not None
+
+    def clear(self) -> None:
+        """Let the state of every parameter begin afresh."""
+        for param in self:
+            del self[param]
+
+    def pop(self, param: torch.Tensor, *default: Any) -> Any:
+        """The state of a parameter as a dict of copies; it begins afresh."""
+        if default and param not in self:
+            return default[0]
+        entries = dict(self[param])
+        del self[param]
+        return entries
+
+    def popitem(self) -> tuple[torch.Tensor, ParamState]:
+        """Raises TypeError: there would always be another."""
+        raise TypeError("every parameter keeps an entry in optimizer.state; use pop(parameter), or clear()")
+
+    def _set(self, index: int, entries: Mapping[str, Any]) -> None:
+        with self._body.at_rest():
+            self._body.check(Need.STATE)
+        if entries or self._body.table[index].is_placed:
+            set_entries(self._body, {index: entries})
+
+    def _fresh(self, index: int) -> dict[str, torch.Tensor]:
+        """Values of fresh state, without the master; nothing of a parameter that never had state."""
+        if not self._body.table[index].is_placed:
+            return {}
+        names = self._body.table[index].entry_names
+        return {name: fresh_entry(self._body, index, name) for name in names if name != "master"}
+
+    def _index_of(self, param: object) -> int:
+        record = self._body.table.find(param)
+        if record is None:
+            what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
+            raise KeyError(f"{what} is not a parameter of this optimizer: optimizer.state has no other keys")
+        return record.index

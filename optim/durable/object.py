@@ -1,0 +1,133 @@
+"""An optimizer offers this of its durable run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from nvme_offload.offload._torch_private import not_compiled
+from nvme_offload.optim.durable.commits import Commits
+from nvme_offload.optim.durable.content import Content
+from nvme_offload.optim.durable.resume import Resumption
+
+
+class OptimizerOfRun(Protocol):
+    """The optimizer whose run it is."""
+
+    param_groups: list[dict[str, Any]]
+
+    def place(self) -> None:
+        """See `OffloadOptimizer.place`."""
+
+    def check_group(self, group: Mapping[str, Any], number: int) -> None:
+        """See `OffloadOptimizer.check_group`."""
+
+
+class Durable:
+    """The durable run of an optimizer: ``optimizer.durable``. Each of its methods is the optimizer's, too.
+
+    Where several ranks step together, all of them call each method.
+
+    Args:
+        commits: of the optimizer.
+        owner: the optimizer.
+    """
+
+    def __init__(self, commits: Commits, owner: OptimizerOfRun) -> None:
+        self.commits = commits
+        self._owner = owner
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """Return what else is committed with each step: change it before `step`, or `commit` what was changed after it.
+
+        Anything that ``torch.load(weights_only=True)`` reads: the position in the data, other random numbers.
+        """
+        return self.commits.client_state
+
+    @client_state.setter
+    def client_state(self, value: Mapping[str, Any]) -> None:
+        self.commits.client_state = dict(value)
+
+    @not_compiled
+    def commit(self) -> None:
+        """Commit what there is between two steps: `client_state`, hyperparameters, parameters changed by hand.
+
+        It lasts when this returns.
+
+        Raises:
+            StateError: a step stopped halfway, or another rank could not.
+            SwapIOError, OutOfSpaceError: the drive did not take it; the commit before is whole.
+            ValueError: something cannot be committed; names it.
+        """
+        self.commits.commit(self._owner.param_groups)
+
+    @not_compiled
+    def resume(self, snapshot: str | None = None) -> tuple[int, dict[str, Any]] | None:
+        """Go on from the latest step that the durable run has committed. Call it before the first step.
+
+        Parameters, state, hyperparameters and torch's random numbers are then as they were when that step ended.
+        Where it is damaged, the step before is taken.
+
+        Args:
+            snapshot: go on from the step that `snapshot` kept under this name instead; also between two steps.
+
+        Returns:
+            The step, which counts calls of `step` from the beginning of the run on, and `client_state` as it was
+            committed; None where there is nothing to go on from.
+
+        Raises:
+            KeyError: there is no such snapshot.
+            ResumeError: what was committed is of another model, group, section or rank, or damaged; names what.
+            StateError: the run has begun already.
+        """
+        content = self.content_of(snapshot)
+        return None if content is None else (content.step, dict(content.client_state))
+
+    def snapshot(self, name: str) -> int:
+        """Keep the latest step under a name, until `remove_snapshot`: `resume` goes back to it. Returns the step.
+
+        No byte of state is moved; the space that later steps need in its place is reserved.
+
+        Raises:
+            ValueError: the name is taken, or has other characters than letters, digits, dots, underscores and hyphens.
+            OutOfSpaceError: there is no room; nothing is kept.
+            StateError: a step stopped halfway, or does not last; or another rank could not.
+        """
+        return self.commits.snapshot(name)
+
+    def remove_snapshot(self, name: str) -> None:
+        """Give up what `snapshot` kept, and its space.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        self.commits.remove_snapshot(name)
+
+    @not_compiled
+    def rewind(self, steps: int = 1) -> tuple[int, dict[str, Any]]:
+        """Go back to an earlier step: to what `resume` would have found then. Call it between two steps.
+
+        Args:
+            steps: how many, at most `rewind_steps` of the section. Those that `step` skipped count.
+
+        Returns:
+            As `resume`.
+
+        Raises:
+            ValueError: no number of steps.
+            StateError: there is no such step, or it is not whole any more; nothing has changed.
+            ResumeError: it is not the same on all ranks.
+        """
+        content = self.resumption().rewind(steps)
+        return content.step, dict(content.client_state)
+
+    def content_of(self, snapshot: str | None) -> Content | None:
+        """Do what `resume` does, for a training engine, which has more to bring back; return all that was committed."""
+        found = self.resumption()
+        return found.resume() if snapshot is None else found.resume_snapshot(snapshot)
+
+    def resumption(self) -> Resumption:
+        """Return what brings committed steps back, when all parameters have their place."""
+        self.commits.ranks().together(self._owner.place)
+        return Resumption(self.commits, self._owner.param_groups, self._owner.check_group)

@@ -1,0 +1,244 @@
+"""Subgroups that another process can go on with: what is written beside their state, and brought back from there."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from nvme_offload.offload.durable.chain import Chain
+from nvme_offload.offload.durable.run import DurableRun
+from nvme_offload.offload.durable.seal import Sums, check_sums
+from nvme_offload.offload.staging.slot import WriteTarget
+from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.optim.durable.latest import LatestCommit
+from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm
+from nvme_offload.optim.layout.subgroup import Subgroup, section_view
+from nvme_offload.optim.state.durability import Ground
+from nvme_offload.optim.state.pipeline import StepPipeline
+from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.updates.entry import PartOfMemory
+from nvme_offload.optim.updates.logs import Draft, LogState, SlotLogs
+
+_NO_SUMS = torch.zeros(0, dtype=torch.int64, device="cpu")
+
+
+class Sealing:
+    """Completes what is written of a subgroup, and takes it up again: the `Seal` of a durable optimizer's pipeline.
+
+    Args:
+        run: says where each subgroup is written to.
+        logs: of its subgroups.
+        latest: the commit that a write waits for.
+        ground: of the optimizer.
+    """
+
+    def __init__(self, run: DurableRun, logs: SlotLogs, latest: LatestCommit, ground: Ground) -> None:
+        self.run = run
+        self.logs = logs
+        self._latest = latest
+        self._mirror = ground.mirror
+        self._table = ground.table
+        self._kernels = ground.kernels
+        self._tail_sums: dict[int, torch.Tensor] = {}
+
+    @property
+    def discards(self) -> bool:
+        """Whether what changes is given up: there is a run whose state will take its place."""
+        return self.run.is_under_way
+
+    def read_bytes(self, slot: SlotRecord) -> int | None:
+        """Return how many bytes of a slot's extent are read; None: all."""
+        return _log_of(slot).read_bytes
+
+    def _least_bytes_of(self, subgroup: Subgroup) -> int:
+        """Return how much of a base a step reads. At least a page, also where the rule has no state."""
+        return self.logs.base_of(subgroup).state_span or self.run.space.alignment
+
+    def seal(self, slot: SlotRecord) -> WriteTarget:
+        """Choose what of a slot's buffer is written where, and complete it for that: an entry of its log, or all."""
+        log = _log_of(slot)
+        if log.target is not None:  # the drive did not take it
+            return log.target
+        self._latest.begin_writing()
+        assert slot.buffer is not None
+        if log.draft is not None:
+            target = self._seal_entry(slot, slot.buffer, log.draft)
+        else:
+            target = self._seal_base(slot, log, slot.buffer)
+        self.point(slot)
+        log.end_version(target)
+        return target
+
+    def point(self, slot: SlotRecord) -> None:
+        """Say where the newest of a slot is read from."""
+        chain = self._chain_of(slot)
+        assert chain.base is not None
+        if chain.log:
+            slot.extent = chain.reading(base_bytes=chain.base.content.size_bytes)
+        else:
+            slot.extent = chain.base.extent
+        _log_of(slot).point(len(chain.log), None if chain.log else self._least_bytes_of(slot.subgroup))
+
+    def _seal_entry(self, slot: SlotRecord, memory: Memory, draft: Draft) -> WriteTarget:
+        part, extents = PartOfMemory(memory, draft.start), self.run.extents
+        sums = Sums(self._kernels.tile_checksums(part.view(torch.int32, 0, draft.size_bytes // 4)), _NO_SUMS)
+        extent = extents.to_append(slot.index, draft.place)
+        size_bytes = extents.seal_entry(slot.index, part, draft.size_bytes, sums, place=draft.place)
+        return WriteTarget(extent, draft.start, size_bytes)
+
+    def _seal_base(self, slot: SlotRecord, log: LogState, memory: Memory) -> WriteTarget:
+        sums = log.sums or self._completed(slot, log, memory)
+        extent = self.run.extents.to_rewrite(slot.index)
+        self.run.extents.seal_base(slot.index, memory, sums)
+        slot.checksums = sums.state
+        self._note_tail(slot, sums)
+        return WriteTarget(extent)
+
+    def _completed(self, slot: SlotRecord, log: LogState, memory: Memory) -> Sums:
+        """Put what the parameters have besides the state into the tail, where the update has not, and take the sums.
+
+        One that somebody changed and that had no gradient is its own master from here on, as its next update would
+        have it: what it was split from is nowhere any more.
+        """
+        self.replay(slot)
+        self._fill_tail(slot, memory)
+        for run, tail in self.logs.tails(slot.subgroup, memory):
+            known = None if run.param in log.updated else self._table[run.param].checksums_of(run)
+            if known is None:
+                continue
+            found = self._kernels.tile_checksums(tail[: run.numel])
+            lower = section_view(slot.subgroup, memory, "master", run)
+            assert lower is not None
+            for tile in (found != known).nonzero().flatten().tolist():
+                lower[tile * TILE_NUMEL : (tile + 1) * TILE_NUMEL] = 0
+            known.copy_(found)
+        return self.logs.sums(slot.subgroup, memory)
+
+    def _fill_tail(self, slot: SlotRecord, memory: Memory) -> None:
+        self._mirror.end_step()
+        for run, tail in self.logs.tails(slot.subgroup, memory):
+            with self._table[run.param].reaching(run, change=False) as param:
+                _copy(tail[: run.numel], param)
+            tail[run.numel :].zero_()
+
+    def replay(self, slot: SlotRecord) -> None:
+        """Do the updates that are in the log which was read with the state, where that is not done.
+
+        Raises:
+            CorruptionError: it is not what was written.
+        """
+        assert slot.buffer is not None
+        self.logs.replay(slot.subgroup, _log_of(slot), slot.buffer)
+
+    def verify(self, slot: SlotRecord) -> None:
+        """Look whether what a step reads of a slot is what was written.
+
+        Raises:
+            CorruptionError: it is not.
+        """
+        if slot.checksums is None or slot.buffer is None:  # who takes it up looks at all of it
+            return
+        if _log_of(slot).is_behind:
+            self.logs.check(slot.subgroup, self._chain_of(slot), slot.buffer)
+            return
+        base = self._chain_of(slot).base
+        assert base is not None
+        path = self.run.extents.path_of(base)
+        actual = self._kernels.tile_checksums(slot.buffer.view(torch.int32, 0, slot.size_bytes // 4))
+        check_sums(slot.checksums, actual, path=path, what=f"the state of subgroup {slot.index}")
+
+    def is_changed(self, slot: SlotRecord) -> bool:
+        """Whether somebody changed parameters of a subgroup since it was last written.
+
+        Raises:
+            SwapIOError: one is on a tier and cannot be read.
+        """
+        subgroup = slot.subgroup
+        if subgroup.form is not MasterForm.ITSELF:
+            runs = [(self._table[run.param], run) for run in subgroup.runs]
+            return any(
+                not torch.equal(self._kernels.tile_checksums(record.copy_of(run)), known)
+                for record, run in runs
+                if (known := record.checksums_of(run)) is not None
+            )
+        layout = self.logs.base_of(subgroup)
+        scratch = _Scratch(layout.tail_at, layout.tail_bytes)
+        self._fill_tail(slot, scratch)
+        known = self._tail_sums.get(slot.index)
+        return known is None or not torch.equal(self._kernels.tile_checksums(scratch.words), known)
+
+    def find(self, slot: SlotRecord, pipeline: StepPipeline) -> bool:
+        """Have all of the newest that is written of a slot read next, its log too; False: there is nothing."""
+        chain = self._chain_of(slot)
+        if chain.base is not None:
+            pipeline.adopt(slot, chain.reading(base_bytes=chain.base.content.size_bytes), len(chain.log))
+        return chain.base is not None
+
+    def bring_back(self, slot: SlotRecord, memory: Memory) -> None:
+        """Verify all that was read of a slot, do what its log has, and give its parameters the values that it says.
+
+        Raises:
+            CorruptionError: it is not what the table of the adopted manifest refers to.
+            SwapIOError: a parameter is on a tier that fails.
+        """
+        sums = self.logs.check(slot.subgroup, self._chain_of(slot), memory)
+        self.replay(slot)
+        self._restore(slot, memory)
+        slot.checksums = sums.state
+        self._note_tail(slot, sums)
+        self.point(slot)
+
+    def _chain_of(self, slot: SlotRecord) -> Chain:
+        return self.run.extents.slots[slot.index].current
+
+    def _restore(self, slot: SlotRecord, memory: Memory) -> None:
+        subgroup = slot.subgroup
+        tails = dict(self.logs.tails(subgroup, memory))
+        for run in subgroup.runs:
+            record = self._table[run.param]
+            if subgroup.form is MasterForm.FULL:
+                master = section_view(subgroup, memory, "master", run)
+                assert master is not None
+                values = self._kernels.fp32_to_fp16(master)
+            else:
+                values = tails[run][: run.numel]
+            with record.reaching(run, change=True) as param:
+                param.copy_(values)
+            checksums = record.checksums_of(run)
+            if checksums is not None:
+                self._kernels.tile_checksums(values, out=checksums)
+
+    def _note_tail(self, slot: SlotRecord, sums: Sums) -> None:
+        """Note that the parameters are as these sums say, where nobody else does: those in fp32 have no log."""
+        if slot.subgroup.form is MasterForm.ITSELF:
+            self._tail_sums[slot.index] = sums.tail
+
+
+def _log_of(slot: SlotRecord) -> LogState:
+    assert slot.log is not None
+    return slot.log
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy 1D tensors of one dtype.
+
+    From host memory in this thread alone: torch's threads meet at a barrier, for which a busy machine needs 20 ms
+    where the copy itself needs one.
+    """
+    if source.device.type == "cpu":
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+    else:
+        target.copy_(source)
+
+
+class _Scratch:
+    """Memory for a tail alone, at the place that it has in an extent."""
+
+    def __init__(self, at: int, size_bytes: int) -> None:
+        self.words = torch.empty(size_bytes // 4, dtype=torch.int32, device="cpu")
+        self._at = at
+
+    def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
+        start = byte_offset - self._at
+        return self.words.view(torch.uint8)[start : start + numel * dtype.itemsize].view(dtype)

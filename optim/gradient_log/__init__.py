@@ -1,1 +1,0 @@
-"""What a step did to a subgroup, kept so that it can be done again."""

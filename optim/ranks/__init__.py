@@ -1,0 +1,1 @@
+"""The ranks that train together, and how they agree."""

@@ -1,0 +1,126 @@
+"""All ranks do something or none: an error on one rank is raised on every rank."""
+
+from __future__ import annotations
+
+import pickle
+import platform
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from nvme_offload.offload._torch_private import local_tensor, sharded_like
+from nvme_offload.offload.devices.device import HOST, current_of
+
+T = TypeVar("T")
+
+
+def is_alone() -> bool:
+    """Whether there is no process group at all, and this process takes no part in anything with others."""
+    return not dist.is_initialized()
+
+
+def is_first_rank(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether what one rank does for all is up to this one."""
+    return is_alone() or dist.get_rank(group) == 0
+
+
+def gather(value: T, *groups: dist.ProcessGroup | None) -> dict[int, T]:
+    """Gather what each rank gives, by rank; it is pickled. Collective.
+
+    Args:
+        value: of this rank.
+        groups: of one dimension of a mesh each, or one group; None: all ranks.
+    """
+    found = {dist.get_rank(): value}
+    for group in groups:
+        parts: list[dict[int, T]] = [{} for _ in range(dist.get_world_size(group))]
+        if len(parts) > 1:
+            dist.all_gather_object(parts, found, group=group)
+            found = {rank: given for part in parts for rank, given in part.items()}
+    return dict(sorted(found.items()))
+
+
+def on_every_rank(action: Callable[[], T], *groups: dist.ProcessGroup | None) -> T:
+    """Run `action` on every rank and wait for all; returns this rank's result. Without a process group, just run it.
+
+    Args:
+        action: may have collectives in it, if no rank can fail alone before or between them.
+        groups: see `gather`; without any, all ranks.
+
+    Raises:
+        Whatever it raised on this rank, or else what it raised on the first rank on which it failed, with a note that
+        names this rank and its host.
+    """
+    if is_alone():
+        return action()
+    errors: list[BaseException] = []
+    try:
+        result = action()
+    except BaseException as problem:
+        errors.append(problem)
+    if (raised := _first_of_all(errors, groups)) is not None:
+        try:
+            raise raised
+        finally:
+            del raised  # with a name here it would keep this frame, and all that the action had, until a collection
+    return result
+
+
+def _first_of_all(errors: list[BaseException], groups: tuple[dist.ProcessGroup | None, ...]) -> BaseException | None:
+    """Return what this rank is to raise: of the error that it had or had not, which is taken out, and all others'."""
+    error = errors.pop() if errors else None
+    failures = gather((platform.node(), _sendable(error)), *(groups or (None,)))
+    for rank, (host, failure) in sorted(failures.items(), key=lambda found: found[0] != dist.get_rank()):
+        if failure is not None:
+            raised = failure if error is None else error
+            if (note := f"on rank {rank}, host {host}") not in getattr(
+                raised, "__notes__", ()
+            ):  # it may be raised again
+                raised.add_note(note)
+            return raised
+    return None
+
+
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run `action` on the first rank alone; returns its result on every rank.
+
+    Raises:
+        Whatever it raised there, on every rank.
+    """
+    if is_alone():
+        return action()
+    results: list[T] = []
+    on_every_rank(lambda: results.append(action()) if is_first_rank(group) else None, group)
+    box: list[T | None] = [results[0] if results else None]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]  # type: ignore[return-value]  # what the first rank returned
+
+
+def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return where tensors have to be for collectives of a group: on the CPU, unless it has no backend for that."""
+    kinds = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+    return HOST if HOST.type in kinds else current_of(kinds[0])
+
+
+def reachable(tensor: DTensor) -> DTensor:
+    """A sharded tensor whose shards are where the groups of its mesh can gather them; itself if they are there.
+
+    State of parameters on a device is in host memory, for which groups of NCCL alone have no backend.
+    """
+    local = local_tensor(tensor)
+    devices = {device_of(group) for group in tensor.device_mesh.get_all_groups()}
+    if HOST in devices or local.device in devices:
+        return tensor
+    return sharded_like(local.to(devices.pop()), tensor)
+
+
+def _sendable(error: BaseException | None) -> BaseException | None:
+    """The error, or one in its place that says the same where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

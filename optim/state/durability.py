@@ -1,0 +1,131 @@
+"""The state of an optimizer may outlast its process, and its store asks one object how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from nvme_offload.aio_native.bell import Bell
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.layout.subgroup import Subgroup
+from nvme_offload.optim.state.pipeline import Seal, StepPipeline
+from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.state.table import ParamRecord, ParamTable
+from nvme_offload.optim.telemetry.stats import Meter
+from nvme_offload.optim.updates.logs import LogState, SlotLogs
+from nvme_offload.optim.updates.mirrored import DeviceMirror
+
+
+class Ground(NamedTuple):
+    """A store makes these first. All else of an optimizer stands on them."""
+
+    table: ParamTable
+    kernels: KernelPool
+    mirror: DeviceMirror
+    meter: Meter
+
+
+class Durability:
+    """Answers what a store asks of its state's life. With this class state ends with the process.
+
+    The state of a durable run has a class of its own (`optim.durable.state`), which the optimizer hands to the store.
+    So nothing here and below asks whether a run is durable.
+
+    Args:
+        tier: where state on NVMe goes; None: there is none.
+    """
+
+    run_found: str | None = None
+    """The name of a run that another process has left, until it is resumed."""
+    takes_all = False
+    """Whether all state is written, also what lives in memory."""
+    may_write = True
+    """Whether a write would begin at once. Otherwise it waits for a commit."""
+    period = 1
+    """A subgroup is rewritten at least every so many steps."""
+    seal: Seal | None = None
+    """Completes what is written, so that another process can go on with it."""
+    logs: SlotLogs | None = None
+    """Reads and replays the logs of subgroups."""
+
+    def __init__(self, tier: NvmeTier | None) -> None:
+        self.tier = tier
+
+    # Placing.
+
+    def new_log(self) -> LogState | None:
+        """Return what a slot needs besides, if anything."""
+        return None
+
+    def size_in_buffer(self, subgroup: Subgroup) -> int:
+        """Return the bytes that a subgroup takes in a staging buffer."""
+        return subgroup.size_bytes
+
+    def log_itemsize(self, record: ParamRecord) -> int:
+        """Return the bytes of log that are read beside an element's state, at most."""
+        return 0
+
+    def space_of(self, subgroups: Sequence[Subgroup]) -> list[int]:
+        """Return the bytes of each extent that new subgroups need on NVMe."""
+        return [subgroup.size_bytes for subgroup in subgroups]
+
+    def promise(self, subgroups: Sequence[Subgroup]) -> None:
+        """Promise new subgroups their extents, where `takes_all`.
+
+        Raises:
+            OutOfSpaceError: there is no room for all of them; nothing has changed.
+        """
+        raise AssertionError("whoever does not take all promises nothing")
+
+    def drop(self, first: int) -> None:
+        """Take back what was promised to the subgroups from `first` on."""
+
+    # Steps.
+
+    def begin_writing(self) -> None:
+        """Wait until extents may be chosen."""
+
+    def in_order_of_reading(self, slots: Sequence[SlotRecord]) -> list[SlotRecord]:
+        """Return subgroups in the order in which a step had better go through them."""
+        return list(slots)
+
+    def is_as_committed(self, slot: SlotRecord) -> bool:
+        """Whether the latest commit has all of a subgroup as it is now, so that `take_back` brings that back."""
+        return False
+
+    def take_back(self, slots: Sequence[SlotRecord], pipeline: StepPipeline) -> None:
+        """Bring subgroups that `is_as_committed` held for back to that: their state and their parameters.
+
+        Nobody else may use the pipeline meanwhile. What was cut short is made good by another call.
+
+        Raises:
+            SwapIOError, CorruptionError: a subgroup cannot be read.
+        """
+        raise AssertionError("nothing is as committed where nothing is committed")
+
+    def end_updates(self, pipeline: StepPipeline, bell: Bell) -> None:
+        """Note that the updates behind a step are done. Called in a turn of the worker, or with it away.
+
+        Args:
+            pipeline: may still write.
+            bell: rung when that lasts.
+        """
+
+    # Its life.
+
+    def begin_load(self, subgroups: Iterable[Subgroup]) -> None:
+        """Note that other state takes the place of all there is.
+
+        Raises:
+            ResumeError: the run that was found is of another model.
+        """
+
+    def close(self) -> None:
+        """Close the files. Idempotent; not before transfers are done."""
+        if self.tier is not None:
+            self.tier.close()
+
+
+OpenDurability = Callable[[Ground], Durability]
+"""Opens the files of an optimizer's state. What fails leaves nothing behind."""

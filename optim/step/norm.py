@@ -1,0 +1,166 @@
+"""The global gradient norm: fp64 sums over fixed blocks, combined in index order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from nvme_offload.offload.devices.device import is_host
+from nvme_offload.optim.kernels import KernelPool, ordered_sum
+from nvme_offload.optim.layout.master import TILE_NUMEL
+from nvme_offload.optim.ranks.collective import device_of
+from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
+
+_SQUARED_AT_ONCE = 256 * TILE_NUMEL
+
+_NO_GRADIENT = -1.0
+"""Stands for the sum of squares of a rank that has no gradient at all."""
+
+_Sharding = tuple[DeviceMesh, tuple[bool, ...]]
+
+
+def total_norm(
+    leaves: Sequence[torch.Tensor],
+    grads: Mapping[int, torch.Tensor],
+    pool: KernelPool,
+    *,
+    norm_group: dist.ProcessGroup | None = None,
+    found_inf: bool = False,
+    known: Mapping[int, torch.Tensor] | None = None,
+) -> float | None:
+    """2-norm of all gradients together, as stored (before any unscaling), over all ranks.
+
+    The sum of squares of every tile of 65536 elements is an fp64 sum in a fixed order, the tiles are added in the
+    order of the parameters, and the ranks' sums in the order of ranks. The result depends on the gradients and on how
+    they are sharded alone: not on threads, instruction sets or tiers. It is the same number on every rank. Ranks that
+    hold copies of a shard (hybrid sharding, or what tensor parallelism leaves whole) count once; what is not finite in
+    one of the copies counts on all of them.
+
+    Args:
+        leaves: all parameters; how they are sharded says which ranks' sums belong together.
+        grads: this rank's part of each gradient by index into `leaves`, 1D fp32, bf16 or fp16. Of one on a tier the
+            sums were taken when it arrived.
+        pool: kernels for gradients on the CPU. Of those on a device `sums_from_device` comes first.
+        norm_group: ranks with other parameters whose gradients belong to the same norm (the stages of a pipeline).
+        known: sums of squares of the tiles of gradients of which they have been taken, by index.
+        found_inf: somebody else found a gradient of this rank that is not finite.
+
+    Returns:
+        The norm; infinity or NaN if an element is. None where no rank has any gradient. Only ranks of `norm_group`
+        can differ in that: where some ranks of a mesh have a gradient, FSDP2 reduces it on all of them.
+    """
+    by_sharding: dict[_Sharding | None, list[int]] = {}
+    for index in grads:
+        by_sharding.setdefault(_sharding_of(leaves[index]), []).append(index)
+    start = math.inf if found_inf else 0.0
+    total = start if grads or found_inf else _NO_GRADIENT
+    for sharding, indices in by_sharding.items():
+        own = start + ordered_sum(_sums_of({index: grads[index] for index in indices}, pool, known or {}))
+        for group in _groups(sharding, sharded=True).values():
+            own = ordered_sum(_gather(own, group))
+        total += own
+    for group in _groups_with_copies(by_sharding):
+        parts = _gather(total, group)
+        total = float(parts[torch.argmin(parts.isfinite().to(torch.uint8))])
+    if norm_group is not None:
+        parts = _gather(total, norm_group)
+        parts = parts[parts != _NO_GRADIENT]
+        total = ordered_sum(parts) if len(parts) else _NO_GRADIENT
+    if total == _NO_GRADIENT:
+        return None
+    return math.sqrt(total) if total >= 0 else math.nan
+
+
+def _sharding_of(leaf: torch.Tensor) -> _Sharding | None:
+    """The mesh of a sharded parameter, and which of its dimensions it is sharded over."""
+    if not isinstance(leaf, DTensor):
+        return None
+    return leaf.device_mesh, tuple(not placement.is_replicate() for placement in leaf.placements)
+
+
+def _groups(sharding: _Sharding | None, *, sharded: bool) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Groups, by their ranks, of the dimensions over which a parameter is sharded, or of those over which it is not."""
+    if sharding is None:
+        return {}
+    mesh, flags = sharding
+    groups = [mesh.get_group(dim) for dim, flag in enumerate(flags) if flag == sharded and mesh.size(dim) > 1]
+    return {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+
+
+def _groups_with_copies(shardings: Iterable[_Sharding | None]) -> list[dist.ProcessGroup]:
+    """Groups of ranks that hold copies of some parameters: their sums are equal only if the copies are."""
+    shardings = list(shardings)
+    summed = [_groups(sharding, sharded=True) for sharding in shardings]
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for sharding, own in zip(shardings, summed, strict=True):
+        groups |= own | _groups(sharding, sharded=False)
+    return [group for ranks, group in groups.items() if not all(ranks in own for own in summed)]
+
+
+def _gather(own: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather this number from every rank of a group: fp64 [ranks] on the CPU."""
+    mine = torch.tensor([own], dtype=torch.float64, device=device_of(group))
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat(parts).cpu()
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """Return what gradients of this norm are multiplied by: the rule of ``torch.nn.utils.clip_grad_norm_``, in fp64."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+
+
+def tile_sums(grad: torch.Tensor, pool: KernelPool) -> torch.Tensor:
+    """Sums of squares of the tiles of a flat gradient in host memory, fp64 [tiles] on the CPU."""
+    return grad.tile_sums if isinstance(grad, PartitionStandIn) else pool.tile_sq_sums(grad)
+
+
+def _sums_of(grads: Mapping[int, torch.Tensor], pool: KernelPool, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Sums of squares of the tiles of these gradients, in their order, fp64: of neighbours in one call."""
+    parts: list[torch.Tensor] = []
+    unknown: list[torch.Tensor] = []
+    for index, grad in grads.items():
+        taken = grad.tile_sums if isinstance(grad, PartitionStandIn) else known.get(index)
+        if taken is None:
+            unknown.append(grad)
+            continue
+        if unknown:
+            parts.append(pool.tile_sq_sums(*unknown))
+            unknown = []
+        parts.append(taken)
+    if unknown:
+        parts.append(pool.tile_sq_sums(*unknown))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def sums_from_device(grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Sums of squares of the tiles of those gradients that are on a device: fp64 [tiles] each, on the CPU, by index.
+
+    Torch sums them there: a few operators for each gradient, and a few more for every 16 Mi elements, which take
+    128 MiB for a moment. The host waits for the device once.
+    """
+    sums = {
+        index: _sums_on_device(grad)
+        for index, grad in grads.items()
+        if not (isinstance(grad, PartitionStandIn) or is_host(grad.device))
+    }
+    if not sums:
+        return {}
+    parts = torch.split(torch.cat(list(sums.values())).cpu(), [len(part) for part in sums.values()])
+    return dict(zip(sums, parts, strict=True))
+
+
+def _sums_on_device(grad: torch.Tensor) -> torch.Tensor:
+    """Sums of squares of the tiles of a flat gradient where it is, fp64 [tiles]."""
+    whole = grad.numel() // TILE_NUMEL * TILE_NUMEL
+    parts = [
+        piece.view(-1, TILE_NUMEL).double().square_().sum(1) for piece in torch.split(grad[:whole], _SQUARED_AT_ONCE)
+    ]
+    if whole < grad.numel():
+        parts.append(grad[whole:].double().square_().sum().view(1))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]

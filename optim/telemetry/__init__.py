@@ -1,0 +1,1 @@
+"""An optimizer tells this of itself."""

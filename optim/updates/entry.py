@@ -1,0 +1,161 @@
+"""One entry of a log: what a step did to a subgroup, in bytes that another process can do it again from.
+
+::
+
+    [ header | a record for each run | offsets of its tiles | gradients, and parameters as they were found ]
+
+An entry needs nothing beside the subgroup's base: whether a run had a gradient, its dtype and the scalars of the step
+are in it. What is in the last part, and where, the kernel says (`KernelPool.update_and_log`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.optim.kernels import LoggedStep, make_logged_step
+from nvme_offload.optim.layout.master import TILE_NUMEL, num_tiles
+from nvme_offload.optim.layout.subgroup import Subgroup
+
+MAX_SCALARS = 12
+"""The most that a rule's step may have for its updates to be logged."""
+
+_MAGIC = int.from_bytes(b"nvmelog1", "little")
+_HEADER = np.dtype([("magic", "<u8"), ("runs", "<i8"), ("data_bytes", "<i8")])
+_RECORD = np.dtype(
+    [("grad_dtype", "<i4"), ("num_scalars", "<i4"), ("grad_scale", "<f4"), ("scalars", "<f4", MAX_SCALARS)]
+)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NO_GRAD = -1
+_LINE = 64  # bytes: what the kernel begins each tile at
+
+
+@dataclass(frozen=True)
+class EntryFormat:
+    """A format says where things are in the entries of one subgroup.
+
+    All offsets are bytes from an entry's beginning.
+    """
+
+    numels: tuple[int, ...]
+    """Elements of each run."""
+    grad_itemsize: int
+    """Bytes of a gradient's element, at most."""
+
+    @classmethod
+    def of(cls, subgroup: Subgroup, grad_dtype: torch.dtype) -> EntryFormat:
+        """The format of a subgroup whose gradients have this dtype."""
+        return cls(tuple(run.numel for run in subgroup.runs), grad_dtype.itemsize)
+
+    @property
+    def offsets_at(self) -> int:
+        """Return where the offsets of tiles begin."""
+        return _rounded(_HEADER.itemsize + len(self.numels) * _RECORD.itemsize)
+
+    @property
+    def data_at(self) -> int:
+        """Return where gradients begin."""
+        return _rounded(self.offsets_at + 16 * sum(map(num_tiles, self.numels)))
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of an entry with every gradient, and no parameter that was found changed."""
+        tiles = [min(TILE_NUMEL, numel - first) for numel in self.numels for first in range(0, numel, TILE_NUMEL)]
+        return self.data_at + sum(_rounded(tile * self.grad_itemsize) for tile in tiles)
+
+    def begin(self, memory: Memory) -> None:
+        """Make an entry in which no run has a gradient yet."""
+        self._bytes(memory, 0, self.offsets_at).zero_()
+        header, records = self._head(memory)
+        header["magic"], header["runs"] = _MAGIC, len(self.numels)
+        records["grad_dtype"] = _NO_GRAD
+
+    def note_run(
+        self, memory: Memory, run: int, *, grad_dtype: torch.dtype, grad_scale: float, scalars: Sequence[float]
+    ) -> torch.Tensor:
+        """Note with what a run is updated; returns the offsets of its tiles, for `make_segment` to have them filled in.
+
+        Raises:
+            ValueError: a rule has more scalars than an entry has room for, or the gradient is wider.
+        """
+        if len(scalars) > MAX_SCALARS or grad_dtype.itemsize > self.grad_itemsize:
+            raise ValueError(
+                f"a gradient of {grad_dtype} with {len(scalars)} scalars: entries here are of gradients of at most "
+                f"{self.grad_itemsize} bytes, with at most {MAX_SCALARS} scalars"
+            )
+        _, records = self._head(memory)
+        record = records[run : run + 1]
+        record["grad_dtype"], record["num_scalars"] = _DTYPES.index(grad_dtype), len(scalars)
+        record["grad_scale"] = grad_scale
+        record["scalars"][0, : len(scalars)] = scalars
+        return self._offsets(memory, run)
+
+    def data(self, memory: Memory, entry_bytes: int) -> torch.Tensor:
+        """The part that the kernel fills, of an entry that may take so many bytes: 1D uint8."""
+        return self._bytes(memory, self.data_at, entry_bytes - self.data_at)
+
+    def finish(self, memory: Memory, data_bytes: int) -> int:
+        """Note how much the kernel filled; returns the bytes of the entry."""
+        header, _ = self._head(memory)
+        header["data_bytes"] = data_bytes
+        return self.data_at + data_bytes
+
+    def steps(self, memory: Memory) -> list[LoggedStep | None]:
+        """Return what to do again, by run; None where a run had no gradient.
+
+        Raises:
+            ValueError: the memory has no entry of such a subgroup.
+        """
+        header, records = self._head(memory)
+        if header["magic"] != _MAGIC or header["runs"] != len(self.numels):
+            raise ValueError(f"no log entry of {len(self.numels)} runs: it begins with {header['magic']:#x}")
+        data = self._bytes(memory, self.data_at, int(header["data_bytes"]))
+        return [self._step(memory, run, record, data) for run, record in enumerate(records)]
+
+    def _step(self, memory: Memory, run: int, record: np.void, data: torch.Tensor) -> LoggedStep | None:
+        if record["grad_dtype"] == _NO_GRAD:
+            return None
+        return make_logged_step(
+            entry=data,
+            offsets=self._offsets(memory, run),
+            numel=self.numels[run],
+            grad_dtype=_DTYPES[record["grad_dtype"]],
+            scalars=record["scalars"][: record["num_scalars"]].tolist(),
+            grad_scale=float(record["grad_scale"]),
+        )
+
+    def _head(self, memory: Memory) -> tuple[np.ndarray, np.ndarray]:
+        """The header, 0D, and the records, 1D: views."""
+        content = self._bytes(memory, 0, self.offsets_at).numpy()
+        header = content[: _HEADER.itemsize].view(_HEADER).reshape(())
+        records = content[_HEADER.itemsize :][: len(self.numels) * _RECORD.itemsize].view(_RECORD)
+        return header, records
+
+    def _offsets(self, memory: Memory, run: int) -> torch.Tensor:
+        tiles = [num_tiles(numel) for numel in self.numels]
+        return memory.view(torch.int64, self.offsets_at + 16 * sum(tiles[:run]), 2 * tiles[run]).view(-1, 2)
+
+    @staticmethod
+    def _bytes(memory: Memory, at: int, size_bytes: int) -> torch.Tensor:
+        return memory.view(torch.uint8, at, size_bytes)
+
+
+@dataclass(frozen=True)
+class PartOfMemory:
+    """Memory that begins somewhere in other memory."""
+
+    memory: Memory
+    start: int
+    """Byte at which it begins."""
+
+    def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
+        """1D tensor [numel] over the bytes from `byte_offset`."""
+        return self.memory.view(dtype, self.start + byte_offset, numel)
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // _LINE) * _LINE

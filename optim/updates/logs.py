@@ -1,0 +1,284 @@
+"""Logs of subgroups: what steps did is kept beside a base, and done again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from typing import NamedTuple
+
+import torch
+
+from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
+from nvme_offload.offload.durable.ring import ExtentRing
+from nvme_offload.offload.durable.seal import ExtentLayout, Sums, check_sums
+from nvme_offload.offload.staging.slot import WriteTarget
+from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.optim.kernels import KernelPool, LoggedStep, Segment, make_segment
+from nvme_offload.optim.layout.master import DTYPE_OF_FORM, MasterForm
+from nvme_offload.optim.layout.subgroup import Run, Subgroup, section_view, state_views
+from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.updates.entry import EntryFormat, PartOfMemory
+from nvme_offload.optim.updates.work import RunTensors, StepScalars
+
+Parts = tuple[torch.Tensor, torch.Tensor]
+"""State and tail of a base, 1D int32 each."""
+
+
+class Draft(NamedTuple):
+    """The entry of a log in a slot's buffer, which nobody has sealed yet."""
+
+    start: int
+    """Byte of the buffer at which it begins."""
+    size_bytes: int
+    """Without its trailer."""
+    place: int
+    """Which entry of the log it is."""
+
+
+class LogState:
+    """A subgroup of a durable run has this besides a slot: a base on the drive, and a log of the updates since."""
+
+    def __init__(self) -> None:
+        self.num_logged = 0
+        """Entries of the log that are read along with the base."""
+        self.read_bytes: int | None = None
+        """The number of the first bytes of the extent that are read; None: all."""
+        self.is_behind = False
+        """Whether the state in the buffer is that of the base: the updates in the log are still to be done."""
+        self.updated: Container[int] = ()
+        """Parameters that had a gradient in the update that the buffer is to be written for, by index."""
+        self.draft: Draft | None = None
+        """That update appends this to the log; None: all of the buffer is written."""
+        self.sums: Sums | None = None
+        """Sums of what is in the buffer, which that update has completed; None: it is to be completed for writing."""
+        self.target: WriteTarget | None = None
+        """The place for which the buffer was sealed; None: it has changed since."""
+
+    def point(self, num_logged: int, read_bytes: int | None) -> None:
+        """Note what is read next.
+
+        Args:
+            num_logged: entries of the log behind the base.
+            read_bytes: how many of the first bytes of the extent; None: all.
+        """
+        self.num_logged = num_logged
+        self.read_bytes = read_bytes
+
+    def begin_read(self, *, load: bool) -> None:
+        """Note that a base is read, with its log; without `load` both are about to be overwritten."""
+        self.is_behind = load and self.num_logged > 0
+
+    def open_version(self, updated: Container[int] = ()) -> None:
+        """Note that what was to be written is not what comes next.
+
+        Args:
+            updated: parameters that have a gradient in the update that comes, by index.
+        """
+        self.target = None
+        self.draft = None
+        self.sums = None
+        self.updated = updated
+
+    def end_version(self, target: WriteTarget) -> None:
+        """Note where the buffer was sealed for."""
+        # No call in between: a signal handler sees what is sealed, or what is to be, which is then sealed once more.
+        self.draft = self.sums = None
+        self.target = target
+
+    def end_update(self, *, draft: Draft | None = None, sums: Sums | None = None) -> None:
+        """Note that the state is the newest, and as what it is to be written."""
+        # No call in between: a signal handler sees state with what it is written as.
+        self.is_behind = False
+        self.draft = draft
+        self.sums = sums
+
+    def begin_anew(self, num_logged: int = 0) -> None:
+        """Keep nothing of what it was."""
+        self.open_version()
+        self.point(num_logged, None)
+        self.is_behind = False
+
+
+class SlotLogs:
+    """Reads, replays and drafts the entries of a durable optimizer's logs.
+
+    Args:
+        extents: where bases and entries are.
+        log_dtype_of: gives `ParamRecord.log_dtype` of a parameter, by its index.
+        kernels: that update.
+        period: every how many steps a subgroup is rewritten.
+    """
+
+    def __init__(
+        self, extents: ExtentRing, log_dtype_of: Callable[[int], torch.dtype], kernels: KernelPool, period: int
+    ) -> None:
+        self.period = period
+        self.extents = extents
+        self.kernels = kernels
+        self._log_dtype_of = log_dtype_of
+        self._formats: dict[int, tuple[Subgroup, EntryFormat]] = {}
+
+    def itemsize_of(self, form: MasterForm, rule: UpdateRule, log_dtype: torch.dtype) -> int:
+        """Return the bytes of log that are read beside an element's state, at most."""
+        return (self.period - 1) * log_dtype.itemsize if is_loggable(form, rule) else 0
+
+    def base_of(self, subgroup: Subgroup) -> ExtentLayout:
+        """Return where state, tail and trailer are in the base of a subgroup."""
+        dtype = subgroup.tail_dtype
+        tail_bytes = subgroup.padded_numel * dtype.itemsize if dtype else 0
+        return ExtentLayout(subgroup.size_bytes, tail_bytes, self.extents.alignment)
+
+    def layout_of(self, subgroup: Subgroup) -> SlotLayout:
+        """Return what a subgroup takes on the drive: its base, and entries of its log."""
+        base = self.base_of(subgroup)
+        if self.period == 1 or not is_loggable(subgroup.form, subgroup.rule):
+            return SlotLayout(base)
+        entry = ExtentLayout(self.format_of(subgroup).most_bytes, 0, base.alignment)
+        return SlotLayout(base, entry.size_bytes, self.period)
+
+    def replay(self, subgroup: Subgroup, log: LogState, memory: Memory) -> None:
+        """Do the updates of the log that was read behind a base: the state, and the tail, are then the newest.
+
+        Raises:
+            CorruptionError: the log is not what was written.
+        """
+        if log.is_behind:
+            self.replay_chain(subgroup, self.extents.slots[subgroup.index].current, memory)
+        log.is_behind = False
+
+    def replay_chain(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> None:
+        """`replay` of a chain that was read into any memory: all of its base, then each entry."""
+        steps = self.steps(subgroup, chain, memory)
+        runs = zip(subgroup.runs, steps, strict=True)
+        self.kernels.update([self.segment(subgroup, memory, run, None, its, None) for run, its in runs])
+
+    def segment(
+        self,
+        subgroup: Subgroup,
+        memory: Memory,
+        run: Run,
+        tensors: RunTensors | None,
+        log: list[LoggedStep],
+        offsets: torch.Tensor | None,
+        *,
+        completes: bool = False,
+    ) -> Segment:
+        """Describe a run to the kernels.
+
+        Args:
+            subgroup: of the run.
+            memory: the base, with the log behind it.
+            run: of elements.
+            tensors: of the update; None: there is none but those of the log.
+            log: updates to be done before.
+            offsets: gets where the update puts its tiles; None: it is not logged.
+            completes: the tail becomes what the update makes of the parameter.
+        """
+        base = self.base_view(subgroup, memory, run)
+        scalars = tensors.scalars if tensors is not None else StepScalars((), 1.0)
+        return make_segment(
+            param=tensors.param if tensors is not None else self._any_param(subgroup, memory, run),
+            grad=tensors.grad if tensors is not None else None,
+            master=section_view(subgroup, memory, "master", run),
+            states=state_views(subgroup, memory, run),
+            checksums=tensors.checksums if tensors is not None else None,
+            rule=subgroup.rule,
+            scalars=scalars.of_rule,
+            grad_scale=scalars.grad_scale,
+            log=log,
+            base=base,
+            offsets=offsets,
+            tail=base if completes else None,
+        )
+
+    def base_view(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor | None:
+        """Return the parameter as the base has it, 1D; None where the state says it."""
+        dtype = subgroup.tail_dtype
+        if dtype is None:
+            return None
+        return memory.view(dtype, self.base_of(subgroup).tail_at + run.at * dtype.itemsize, run.numel)
+
+    def tails(self, subgroup: Subgroup, memory: Memory) -> Iterator[tuple[Run, torch.Tensor]]:
+        """The part of the tail of every run, up to the next one's; none where the state has all."""
+        dtype = subgroup.tail_dtype
+        if dtype is None:
+            return
+        at = self.base_of(subgroup).tail_at
+        ends = [*(run.at for run in subgroup.runs[1:]), subgroup.padded_numel]
+        for run, end in zip(subgroup.runs, ends, strict=True):
+            yield run, memory.view(dtype, at + run.at * dtype.itemsize, end - run.at)
+
+    def parts(self, subgroup: Subgroup, memory: Memory) -> Parts:
+        """State and tail, in which nothing is left of what was between runs before."""
+        for run, tail in self.tails(subgroup, memory):
+            tail[run.numel :].zero_()
+        return self._state_and_tail(subgroup, memory)
+
+    def _state_and_tail(self, subgroup: Subgroup, memory: Memory) -> Parts:
+        layout = self.base_of(subgroup)
+        state = memory.view(torch.int32, 0, layout.state_bytes // 4)
+        return state, memory.view(torch.int32, layout.tail_at, layout.tail_bytes // 4)
+
+    def _any_param(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor:
+        """Memory of the parameter's kind, which a replay alone does not look at."""
+        base = self.base_view(subgroup, memory, run)
+        return memory.view(DTYPE_OF_FORM[subgroup.form], 0, run.numel) if base is None else base
+
+    # Entries in a buffer.
+
+    def check(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> Sums:
+        """Verify every byte of a chain that was read into memory: all of its base, then each entry of its log.
+
+        Returns:
+            The sums of the base.
+
+        Raises:
+            CorruptionError: one is not what was written.
+        """
+        assert chain.base is not None
+        index, path = subgroup.index, self.extents.path_of(chain.base)
+        base, actual = self.extents.open_sealed(index, chain.base, memory), self.sums(subgroup, memory)
+        check_sums(base.state, actual.state, path=path, what=f"the state of subgroup {index}")
+        check_sums(base.tail, actual.tail, path=path, what=f"the parameters of subgroup {index}")
+        for written, part in _entries(chain, memory):
+            expected = self.extents.open_sealed(index, written, part)
+            found = self.kernels.tile_checksums(part.view(torch.int32, 0, written.content.state_bytes // 4))
+            path = self.extents.path_of(written)
+            check_sums(expected.state, found, path=path, what=f"the log of subgroup {index}")
+        return base
+
+    def sums(self, subgroup: Subgroup, memory: Memory) -> Sums:
+        """Take the sums of a base as it is in memory."""
+        return Sums(*map(self.kernels.tile_checksums, self._state_and_tail(subgroup, memory)))
+
+    def steps(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> list[list[LoggedStep]]:
+        """Return what is to be done again, by run, the oldest first."""
+        found: list[list[LoggedStep]] = [[] for _ in subgroup.runs]
+        for written, part in _entries(chain, memory):
+            self.extents.open_sealed(subgroup.index, written, part)
+            for of_run, step in zip(found, self.format_of(subgroup).steps(part), strict=True):
+                of_run += [step] if step is not None else []
+        return found
+
+    def format_of(self, subgroup: Subgroup) -> EntryFormat:
+        """Return the format of a subgroup's entries."""
+        known = self._formats.get(subgroup.index)
+        if known is None or known[0] is not subgroup:
+            dtype = self._log_dtype_of(subgroup.runs[0].param)
+            known = self._formats[subgroup.index] = subgroup, EntryFormat.of(subgroup, dtype)
+        return known[1]
+
+
+def _entries(chain: Chain, memory: Memory) -> Iterator[tuple[Written, PartOfMemory]]:
+    """The entries of a chain, each with the memory that it was read into."""
+    start = chain.base.content.size_bytes if chain.base is not None else 0
+    for written in chain.log:
+        yield written, PartOfMemory(memory, start)
+        start += written.content.size_bytes
+
+
+def is_loggable(form: MasterForm, rule: UpdateRule) -> bool:
+    """Whether updates can be logged, and a subgroup need not be rewritten in every step.
+
+    Somebody could change an fp32 parameter unnoticed: it has no checksums. And the rule has to be one of the kernel.
+    """
+    return form is not MasterForm.ITSELF and bool(rule.kernel)

@@ -1,0 +1,45 @@
+"""Configuration sections of what is measured and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MODES: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "fp32": {},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+}
+"""A section says this of its precision, by name."""
+
+
+def section(
+    path: Path | None,
+    *,
+    state: Mapping[str, Any] = {},
+    params: int = 0,
+    grads: int = 0,
+    sub_group_size: int | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Make a section of stage 3 with the optimizer's state on a drive, or all of it in host memory.
+
+    Args:
+        path: folder on the drive; None: nothing is on a drive.
+        state: keys of `offload_optimizer` on a drive.
+        params: staging buffers of parameters that are on the drive, too; 0: they are not.
+        grads: the same of gradients.
+        sub_group_size: parameters of a subgroup; None: the default.
+        more: further keys of the section.
+    """
+    drive = {"device": "nvme", "nvme_path": str(path)}
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"} if path is None else {**drive, **state}}
+    if sub_group_size is not None:
+        zero["sub_group_size"] = sub_group_size
+    if params and path is not None:
+        zero["offload_param"] = {**drive, "buffer_count": params}
+    if grads and path is not None:
+        more["offload_gradients"] = {**drive, "buffer_count": grads}
+    return {"zero_optimization": zero, **more}

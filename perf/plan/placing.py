@@ -1,0 +1,259 @@
+"""A job is placed as the optimizer itself would: where one rank's state goes, and what else is in memory."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.shards.param_tier import KIND as PARAMS
+from nvme_offload.offload.shards.param_tier import Padded
+from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit
+from nvme_offload.offload.units import MiB
+from nvme_offload.optim.layout.master import TILE_NUMEL, sealed_itemsize, state_itemsize
+from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
+from nvme_offload.optim.precision.plan import precision_of
+from nvme_offload.optim.rules.registry import rule_of
+from nvme_offload.optim.state.pipeline import KIND as STATE
+from nvme_offload.optim.state.placement import StatePlacement
+from nvme_offload.optim.step.schedule import OverlapStep, hindrance, schedule_of
+from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
+from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
+from nvme_offload.optim.updates.choice import way_of
+from nvme_offload.optim.updates.mirrored import DeviceMirror
+from nvme_offload.perf.plan.kept_state import KeptState
+from nvme_offload.perf.plan.machine import Machine
+from nvme_offload.perf.plan.shape import ModelShape
+
+LIBRARIES_BYTES = 384 * MiB
+"""Resident memory of a process that has loaded torch, transformers' models and this package, and trained nothing."""
+
+MAX_SUBGROUPS = 4096
+"""Most subgroups of a plan; beyond, they are larger. A plan of ten terabytes is no better for being made of 100,000."""
+LOGITS_BYTES = 16
+"""Bytes of a logit when forward ends: itself in 16 bits and fp32, its log-softmax, the gradients of two of these."""
+LAYER_BYTES = 34
+"""Bytes that a layer without recomputation keeps for backward per element of its hidden state, in 16 bits, with an
+attention that does not keep its scores: Korthikanti et al., arXiv:2205.05198, section 4.1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job says what is to be trained, and how."""
+
+    shape: ModelShape
+    config: OffloadConfig
+    """The section. Its host budget is in bytes or none; "auto" is for the machine to decide: `Machine.host_budget`."""
+    tokens: int
+    """Tokens of one micro-batch on one rank."""
+    checkpointing: bool
+    """Whether each layer's activations are computed again in backward."""
+    baseline_bytes: int = LIBRARIES_BYTES
+    """Resident memory of a process before it trains."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of forwards and backwards in a step."""
+        return self.config.gradient_accumulation_steps or 1
+
+
+class Copies(NamedTuple):
+    """Bytes that cross between host and device for each parameter of one rank; all zero where the host computes."""
+
+    forward: int = 0
+    """To the device in each forward, of parameters that are not kept there."""
+    backward: int = 0
+    """In each backward, in the busier direction: of parameters there, of gradients back."""
+    update: int = 0
+    """In the update, in the busier direction: of parameters and gradients that are kept on the device."""
+
+
+class PlacedJob:
+    """A job on a machine: where one rank has its optimizer state, and its blocks that may be on NVMe.
+
+    Raises:
+        ConfigError: a budget of the section is too small for what must be within it.
+    """
+
+    def __init__(self, job: Job, machine: Machine) -> None:
+        self.job, self.machine = job, machine
+        config = job.config
+        self.precision, self.rule = precision_of(config), rule_of(config.optimizer)
+        self.kept = KeptState.of(config, machine)
+        """The state as it outlives a kill; None where it ends with the process."""
+        self.on_device = machine.device_memory is not None
+        """Whether forward and backward compute on an accelerator."""
+        self.num_shards = 1 if config.zero_optimization.stage == 0 else machine.ranks
+        """Ranks that share a parameter; with stage 0 each has all of it."""
+        logged = () if self.kept is None else (self.kept.period, self.kept.buffer_bytes)
+        placement = StatePlacement(config, self.rule, *logged)
+        blocks = self._blocks()
+        fixed = sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
+        max_bytes = placement.max_subgroup_bytes(fixed, self.copies.update > 0)
+        self.subgroups, itemsize, most_numel = self._subgroups(placement, max_bytes)
+        """The subgroups of one rank."""
+        # Of a subgroup as the optimizer will cut it, which may be smaller than what is planned in one piece.
+        largest = min(max(map(placement.size_bytes, self.subgroups)), most_numel * itemsize)
+        section = config.zero_optimization.offload_optimizer
+        self.buffer_bytes = -(-largest // mmap.PAGESIZE) * mmap.PAGESIZE if section.device == "nvme" else 0
+        """Bytes of one staging buffer."""
+        staging = section.buffer_count * self.buffer_bytes
+        if self.copies.update:
+            staging += DeviceMirror.BYTES_PER_ELEMENT * (largest // itemsize)
+        self.tiers: TierPlan = placement.plan(
+            [], self.subgroups, staging, mmap.PAGESIZE, blocks, on_device=self.on_device
+        )
+
+    @cached_property
+    def copies(self) -> Copies:
+        """Return what one rank copies between its host and its device for each of its parameters."""
+        if not self.on_device:
+            return Copies()
+        zero, grads = self.job.config.zero_optimization, self.job.config.offload_gradients
+        stored, accumulated = self.precision.storage.itemsize, self.precision.accumulate.itemsize
+        params_leave, grads_leave = zero.offload_param.device != "none", grads.device != "none"
+        return Copies(
+            forward=stored * params_leave,
+            backward=max(stored * (params_leave and zero.stage == 3), accumulated * grads_leave),
+            update=stored * (not params_leave) + accumulated * (not grads_leave),
+        )
+
+    @property
+    def state_on(self) -> list[Tier]:
+        """Return where the state of each subgroup is."""
+        return [tier for unit, tier in self._placed() if unit.kind == STATE]
+
+    @property
+    def on_nvme(self) -> list[int]:
+        """Bytes of state of each subgroup that is on NVMe, in order."""
+        return [unit.bytes_read for unit in self.tiers.units_on("nvme", STATE)]
+
+    def blocks_on_nvme(self, kind: str) -> dict[int, Unit]:
+        """Blocks of a kind that are on NVMe, by the number of their group."""
+        tiers = [(unit, tier) for unit, tier in self._placed() if unit.kind == kind]
+        return {number: unit for number, (unit, tier) in enumerate(tiers) if tier == "nvme"}
+
+    @cached_property
+    def overlap_step(self) -> OverlapStep:
+        """The schedule that `initialize` runs with this section, by the run's own rule."""
+        config = self.job.config
+        params = config.zero_optimization.offload_param.device
+        hindered = hindrance(
+            "the optimizer",
+            inside=way_of(self.rule, is_durable=self.kept is not None, on_device=False).inside,
+            through_buffers=params == "nvme"
+            or (self.on_device and params == "cpu")
+            or bool(self.blocks_on_nvme(GRADS)),
+        )
+        return schedule_of(
+            config.overlap_step,
+            hides=config.hides_steps(on_device=self.on_device),
+            hindered=hindered is not None,
+            grads_on_way=self.on_device and config.offload_gradients.device != "none",
+        )
+
+    def _placed(self) -> list[tuple[Unit, Tier]]:
+        return list(zip(self.tiers.units, self.tiers.tiers, strict=True))
+
+    def _subgroups(self, placement: StatePlacement, max_bytes: int) -> tuple[list[Subgroup], int, int]:
+        """Cut the state; give with it the bytes of an element, and the most elements of a subgroup in a run."""
+        config, precision, rule = self.job.config, self.precision, self.rule
+        logged = 0 if self.kept is None else self.kept.log_itemsize
+        shards = [
+            ParamToPlace(
+                number,
+                0,
+                -(-numel // self.num_shards),
+                precision.storage,
+                rule,
+                number if config.has_block_tiers else -1,
+                logged,
+            )
+            for number, group in enumerate(self.job.shape.groups)
+            for numel in group
+        ]
+        state_bytes = (state_itemsize if self.kept is None else sealed_itemsize)(precision.master, rule.states)
+        for shard in shards:
+            what = f"a parameter of {shard.numel * self.num_shards} elements"
+            placement.check_whole(rule, shard.numel * state_bytes, what)
+        itemsize = max(state_bytes + logged, 1)  # none at all: as many elements as one may have
+        max_numel = config.zero_optimization.sub_group_size
+        pieces = sum(shard.numel for shard in shards) // max(1, min(max_bytes // itemsize, max_numel))
+        coarser = 1 + pieces // MAX_SUBGROUPS
+        sealed = self.kept is not None
+        subgroups = plan_subgroups(shards, max_bytes * coarser, max_numel * coarser, sealed=sealed)
+        return subgroups, itemsize, min(max_bytes // itemsize, -(-max_numel // TILE_NUMEL) * TILE_NUMEL)
+
+    def _blocks(self) -> list[Unit]:
+        """Blocks of parameters and gradients that may be on NVMe, and their staging buffers: see `BlockTiers.units`."""
+        config = self.job.config
+        shards = [[-(-numel // self.num_shards) for numel in group] for group in self.job.shape.groups]
+        params, grads = config.zero_optimization.offload_param, config.offload_gradients
+        storage, accumulate = self.precision.storage, self.precision.accumulate
+        units: list[Unit] = []
+        if params.device == "nvme":
+            blocks = [
+                param_unit(config, str(number), [Padded(torch.Size([n]), storage) for n in shard], trainable=True)
+                for number, shard in enumerate(shards)
+            ]
+            units += [staging_unit(PARAMS, blocks, params.buffer_count), *blocks]
+        if grads.device == "nvme":
+            blocks = [
+                grad_unit(config, str(number), [(numel, accumulate) for numel in shard])
+                for number, shard in enumerate(shards)
+            ]
+            units += [staging_unit(GRADS, blocks, grads.buffer_count), *blocks]
+        return units
+
+
+def residents(placed: PlacedJob) -> Iterator[Unit]:
+    """Parameters, gradients, what is gathered of them, and activations of one rank; what comes and goes at its peak.
+
+    What may be on NVMe is placed with the state: see `PlacedJob`.
+    """
+    shape, config, precision = placed.job.shape, placed.job.config, placed.precision
+    params, grads = config.zero_optimization.offload_param.device, config.offload_gradients.device
+    device: Tier = "device" if placed.on_device else "host"
+    numel = sum(-(-sum(group) // placed.num_shards) for group in shape.groups)
+    if params != "nvme":
+        stays: Tier = "host" if params == "cpu" else device
+        yield Unit("parameters", "parameters", numel * precision.storage.itemsize, tiers=(stays,))
+    if grads != "nvme":
+        kept: Tier = "host" if grads == "cpu" else device
+        yield Unit("gradients", "gradients", numel * precision.accumulate.itemsize, tiers=(kept,))
+    yield Unit("gathered groups", "gathered groups", _gathered_bytes(placed), tiers=(device,))
+    yield Unit("activations", "activations", _activation_bytes(placed.job), tiers=(device,))
+
+
+def _gathered_bytes(placed: PlacedJob) -> int:
+    """At the worst moment of backward: two layers gathered, one with its gradients before and after the reduction.
+
+    The root's gradients wait unreduced until the end of backward. Below stage 3 all layers stay gathered.
+    """
+    shape, config, ranks = placed.job.shape, placed.job.config, placed.num_shards
+    precision = precision_of(config, safe=True)  # most are of classes that autocast gathers in 16 bits
+    computed, reduced = precision.gather.itemsize, precision.reduce.itemsize
+    layer, root = max(shape.unit_numels), shape.rest_numel
+    is_freed = config.zero_optimization.stage == 3
+    if ranks == 1:  # computes on its shards; where they are cast or lent, on one layer's copies at a time
+        layers = layer if is_freed else sum(shape.unit_numels)
+        leave = ("nvme", "cpu") if placed.on_device else ("nvme",)
+        is_lent = config.zero_optimization.offload_param.device in leave
+        copied = (root + layers) * computed if is_lent or precision.gather != precision.storage else 0
+        moves = config.offload_gradients.device in leave or precision.accumulate != precision.gather
+        return copied + ((root + layer) * computed if moves else 0)
+    layers = 2 * layer if is_freed else sum(shape.unit_numels)
+    reducing = max(layer, root) * reduced * (1 + 1 / ranks)
+    return round((root + layers) * computed + (root + layer) * computed + reducing)
+
+
+def _activation_bytes(job: Job) -> int:
+    shape, hidden = job.shape, job.tokens * job.shape.hidden_size
+    inside = hidden * LAYER_BYTES * max(1.0, shape.intermediate_size / (4 * shape.hidden_size))
+    layers = shape.num_layers * hidden * 2 + inside if job.checkpointing else shape.num_layers * inside
+    return round(layers + job.tokens * shape.vocab_size * LOGITS_BYTES)
