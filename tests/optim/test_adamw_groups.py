@@ -41,6 +41,23 @@ def test_a_group_added_in_mid_training(make_adamw, device, numel):
         assert (optimizer.stats().staging_bytes > staging) == (numel > 70_000)
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_parameter_may_get_other_memory_between_steps(make_adamw, device):
+    """As after `module.to(...)` and back: what is prepared for a parameter has to follow."""
+    params = params_of([(70_000,), (5,), (33,)], torch.bfloat16)
+    twin = Twin(params)
+    optimizer = make_adamw(params, device, sub_group_size=1 << 22)
+    for step in range(4):
+        old = params[step % 3].data
+        params[step % 3].data = old.clone()
+        before = old.clone()
+        set_grads(params, step)
+        twin.step([p.grad for p in params])
+        optimizer.step()
+        assert_same_bits(old, before)
+    twin.assert_equals(optimizer)
+
+
 def test_groups_keep_their_own_order_of_elements_and_never_share_a_subgroup(make_adamw):
     params = params_of([(10,)] * 6, torch.bfloat16, torch.float32)
     optimizer = make_adamw([{"params": params[:3]}, {"params": params[3:]}], sub_group_size=1 << 22)

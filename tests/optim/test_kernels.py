@@ -166,6 +166,12 @@ def test_square_sums_depend_on_nothing_but_the_gradient(numel, grad_dtype):
     assert kernels.ordered_sum(sums[0]) == pytest.approx(exact, rel=1e-12)
 
 
+def test_square_sums_of_several_gradients_are_those_of_each():
+    grads = [torch.randn(numel).to(dtype) for numel in (1, TILE_NUMEL, TILE_NUMEL + 1, 37) for dtype in GRAD_DTYPES]
+    for pool in POOLS:
+        assert same_bits(pool.tile_sq_sums(*grads), torch.cat([pool.tile_sq_sums(grad) for grad in grads]))
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e-42])
 def test_square_sums_of_non_finite_and_denormal_gradients(value):
     grad = torch.zeros(2 * TILE_NUMEL)
