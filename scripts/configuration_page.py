@@ -208,7 +208,7 @@ def _kind(entry: dict[str, Any]) -> str:
         return str(entry["x-unit"])
     if entry["type"] == "array":
         items = entry.get("items") or entry["prefixItems"][0]
-        return f"list of {items['type']}s"
+        return f"list of {items.get('type', 'section')}s"
     if isinstance(entry["type"], str):
         return _TYPES[entry["type"]]
     return "true, false or a name" if "boolean" in entry["type"] else "path or list of paths"

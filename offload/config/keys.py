@@ -6,7 +6,7 @@ are, which of DeepSpeed's are accepted without effect and which are refused; `of
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -175,7 +175,9 @@ def parts(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The model of a field that is a section; None for a value."""
+    """The model of a field that is a section; None for a value, or a list of sections."""
+    if get_origin(field.annotation) is tuple:
+        return None
     kinds = get_args(field.annotation) or (field.annotation,)  # "Section | None" is a section that may be absent
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 

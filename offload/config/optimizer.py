@@ -50,8 +50,8 @@ OptimizerType = Annotated[
 ]
 
 
-class OptimizerParams(Section):
-    """Hyperparameters of the optimizer, in torch's spelling; which of them there are depends on `optimizer.type`."""
+class Hyperparameters(Section):
+    """Hyperparameters in torch's spelling; which of them there are depends on `optimizer.type`."""
 
     lr: float | None = key(None, "a number, 0 or more", "same", shown=_OF_TYPE, ge=0)
     """Learning rate, 0 or more; a scheduler changes it."""
@@ -81,6 +81,15 @@ class OptimizerParams(Section):
     """Number of Newton-Schulz iterations, 0..99."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = key(None, "one of these", "same", shown=_OF_TYPE)
     """The way in which the learning rate follows the shape of a matrix."""
+
+
+class OptimizerParams(Hyperparameters):
+    """Hyperparameters of the optimizer, in torch's spelling; which of them there are depends on `optimizer.type`."""
+
+    muon_lr: float | None = key(None, "a number, 0 or more", "same", shown="lr", ge=0)
+    """Read with `type: Muon` only: the learning rate of the matrices in place of `lr`, 0 or more."""
+    adam_lr: float | None = key(None, "a number, 0 or more", "same", shown="lr", ge=0)
+    """Read with `type: Muon` only: the learning rate of what has AdamW beside them, 0 or more."""
     adam_w_mode: bool = key(True, "true or false", "same")
     """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, that is for `OffloadAdam`."""
 
@@ -101,9 +110,22 @@ class OptimizerParams(Section):
             "max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold",
             "of LAMB, which is not here; leave it out, and choose another type",
         ),
-        **each("muon_lr adam_lr", "all parameters have one learning rate; write lr"),
         "ns_method": "the iterations are torch's; leave it out",
     }
+
+
+class OptimizerGroup(Hyperparameters):
+    """Parameters that have hyperparameters of their own."""
+
+    match: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)]
+    """Shell patterns, as in `fp32_modules`."""
+    rule: Literal["Muon", "AdamW"] | None = None
+    """The group's own rule, with `type: Muon` alone."""
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """Options of the parameter group: what it says."""
+        return {name: value for name, value in self if name != "match" and value is not None}
 
 
 class OptimizerConfig(Section):
@@ -117,6 +139,12 @@ class OptimizerConfig(Section):
     of your own."""
     params: OptimizerParams = OptimizerParams()
     """Hyperparameters of the optimizer, in torch's spelling."""
+    groups: Annotated[tuple[OptimizerGroup, ...], Field(strict=False)] = key(
+        (), 'a list of groups, as [{"match": ["*.bias", "*norm*"], "weight_decay": 0.0}]', "-"
+    )
+    """Parameters with hyperparameters of their own: `match`, shell patterns as in `fp32_modules`, and any of
+    `optimizer.params`; with Muon also `rule`, `Muon` or `AdamW`. A parameter that two groups match, and a pattern that
+    matches nothing, are errors. What no group matches comes first, as group 0, with `optimizer.params`."""
 
     IGNORED: ClassVar = {"legacy_fusion": "the update is always this package's own kernel"}
 
@@ -129,12 +157,21 @@ class OptimizerConfig(Section):
     def hyperparameters(self) -> dict[str, Any]:
         """Keyword arguments for the optimizer."""
         given = {name: getattr(self.params, name) for name in OPTIMIZERS[self.kind]}
+        if self.params.muon_lr is not None:
+            given["lr"] = self.params.muon_lr
         return {**OPTIMIZERS[self.kind], **{name: value for name, value in given.items() if value is not None}}
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Parameters that the type does not have."""
-        known = OPTIMIZERS[self.kind]
+        of_params, of_groups = [*OPTIMIZERS[self.kind]], [*OPTIMIZERS[self.kind]]
+        if self.kind == "Muon":
+            of_params += ["muon_lr", "adam_lr"]
+            of_groups += ["rule"]
         for name in OptimizerParams.model_fields:
-            if name not in known and name != "adam_w_mode" and getattr(self.params, name) is not None:
-                what = f'type = "{self.type}" has no such parameter; write {", ".join(known)}'
+            if name not in of_params and name != "adam_w_mode" and getattr(self.params, name) is not None:
+                what = f'type = "{self.type}" has no such parameter; write {", ".join(of_params)}'
                 yield Contradiction(f"params.{name}", what, ("type",))
+        for number, group in enumerate(self.groups):
+            if unknown := [name for name in group.hyperparameters if name not in of_groups]:
+                what = f'type = "{self.type}" has no parameter {unknown[0]}, which groups[{number}] sets'
+                yield Contradiction("groups", f"{what}; write match and any of {', '.join(of_groups)}", ("type",))

@@ -5,6 +5,7 @@ import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
@@ -227,7 +228,7 @@ class _Reader:
             section = model.model_validate(kept, context=READER)
         except ValidationError as error:
             for detail in error.errors(include_url=False):
-                path = [part for part in detail["loc"] if isinstance(part, str)]
+                path = [str(part) for part in takewhile(lambda part: isinstance(part, str), detail["loc"])]
                 self._add(self.written[".".join(path)], detail)
                 self.wrong.add(".".join(path))
                 home = kept
@@ -247,8 +248,11 @@ class _Reader:
     def _add(self, written: _Written, error: ErrorDetails) -> None:
         """Say in one line what pydantic found wrong."""
         key, value = written.key, written.value
-        for index in (part for part in error["loc"] if isinstance(part, int)):
-            key, value = f"{key}[{index}]", value[index] if index < len(value) else None
+        for part in dropwhile(lambda part: isinstance(part, str), error["loc"]):
+            if isinstance(part, int):
+                key, value = f"{key}[{part}]", value[part] if part < len(value) else None
+            else:
+                key, value = f"{key}.{part}", value.get(part) if isinstance(value, Mapping) else None
         what = str(error.get("ctx", {}).get("error", error["msg"])).replace("Input should", "should")
         self.problems.append(f"{key} = {_show(value)}: {what}; {written.remedy}")
 

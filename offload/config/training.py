@@ -113,8 +113,9 @@ class SchedulerParams(Section):
     warmup_min_lr: float = key(0.0, "a number, 0 or more", "same", ge=0)
     """Learning rate at step 0, 0 or more. WarmupLR, WarmupDecayLR."""
     warmup_max_lr: float | None = key(None, "a number, more than 0", "same", gt=0)
-    """Learning rate after the warm-up, more than 0; left out, the optimizer's. WarmupLR, WarmupDecayLR (which needs
-    it, because DeepSpeed takes 0.001 there whatever the optimizer's is)."""
+    """Learning rate after the warm-up, more than 0; left out, the optimizer's. A group with another one than the
+    optimizer's keeps its own. WarmupLR, WarmupDecayLR (which needs it, because DeepSpeed takes 0.001 there whatever the
+    optimizer's is)."""
     warmup_min_ratio: float = key(0.0, "a number, 0..1", "same", "of lr", ge=0, le=1)
     """Learning rate at step 0 as a fraction of the optimizer's, 0..1. WarmupCosineLR."""
     warmup_num_steps: Count = key(1000, "a whole number, 1 or more", "same", "steps")

@@ -13,6 +13,9 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.rules.muon import Muon
 
+BESIDE_MATRICES = {"rule": "AdamW", "eps": 1e-8}
+"""Options of a parameter group of what Muon is not for."""
+
 
 class OffloadMuon(OffloadOptimizer):
     """`torch.optim.Muon` with its state on NVMe or in host memory, the same bits either way.
@@ -90,5 +93,5 @@ def _grouped(params: list[Any]) -> list[Any]:
         return params
     return [
         {"params": [param for param in params if param.ndim == 2]},
-        {"params": others, "rule": "AdamW", "eps": 1e-8},
+        {"params": others, **BESIDE_MATRICES},
     ]

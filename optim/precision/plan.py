@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Collection, Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
+from nvme_offload.optim.layout.names import params_matching
 from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS, ParameterPrecision
 from nvme_offload.optim.precision.text import PlanRow, as_text, name_of, name_pattern
 from nvme_offload.optim.rules.registry import rule_of
@@ -281,7 +280,7 @@ def _named_fp32(
     if config.compute_dtype == "fp32":
         return named
     for pattern in config.fp32_modules:
-        found = [param for param, names in _names_of_owners(model) if any(fnmatchcase(name, pattern) for name in names)]
+        found = params_matching(model, pattern)
         if not found and elsewhere is None:
             classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
             what = f'"{pattern}" names no module or parameter of this model; its classes are {classes}'
@@ -294,26 +293,6 @@ def _beside_kept(module: nn.Module, kept: set[nn.Parameter]) -> set[nn.Parameter
     """A module's own 16-bit parameters, if it also has some that stay fp32."""
     own = set(module.parameters(recurse=False))
     return own - kept if own & kept else set()
-
-
-def _names_of_owners(model: nn.Module) -> Iterable[tuple[nn.Parameter, set[str]]]:
-    """Every parameter with its own name and the names and class names of the modules it is in, but the model's."""
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        parts = module_name.split(".")
-        paths = [".".join(parts[: depth + 1]) for depth in range(len(parts))] if module_name else []
-        names = set(paths)
-        for path in paths:
-            names |= _names_of_class(type(model.get_submodule(path)))
-        for name, param in module.named_parameters(recurse=False):
-            yield param, {*names, f"{module_name}.{name}" if module_name else name}
-
-
-def _names_of_class(kind: type) -> set[str]:
-    """A class's name, and that with each package it is imported from: torch.nn.LayerNorm is of a module below that."""
-    parts = kind.__module__.split(".")
-    packages = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-    public = {package for package in packages if getattr(sys.modules.get(package), kind.__qualname__, None) is kind}
-    return {kind.__name__, *(f"{package}.{kind.__qualname__}" for package in (*public, kind.__module__))}
 
 
 def _safe_params(config: OffloadConfig, model: nn.Module) -> set[nn.Parameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ class _Shard:
     form: Padded
     trainable: bool
     accumulate: torch.dtype
+    rule: UpdateRule
 
 
 def check_blocks_fit(
@@ -41,6 +42,7 @@ def check_blocks_fit(
     mesh: DeviceMesh,
     precision: PrecisionPlan,
     rule: UpdateRule,
+    rules: Mapping[str, UpdateRule],
 ) -> None:
     """Look whether every block will fit into a staging buffer, and the staging buffers into the host budget.
 
@@ -53,11 +55,12 @@ def check_blocks_fit(
         mesh: its last dimension shards.
         precision: of this model.
         rule: of the optimizer.
+        rules: of each parameter, by name.
 
     Raises:
         ConfigError: names the block, its bytes and the key to raise; or the budget and what is needed.
     """
-    groups = list(_groups(model, blocks, mesh.size(mesh.ndim - 1), precision))
+    groups = list(_groups(model, blocks, mesh.size(mesh.ndim - 1), precision, rules))
     forms = [(name, [shard.form for shard in shards]) for name, shards in groups]
     section = config.zero_optimization.offload_param
     if section.device == "nvme":
@@ -96,7 +99,7 @@ def _plan(
     placement, section = StatePlacement(config, rule), config.zero_optimization.offload_optimizer
     staging_bytes = sum(unit.size_bytes for unit in units if unit.kind == STAGING)
     places = [
-        ParamToPlace(0, 0, shard.form.numel, shard.form.dtype, rule, number)
+        ParamToPlace(0, 0, shard.form.numel, shard.form.dtype, shard.rule, number)
         for number, shards in enumerate(groups)
         for shard in shards
         if shard.trainable
@@ -109,7 +112,11 @@ def _plan(
 
 
 def _groups(
-    model: nn.Module, blocks: Sequence[nn.Module], num_shards: int, precision: PrecisionPlan
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    num_shards: int,
+    precision: PrecisionPlan,
+    rules: Mapping[str, UpdateRule],
 ) -> Iterator[tuple[str, list[_Shard]]]:
     """The name of each block, and its parameters: of one policy, and all of them trainable or frozen."""
     module_names = {module: name for name, module in model.named_modules()}
@@ -123,7 +130,8 @@ def _groups(
             name = param_names[param]
             form = Padded(_padded(local_tensor(param).shape, num_shards), precision[name].storage)
             key = precision.policy_of(name), param.requires_grad
-            alike.setdefault(key, []).append(_Shard(form, param.requires_grad, precision[name].accumulate))
+            shard = _Shard(form, param.requires_grad, precision[name].accumulate, rules[name])
+            alike.setdefault(key, []).append(shard)
         for shards in alike.values():
             yield (module_names[block] or ROOT) + ("" if shards[0].trainable else FROZEN), shards
 

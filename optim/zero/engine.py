@@ -33,6 +33,7 @@ from nvme_offload.optim.zero.checkpoints import CheckpointEngine
 from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
 from nvme_offload.optim.zero.meshes import MeshRoles
 from nvme_offload.optim.zero.passes import Passes
+from nvme_offload.optim.zero.schedulers import take_on_groups
 from nvme_offload.optim.zero.update import Update
 
 _NONE = (
@@ -288,6 +289,7 @@ class OffloadEngine(CheckpointEngine):
                 and the step begins anew.
             Exception: what the scheduler raises, when everything else is done.
         """
+        self._follow_groups()
         gradients = (param.grad for param in self.module.parameters())
         self._accumulation.check_step(gradients, is_scaled=self._part.scaler is not None)
         if not self._accumulation.is_boundary:
@@ -383,12 +385,17 @@ class OffloadEngine(CheckpointEngine):
         return self.durable.rewind(steps)
 
     def _between_steps(self, method: str) -> int:
+        self._follow_groups()
         if (taken := self._update.outcome(self.global_steps)) is not None:
             self._end_step(taken)
         if under_way := self._accumulation.progress:
             actual = f"{under_way}: gradients are not saved"
             raise StateError(f"engine.{method}", "a call between two steps", actual)
         return self.global_steps
+
+    def _follow_groups(self) -> None:
+        """Let the schedule of the section set the learning rates of groups that were added since, too."""
+        take_on_groups(self.lr_scheduler, self.config, self.optimizer)
 
     def _go_on_from(self, global_steps: int) -> None:
         self.global_steps = global_steps
@@ -433,6 +440,7 @@ class OffloadEngine(CheckpointEngine):
 
     @property
     def _training(self) -> Training:
+        self._follow_groups()
         return Training(
             self.module,
             self.optimizer,

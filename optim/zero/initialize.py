@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nvme_offload.offload.config.honoured import part_for_optimizer
-from nvme_offload.offload.config.optimizer import OPTIMIZERS
+from nvme_offload.offload.config.optimizer import OPTIMIZERS, OptimizerConfig
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST, KINDS, current_of, default_device_type, is_device, is_host
 from nvme_offload.offload.devices.numa import stay_near
@@ -42,6 +42,7 @@ from nvme_offload.optim.zero.meshes import (
     dtypes_of_stages,
     replicated,
 )
+from nvme_offload.optim.zero.param_groups import NamedGroup, groups_of, log_groups
 from nvme_offload.optim.zero.schedulers import scheduler_of
 from nvme_offload.optim.zero.section_checks import completed_for
 from nvme_offload.optim.zero.sharding import default_mesh, is_launched, shard_with_precision
@@ -60,6 +61,7 @@ def initialize(
     weights: str | os.PathLike[str] | None = None,
     init: Callable[[nn.Module], object] | None = None,
     optimizer: OptimizerFactory | None = None,
+    param_groups: Iterable[Mapping[str, Any]] | None = None,
 ) -> OffloadEngine:
     """Shard a plain module with FSDP2, give it its precision and tiers, and return the engine around it.
 
@@ -88,15 +90,19 @@ def initialize(
             it, the model's own initialisers give the values, from rank 0's random numbers.
         init: of a model on meta: called with each module after its own initialiser.
         optimizer: a subclass of `OffloadOptimizer`, or a ``partial`` of one, in place of the ``optimizer`` section.
+        param_groups: groups with hyperparameters of their own, in place of ``optimizer.groups`` of the section, as
+            ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``. ``params`` are names or shell patterns, of
+            parameters, modules or their classes, or parameters of `model` as it is handed in. What no group has comes
+            first, as group 0. With Muon, embeddings, heads and what is no matrix have AdamW, in groups beside these.
 
     Raises:
         ConfigError: the section is wrong, or asks for what this model or this many ranks cannot have.
         WeightsError: weight files are damaged or do not fit; the model is as it was.
-        ValueError: the model, a block, a parameter or the scheduler cannot be used, nobody gives a parameter a value,
-            or the model is on another device than the current one.
+        ValueError: the model, a block, a parameter, a group or the scheduler cannot be used, nobody gives a parameter a
+            value, or the model is on another device than the current one.
         OutOfSpaceError, SwapIOError: see `OffloadOptimizer`.
     """
-    read = partial(_Making.read, model, config, mesh, blocks, weights, init, optimizer)
+    read = partial(_Making.read, model, config, mesh, blocks, weights, init, optimizer, param_groups)
     # Nobody waits for a process alone, which is left without a process group then.
     making = read() if mesh is None and is_alone() and not is_launched() else None
     mesh = mesh if mesh is not None else default_mesh(_device_type(model, mesh))
@@ -124,6 +130,7 @@ class _Making:
     birth: Birth | None
     make_optimizer: OptimizerFactory
     rule: UpdateRule
+    groups: Sequence[NamedGroup]
     device_type: str
 
     @classmethod
@@ -136,13 +143,16 @@ class _Making:
         weights: str | os.PathLike[str] | None,
         init: Callable[[nn.Module], object] | None,
         optimizer: OptimizerFactory | None,
+        param_groups: Iterable[Mapping[str, Any]] | None,
     ) -> _Making:
         """Look at what this rank was given; changes nothing."""
         section, device_type = OffloadConfig.of(config), _device_type(model, mesh)
         _check_devices(model)
         chosen = find_units(model) if blocks is None else match_blocks(model, blocks)
         birth = _birth_of(model, section, weights, init, on_device=is_device(device_type))
-        return cls(model, section, chosen, birth, *_optimizer_of(section, optimizer), device_type)
+        make_optimizer, rule = _optimizer_of(section, optimizer)
+        groups = groups_of(model, section.optimizer if optimizer is None else OptimizerConfig(), rule, param_groups)
+        return cls(model, section, chosen, birth, make_optimizer, rule, groups, device_type)
 
     def plan(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> PrecisionPlan:
         """Look whether all of it goes together on this mesh."""
@@ -151,7 +161,8 @@ class _Making:
         self.config = completed_for(self.config, roles.num_data_parallel_ranks)
         on_device = is_device(self.device_type)
         plan = PrecisionPlan.of(self.config, self.model, stages, self.rule, on_device=on_device)
-        check_blocks_fit(self.config, self.model, self.blocks, roles.data_parallel, plan, self.rule)
+        rules = {name: group.rule for group in self.groups for name in group.names}
+        check_blocks_fit(self.config, self.model, self.blocks, roles.data_parallel, plan, self.rule, rules)
         return plan
 
     def shard(self, roles: MeshRoles, plan: PrecisionPlan, undo: ExitStack) -> OffloadOptimizer:
@@ -165,9 +176,11 @@ class _Making:
             give_shards=self.birth.give_shards if self.birth is not None else None,
         )
         section, group = part_for_optimizer(self.config), roles.pipeline_group
-        made = self.make_optimizer(_params_of(self.model), offload=section, norm_group=group)
+        found = _params_of(self.model)
+        made = self.make_optimizer([each.with_params(found) for each in self.groups], offload=section, norm_group=group)
         undo.callback(made.close)
         made.place()
+        log_groups(self.groups, made)
         return made
 
     def fill(
@@ -176,7 +189,10 @@ class _Making:
         """Give a model that is on meta its values, and make the scheduler."""
         if self.birth is not None:
             self.birth.fill(made.store, self.blocks, roles.data_parallel)
-        return _checked(lr_scheduler(made)) if lr_scheduler else scheduler_of(self.config, made)
+        if lr_scheduler is None:
+            return scheduler_of(self.config, made)
+        self.config = self.config.model_copy(update={"scheduler": None})  # nobody follows it
+        return _checked(lr_scheduler(made))
 
 
 def _prepare_process(config: OffloadConfig, model: nn.Module, device_type: str) -> None:
@@ -206,9 +222,13 @@ def _mesh_for(config: OffloadConfig, mesh: DeviceMesh) -> DeviceMesh:
     return replicated(mesh) if config.zero_optimization.stage == 0 else mesh
 
 
-def _params_of(model: nn.Module) -> list[nn.Parameter]:
+def _params_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that the optimizer gets: frozen ones too, as in torch; those have no state before a gradient."""
-    return [param for param in model.parameters() if param.requires_grad or storage_of(param).dtype in FORM_OF_DTYPE]
+    return {
+        name: param
+        for name, param in model.named_parameters()
+        if param.requires_grad or storage_of(param).dtype in FORM_OF_DTYPE
+    }
 
 
 def _optimizer_of(config: OffloadConfig, optimizer: OptimizerFactory | None) -> tuple[OptimizerFactory, UpdateRule]:
@@ -245,7 +265,7 @@ def _made_already(optimizer: Optimizer) -> str:
     arguments = "".join(f", {key}={value!r}" for key, value in given.items())
     return (
         f"initialize: optimizer = {type(optimizer).__name__}: it was made of the parameters that sharding replaces, so "
-        "initialize makes it, of all that the model has and as one group. Write\n"
+        "initialize makes it, of all that the model has; param_groups says which have other hyperparameters. Write\n"
         "    from functools import partial\n"
         f"    engine = initialize(model, config, optimizer=partial(Offload{name}{arguments}))"
     )

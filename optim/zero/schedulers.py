@@ -7,44 +7,72 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.config.training import SchedulerConfig
 
 
-def scheduler_of(config: OffloadConfig, optimizer: Optimizer) -> LRScheduler | None:
+def scheduler_of(config: OffloadConfig, optimizer: Optimizer) -> LambdaLR | None:
     """The schedule that the section asks for, beginning at step 0; None without a ``scheduler`` section.
 
     Args:
         config: the whole section.
         optimizer: whose learning rates to set. Where the section gives no learning rate, each group's own is the one
-            that the warm-up leads to.
+            that the warm-up leads to; and that of a group which has another than the optimizer's in any case.
     """
     if config.scheduler is None:
         return None
-    params = config.scheduler.params
+    return LambdaLR(optimizer, [_rate_of(config.scheduler, optimizer, group) for group in optimizer.param_groups])
+
+
+def take_on_groups(scheduler: LRScheduler | None, config: OffloadConfig, optimizer: Optimizer) -> None:
+    """Have the schedule of the section set the learning rates of groups that were added since, too.
+
+    Args:
+        scheduler: of the training. One that the section did not ask for is its maker's business.
+        config: the whole section.
+        optimizer: the scheduler's.
+    """
+    if config.scheduler is None or not isinstance(scheduler, LambdaLR):
+        return
+    for group in optimizer.param_groups[len(scheduler.lr_lambdas) :]:
+        rate = _rate_of(config.scheduler, optimizer, group)
+        group["initial_lr"] = group["lr"]
+        scheduler.lr_lambdas.append(rate)
+        scheduler.base_lrs.append(group["lr"])
+        group["lr"] *= rate(scheduler.last_epoch)
+
+
+def _rate_of(section: SchedulerConfig, optimizer: Optimizer, group: dict[str, Any]) -> Callable[[int], float]:
+    """Return the function of the step by which a schedule multiplies the learning rate of a group."""
+    params = section.params
     num_warmup, kind, num_total = params.warmup_num_steps, params.warmup_type, params.total_num_steps
-
-    def factor_with(after: Callable[[int], float]) -> Callable[[int], float]:
-        return lambda step: warmup_factor(step, num_warmup, kind) if step < num_warmup else after(step)
-
-    if config.scheduler.type == "WarmupCosineLR":
+    if section.type == "WarmupCosineLR":
         assert num_total is not None  # the section was checked
-        low = params.warmup_min_ratio
-        cosine = cosine_decay(num_warmup, num_total, params.cos_min_ratio)
-        return LambdaLR(
-            optimizer,
-            lambda step: (
-                low + (1.0 - low) * warmup_factor(step, num_warmup, kind) if step < num_warmup else cosine(step)
-            ),
+        low, cosine = params.warmup_min_ratio, cosine_decay(num_warmup, num_total, params.cos_min_ratio)
+        return lambda step: (
+            low + (1.0 - low) * warmup_factor(step, num_warmup, kind) if step < num_warmup else cosine(step)
         )
-    factor = factor_with(lambda step: 1.0)
-    if config.scheduler.type == "WarmupDecayLR":
+    decay = None
+    if section.type == "WarmupDecayLR":
         assert num_total is not None
-        factor = factor_with(linear_decay(num_warmup, num_total))
-    return _between(optimizer, params.warmup_min_lr, params.warmup_max_lr, factor)
+        decay = linear_decay(num_warmup, num_total)
+
+    def factor(step: int) -> float:
+        if step < num_warmup:
+            return warmup_factor(step, num_warmup, kind)
+        return decay(step) if decay else 1.0
+
+    low, high = params.warmup_min_lr, params.warmup_max_lr
+    if high is None or group["lr"] != optimizer.defaults["lr"]:
+        high = float(group["lr"])
+    group["lr"] = 1.0  # LambdaLR multiplies this; so its functions give learning rates, which may be 0
+    group.pop("initial_lr", None)
+    return lambda step: low + (high - low) * factor(step)
 
 
 def warmup_factor(step: int, num_steps: int, kind: str) -> float:
@@ -72,16 +100,3 @@ def cosine_decay(num_warmup: int, num_total: int, min_ratio: float) -> Callable[
         return min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     return factor
-
-
-def _between(optimizer: Optimizer, min_lr: float, max_lr: float | None, factor: Callable[[int], float]) -> LRScheduler:
-    """min_lr + (max_lr - min_lr) x `factor` of the step, where `max_lr` None is each group's own learning rate."""
-    highs = [float(group["lr"]) if max_lr is None else max_lr for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 1.0  # LambdaLR multiplies this; so its functions give learning rates, which may be 0
-        group.pop("initial_lr", None)
-
-    def towards(high: float) -> Callable[[int], float]:
-        return lambda step: min_lr + (high - min_lr) * factor(step)
-
-    return LambdaLR(optimizer, [towards(high) for high in highs])

@@ -1,0 +1,41 @@
+"""Parameters by name: their own, those of the modules that they are in, and those modules' class names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+
+def params_matching(model: nn.Module, pattern: str) -> dict[nn.Parameter, None]:
+    """The parameters of which a shell pattern matches a name, in the model's order.
+
+    Args:
+        model: as a whole; a tied parameter has all of its names.
+        pattern: of a qualified name of a parameter or of a module that it is in, or of such a module's class name,
+            alone or with the package it is imported from, as ``torch.nn.LayerNorm``.
+    """
+    found = (param for param, names in _names_of_owners(model) if any(fnmatchcase(name, pattern) for name in names))
+    return dict.fromkeys(found)
+
+
+def _names_of_owners(model: nn.Module) -> Iterator[tuple[nn.Parameter, set[str]]]:
+    """Every parameter with its own name and the names and class names of the modules it is in, but the model's."""
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        parts = module_name.split(".")
+        paths = [".".join(parts[: depth + 1]) for depth in range(len(parts))] if module_name else []
+        names = set(paths)
+        for path in paths:
+            names |= _names_of_class(type(model.get_submodule(path)))
+        for name, param in module.named_parameters(recurse=False):
+            yield param, {*names, f"{module_name}.{name}" if module_name else name}
+
+
+def _names_of_class(kind: type) -> set[str]:
+    """A class's name, and that with each package it is imported from: torch.nn.LayerNorm is of a module below that."""
+    parts = kind.__module__.split(".")
+    packages = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    public = {package for package in packages if getattr(sys.modules.get(package), kind.__qualname__, None) is kind}
+    return {kind.__name__, *(f"{package}.{kind.__qualname__}" for package in (*public, kind.__module__))}
