@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -15,21 +15,30 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload._torch_private import sharded_like
 from nvme_offload.offload.errors import CheckpointWriteError, HalfRenamedError, SwapIOError
 from nvme_offload.offload.weights.writer import weight_items, write_sharded
-from nvme_offload.optim.precision.parameter import DTYPES
+from nvme_offload.optim.precision.parameter import DTYPES, SIXTEEN_BITS
 from nvme_offload.optim.ranks.collective import on_every_rank
 from nvme_offload.optim.tiers.parts import parts_of, split_shard
 
+OWN = "own"
+"""Every weight in the dtype in which the training keeps it for its forward."""
+
 
 def export_safetensors(
-    model: nn.Module, folder: Path, dtype: str, max_shard_bytes: int, group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    folder: Path,
+    dtype: str,
+    max_shard_bytes: int,
+    own: Mapping[str, torch.dtype],
+    group: dist.ProcessGroup | None = None,
 ) -> list[Path]:
     """Write the model's parameters and buffers; every rank must call it.
 
     Args:
         model: sharded or not.
         folder: on rank 0; made if it is missing. Weights exported there before are replaced, other files stay.
-        dtype: ``fp32``, ``bf16`` or ``fp16``, of floating-point tensors; others keep theirs.
+        dtype: see `dtypes_in_files`.
         max_shard_bytes: of one file; a larger tensor has a file of its own.
+        own: the dtype in which the training keeps each parameter for its forward, by name.
         group: the ranks that have the model; None: all.
 
     Returns:
@@ -40,30 +49,62 @@ def export_safetensors(
         CheckpointWriteError: the files could not be written; it says what is left: nothing, unless a rename failed at
             the very end.
     """
+    tensors = dict(weight_items(model))
 
-    def stored(name: str, value: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
-        return on_every_rank(partial(_cast, name, value, wanted), group)
+    def stored(name: str, wanted: torch.dtype) -> torch.Tensor:
+        return on_every_rank(partial(_cast, name, tensors[name], wanted), group)
 
-    return write_weights(folder, weight_items(model), stored, dtype, max_shard_bytes, group)
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    return write_weights(folder, shapes, stored, dtypes_in_files(dtype, own, shapes), max_shard_bytes, group)
+
+
+def dtypes_in_files(
+    dtype: str, own: Mapping[str, torch.dtype], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor in the files; one that is not of floating-point numbers keeps its own.
+
+    Args:
+        dtype: ``fp32``, ``bf16`` or ``fp16``; or ``own``: parameters as the forward has them, buffers as they are.
+            Where a training in 16 bits keeps some modules in fp32, these are fp32 in files of 16 bits, too: so what
+            is served computes what was trained.
+        own: see `export_safetensors`.
+        tensors: shape and dtype of each.
+
+    Raises:
+        ValueError: there is no such `dtype`.
+    """
+    if dtype not in (*DTYPES, OWN):
+        raise ValueError(f"dtype {dtype!r}: must be one of {', '.join((*DTYPES, OWN))}")
+    keeps_fp32 = dtype == OWN or (DTYPES[dtype] in SIXTEEN_BITS and not set(own.values()).isdisjoint(SIXTEEN_BITS))
+
+    def in_file(name: str, kind: torch.dtype) -> torch.dtype:
+        if not kind.is_floating_point:
+            return kind
+        if keeps_fp32 and own.get(name) is torch.float32:
+            return torch.float32
+        return own.get(name, kind) if dtype == OWN else DTYPES[dtype]
+
+    return {name: in_file(name, kind) for name, (_, kind) in tensors.items()}
 
 
 def write_weights(
     folder: Path,
-    items: Sequence[tuple[str, torch.Tensor]],
-    stored: Callable[[str, torch.Tensor, torch.dtype], torch.Tensor],
-    dtype: str,
+    tensors: Mapping[str, tuple[torch.Size, torch.dtype]],
+    stored: Callable[[str, torch.dtype], torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
     max_shard_bytes: int,
     group: dist.ProcessGroup | None = None,
 ) -> list[Path]:
-    """Write tensors; see `export_safetensors`, and `write_sharded` for `items` and `stored`."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
+    """Write tensors of these shapes in these dtypes; `stored` gives each when it is its turn."""
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes {max_shard_bytes}: must be positive")
+    items = [(name, torch.empty(shape, dtype=dtypes[name], device="meta")) for name, (shape, _) in tensors.items()]
+
+    def value_of(name: str, shaped: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
+        return stored(name, wanted)
+
     try:
-        return write_sharded(
-            folder, items, dtype=DTYPES[dtype], max_shard_bytes=max_shard_bytes, stored=stored, group=group
-        )
+        return write_sharded(folder, items, dtype=None, max_shard_bytes=max_shard_bytes, stored=value_of, group=group)
     except SwapIOError:  # of a tier, and it says so itself
         raise
     except HalfRenamedError as error:

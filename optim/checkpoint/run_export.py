@@ -15,7 +15,7 @@ from nvme_offload.offload.errors import ResumeError
 from nvme_offload.optim.access.values import COMPUTED
 from nvme_offload.optim.checkpoint.committed_step import CommittedStep, RankOfStep
 from nvme_offload.optim.checkpoint.contents import MODEL, Contents, Item, Kind, plain_items, tier_items
-from nvme_offload.optim.checkpoint.export import checked_cast, write_weights
+from nvme_offload.optim.checkpoint.export import checked_cast, dtypes_in_files, write_weights
 from nvme_offload.optim.checkpoint.files import check_tag
 from nvme_offload.optim.checkpoint.places import Visitor
 from nvme_offload.optim.checkpoint.run_state import Scalars, objects_bytes, state_json
@@ -34,7 +34,7 @@ def export_weights(step: CommittedStep, folder: Path, dtype: str, max_shard_byte
     Args:
         step: that is open.
         folder: made if it is missing. If this raises, nothing of it is left.
-        dtype: ``fp32``, ``bf16`` or ``fp16``, of floating-point tensors; others keep theirs.
+        dtype: see `dtypes_in_files`.
         max_shard_bytes: of one file; a larger tensor has a file of its own.
 
     Returns:
@@ -47,14 +47,18 @@ def export_weights(step: CommittedStep, folder: Path, dtype: str, max_shard_byte
         CheckpointWriteError: the files could not be written.
     """
     params, buffers = _params_of(step), _buffers_of(step)
-    weights = _Weights(step, COMPUTED if dtype == "bf16" else "master")
-    items = [(name, torch.empty(param.part.whole, dtype=param.dtype, device="meta")) for name, param in params.items()]
+    tensors = {name: (param.part.whole, param.dtype) for name, param in params.items()}
+    tensors |= {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
+    dtypes = dtypes_in_files(dtype, {name: param.dtype for name, param in params.items()}, tensors)
+    weights = _Weights(step, COMPUTED if torch.bfloat16 in dtypes.values() else "master")
 
-    def stored(name: str, value: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
-        return weights.whole(name, params[name], wanted) if name in params else checked_cast(name, value, wanted)
+    def stored(name: str, wanted: torch.dtype) -> torch.Tensor:
+        if name in params:
+            return weights.whole(name, params[name], wanted)
+        return checked_cast(name, buffers[name], wanted)
 
     with _NothingLeft(folder), torch.no_grad():
-        return write_weights(folder, [*items, *buffers.items()], stored, dtype, max_shard_bytes)
+        return write_weights(folder, tensors, stored, dtypes, max_shard_bytes)
 
 
 class _Weights:

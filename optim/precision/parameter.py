@@ -39,6 +39,11 @@ class ParameterPrecision:
         return self.kept_as or DTYPE_OF_FORM[self.master]
 
     @property
+    def own(self) -> torch.dtype:
+        """Return the dtype that forward has it in; under autocast, which casts for each operator, that of storage."""
+        return self.kept_as or self.compute or self.storage
+
+    @property
     def reduces_every_micro_batch(self) -> bool:
         """Whether a reduction may not wait for the last micro-batch.
 

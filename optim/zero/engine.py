@@ -412,7 +412,8 @@ class OffloadEngine(CheckpointEngine):
 
         Args:
             dir: made if it is missing. Weights exported there before are replaced, other files stay.
-            dtype: ``fp32``, ``bf16`` or ``fp16``.
+            dtype: ``fp32``, ``bf16`` or ``fp16``; or ``own``: each weight as the forward has it. Modules that stay
+                fp32 in a ``bf16`` or ``fp16`` training are fp32 in 16-bit files, too. Of autocast all are fp32.
             max_shard_bytes: of one file, as bytes or ``"1GiB"``.
 
         Returns:
@@ -427,7 +428,8 @@ class OffloadEngine(CheckpointEngine):
                 "engine.export_safetensors: this module is one stage of a pipeline; save a checkpoint, load it into "
                 "the whole model (without 'pp' in the mesh, on any number of ranks), and export there"
             )
-        return export_safetensors(self.module, Path(dir), dtype, parse_bytes(max_shard_bytes), self._group)
+        own = {name: precision.own for name, precision in self.precision_plan.parameters.items()}
+        return export_safetensors(self.module, Path(dir), dtype, parse_bytes(max_shard_bytes), own, self._group)
 
     def save_16bit_model(
         self,

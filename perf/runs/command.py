@@ -111,7 +111,9 @@ def export(
         Literal["weights", "checkpoint"],
         typer.Option("--what", help="Weights, or all that a checkpoint has, for `load_checkpoint`."),
     ] = "weights",
-    dtype: Annotated[str, typer.Option("--dtype", help="Of weights: fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Of weights: fp32, bf16 or fp16, or own: as the forward has them.")
+    ] = "fp32",
     max_shard: Annotated[str, typer.Option("--max-shard", metavar="BYTES", help="The most of one file.")] = "1GiB",
     partly: Annotated[
         bool, typer.Option("--partly", help="Also where parameters were frozen, which the run does not keep.")

@@ -132,6 +132,7 @@ def resume_from_checkpoint(rank, mode, path, folder):
         assert int(engine.module.seen) == STEPS * ACCUMULATION, "buffers are saved"
         engine.export_safetensors(folder / "fp32")
         engine.save_16bit_model(folder / "16 bits")
+        engine.export_safetensors(folder / "own", "own")
         return losses, norms, full_state(engine.module, engine.optimizer)
 
 
@@ -214,14 +215,20 @@ def test_a_gpt_with_fp32_router_head_and_norms(world_size, tmp_path):
 
 
 def check_exports(folder, state, dtype):
-    """All weights in fp32 are the masters; in 16 bits they are those that forward computes with."""
-    exact, narrow = (load_file(folder / name / "model.safetensors") for name in ("fp32", "16 bits"))
+    """All weights in fp32 are the masters; in 16 bits, and in their own dtypes, they are those of the forward."""
+    exact, narrow, own = (load_file(folder / name / "model.safetensors") for name in ("fp32", "16 bits", "own"))
     model = fresh_model()
-    assert exact.keys() == narrow.keys() == model.state_dict().keys()
+    assert exact.keys() == narrow.keys() == own.keys() == model.state_dict().keys()
+    kinds = set()
     for name, _ in model.named_parameters():
         assert torch.equal(exact[name], state[name])
-        assert torch.equal(narrow[name], rounded(state[name], dtype).to(dtype)) or "norm" in name, name
-        assert narrow[name].dtype is dtype
+        kinds.add(kind := own[name].dtype)
+        assert kind in (dtype, torch.float32)
+        expected = rounded(state[name], dtype).to(dtype) if kind is dtype else state[name]
+        assert torch.equal(own[name], expected), name
+        assert narrow[name].dtype is kind
+        assert torch.equal(narrow[name], own[name])
+    assert kinds == {dtype, torch.float32}
 
 
 def by_hand_in_plain_pytorch(mode):
