@@ -59,7 +59,8 @@ path_weights = [2, 1]
 Bytes are a whole number or a string with a unit: KiB, MiB, GiB and TiB are powers of 1024; KB, MB, GB and TB
 are powers of 1000. Anything wrong is one `ConfigError` (a `ValueError`) that lists every problem with its full
 key, its value and what to write instead: what is out of range, what does not go together, what is not done here. An
-unknown key is such a problem. `null` is a section that is not there.
+unknown key is such a problem; at the top level only where it is nearly one that is known, for there DeepSpeed ignores
+others, and a warning names them. `null` is a section that is not there.
 
 A section that was written for DeepSpeed is taken at its word: each of its keys is honoured (the tables of the
 sections), accepted with a warning that says why it has [no meaning here](#deepspeed-keys-without-meaning-here), or

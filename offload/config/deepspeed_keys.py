@@ -24,15 +24,12 @@ TOP_IGNORED = {
     "nebula": "checkpoints are written by this process, into the folder that save_checkpoint gets",
     "graph_harvesting": "no CUDA graphs are recorded here",
     "seq_parallel_communication_data_type": "there is no sequence parallelism here",
-    **each("monitor_config comms_config", "nothing reads it in DeepSpeed either"),
+    "activation_checkpointing": "only deepspeed.checkpointing reads it, which a model calls itself; call "
+    "torch.utils.checkpoint there or, of a Hugging Face model, gradient_checkpointing_enable()",
+    **each("monitor_config comms_config log cuda_visible_devices _comment //", "DeepSpeed does not read it either"),
     "use_data_before_expert_parallelism": "the mesh that initialize gets has the order of ranks",
 }
 TOP_ONLY = {
-    "activation_checkpointing": (
-        {"partition_activations": False, "cpu_checkpointing": False, "contiguous_memory_optimization": False},
-        "the model checkpoints its activations itself, with torch.utils.checkpoint or, in Hugging Face's, "
-        "gradient_checkpointing_enable()",
-    ),
     "amp": ({"enabled": False}, "there is no Apex; enable bf16, fp16 or torch_autocast"),
     "autotuning": ({"enabled": False}, "nothing is tuned by trial runs; `offload tune` tries the drive"),
     "checkpoint": (
@@ -98,6 +95,8 @@ ZERO_IGNORED = {
         "elastic_checkpoint legacy_stage1 log_trace_cache_warnings enable_sanity_checks pipeline_loading_checkpoint",
         _OWN_ENGINE,
     ),
+    "cpu_offload": '`true` is read as "offload_optimizer": {"device": "cpu"}, of which it is the old spelling',
+    "cpu_offload_param": '`true` is read as "offload_param": {"device": "cpu"}, of which it is the old spelling',
 }
 ZERO_ONLY = {
     **each("zero_quantized_weights zero_quantized_nontrainable_weights", (False, "gathered weights are exact")),
@@ -107,8 +106,10 @@ ZERO_ONLY = {
     "mics_shard_size": (-1, _HYBRID),
     "mics_hierarchical_params_gather": (False, "PyTorch gathers parameters in one collective"),
     "save_muon_momentum_buffer_in_memory": (False, "the whole state is on the tier that offload_optimizer names"),
-    "cpu_offload_param": (False, 'the old spelling; write "offload_param": {"device": "cpu"}'),
-    "cpu_offload": (False, 'the old spelling; write "offload_optimizer": {"device": "cpu"}'),
+}
+ZERO_TRANSLATED = {
+    "cpu_offload": ("offload_optimizer", {"device": "cpu"}),
+    "cpu_offload_param": ("offload_param", {"device": "cpu"}),
 }
 ZERO_REFUSED = {
     "cpu_offload_use_pin_memory": "the old spelling; write offload_optimizer.pin_memory",

@@ -139,6 +139,8 @@ class Section(BaseModel):
     left out has the value named."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
     """Keys that are refused although DeepSpeed knows them or they are planned here, each with what to do instead."""
+    TRANSLATED: ClassVar[Mapping[str, tuple[str, object]]] = {}
+    """Keys of `IGNORED` that are switches: where one is true -> the field that it is read as, and its value."""
     IDLE: ClassVar[Mapping[str, tuple[str, object]]] = {}
     """Fields that a file may also have where they do nothing, which is then told -> the field, and its value, that
     they go with."""

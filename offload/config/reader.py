@@ -143,6 +143,8 @@ class _Reader:
         kept: dict[str, Any] = {}
         for spelling, value in self._items(model, data, shown):
             name = model.SPELLINGS.get(spelling, spelling)
+            if value is True and spelling in model.TRANSLATED:
+                name, value = model.TRANSLATED[spelling]
             self.is_deepspeed |= name != spelling
             field = model.model_fields.get(name)
             if field is None:
@@ -200,8 +202,10 @@ class _Reader:
         only, why = model.ONLY.get(name, (value, model.IGNORED.get(name)))
         if name in model.REFUSED:
             self.problems.append(f"{this}: {model.REFUSED[name]}")
-        elif why is None:
-            self.problems.append(f"{this}: unknown key; {self._nearest(prefix, name)}")
+        elif why is None and (near := self._nearest(prefix, name)):
+            self.problems.append(f"{this}: unknown key; {near}")
+        elif why is None:  # a comment, or the key of another program
+            self.ignored.append(f"{this}: nobody knows it; DeepSpeed ignores such keys at the top level, too")
         elif not _says(value, only):
             self.problems.append(f"{this}: {why}; write {_show(only)} or leave it out")
         else:
@@ -209,7 +213,7 @@ class _Reader:
             self.is_deepspeed = True
 
     def _nearest(self, prefix: str, name: str) -> str:
-        """Say where an unknown key belongs, or which known key it is nearest to."""
+        """Say where an unknown key belongs, or which known key it is nearest to; of the top level perhaps nothing."""
         models = dict(sections(self.root))
         names = {
             home: [*model.model_fields, *model.SPELLINGS, *model.IGNORED, *model.ONLY] for home, model in models.items()
@@ -220,6 +224,8 @@ class _Reader:
         for home in sorted(names, key=lambda home: home != prefix):  # this section first
             if near := get_close_matches(name, names[home], n=1):
                 return f"the nearest known key is {home}{near[0]}"
+            if not prefix:
+                return ""
         return f"known keys here are {', '.join(models[prefix].model_fields)}"
 
     def validated(self, model: type[AnySection], kept: dict[str, Any]) -> AnySection:

@@ -22,6 +22,7 @@ from nvme_offload.offload.config.deepspeed_keys import (
     ZERO_IGNORED,
     ZERO_ONLY,
     ZERO_REFUSED,
+    ZERO_TRANSLATED,
 )
 from nvme_offload.offload.config.keys import (
     ByteBudget,
@@ -250,6 +251,7 @@ class ZeroOptimizationConfig(Section):
     """The place of each rank's bf16 parameters, the upper halves of the master weights."""
 
     IGNORED: ClassVar = ZERO_IGNORED
+    TRANSLATED: ClassVar = ZERO_TRANSLATED
     ONLY: ClassVar = ZERO_ONLY
     REFUSED: ClassVar = ZERO_REFUSED
 

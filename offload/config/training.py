@@ -62,9 +62,11 @@ class Fp16Config(Section):
     min_loss_scale: float = key(1.0, "a number, 0 or more", "same", "factor", ge=0)
     """A dynamic loss scale never goes below this, 0 or more. 0 is the least normal number of fp32, 2^-126."""
 
-    IGNORED: ClassVar = {"fused_mode": "the update is always one fused kernel"}
+    IGNORED: ClassVar = {
+        "fused_mode": "the update is always one fused kernel",
+        "auto_cast": "inputs of floating-point numbers are cast to the dtype of the forward in any case",
+    }
     ONLY: ClassVar = {
-        "auto_cast": (False, "cast the inputs in the training loop"),
         "fp16_master_weights_and_grads": (False, "master weights and moments are fp32"),
     }
 

@@ -48,7 +48,6 @@ BAD = [
     ({**BF16, **AUTOCAST}, "torch_autocast.enabled = true", "bf16.enabled = true beside it"),
     ({**FP16, **AUTOCAST}, "torch_autocast.enabled = true", "fp16.enabled = true beside it"),
     ({**BF16, **FP16, **AUTOCAST}, "torch_autocast.enabled = true", "bf16.enabled and fp16.enabled = true"),
-    ({"fp16": {"auto_cast": True}}, "fp16.auto_cast = true", "cast the inputs in the training loop; write false"),
     ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale = -1", "a number, 0 or more (default 0.0)"),
     ({"fp16": {"loss_scale": True}}, "fp16.loss_scale = true", "a number, 0 or more"),
     ({"fp16": {"initial_scale_power": 127}}, "fp16.initial_scale_power = 127", "a whole number, 0..126 (default 16)"),
@@ -116,11 +115,6 @@ BAD = [
     ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp = ", "enable bf16, fp16 or torch_autocast"),
     ({"amp": True}, "amp = true", 'write {"enabled": false} or leave it out'),
     ({"elasticity": {"enabled": True}}, "elasticity = ", "write the batch keys"),
-    (
-        {"activation_checkpointing": {"cpu_checkpointing": True}},
-        "activation_checkpointing = ",
-        "torch.utils.checkpoint",
-    ),
     ({"checkpoint": {"load_universal": True}}, "checkpoint = ", "torch.distributed.checkpoint"),
     ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op = "sum"', 'write "mean" or leave it out'),
     (

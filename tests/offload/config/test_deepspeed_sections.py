@@ -104,7 +104,6 @@ def test_no_key_of_deepspeed_gets_the_nearest_spelling(key):
     [
         ({"compile": {"deepcompile": True}}, "call torch.compile on the model"),
         ({"tensor_parallel": {"autotp_size": 2}}, "a mesh with a dimension 'tp'"),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "gradient_checkpointing_enable()"),
         ({"hybrid_engine": {"enabled": True}}, "generate with engine.module"),
         ({"expert_parallel": {"enabled": True}}, "no expert parallelism"),
         ({"sequence_parallel_size": 2}, "no sequence parallelism"),
@@ -132,6 +131,9 @@ def test_what_is_not_done_here_has_advice_of_its_own(section, advice):
         {"compression_training": {"enabled": False, "inner": {"enabled": True}}},
         {"amp": {"enabled": "auto", "opt_level": "auto"}},
         {"prescale_gradients": True},
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        {"fp16": {"auto_cast": True}},
+        {"_comment": "for two nodes", "//": "", "log": "debug", "cuda_visible_devices": "0,1", "xyzzy": {"a": 1}},
         {ZERO: {"max_live_parameters": 1e9, "max_reuse_distance": 1e9, "gather_16bit_weights_on_model_save": True}},
         {ZERO: {"prefetch_bucket_size": "auto", "param_persistence_threshold": "auto", "reduce_bucket_size": "auto"}},
     ],
@@ -152,6 +154,19 @@ def test_a_path_that_nothing_uses_is_told_and_forgotten(home, device):
     assert config == OffloadConfig.from_dict(nested(home, {"device": device}))
     expected = f'{home}.nvme_path = "/local_nvme": device = "{device}", and only "nvme" uses it'
     assert [str(warning.message).splitlines()[1].strip() for warning in caught] == [expected]
+
+
+@pytest.mark.parametrize(("old", "new"), [("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")])
+def test_an_old_switch_is_read_as_what_it_is_the_old_spelling_of(old, new):
+    config = OffloadConfig.from_dict({ZERO: {"stage": 2, old: True}, "gradient_clipping": 1.0})
+    assert config == OffloadConfig.from_dict({ZERO: {"stage": 2, new: {"device": "cpu"}}, "gradient_clipping": 1.0})
+    with pytest.warns(ConfigWarning, match=f"zero_optimization.{old} = false"):
+        assert OffloadConfig.from_dict({ZERO: {old: False}}) == OffloadConfig()
+
+
+def test_a_key_of_the_top_level_that_is_nearly_one_of_ours_is_an_error():
+    [problem] = problems_of({"gradient_cliping": 1.0})
+    assert problem == "gradient_cliping = 1.0: unknown key; the nearest known key is gradient_clipping"
 
 
 def test_zeros_that_deepspeed_takes():
