@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -56,6 +56,23 @@ def export_safetensors(
 
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     return write_weights(folder, shapes, stored, dtypes_in_files(dtype, own, shapes), max_shard_bytes, group)
+
+
+def weights_of(
+    model: nn.Module, dtype: str, own: Mapping[str, torch.dtype], group: dist.ProcessGroup | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return name and whole value of each parameter and buffer, one at a time; see `export_safetensors`."""
+    tensors = dict(weight_items(model))
+    dtypes = dtypes_in_files(dtype, own, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            with torch.no_grad():
+                part = on_every_rank(partial(_cast, name, tensor, dtypes[name]), group)
+                whole = part.full_tensor() if isinstance(part, DTensor) else part
+            yield name, whole
+
+    return values()
 
 
 def dtypes_in_files(

@@ -125,6 +125,11 @@ class PrecisionPlan:
         """Whether some parameters of a 16-bit model are fp32."""
         return {precision.compute for precision in self.parameters.values()} > {torch.float32}
 
+    @property
+    def own(self) -> dict[str, torch.dtype]:
+        """The dtype of each parameter by name, as the forward has it; see `ParameterPrecision.own`."""
+        return {name: precision.own for name, precision in self.parameters.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, strings and numbers: what `to_json` writes."""
         return {

@@ -20,7 +20,7 @@ from nvme_offload.offload._torch_private import drop_unsharded_grads
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.units import parse_bytes
-from nvme_offload.optim.checkpoint.export import export_safetensors
+from nvme_offload.optim.checkpoint.export import export_safetensors, weights_of
 from nvme_offload.optim.checkpoint.run_state import Training
 from nvme_offload.optim.durable.identity import ModelRecord
 from nvme_offload.optim.optimizer import OffloadOptimizer
@@ -428,8 +428,24 @@ class OffloadEngine(CheckpointEngine):
                 "engine.export_safetensors: this module is one stage of a pipeline; save a checkpoint, load it into "
                 "the whole model (without 'pp' in the mesh, on any number of ranks), and export there"
             )
-        own = {name: precision.own for name, precision in self.precision_plan.parameters.items()}
-        return export_safetensors(self.module, Path(dir), dtype, parse_bytes(max_shard_bytes), own, self._group)
+        return export_safetensors(
+            self.module, Path(dir), dtype, parse_bytes(max_shard_bytes), self.precision_plan.own, self._group
+        )
+
+    def weights(self, dtype: str = "own") -> Iterator[tuple[str, torch.Tensor]]:
+        """Return name and whole value of every weight, one at a time: to hand to another program, as vLLM.
+
+        Every rank has to go through all of them. Memory is taken for one; no step may come in between.
+
+        Args:
+            dtype: see `export_safetensors`.
+
+        Raises:
+            ValueError: there is no such `dtype`, or a weight is too large for fp16.
+            SwapIOError: parameters on a tier could not be read.
+        """
+        self._drop_gathered()
+        return weights_of(self.module, dtype, self.precision_plan.own, self._group)
 
     def save_16bit_model(
         self,

@@ -316,10 +316,10 @@ def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
 
 
 def _check_devices(model: nn.Module) -> None:
-    """Raise ValueError for a module without a parameter to train, or with parameters on several devices."""
+    """Raise ValueError for a module without parameters, or with parameters on several devices."""
     params = list(model.parameters())
-    if not any(param.requires_grad for param in params):
-        raise ValueError("initialize: the model has no parameter that requires a gradient")
+    if not params:
+        raise ValueError("initialize: the model has no parameters")
     devices = sorted({str(param.device) for param in params})
     device = params[0].device
     if len(devices) > 1 or not (is_on_meta(model) or is_host(device) or is_device(device)):

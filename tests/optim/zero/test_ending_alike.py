@@ -36,7 +36,7 @@ def failing_stages(rank, world_size, path):
     missing = path / "missing"
     refused(rank, ConfigError, "missing", model(), config if is_first else str(missing))
     refused(rank, ConfigError, "stage", model(), config if is_first else section(7))
-    refused(rank, ValueError, "no parameter that requires", model().requires_grad_(is_first), config)
+    refused(rank, ValueError, "has no parameters", model() if is_first else nn.ReLU(), config)
     refused(rank, Exception, "missing", model("meta"), config, weights=None if is_first else missing)
     refused(rank, TypeError, "pass a subclass", model(), config, optimizer=None if is_first else torch.optim.SGD)
     other = section(path=path if is_first else missing)

@@ -1,0 +1,90 @@
+"""A model that is only run: no state, its parameters on NVMe, each read once for a forward."""
+
+import pytest
+import torch
+from torch import nn
+
+from nvme_offload import initialize
+from tests.support.build import section
+from tests.support.ranks import run_ranks
+
+WIDTH, DEPTH = 256, 6
+BF16 = {"bf16": {"enabled": True}}
+
+
+def frozen():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))).bfloat16().requires_grad_(False)
+
+
+def on_nvme(path, **param):
+    config = section(path, **BF16)
+    config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(path), **param}
+    return config
+
+
+def inputs():
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def forwards(rank, world_size, path):
+    model = frozen()
+    numel = sum(param.numel() for param in model.parameters())
+    with torch.no_grad():
+        expected = model(inputs())
+    own = path / str(rank)
+    own.mkdir()
+    with initialize(model, on_nvme(own)) as engine, torch.no_grad():
+        engine.eval()
+        for _ in range(3):
+            assert torch.equal(engine(inputs()), expected)
+        before = engine.optimizer.stats()
+        for _ in range(6):
+            assert torch.equal(engine(inputs()), expected)
+        stats = engine.optimizer.stats()
+        assert stats.state_bytes == 0
+        read = stats.param_bytes_read - before.param_bytes_read
+        assert 0 < read * world_size / numel / 6 <= 2.4  # a bias has a page of its own
+        assert stats.param_reads_ahead - before.param_reads_ahead == stats.param_reads - before.param_reads
+
+
+def test_forwards_of_a_frozen_model_read_it_once_and_have_its_bits(alone, tmp_path):
+    forwards(0, 1, tmp_path)
+
+
+def test_so_do_those_of_two_ranks(tmp_path):
+    run_ranks(forwards, 2, tmp_path)
+
+
+def test_it_has_no_step_and_says_so(alone, tmp_path):
+    with initialize(frozen(), on_nvme(tmp_path)) as engine:
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            engine.backward(engine(inputs()).float().sum())
+        with pytest.raises(RuntimeError, match=r"called before engine\.backward"):
+            engine.step()
+
+
+def test_a_llama_generates_the_tokens_that_it_does_in_memory(alone, tmp_path):
+    small_llama = pytest.importorskip("tests.support.small_llama", reason="transformers is not installed")
+    prompt = torch.randint(small_llama.VOCABULARY, (2, 4), generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = small_llama.llama(torch.bfloat16).eval().generate(prompt, **options)
+    model = small_llama.llama(torch.bfloat16).requires_grad_(False)
+    with initialize(model, on_nvme(tmp_path)) as engine, torch.no_grad():
+        assert torch.equal(engine.eval().module.generate(prompt, **options), expected)
+        assert engine.optimizer.stats().param_uses > 0
+
+
+@pytest.mark.parametrize("dtype", ["own", "fp32", "fp16"])
+def test_weights_come_one_by_one_as_an_export_has_them(alone, tmp_path, dtype):
+    model = frozen().requires_grad_(True)
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    kinds = {"own": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+    with initialize(model, on_nvme(tmp_path)) as engine:
+        found = {name: value.clone() for name, value in engine.weights(dtype)}
+        assert found.keys() == values.keys()
+        for name, value in found.items():
+            assert value.dtype is kinds[dtype]
+            assert torch.equal(value, values[name].to(kinds[dtype]))
+        with pytest.raises(ValueError, match="dtype 'int8': must be one of fp32, bf16, fp16, own"):
+            engine.weights("int8")
