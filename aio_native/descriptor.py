@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,8 @@ class Descriptor:
 
     def __init__(self, opened_by: Callable[..., int], *arguments: Any) -> None:
         self._held: list[int] = []
-        weakref.finalize(self, _close, self._held).atexit = False
+        # In C alone: what a handler raises at the entry of a finalizer is printed, and it would stay open for ever.
+        weakref.finalize(self, deque, map(os.close, self._held), 0).atexit = False
         self._held.extend(map(opened_by, *([argument] for argument in arguments)))
 
     def fileno(self) -> int:
@@ -33,18 +35,14 @@ class Descriptor:
 
     def close(self) -> None:
         """Close it. Idempotent."""
-        _close(self._held)
+        if self._held:
+            # No call between the lines: a signal handler sees it open and noted, or neither.
+            fd = self._held[0]
+            self._held[:] = []
+            os.close(fd)
 
     def __enter__(self) -> int:
         return self.fileno()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _close(held: list[int]) -> None:
-    if held:
-        # No call between the lines: a signal handler sees it open and noted, or neither.
-        fd = held[0]
-        held[:] = []
-        os.close(fd)

@@ -5,7 +5,7 @@ import pytest
 
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.aio_native.descriptor import Descriptor
-from tests.support.interrupts import Struck, every, raise_struck
+from tests.support.interrupts import Interrupt, Struck, every, raise_struck
 
 
 def num_open():
@@ -48,3 +48,14 @@ def test_no_exception_loses_it(make):
         del made
         interrupt.kept = None  # its frames have it
         assert num_open() == before, interrupt.place
+
+
+def test_its_end_has_no_point_at_which_a_handler_could_raise():
+    """What is raised in a finalizer is printed, and what it had not done yet is never done."""
+    before = num_open()
+    interrupt = Interrupt(1, raise_struck)
+    dropped = Descriptor(os.eventfd, 0)
+    with interrupt:
+        del dropped
+    assert not interrupt.place
+    assert num_open() == before
