@@ -67,14 +67,15 @@ class Residency(enum.Enum):
 _MAY_FOLLOW = {
     Residency.UNBORN: {Residency.DIRTY, Residency.HOST, Residency.ON_TIER},
     Residency.HOST: {Residency.UNBORN},
-    Residency.ON_TIER: {Residency.READING, Residency.DIRTY, Residency.UNBORN},
+    Residency.ON_TIER: {Residency.READING, Residency.STAGED, Residency.DIRTY, Residency.UNBORN},
     Residency.READING: {Residency.STAGED, Residency.ON_TIER},
     Residency.STAGED: {Residency.DIRTY, Residency.ON_TIER},
     Residency.DIRTY: {Residency.WRITING, Residency.UNBORN},
     Residency.WRITING: {Residency.STAGED, Residency.DIRTY},
 }
 """Which residency may follow which. UNBORN follows where the bytes are given up for good (`Staging.forget`); ON_TIER
-follows it where a run that ended has left them (`Staging.adopt`)."""
+follows it where a run that ended has left them (`Staging.adopt`). ON_TIER with a buffer: somebody works
+on what is in the buffer, which counts from STAGED or DIRTY on."""
 
 _ON_THE_WAY = (Residency.READING, Residency.WRITING)
 _EVICTABLE = (Residency.STAGED, Residency.ON_TIER, Residency.UNBORN)

@@ -143,8 +143,8 @@ class StepPipeline:
                 self._read_ahead(window, load)
         if slot.residency is Residency.UNBORN:
             self._give_birth(slot, slot.buffer)
-        if replay and self._seal is not None:
-            self._seal.replay(slot)
+        if replay and slot.log is not None and slot.log.is_behind:
+            self._catch_up(slot)
         return slot.buffer
 
     @contextmanager
@@ -337,6 +337,13 @@ class StepPipeline:
             visits=lambda slot: slot.home.is_visited,
             reads_alone=lambda slot: slot.home.memory is None and (slot is order[position] or slot.needs_read),
         )
+
+    def _catch_up(self, slot: SlotRecord) -> None:
+        """Do what the log has. Where an exception cuts that short, it is read again: it must not be done twice."""
+        assert self._seal is not None
+        self.open_for_change(slot)
+        self._seal.replay(slot)
+        slot.become(Residency.STAGED)
 
     def _at_home(self, slot: SlotRecord, memory: Memory) -> Memory:
         if slot.residency is Residency.UNBORN:

@@ -18,6 +18,7 @@ FOLLOWS = {
     ("unborn", "on tier"),
     ("host", "unborn"),
     ("on tier", "reading"),
+    ("on tier", "staged"),
     ("on tier", "dirty"),
     ("on tier", "unborn"),
     ("reading", "staged"),

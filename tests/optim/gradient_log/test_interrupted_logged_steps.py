@@ -1,13 +1,14 @@
 """A step of a run with a log, and who reads its state, cut short anywhere: the bits stay, and so do the buffers."""
 
 import contextlib
+from itertools import count
 
 import pytest
 import torch
 
 from nvme_offload import StateError
 from nvme_offload.optim.layout.master import TILE_NUMEL
-from tests.support.interrupts import STRIKES, Struck, every, raise_struck, strided
+from tests.support.interrupts import STRIKES, Interrupt, Struck, every, raise_struck, strided
 from tests.support.logged_pair import ADAMW
 
 
@@ -49,6 +50,25 @@ def test_a_reader_that_is_cut_short_changes_nothing(pair, read, stride):
             getattr(pair.logged, read)()
         pair.plain_step()
         check(pair, interrupt)
+
+
+def test_a_log_is_not_done_twice_by_who_reads_again(pair):
+    """Struck when the kernel has done it, and nobody has noted that."""
+    for number in range(4):
+        pair.plain_step()
+        interrupt = Interrupt(after_the_kernel(number), raise_struck)
+        with contextlib.suppress(Struck), interrupt:
+            pair.logged.state_dict()
+        assert interrupt.place
+        check(pair, interrupt)
+
+
+def after_the_kernel(number):
+    """Say of a point whether the kernel has just updated a subgroup, after so many others."""
+    passed = count()
+    return lambda point: (
+        point.code.co_qualname == "KernelPool.update" and "CALL" in point.opcode and next(passed) == number
+    )
 
 
 def check(pair, interrupt):
