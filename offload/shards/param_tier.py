@@ -227,8 +227,14 @@ class ParamTier:
     ) -> None:
         self._config = config
         self._pinned = pinned
-        self.cache = BlockCache(tier, KIND, config.buffer_count, read_ahead=config.read_ahead, checksum=checksum)
-        self.cache.on_pressure = self._give_up_stale
+        self.cache = BlockCache(
+            tier,
+            KIND,
+            config.buffer_count,
+            read_ahead=config.read_ahead,
+            checksum=checksum,
+            on_pressure=self._give_up_stale,
+        )
         self._gathers: list[_Gather] = []  # not complete, the latest last
         self._latest: _Gather | None = None
         self._departures: Departures | None = None

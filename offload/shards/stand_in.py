@@ -46,10 +46,13 @@ class StandIn(MemorylessTensor):
                 by its overload packet.
         """
         tensor: StandIn = make_wrapper(cls, like, device, dtype)
-        tensor._name = name
-        tensor._remedy = remedy
-        tensor._handlers = handlers or {}
+        tensor._stand_for(name, remedy, handlers or {})
         return tensor
+
+    def _stand_for(self, name: str, remedy: str, handlers: Mapping[Any, Callable[..., None]]) -> None:
+        self._name = name
+        self._remedy = remedy
+        self._handlers = handlers
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
         return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype}: {self._name} is on a tier)"

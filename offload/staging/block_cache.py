@@ -75,6 +75,8 @@ class BlockCache:
         num_buffers: staging buffers, each as large as the largest block; at least 2.
         read_ahead: start reads before they are needed. Off, every read is waited for (to measure what it saves).
         checksum: 1D int32 to its checksums, int64; what is read must have those of what was written. None: no checks.
+        is_needed: whether what the extent of a block holds still means something: only that is read ahead.
+        on_pressure: called when no buffer can be had: gives back holds that nobody needs any more.
     """
 
     def __init__(
@@ -85,19 +87,19 @@ class BlockCache:
         *,
         read_ahead: bool = True,
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        is_needed: Callable[[Block], bool] = lambda block: True,
+        on_pressure: Callable[[], None] = lambda: None,
     ) -> None:
         self.tier = tier
         self.kind = kind
         self.order = UseOrder()
         self.stats = CacheStats()
-        self.on_pressure: Callable[[], None] = lambda: None
-        """Called when no buffer can be had: gives back holds that nobody needs any more."""
-        self.is_needed: Callable[[Block], bool] = lambda block: True
-        """Whether what the extent holds still means something: only that is read ahead."""
         self.blocks: list[Block] = []
         self.num_buffers = num_buffers
         self.pinned_for: torch.device | None = None
         """A device for whose copies staging buffers are page-locked from the next `add` on."""
+        self._is_needed = is_needed
+        self._on_pressure = on_pressure
         self._read_ahead_enabled = read_ahead
         self._pool = BufferPool(num_buffers, 1)
         self._staging: Staging[Block] = Staging(kind, tier, self._pool, checksum)
@@ -278,7 +280,7 @@ class BlockCache:
             return
         window = [self.blocks[index] for index in self.order.soonest(self.num_buffers) if index < len(self.blocks)]
         for place, block in enumerate(window):
-            if not block.needs_read or block.holds or block.unreadable or not self.is_needed(block):
+            if not block.needs_read or block.holds or block.unreadable or not self._is_needed(block):
                 continue
             if block.buffer is None and not self._lease_ahead(block, window, place):
                 return
@@ -318,7 +320,7 @@ class BlockCache:
                 self._settle_finished(report_writes=written_again)
             elif not pressed:
                 pressed = True
-                self.on_pressure()
+                self._on_pressure()
             elif not written_again:
                 written_again = True
                 self._write_again()

@@ -216,15 +216,19 @@ def _write_item(item: Item, kind: Kind) -> WriteItem:
 
 
 class StreamedLoadPlanner(LoadPlanner):
-    """Writes each item to where it belongs when it has been read."""
+    """Writes each item to where it belongs when it has been read.
 
-    def __init__(self, contents: Contents) -> None:
+    Args:
+        contents: what is to be read.
+        advance: told of the elements of each item when they have been read.
+    """
+
+    def __init__(self, contents: Contents, advance: Callable[[int], None]) -> None:
         self._contents = contents
         self._items = {MetadataIndex(item.name, item.chunk.saved.offsets): item for item in contents.items}
         self._visitor = Visitor()
         self._metadata: Metadata | None = None
-        self.advance: Callable[[int], None] = lambda numel: None
-        """Told of the elements of each item when they have been read."""
+        self._advance = advance
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -269,7 +273,7 @@ class StreamedLoadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Say how far it is; the values are written when the next place is visited."""
-        self.advance(tensor.numel())
+        self._advance(tensor.numel())
 
     def finish(self) -> None:
         """Write the values of the last place that was visited."""

@@ -265,16 +265,16 @@ def _load(
     metadata, state = on_every_rank(compare, group)
     store.pipeline.forget_failures()
     store.begin_load()
-    planner = StreamedLoadPlanner(contents)
+    numel = sum(item.chunk.saved.sizes.numel() for item in contents.items)
+    with _one_error(group), progress("loading the checkpoint", numel) as advance:
+        planner = StreamedLoadPlanner(contents, advance)
+        load_items({}, storage_reader=VerifiedReader(folder, metadata), planner=planner, process_group=group)
 
     def finish() -> None:
         planner.finish()
         values.release()
         store.pipeline.synchronize()
 
-    numel = sum(item.chunk.saved.sizes.numel() for item in contents.items)
-    with _one_error(group), progress("loading the checkpoint", numel) as planner.advance:
-        load_items({}, storage_reader=VerifiedReader(folder, metadata), planner=planner, process_group=group)
     on_every_rank(finish, group)
     for index, step in contents.steps.items():
         store.table[index].steps = int(step)

@@ -47,6 +47,10 @@ class _Arrival:
             self.failure = error
         self.has_landed.set()
 
+    def forget_what_follows(self) -> None:
+        """Land and do nothing more."""
+        self.then = _do_nothing
+
 
 class Arrivals:
     """Copies gradients behind the host's back, on a stream of their own, and does what follows when each has landed.
@@ -121,7 +125,7 @@ class Arrivals:
     def close(self) -> None:
         """Wait for the copies and do nothing more for them. Idempotent."""
         for arrival in self._on_way:
-            arrival.then = _do_nothing
+            arrival.forget_what_follows()
         self._queue.wait()
         self._end()
         for kept in (self._on_way, self._kept):

@@ -144,9 +144,14 @@ class GradTier:
         *,
         pinned: bool = True,
     ) -> None:
-        self.cache = BlockCache(tier, KIND, config.buffer_count, checksum=checksum)
-        self.cache.is_needed = lambda block: self._is_needed(block) and block not in self._spent
-        self.cache.on_pressure = self._give_up_stale
+        self.cache = BlockCache(
+            tier,
+            KIND,
+            config.buffer_count,
+            checksum=checksum,
+            is_needed=lambda block: self._is_needed(block) and block not in self._spent,
+            on_pressure=self._give_up_stale,
+        )
         self._tile_sums = tile_sums
         self._partitions: dict[torch.Tensor, Partition] = {}
         self._by_block: dict[Block | HostBlock, list[Partition]] = {}

@@ -102,10 +102,8 @@ def of_gradients(sizes: Sequence[int], num_buffers: int, micro_batches: int, vis
 
     Arguments as in `of_parameters`.
     """
-    rehearsal = _Rehearsal("gradients", sizes, num_buffers)
     arrived: set[int] = set()
-    rehearsal.cache.is_needed = lambda block: block.index in arrived
-    rehearsal.on_last_use = arrived.discard
+    rehearsal = _Rehearsal("gradients", sizes, num_buffers, arrived)
 
     def train() -> None:
         rehearsal.phase = "backward"
@@ -119,17 +117,24 @@ def of_gradients(sizes: Sequence[int], num_buffers: int, micro_batches: int, vis
 
 
 class _Rehearsal:
-    """Blocks in a cache of which nothing but the decisions is real."""
+    """Blocks in a cache of which nothing but the decisions is real.
 
-    def __init__(self, kind: str, sizes: Sequence[int], num_buffers: int) -> None:
+    With `arrived` only these are read ahead, and one is taken out when an update has needed it for the last time.
+    """
+
+    def __init__(self, kind: str, sizes: Sequence[int], num_buffers: int, arrived: set[int] | None = None) -> None:
         self.phase: Phase = "forward"
         """The phase that transfers are counted to which begin now."""
-        self.on_last_use: Callable[[int], None] = lambda number: None
-        """Called with each block when an update needs it for the last time."""
+        self._arrived = arrived
         self._read: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         self._written: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         self._sizes = sizes
-        self.cache = BlockCache(_PaperTier(self._count), kind, num_buffers)
+        self.cache = BlockCache(
+            _PaperTier(self._count),
+            kind,
+            num_buffers,
+            is_needed=lambda block: arrived is None or block.index in arrived,
+        )
         for block in self.cache.add([(f"block {number}", mmap.PAGESIZE) for number in range(len(sizes))]):
             with self.cache.holding(block, change=True, load=False):
                 pass
@@ -153,8 +158,8 @@ class _Rehearsal:
                 cache.order.begin_step(order)
                 for number in order:
                     cache.order.note_in_step(number)
-                    if not cache.order.is_next_in_step(number):
-                        self.on_last_use(number)
+                    if self._arrived is not None and not cache.order.is_next_in_step(number):
+                        self._arrived.discard(number)
                     with cache.holding(cache.blocks[number], change=changes):
                         pass
                 order.reverse()

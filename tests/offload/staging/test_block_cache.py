@@ -144,7 +144,8 @@ def test_a_write_that_is_done_makes_room_for_what_is_next(make_cache):
 
 
 def test_a_held_block_stays_and_too_many_are_refused_in_words(make_cache):
-    cache = make_cache(3, 2)
+    gives_up = []
+    cache = make_cache(3, 2, on_pressure=lambda: [cache.release(block) for block in gives_up])
     first, second, third = cache.blocks
     cache.hold(first)
     cache.hold(second)
@@ -152,7 +153,7 @@ def test_a_held_block_stays_and_too_many_are_refused_in_words(make_cache):
         StateError, match=r"numbers of block 2: .*all 2 are held: raise buffer_count of the tier of numb"
     ):
         cache.hold(third)
-    cache.on_pressure = lambda: cache.release(first)
+    gives_up.append(first)
     cache.hold(third)
     assert first.buffer is None
     cache.release(second)
@@ -194,18 +195,13 @@ def test_a_block_that_cannot_be_read_is_not_read_ahead_time_and_again(make_cache
 
 
 def test_pressure_gives_the_wanted_block_one_buffer(make_cache):
-    cache = make_cache(6, 3)
+    cache = make_cache(6, 3, on_pressure=lambda: [cache.release(cache.blocks[number]) for number in (0, 1)])
     blocks = cache.blocks
     learn(cache, 0, 1, 2, 5, 5, 0)
     for number in (0, 1, 2):
         cache.order.note(number)
         cache.hold(blocks[number])
 
-    def give_back():
-        for number in (0, 1):
-            cache.release(blocks[number])
-
-    cache.on_pressure = give_back
     slow_down(cache, blocks[5], 0.05)
     cache.order.note(5)
     cache.hold(blocks[5])

@@ -291,7 +291,7 @@ def test_what_stops_a_step_behind_its_last_update_leaves_it_done(alone, tmp_path
 
 def drop_copies(cache):
     """Everything is on the tier alone."""
-    cache.on_pressure()
+    cache._on_pressure()
     for block in list(cache.residents):
         if not block.holds:
             while block.transfer:
