@@ -16,7 +16,7 @@ from tests.support.simulator.mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[1]
 NUM_SEEDS = 20_000
-NUM_SEEDS_BY_DEFAULT = 20
+NUM_SEEDS_BY_DEFAULT = 12
 """As many as take a processor three seconds."""
 FIRST_SEED_BY_DEFAULT = 1_000_000
 """Seeds that the long run does not have."""

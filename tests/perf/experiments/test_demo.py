@@ -219,6 +219,7 @@ def test_ctrl_c_leaves_nothing(tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".log"]
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_used_up_ends_both_runs_after_the_same_step(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "TURN_STEPS", 2)
     monkeypatch.setattr(StepSample, "seconds", 0.5)

@@ -69,6 +69,7 @@ CASES = {
     "parameters partly in memory": {"params": 4, "host_budget": "5MiB", "staging_budget": "3MiB"},
     "half in memory": {"params": 4, "host_budget": "18MiB", "staging_budget": "3MiB"},
 }
+PARTS_OF_OTHERS = {"parameters", "half in memory"}
 
 
 def measured(config, shape):
@@ -93,7 +94,10 @@ def measured(config, shape):
     return {key: (after[key] - before[key]) / COUNTED_STEPS for key in after}
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (name in PARTS_OF_OTHERS), id=name) for name, case in CASES.items()],
+)
 def test_bytes_of_a_step_are_predicted_within_2_percent(case, tmp_path, alone):
     case = dict(case)
     budget, stage = case.pop("staging_budget", "512MiB"), case.pop("stage", 3)
