@@ -87,11 +87,15 @@ def test_one_that_fails_is_told_and_leaves_the_checkpoint_before_and_the_run(dri
     with durable("bf16", drive, "run") as engine:
         steps_of(engine, 0, range(1))
         engine.save_checkpoint(folder, "old")
+
+        def save():
+            engine.save_checkpoint(folder, "new", background=True)  # which may have failed when this returns
+            engine.wait_for_checkpoint()
+
         with monkeypatch.context() as patch:
             patch.setattr(storage, "_compact", full)
             with pytest.warns(RuntimeWarning, match="training goes on"), pytest.raises(CheckpointWriteError):
-                engine.save_checkpoint(folder, "new", background=True)  # which may have failed when this returns
-                engine.wait_for_checkpoint()
+                save()
         assert sorted(os.listdir(folder)) == ["latest", "old"]
         steps_of(engine, 0, range(1, 3))
         engine.save_checkpoint(folder, "new", background=True)
