@@ -280,7 +280,8 @@ class OffloadConfig(Section):
     host_budget: ByteBudget | None = key(None, '"auto", or 4 KiB or more, as "8GiB"', "", "bytes")
     """Host memory that one rank may use for staging buffers and for what stays in it of a kind whose tier is NVMe
     (optimizer state, blocks of parameters, blocks of gradients), 4 KiB or more; the rest goes to NVMe. `auto` is this
-    rank's share of what is available, less a reserve. Left out, everything is where its `device` says."""
+    rank's share of what is available, less a reserve and what training takes beside it: gradients, gathered layers,
+    parameters of a model on meta. Left out, everything is where its `device` says."""
     device_budget: DeviceBudget | None = key(None, '4 KiB or more, as "20GiB"', "", "bytes")
     """Memory of its GPU that one rank may use for optimizer state, 4 KiB or more: as many subgroups as fit stay there
     and are updated there, with the same bits; the rest is where `device` and `host_budget` say. Parameters must be on

@@ -13,8 +13,10 @@ from nvme_offload.offload.units import GiB
 
 AUTO_RESERVE_BYTES = 2 * GiB
 AUTO_RESERVE_SHARE = 0.25
-"""A budget of "auto" leaves this share of a host's available memory free, or `AUTO_RESERVE_BYTES` if that is more.
-Gradients, activations and data loaders come after it, and the page cache wants some too."""
+"""A budget of "auto" leaves this share of a host's available memory free, or `AUTO_RESERVE_BYTES` if that is more:
+activations and data loaders come after it, and the page cache wants some too."""
+SPARE_SHARE = 1 / 16
+"""A plan for this machine leaves this share of its memory to the system, data loaders and the page cache."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,12 @@ def available_bytes() -> int:
     limit = cgroup_limit()
     available = meminfo().get("MemAvailable", 2**62)
     return min(available, limit.free_bytes) if limit else available
+
+
+def total_bytes() -> int:
+    """Memory that a training may take on this machine, whoever has it now; `SPARE_SHARE` is left to the system."""
+    total, limit = meminfo().get("MemTotal", 2**62), cgroup_limit()
+    return int((min(total, limit.limit_bytes) if limit else total) * (1 - SPARE_SHARE))
 
 
 def ranks_on_host() -> int:

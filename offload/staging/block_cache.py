@@ -72,7 +72,7 @@ class BlockCache:
     Args:
         tier: where the extents are; closed with the cache.
         kind: what the bytes are counted as, for example "parameters".
-        num_buffers: staging buffers, each as large as the largest block; at least 2.
+        most_buffers: staging buffers, each as large as the largest block; at least 2. No more than blocks are made.
         read_ahead: start reads before they are needed. Off, every read is waited for (to measure what it saves).
         checksum: 1D int32 to its checksums, int64; what is read must have those of what was written. None: no checks.
         is_needed: whether what the extent of a block holds still means something: only that is read ahead.
@@ -83,7 +83,7 @@ class BlockCache:
         self,
         tier: Tier,
         kind: str,
-        num_buffers: int,
+        most_buffers: int,
         *,
         read_ahead: bool = True,
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -95,19 +95,24 @@ class BlockCache:
         self.order = UseOrder()
         self.stats = CacheStats()
         self.blocks: list[Block] = []
-        self.num_buffers = num_buffers
+        self.most_buffers = most_buffers
         self.pinned_for: torch.device | None = None
         """A device for whose copies staging buffers are page-locked from the next `add` on."""
         self._is_needed = is_needed
         self._on_pressure = on_pressure
         self._read_ahead_enabled = read_ahead
-        self._pool = BufferPool(num_buffers, 1)
+        self._pool = BufferPool(1, 1)
         self._staging: Staging[Block] = Staging(kind, tier, self._pool, checksum)
 
     @property
     def residents(self) -> list[Block]:
         """Blocks that hold a buffer, the one used longest ago first."""
         return self._staging.residents
+
+    @property
+    def num_buffers(self) -> int:
+        """Number of staging buffers that there are."""
+        return self._pool.num_buffers
 
     @property
     def staging_bytes(self) -> int:
@@ -133,7 +138,7 @@ class BlockCache:
             Block(first + place, name, extent.size_bytes, extent)
             for place, ((name, _), extent) in enumerate(zip(blocks, extents, strict=True))
         ]
-        self._fit_pool(max((block.size_bytes for block in added), default=0))
+        self._fit_pool([block.size_bytes for block in (*self.blocks, *added)])
         self.blocks += added
         return added
 
@@ -262,12 +267,13 @@ class BlockCache:
         self._staging.close()
         self.blocks.clear()
 
-    def _fit_pool(self, size_bytes: int) -> None:
-        if size_bytes <= self._pool.buffer_bytes:
+    def _fit_pool(self, sizes: Sequence[int]) -> None:
+        num_buffers, size_bytes = min(self.most_buffers, len(sizes)), max(sizes, default=0)
+        if num_buffers <= self.num_buffers and size_bytes <= self.buffer_bytes:
             return
         for block in self.residents:
             self._give_up_buffer(block)
-        larger = BufferPool(self.num_buffers, size_bytes)
+        larger = BufferPool(num_buffers, size_bytes)
         if self.pinned_for is not None:
             larger.pin(self.pinned_for)
         self.tier.register([larger])

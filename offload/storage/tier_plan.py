@@ -66,6 +66,11 @@ class TierPlan:
         return max(0, self.bytes_on(tier) - self.budgets[tier]) if tier in self.budgets else 0
 
     @property
+    def missing(self) -> dict[Tier, int]:
+        """Return the `excess` of each tier that has any; empty where everything fits."""
+        return {tier: excess for tier in TIERS if (excess := self.excess(tier))}
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read from NVMe in one step, at most: what a step finds in staging buffers is not read."""
         return sum(unit.bytes_read for unit in self.units_on("nvme"))

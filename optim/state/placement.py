@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.offload.host.available_memory import auto_host_budget
 from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit, plan_tiers
 from nvme_offload.offload.units import MiB, format_bytes
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, state_itemsize
@@ -26,7 +25,7 @@ class StatePlacement:
     """The budgets of one optimizer, and the tier plans they make.
 
     Args:
-        config: the whole section. A host budget of "auto" is fixed here.
+        config: the whole section. A host budget of "auto" is fixed by `fix_budget`.
         rule: of the optimizer; a group may have fewer states than it has at most.
         period: every how many steps a durable run is rewritten; None: what is known of that before it is measured.
         size_of: gives the bytes that a durable run's subgroups take in a buffer; None: they hold the state alone.
@@ -55,16 +54,18 @@ class StatePlacement:
         narrowest = max(state_itemsize(MasterForm.ITSELF, rule.states), 1)
         self._mirrors_in_buffers = -(-DeviceMirror.BYTES_PER_ELEMENT // narrowest)
         self._on_nvme = self._section.device == "nvme"
-        written = config.host_budget
-        self.host_budget = auto_host_budget() if written == "auto" else written
+        self._is_found = config.host_budget == "auto"
+        self.host_budget = None if config.host_budget == "auto" else config.host_budget
         """In bytes; None is no limit, and no wish to have state in host memory that may be on NVMe."""
         self.device_budget = config.device_budget
         """In bytes of state; None: no state stays on a device."""
-        self._shown = f"host_budget = {format_bytes(self.host_budget or 0)}" + (
-            ' (what "auto" found)' if written == "auto" else ""
-        )
         if self._on_nvme:
             self._check_staging_budget()
+
+    def fix_budget(self, found: Callable[[], int]) -> None:
+        """Have a host budget of "auto" be what is found, in bytes, before anything is placed."""
+        if self._is_found:
+            self.host_budget = max(0, found())
 
     def max_subgroup_bytes(self, host_state_bytes: int, with_mirrors: bool) -> int:
         """Bytes that one staging buffer, and with it the state of one new subgroup, may have.
@@ -82,6 +83,20 @@ class StatePlacement:
             share = min(share, (self.host_budget - host_state_bytes) // num_shares)
         share -= self._sealed_beside(share)
         return max(share // mmap.PAGESIZE * mmap.PAGESIZE, self._largest_block_bytes)
+
+    def num_buffers(self, subgroups: Sequence[Subgroup], *, may_stay: bool = False) -> int:
+        """Return how many staging buffers these need: no more than they are, nor more bytes than all of them have.
+
+        Args:
+            subgroups: they visit the buffers.
+            may_stay: some of them may stay in host memory. Within a host budget all buffers have room then, so that
+                there is some for subgroups that come later.
+        """
+        count = self._section.buffer_count
+        if may_stay and self.host_budget is not None:
+            return count
+        sizes = [self.size_bytes(subgroup) for subgroup in subgroups]
+        return max(1, min(count, sum(sizes) // max([1, *sizes])))
 
     def size_bytes(self, subgroup: Subgroup) -> int:
         """Bytes that a subgroup takes in memory: its state, in a durable run also what is written beside it."""
@@ -188,6 +203,9 @@ class StatePlacement:
         return beside + self._num_logged * 4 * mmap.PAGESIZE + (size_bytes // 4096 if self._num_logged else 0)
 
     def _too_small(self, plan: TierPlan) -> str:
+        shown = f"host_budget = {format_bytes(self.host_budget or 0)}" + (
+            ' (what "auto" found)' if self._is_found else ""
+        )
         needed = format_bytes(-(-plan.bytes_on("host") // MiB) * MiB)
         buffers = {unit.name: format_bytes(unit.size_bytes) for unit in plan.units_on("host", STAGING)}
         of_blocks = [f"{name} {size}" for name, size in buffers.items() if not name.endswith(KIND)]
@@ -195,7 +213,7 @@ class StatePlacement:
             device = self._section.device
             beside = f" beside {', '.join(of_blocks)}" if of_blocks else ""
             return (
-                f'{self._shown}: device = "{device}" keeps all state in host memory{beside}; write at least {needed}, '
+                f'{shown}: device = "{device}" keeps all state in host memory{beside}; write at least {needed}, '
                 'or "nvme"'
             )
         kept = sum(plan.bytes_on("host", kind) for kind in {unit.kind for unit in plan.units} - {STAGING})
@@ -203,6 +221,6 @@ class StatePlacement:
         own = buffers.get(f"{STAGING} of {KIND}", "0 B")
         more = f" ({KIND}), {', '.join(of_blocks)}" if of_blocks else ""
         return (
-            f"{self._shown}: the {self._section.buffer_count} staging buffers take {own}{more}{beside}; write at least "
+            f"{shown}: the {self._section.buffer_count} staging buffers take {own}{more}{beside}; write at least "
             f"{needed}, or a smaller buffer_count"
         )

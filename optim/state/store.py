@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.host.available_memory import auto_host_budget
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.staging.home import VISITING, Resident, Staying
@@ -27,6 +28,7 @@ from nvme_offload.optim.kernels import KernelPool, num_threads_of_rank
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.state.account import account_of
 from nvme_offload.optim.state.body import NewParts, StateBody, check_sole
 from nvme_offload.optim.state.condition import StepPhase, UnresumedRun
 from nvme_offload.optim.state.durability import Ground, OpenDurability
@@ -85,7 +87,7 @@ class StateStore(StateBody):
         try:
             if durability.tier is not None:
                 self._tiers["nvme"] = durability.tier
-                self.pool = BufferPool(self._num_buffers, 1)
+                self.pool = BufferPool(1, 1)
             self._placement = StatePlacement(config, rule, durability.period, durability.size_in_buffer)
             self.means = Means(
                 kernels, lambda index: table[index].param, durability.logs, begin_writing=durability.begin_writing
@@ -128,6 +130,7 @@ class StateStore(StateBody):
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
         """Give parameters whose state has no place yet one: see `StateBody`."""
         self._tidy_up()
+        self._fix_budget()
         wanted = {record.index for record in records}
         if wanted and not self.is_settled:
             wanted |= {record.index for record in self._trainable}
@@ -164,6 +167,7 @@ class StateStore(StateBody):
         Raises:
             OutOfSpaceError, ConfigError, SwapIOError: see `ensure_placed`.
         """
+        self._fix_budget()
         may_be_sharded = dist.is_initialized() and not any(isinstance(leaf, DTensor) for leaf in self.table.leaves)
         if any(split_shard(leaf) is not None for leaf in self.table.leaves) or (
             self.blocks.exist and not may_be_sharded
@@ -182,6 +186,11 @@ class StateStore(StateBody):
             group for group, tier in zip(subgroups, tiers, strict=True) if tier == "nvme" or self.durability.takes_all
         ]
         self._check_room(self.durability.space_of(moving))
+
+    def _fix_budget(self) -> None:
+        """Until something has its place, a budget of "auto" is what is left beside what these parameters will take."""
+        if not self.is_settled:
+            self._placement.fix_budget(lambda: auto_host_budget() - account_of(self.config, self.table).to_come())
 
     def _check_room(self, sizes: Sequence[int]) -> None:
         if self.tier is not None:
@@ -224,7 +233,7 @@ class StateStore(StateBody):
         moving = on["nvme"]
         if moving:
             self.pipeline.synchronize()  # a write that failed says so before anything is promised
-            self._fit_pool(max(self._placement.size_bytes(slot.subgroup) for slot in moving))
+            self._fit_pool([slot.subgroup for slot in moving])
         if len(on["device"]) < len(subgroups):
             self._fit_mirror(set(there.values()), [slot.subgroup for slot in (*on["host"], *moving)])
         # Last, because it is what would have to be given back.
@@ -308,10 +317,6 @@ class StateStore(StateBody):
         if not self.is_whole:
             self.worker.raise_failure()
 
-    @property
-    def _num_buffers(self) -> int:
-        return self.config.zero_optimization.offload_optimizer.buffer_count
-
     def _write_rests(self, slots: Sequence[SlotRecord]) -> None:
         """Bring what the masters of split shards have besides to its tier, subgroup by subgroup. It also stays."""
         split = {record.index for record in self.table if isinstance(parts_of(record.leaf), OwnParts)}
@@ -362,7 +367,8 @@ class StateStore(StateBody):
         if self.pool is not None and self.tier is not None:
             page = self.tier.alignment
             largest = max(map(self._placement.size_bytes, subgroups), default=0)
-            staging = self._num_buffers * max(self.pool.buffer_bytes, -(-largest // page) * page)
+            num_buffers = self._placement.num_buffers(self._visiting(subgroups), may_stay=True)
+            staging = num_buffers * max(self.pool.buffer_bytes, -(-largest // page) * page)
         if self._devices:
             staging += DeviceMirror.BYTES_PER_ELEMENT * self._largest_numel(subgroups)
         on_device = self._params_stay_on_device
@@ -388,12 +394,19 @@ class StateStore(StateBody):
     def _largest_numel(self, subgroups: Sequence[Subgroup]) -> int:
         return max(subgroup.padded_numel for subgroup in [*subgroups, *(slot.subgroup for slot in self.slots)])
 
-    def _fit_pool(self, buffer_bytes: int) -> None:
-        """Buffers are as large as the largest subgroup and no larger: a small model takes little memory."""
+    def _visiting(self, more: Sequence[Subgroup]) -> list[Subgroup]:
+        """Return the subgroups that visit staging buffers, and these."""
+        return [*(slot.subgroup for slot in self.slots if slot.home.is_visited), *more]
+
+    def _fit_pool(self, moving: Sequence[Subgroup]) -> None:
+        """Make as many buffers as are of use, as large as the largest subgroup: a small model takes little memory."""
         assert self.tier is not None
-        if self.pool is not None and buffer_bytes <= self.pool.buffer_bytes:
+        visiting = self._visiting(moving)
+        num_buffers = self._placement.num_buffers(visiting)
+        buffer_bytes = max(map(self._placement.size_bytes, visiting))
+        if self.pool and num_buffers <= self.pool.num_buffers and buffer_bytes <= self.pool.buffer_bytes:
             return
-        larger = BufferPool(self._num_buffers, buffer_bytes)
+        larger = BufferPool(num_buffers, buffer_bytes)
         self.pipeline.drop_copies()
         self.tier.register([larger])
         before = self.pool

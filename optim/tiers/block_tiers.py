@@ -204,7 +204,8 @@ class BlockTiers:
                 *self._placed[cache.kind].values(),
                 *(self._unit(cache, group) for group in admitted.groups_of(cache.kind)),
             ]
-            units += [staging_unit(cache.kind, blocks, cache.num_buffers, cache.buffer_bytes), *blocks]
+            staging = staging_unit(self._config, cache.kind, blocks, cache.most_buffers, cache.buffer_bytes)
+            units += [staging, *blocks]
         return units
 
     def reserve(self, admitted: Admission, tiers: Sequence[Tier]) -> None:

@@ -50,10 +50,16 @@ def grad_unit(
     return Unit(f"{GRADS} of {name}", GRADS, size_bytes, moved, moved, choice)
 
 
-def staging_unit(kind: str, blocks: Iterable[Unit], num_buffers: int, buffer_bytes: int = 0) -> Unit:
-    """Staging buffers, each as large as the largest block that may move, and as they are now."""
-    largest = max((unit.size_bytes for unit in blocks if "nvme" in unit.tiers), default=0)
-    return Unit(f"{STAGING} of {kind}", STAGING, num_buffers * max(largest, buffer_bytes), tiers=("host",))
+def staging_unit(
+    config: OffloadConfig, kind: str, blocks: Iterable[Unit], buffer_count: int, buffer_bytes: int = 0
+) -> Unit:
+    """Staging buffers, each as large as the largest block that may move, and as they are now; no more than move.
+
+    Within a host budget `buffer_count` of them have room, so that there is some for blocks that come later.
+    """
+    sizes = [unit.size_bytes for unit in blocks if "nvme" in unit.tiers]
+    num_buffers = buffer_count if config.host_budget is not None else min(buffer_count, len(sizes))
+    return Unit(f"{STAGING} of {kind}", STAGING, num_buffers * max([buffer_bytes, *sizes]), tiers=("host",))
 
 
 def _choice(config: OffloadConfig) -> tuple[Tier, ...]:

@@ -162,7 +162,8 @@ class _Making:
         on_device = is_device(self.device_type)
         plan = PrecisionPlan.of(self.config, self.model, stages, self.rule, on_device=on_device)
         rules = {name: group.rule for group in self.groups for name in group.names}
-        check_blocks_fit(self.config, self.model, self.blocks, roles.data_parallel, plan, self.rule, rules)
+        mesh = roles.data_parallel
+        self.config = check_blocks_fit(self.config, self.model, self.blocks, mesh, plan, self.rule, rules)
         return plan
 
     def shard(self, roles: MeshRoles, plan: PrecisionPlan, undo: ExitStack) -> OffloadOptimizer:

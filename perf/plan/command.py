@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,30 +11,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.offload.host.available_memory import available_bytes
-from nvme_offload.optim.zero.section_checks import completed_for
+from nvme_offload.offload.host.available_memory import total_bytes
 from nvme_offload.perf.measure.accelerator import copy_rates, device_here, facts_of
 from nvme_offload.perf.measure.command_line import Json, byte_option, to_bytes
+from nvme_offload.perf.plan.choosing import Chooser, ChosenSection
 from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError, drives_of
-from nvme_offload.perf.plan.placing import Job
-from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, excess_of, largest_model, predict
+from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, fits, largest_model, predict, uses_nvme
 from nvme_offload.perf.plan.report import show, show_durable, to_dict
 from nvme_offload.perf.plan.shape import ModelShape, ShapeError
-
-_DRIVE = {"device": "nvme", "nvme_path": "."}
-STATE_ON_NVME: dict[str, Any] = {
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3, "offload_optimizer": _DRIVE},
-}
-"""This is planned for GPUs without ``--config``, where they hold parameters and gradients."""
-ALL_ON_NVME: dict[str, Any] = {
-    **STATE_ON_NVME,
-    "zero_optimization": {**STATE_ON_NVME["zero_optimization"], "offload_param": _DRIVE},
-    "offload_gradients": _DRIVE,
-}
-"""This is planned for the CPU without ``--config``, and for GPUs that do not hold parameters and gradients."""
 
 
 def _number(text: str) -> int:
@@ -65,11 +51,11 @@ def plan(
     hidden: Annotated[int | None, _count("--hidden", text="Hidden size, beside --params.")] = None,
     vocab: Annotated[int | None, _count("--vocab", text="Entries of the embedding, beside --params.")] = None,
     config: Annotated[
-        Path | None, typer.Option(help="The section; by default bf16 with all on NVMe that a GPU does not hold.")
+        Path | None, typer.Option(help="The section; by default the one that offload init would write.")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks that share the model.")] = 1,
     ranks_per_node: Annotated[int | None, typer.Option(help="Of these on one node; by default all, 8 at most.")] = None,
-    host_memory: Annotated[int | None, _size("--host-memory", text="Of a node; by default what is free here.")] = None,
+    host_memory: Annotated[int | None, _size("--host-memory", text="Of a node; by default what there is here.")] = None,
     device_memory: Annotated[
         int | None,
         _size("--gpu-memory", "--device-memory", text="Of one rank's GPU; by default this one's, none is the CPU."),
@@ -100,7 +86,7 @@ def plan(
         machine = Machine(
             ranks=ranks,
             ranks_per_node=min(ranks, 8) if ranks_per_node is None else ranks_per_node,
-            host_memory=available_bytes() if host_memory is None else host_memory,
+            host_memory=total_bytes() if host_memory is None else host_memory,
             device_memory=on_device,
             drives=drives,
             capacity=of_class if capacity is None else capacity,
@@ -111,19 +97,18 @@ def plan(
         if tokens < 1:
             raise MachineError(f"--tokens {tokens}: at least 1")
         shape = _shape(model, params, layers, hidden, vocab)
-        prediction = _predicted(config, machine, shape, tokens, checkpointing=checkpointing)
-        largest = largest_model(prediction.job, machine)
+        choice, prediction, largest = _planned(config, shape, Chooser(machine, [Path()], tokens, checkpointing))
     except (ShapeError, MachineError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps(_document(prediction, largest, durable=durable)))
+        typer.echo(json.dumps(_document(prediction, choice, largest, durable=durable)))
     else:
         console = Console()
-        show(prediction, largest, console)
+        show(prediction, choice, largest, console)
         for part in show_durable(prediction) if durable else ():
             console.print(part, highlight=False, soft_wrap=True)
-    if prediction.excess:
+    if prediction.tiers.missing:
         raise typer.Exit(1)
 
 
@@ -145,39 +130,37 @@ def _device(memory: int | None, pcie: int | None) -> tuple[int | None, float | N
     return memory, pcie
 
 
-def _predicted(
-    file: Path | None, machine: Machine, shape: ModelShape, tokens: int, *, checkpointing: bool
-) -> Prediction:
-    """Return what a section comes to; without one, on GPUs the first of our own whose parameters and gradients fit."""
-    own = [ALL_ON_NVME] if machine.device_memory is None else [STATE_ON_NVME, ALL_ON_NVME]
-    for section in own if file is None else [file]:
-        config = plannable(OffloadConfig.of(section), machine)
-        job = Job(shape=shape, config=config, tokens=tokens, checkpointing=checkpointing)
-        if "device" not in excess_of(job, machine):
-            break
-    return predict(job, machine)
+def _planned(
+    file: Path | None, shape: ModelShape, chooser: Chooser
+) -> tuple[ChosenSection | None, Prediction, ModelShape | None]:
+    """Return the section that is chosen where none is given, what it comes to, and the deepest model that fits so.
+
+    Raises:
+        ConfigError: the section is wrong, or a budget of it too small for what must be within it.
+    """
+    machine = chooser.machine
+    if file is None:
+        choice = chooser.choose(shape)
+        largest = largest_model(shape, chooser.fits) if machine.capacity is not None else None
+        return choice, predict(choice.job, machine), largest
+    job = chooser.job(file, shape)
+    largest = None
+    if machine.capacity is not None or not uses_nvme(job.config):
+        largest = largest_model(shape, lambda other: fits(replace(job, shape=other), machine))
+    return None, predict(job, machine), largest
 
 
-def _document(prediction: Prediction, largest: ModelShape | None, *, durable: bool) -> dict[str, Any]:
+def _document(
+    prediction: Prediction, choice: ChosenSection | None, largest: ModelShape | None, *, durable: bool
+) -> dict[str, Any]:
     found = largest and {
         "parameters": largest.numel,
         "layers": largest.num_layers,
         "deepest": largest.num_layers <= MAX_LAYERS,
     }
+    chosen = {"section": choice.section, "why": choice.why} if choice is not None else {}
     kept = {"durable": to_dict(prediction)} if durable else {}
-    return {**prediction.to_dict(), "largest_model": found, **kept}
-
-
-def plannable(config: OffloadConfig, machine: Machine) -> OffloadConfig:
-    """The section as `initialize` completes it, with a host budget of "auto" as that machine would have it.
-
-    Raises:
-        ConfigError: `initialize` would refuse it there.
-    """
-    config = completed_for(config, machine.ranks)
-    if config.host_budget != "auto":
-        return config
-    return config.model_copy(update={"host_budget": machine.host_budget})
+    return {**chosen, **prediction.to_dict(), "largest_model": found, **kept}
 
 
 def _shape(

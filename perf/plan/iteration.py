@@ -198,7 +198,7 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic]) -> Work | None:
             _subgroup_time(placed, subgroup, tier, of_blocks)
             for subgroup, tier in zip(placed.subgroups, state_on, strict=True)
         ),
-        num_buffers=zero.offload_optimizer.buffer_count,
+        num_buffers=placed.num_buffers,
         micro_batches=job.micro_batches,
         tier_ahead=zero.offload_param.buffer_count - 1,
     )

@@ -10,7 +10,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nvme_offload.offload.host.available_memory import auto_budget
 from nvme_offload.offload.units import GB, TB
 
 UPDATE_RATE = 1e9
@@ -115,11 +114,6 @@ class Machine:
         )
         if self.ranks % self.ranks_per_node:
             raise MachineError(f"--ranks {self.ranks} is no multiple of --ranks-per-node {self.ranks_per_node}")
-
-    @property
-    def host_budget(self) -> int:
-        """Return what a host budget of "auto" comes to for one rank here."""
-        return auto_budget(self.host_memory, self.ranks_per_node)
 
 
 def _rate(result: Mapping[str, Any]) -> float:

@@ -11,19 +11,19 @@ from typing import NamedTuple
 import torch
 
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.shards.param_tier import KIND as PARAMS
+from nvme_offload.offload.host.available_memory import auto_budget
 from nvme_offload.offload.shards.param_tier import Padded
 from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit
 from nvme_offload.offload.units import MiB
 from nvme_offload.optim.layout.master import TILE_NUMEL, sealed_itemsize, state_itemsize
-from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
+from nvme_offload.optim.layout.subgroup import Subgroup, plan_subgroups
 from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.optim.rules.registry import rule_of
+from nvme_offload.optim.state.account import Account, GroupSize, ShardSize
 from nvme_offload.optim.state.pipeline import KIND as STATE
 from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.step.schedule import OverlapStep, hindrance, schedule_of
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
-from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
 from nvme_offload.optim.updates.choice import way_of
 from nvme_offload.optim.updates.mirrored import DeviceMirror
 from nvme_offload.perf.plan.kept_state import KeptState
@@ -48,7 +48,7 @@ class Job:
 
     shape: ModelShape
     config: OffloadConfig
-    """The section. Its host budget is in bytes or none; "auto" is for the machine to decide: `Machine.host_budget`."""
+    """The section, as `initialize` completes it."""
     tokens: int
     """Tokens of one micro-batch on one rank."""
     checkpointing: bool
@@ -86,13 +86,14 @@ class PlacedJob:
         self.precision, self.rule = precision_of(config), rule_of(config.optimizer)
         self.kept = KeptState.of(config, machine)
         """The state as it outlives a kill; None where it ends with the process."""
-        self.on_device = machine.device_memory is not None
+        self.account = account_of_job(job, machine)
+        """The memory beside the state."""
+        self.on_device = self.account.on_device
         """Whether forward and backward compute on an accelerator."""
-        self.num_shards = 1 if config.zero_optimization.stage == 0 else machine.ranks
-        """Ranks that share a parameter; with stage 0 each has all of it."""
         logged = () if self.kept is None else (self.kept.period, self.kept.buffer_bytes)
-        placement = StatePlacement(config, self.rule, *logged)
-        blocks = self._blocks()
+        placement = self._placement = StatePlacement(config, self.rule, *logged)
+        placement.fix_budget(self._auto_budget)
+        blocks = self.account.blocks()
         fixed = sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
         max_bytes = placement.max_subgroup_bytes(fixed, self.copies.update > 0)
         self.subgroups, itemsize, most_numel = self._subgroups(placement, max_bytes)
@@ -102,7 +103,7 @@ class PlacedJob:
         section = config.zero_optimization.offload_optimizer
         self.buffer_bytes = -(-largest // mmap.PAGESIZE) * mmap.PAGESIZE if section.device == "nvme" else 0
         """Bytes of one staging buffer."""
-        staging = section.buffer_count * self.buffer_bytes
+        staging = placement.num_buffers(self.subgroups, may_stay=True) * self.buffer_bytes
         if self.copies.update:
             staging += DeviceMirror.BYTES_PER_ELEMENT * (largest // itemsize)
         self.tiers: TierPlan = placement.plan(
@@ -122,6 +123,17 @@ class PlacedJob:
             backward=max(stored * (params_leave and zero.stage == 3), accumulated * grads_leave),
             update=stored * (not params_leave) + accumulated * (not grads_leave),
         )
+
+    def _auto_budget(self) -> int:
+        """Return what a host budget of "auto" comes to, for a model that is not in memory yet."""
+        free = auto_budget(self.machine.host_memory, self.machine.ranks_per_node)
+        return free - self.job.baseline_bytes - self.account.to_come(on_meta=True)
+
+    @property
+    def num_buffers(self) -> int:
+        """Return the number of staging buffers of the state."""
+        pairs = zip(self.subgroups, self.state_on, strict=True)
+        return self._placement.num_buffers([subgroup for subgroup, tier in pairs if tier == "nvme"])
 
     @property
     def state_on(self) -> list[Tier]:
@@ -162,94 +174,46 @@ class PlacedJob:
 
     def _subgroups(self, placement: StatePlacement, max_bytes: int) -> tuple[list[Subgroup], int, int]:
         """Cut the state; give with it the bytes of an element, and the most elements of a subgroup in a run."""
-        config, precision, rule = self.job.config, self.precision, self.rule
+        precision, rule = self.precision, self.rule
         logged = 0 if self.kept is None else self.kept.log_itemsize
-        shards = [
-            ParamToPlace(
-                number,
-                0,
-                -(-numel // self.num_shards),
-                precision.storage,
-                rule,
-                number if config.has_block_tiers else -1,
-                logged,
-            )
-            for number, group in enumerate(self.job.shape.groups)
-            for numel in group
-        ]
+        places = self.account.places(logged)
         state_bytes = (state_itemsize if self.kept is None else sealed_itemsize)(precision.master, rule.states)
-        for shard in shards:
-            what = f"a parameter of {shard.numel * self.num_shards} elements"
-            placement.check_whole(rule, shard.numel * state_bytes, what)
+        for place in places:
+            what = f"a parameter of {place.numel * self.account.num_shards} elements"
+            placement.check_whole(rule, place.numel * state_bytes, what)
         itemsize = max(state_bytes + logged, 1)  # none at all: as many elements as one may have
-        max_numel = config.zero_optimization.sub_group_size
-        pieces = sum(shard.numel for shard in shards) // max(1, min(max_bytes // itemsize, max_numel))
+        max_numel = self.job.config.zero_optimization.sub_group_size
+        pieces = sum(place.numel for place in places) // max(1, min(max_bytes // itemsize, max_numel))
         coarser = 1 + pieces // MAX_SUBGROUPS
         sealed = self.kept is not None
-        subgroups = plan_subgroups(shards, max_bytes * coarser, max_numel * coarser, sealed=sealed)
+        subgroups = plan_subgroups(places, max_bytes * coarser, max_numel * coarser, sealed=sealed)
         return subgroups, itemsize, min(max_bytes // itemsize, -(-max_numel // TILE_NUMEL) * TILE_NUMEL)
 
-    def _blocks(self) -> list[Unit]:
-        """Blocks of parameters and gradients that may be on NVMe, and their staging buffers: see `BlockTiers.units`."""
-        config = self.job.config
-        shards = [[-(-numel // self.num_shards) for numel in group] for group in self.job.shape.groups]
-        params, grads = config.zero_optimization.offload_param, config.offload_gradients
-        storage, accumulate = self.precision.storage, self.precision.accumulate
-        units: list[Unit] = []
-        if params.device == "nvme":
-            blocks = [
-                param_unit(config, str(number), [Padded(torch.Size([n]), storage) for n in shard], trainable=True)
-                for number, shard in enumerate(shards)
-            ]
-            units += [staging_unit(PARAMS, blocks, params.buffer_count), *blocks]
-        if grads.device == "nvme":
-            blocks = [
-                grad_unit(config, str(number), [(numel, accumulate) for numel in shard])
-                for number, shard in enumerate(shards)
-            ]
-            units += [staging_unit(GRADS, blocks, grads.buffer_count), *blocks]
-        return units
+
+def account_of_job(job: Job, machine: Machine) -> Account:
+    """Return the account of a rank that has this job, beside the state of its optimizer."""
+    # Most parameters are of classes that autocast gathers in 16 bits.
+    precision, rule = precision_of(job.config, safe=True), rule_of(job.config.optimizer)
+    num_shards = 1 if job.config.zero_optimization.stage == 0 else machine.ranks  # with stage 0 each has all of it
+    groups, sizes = list[GroupSize](), dict[tuple[int, ...], list[ShardSize]]()
+    for number, group in enumerate(job.shape.groups):
+        if group not in sizes:  # most layers are alike
+            forms = [Padded(torch.Size([-(-numel // num_shards)]), precision.storage) for numel in group]
+            pairs = zip(forms, group, strict=True)
+            sizes[group] = [ShardSize(form, numel, precision, rule) for form, numel in pairs]
+        groups.append(GroupSize(str(number), sizes[group], None if job.shape.rest and not number else number))
+    return Account(job.config, groups, num_shards, machine.device_memory is not None)
 
 
-def residents(placed: PlacedJob) -> Iterator[Unit]:
-    """Parameters, gradients, what is gathered of them, and activations of one rank; what comes and goes at its peak.
+def residents(job: Job, account: Account) -> Iterator[Unit]:
+    """Return what one rank holds that no budget of the section covers; what comes and goes at its peak.
 
     What may be on NVMe is placed with the state: see `PlacedJob`.
     """
-    shape, config, precision = placed.job.shape, placed.job.config, placed.precision
-    params, grads = config.zero_optimization.offload_param.device, config.offload_gradients.device
-    device: Tier = "device" if placed.on_device else "host"
-    numel = sum(-(-sum(group) // placed.num_shards) for group in shape.groups)
-    if params != "nvme":
-        stays: Tier = "host" if params == "cpu" else device
-        yield Unit("parameters", "parameters", numel * precision.storage.itemsize, tiers=(stays,))
-    if grads != "nvme":
-        kept: Tier = "host" if grads == "cpu" else device
-        yield Unit("gradients", "gradients", numel * precision.accumulate.itemsize, tiers=(kept,))
-    yield Unit("gathered groups", "gathered groups", _gathered_bytes(placed), tiers=(device,))
-    yield Unit("activations", "activations", _activation_bytes(placed.job), tiers=(device,))
-
-
-def _gathered_bytes(placed: PlacedJob) -> int:
-    """At the worst moment of backward: two layers gathered, one with its gradients before and after the reduction.
-
-    The root's gradients wait unreduced until the end of backward. Below stage 3 all layers stay gathered.
-    """
-    shape, config, ranks = placed.job.shape, placed.job.config, placed.num_shards
-    precision = precision_of(config, safe=True)  # most are of classes that autocast gathers in 16 bits
-    computed, reduced = precision.gather.itemsize, precision.reduce.itemsize
-    layer, root = max(shape.unit_numels), shape.rest_numel
-    is_freed = config.zero_optimization.stage == 3
-    if ranks == 1:  # computes on its shards; where they are cast or lent, on one layer's copies at a time
-        layers = layer if is_freed else sum(shape.unit_numels)
-        leave = ("nvme", "cpu") if placed.on_device else ("nvme",)
-        is_lent = config.zero_optimization.offload_param.device in leave
-        copied = (root + layers) * computed if is_lent or precision.gather != precision.storage else 0
-        moves = config.offload_gradients.device in leave or precision.accumulate != precision.gather
-        return copied + ((root + layer) * computed if moves else 0)
-    layers = 2 * layer if is_freed else sum(shape.unit_numels)
-    reducing = max(layer, root) * reduced * (1 + 1 / ranks)
-    return round((root + layers) * computed + (root + layer) * computed + reducing)
+    yield Unit("process", "process", job.baseline_bytes, tiers=("host",))
+    yield from account.residents()
+    device: Tier = "device" if account.on_device else "host"
+    yield Unit("activations", "activations", _activation_bytes(job), tiers=(device,))
 
 
 def _activation_bytes(job: Job) -> int:

@@ -7,10 +7,12 @@ again (`perf.plan.traffic`), so a plan says what a run will do, not what it migh
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY, DurableBytes
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
@@ -65,11 +67,6 @@ class Prediction:
         return self.tiers.bytes_on("host")
 
     @property
-    def excess(self) -> dict[Tier, int]:
-        """Bytes that are missing for one rank, by tier; empty where everything fits."""
-        return _excess(self.tiers)
-
-    @property
     def written_per_day(self) -> float | None:
         """Bytes per node and day of steps one after another; None where their time is not known."""
         if self.time is None:
@@ -98,7 +95,7 @@ class Prediction:
                 kind: {tier: size for tier in TIERS if (size := self.tiers.bytes_on(tier, kind))} for kind in kinds
             },
             "available_per_rank": dict(self.tiers.budgets),
-            "missing_per_rank": self.excess,
+            "missing_per_rank": self.tiers.missing,
             "traffic_per_rank_and_step": {
                 kind: {"read": round(moved.total.read), "written": round(moved.total.written)}
                 for kind, moved in self.traffic.items()
@@ -121,7 +118,7 @@ def predict(job: Job, machine: Machine) -> Prediction:
     return Prediction(
         job=job,
         machine=machine,
-        tiers=_tier_plan(placed),
+        tiers=tier_plan(placed),
         traffic=traffic,
         overlap_step=placed.overlap_step,
         times=_times(placed, traffic),
@@ -139,48 +136,40 @@ def _bytes_by_tier(placed: PlacedJob) -> dict[Tier, DurableBytes]:
     return found
 
 
-def excess_of(job: Job, machine: Machine) -> dict[Tier, int]:
-    """`Prediction.excess` alone, which takes no time.
-
-    Raises:
-        ConfigError: see `predict`.
-    """
-    return _excess(_tier_plan(PlacedJob(job, machine)))
-
-
-def _excess(tiers: TierPlan) -> dict[Tier, int]:
-    return {tier: missing for tier in TIERS if (missing := tiers.excess(tier))}
+def fits(job: Job, machine: Machine) -> bool:
+    """Return whether everything of a job has its place."""
+    try:
+        return not tier_plan(PlacedJob(job, machine)).missing
+    except ConfigError:  # more than the section's budget holds
+        return False
 
 
-def largest_model(job: Job, machine: Machine) -> ModelShape | None:
-    """The deepest model of this kind of layer that fits; None where not even one layer does, or nothing limits it.
+def uses_nvme(config: OffloadConfig) -> bool:
+    """Return whether anything of a section is on NVMe."""
+    zero = config.zero_optimization
+    return "nvme" in (zero.offload_optimizer.device, zero.offload_param.device, config.offload_gradients.device)
+
+
+def largest_model(shape: ModelShape, fits: Callable[[ModelShape], bool]) -> ModelShape | None:
+    """The deepest model of this kind of layer that fits; None where not even one layer does.
 
     One that has more than `MAX_LAYERS` need not be the deepest.
     """
-
-    def fits(num_layers: int) -> bool:
-        try:
-            return not excess_of(replace(job, shape=job.shape.with_layers(num_layers)), machine)
-        except ConfigError:  # more than the section's budget holds
-            return False
-
-    zero = job.config.zero_optimization
-    used = {zero.offload_optimizer.device, zero.offload_param.device, job.config.offload_gradients.device}
-    if ("nvme" in used and machine.capacity is None) or not fits(1):
+    if not fits(shape.with_layers(1)):
         return None
     low, too_many = 1, MAX_LAYERS + 1
-    if fits(too_many):
-        return job.shape.with_layers(too_many)
+    if fits(shape.with_layers(too_many)):
+        return shape.with_layers(too_many)
     while too_many - low > 1:
         middle = (low + too_many) // 2
-        low, too_many = (middle, too_many) if fits(middle) else (low, middle)
-    return job.shape.with_layers(low)
+        low, too_many = (middle, too_many) if fits(shape.with_layers(middle)) else (low, middle)
+    return shape.with_layers(low)
 
 
-def _tier_plan(placed: PlacedJob) -> TierPlan:
+def tier_plan(placed: PlacedJob) -> TierPlan:
     """The plan of everything one rank holds: what is decided already, each unit on its tier."""
     machine = placed.machine
-    units = [Unit("process", "process", placed.job.baseline_bytes, tiers=("host",)), *residents(placed)]
+    units = list(residents(placed.job, placed.account))
     sizes = Counter[tuple[str, Tier]]()
     for unit, tier in zip(placed.tiers.units, placed.tiers.tiers, strict=True):
         visits = unit.kind == STATE and tier == "nvme"  # a buffer, where logs have their place, too
@@ -202,8 +191,8 @@ def _traffic(placed: PlacedJob) -> dict[str, StepTraffic]:
     zero, traffic = config.zero_optimization, dict[str, StepTraffic]()
     visits = _without_repetitions([subgroup.block for subgroup in placed.subgroups])
     if placed.on_nvme:
-        buffers, alternates = zero.offload_optimizer.buffer_count, placed.overlap_step == "off"
-        traffic[STATE] = of_state(placed.on_nvme, buffers, placed.buffer_bytes, alternates=alternates)
+        alternates = placed.overlap_step == "off"
+        traffic[STATE] = of_state(placed.on_nvme, placed.num_buffers, placed.buffer_bytes, alternates=alternates)
     if placed.kept is not None:
         in_place = traffic.get(STATE, StepTraffic())
         traffic[STATE] = placed.kept.traffic(in_place, placed.subgroups, placed.state_on)

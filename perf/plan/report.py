@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from nvme_offload.offload.durable.rewrite_every import (
 )
 from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import TB, format_bytes
+from nvme_offload.perf.plan.choosing import ChosenSection
 from nvme_offload.perf.plan.kept_state import rates_of
 from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction
 from nvme_offload.perf.plan.shape import ModelShape
@@ -24,10 +26,13 @@ from nvme_offload.perf.plan.shape import ModelShape
 PERIODS = range(1, USUAL_PERIOD + 1)
 
 
-def show(prediction: Prediction, largest: ModelShape | None, console: Console) -> None:
-    """Memory, traffic, time and wear, and the largest model that fits."""
+def show(prediction: Prediction, chosen: ChosenSection | None, largest: ModelShape | None, console: Console) -> None:
+    """Memory, traffic, time and wear, the largest model that fits, and the section where it was chosen for that."""
     job, machine = prediction.job, prediction.machine
     shape = job.shape
+    if chosen is not None:
+        console.print(f"As offload init chooses: {chosen.why}", highlight=False, soft_wrap=True)
+        console.print(json.dumps(chosen.section), highlight=False, soft_wrap=True)
     console.print(
         f"{shape.name}: {shape.numel:,} parameters, {shape.num_layers} layers; {machine.ranks} rank(s), "
         f"{machine.ranks_per_node} on a node; {job.tokens:,} tokens x {job.micro_batches} micro-batches on each",
@@ -92,7 +97,7 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
         wear = f"Wear: {prediction.written_per_day / TB:.3g} TB written per node and day"
         days = prediction.days_of_life
         yield f"{wear}; the drives' endurance lasts {days:.3g} days" if days else f"{wear} (--tbw: for how long)"
-    for tier, missing in prediction.excess.items():
+    for tier, missing in prediction.tiers.missing.items():
         yield f"DOES NOT FIT: {tier} is {format_bytes(missing)} too small for each rank"
     if largest is not None:
         found = f"{largest.numel:,} parameters in {largest.num_layers} layers"

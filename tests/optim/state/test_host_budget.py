@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
-from nvme_offload import ConfigError, FaultSpec, OffloadAdamW, SwapIOError
+from nvme_offload import ConfigError, FaultSpec, OffloadAdamW, SwapIOError, initialize
 from nvme_offload.offload.host import available_memory
 from nvme_offload.offload.host import proc as system_files
 from nvme_offload.offload.units import GiB, MiB, format_bytes
@@ -276,3 +277,69 @@ def test_auto_is_this_ranks_share_of_what_is_left(tmp_path, monkeypatch):
     assert budget_of(GiB) == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert format_bytes(budget_of(40 * GiB)) == "7.5 GiB"
+
+
+LEFT = 64 * MiB
+WIDTH, LAYERS = 256, 4
+NUMEL = LAYERS * WIDTH * (WIDTH + 1)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine on which a reserve leaves 64 MiB."""
+    monkeypatch.setattr(available_memory, "available_bytes", lambda: 2 * GiB + LEFT)
+
+
+def layers(device="cpu"):
+    with torch.device(device):
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def of_engine(path, *, blocks=False, **more):
+    drive = {"device": "nvme", "nvme_path": str(path)}
+    zero = {"stage": 3, "offload_optimizer": drive, **({"offload_param": drive} if blocks else {})}
+    return {"zero_optimization": zero, "offload_gradients": drive if blocks else {"device": "none"}, **more}
+
+
+def budget_of(optimizer):
+    return optimizer.tier_plan.budgets["host"]
+
+
+@pytest.mark.usefixtures("machine", "alone")
+@pytest.mark.parametrize(("device", "to_come"), [("cpu", 4), ("meta", 8)])
+def test_a_budget_that_is_found_leaves_room_for_what_no_budget_covers(device, to_come, tmp_path):
+    """Gradients of 4 bytes a parameter; of a model without values its parameters, too."""
+    with initialize(layers(device), of_engine(tmp_path, host_budget="auto")) as engine:
+        assert budget_of(engine.optimizer) == LEFT - to_come * NUMEL
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.filterwarnings("ignore:.*does not honour these keys")
+@pytest.mark.parametrize("have_grads", [False, True])
+def test_gradients_that_there_are_need_no_more_room(have_grads, tmp_path):
+    model = layers()
+    if have_grads:
+        model(torch.ones(1, WIDTH)).sum().backward()
+    with OffloadAdamW(model.parameters(), offload=of_engine(tmp_path, host_budget="auto")) as optimizer:
+        assert budget_of(optimizer) == LEFT - (0 if have_grads else 4 * NUMEL)
+
+
+@pytest.mark.parametrize("sub_group_size", [NUMEL, NUMEL // 2])
+def test_no_more_staging_buffers_than_subgroups_that_visit_them(sub_group_size, tmp_path, alone):
+    config = of_engine(tmp_path)
+    config["zero_optimization"]["sub_group_size"] = sub_group_size
+    with initialize(layers(), config) as engine:
+        found = engine.optimizer.stats()
+        assert found.num_subgroups == -(-NUMEL // sub_group_size)
+        assert found.staging_bytes <= found.state_bytes + found.num_subgroups * 4096
+
+
+def test_no_more_staging_buffers_than_blocks_and_more_when_more_blocks_come(tmp_path, alone):
+    config = of_engine(tmp_path, blocks=True)
+    with initialize(layers(), config) as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, WIDTH)).sum())
+            engine.step()
+        staged = {unit.name: unit.size_bytes for unit in engine.optimizer.tier_plan.units_on("host", "staging buffers")}
+        moved = sum(unit.size_bytes for unit in engine.optimizer.tier_plan.units_on("nvme", "parameters"))
+        assert 0 < staged["staging buffers of parameters"] <= moved

@@ -50,9 +50,9 @@ def devices(section):
     ("memory", "expected", "budget"),
     [
         ("64GiB", ("cpu", "none", "none"), None),
-        ("12GiB", ("nvme", "none", "none"), None),
-        ("5GiB", ("nvme", "nvme", "nvme"), "auto"),
-        ("2300MiB", ("nvme", "nvme", "nvme"), None),
+        ("12GiB", ("nvme", "none", "none"), "7474MiB"),
+        ("4GiB", ("nvme", "nvme", "nvme"), "3504MiB"),
+        ("1200MiB", ("nvme", "nvme", "nvme"), "608MiB"),
     ],
 )
 def test_the_less_memory_the_more_goes_to_nvme(model, tmp_path, memory, expected, budget):

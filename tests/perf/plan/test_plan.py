@@ -173,8 +173,9 @@ def planned(arguments, config, tmp_path):
     return plan(f"--params 1e6 --layers 4 --host-memory 16GiB --config {file} {arguments}")
 
 
-def test_a_trillion_parameters_on_thousands_of_ranks():
-    document = json.loads(plan(f"{LARGE} {RATES} --json").stdout)
+def test_a_trillion_parameters_on_thousands_of_ranks(tmp_path):
+    (tmp_path / "offload.json").write_text(json.dumps(section(tmp_path, params=2, grads=2)))
+    document = json.loads(plan(f"{LARGE} {RATES} --json --config {tmp_path / 'offload.json'}").stdout)
     assert document["model"]["parameters"] == 10**12
     assert document["bytes_per_rank"]["optimizer state"]["nvme"] == pytest.approx(10 * 10**12 / 4096, rel=0.01)
     assert document["iteration"]["seconds"] > 0
@@ -261,9 +262,11 @@ LLAMA_70B = "--params 70e9 --layers 80 --hidden 8192 --vocab 128256"
         pytest.param(LLAMA_70B, 8, "nvme", marks=pytest.mark.slow),
     ],
 )
-def test_models_on_gpus(model, ranks, kept):
-    """Without a section what a GPU does not hold is on NVMe: 70 B fit one GPU of 80 GiB with all of it off the GPU."""
-    result = plan(f"{model} {H100} --ranks {ranks} --tokens 16384 --json")
+def test_models_on_gpus(model, ranks, kept, tmp_path):
+    """70 B fit one GPU of 80 GiB with all of it off the GPU."""
+    file, blocks = tmp_path / "offload.json", 2 if kept == "nvme" else None
+    file.write_text(json.dumps(section(tmp_path, params=blocks, grads=blocks)))
+    result = plan(f"{model} {H100} --ranks {ranks} --tokens 16384 --json --config {file}")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     numel, held = document["model"]["parameters"], document["bytes_per_rank"]

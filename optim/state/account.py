@@ -1,0 +1,184 @@
+"""One account of memory: what one rank holds in training, beside the state of the optimizer that is placed with it.
+
+`initialize` and the optimizer ask it what a host budget of "auto" may be, `offload plan` and `offload init` what fits.
+These are pure functions of sizes and of the section. The state itself is cut and placed by `optim.state.placement`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import is_device
+from nvme_offload.offload.shards.param_tier import KIND as PARAMS
+from nvme_offload.offload.shards.param_tier import Padded
+from nvme_offload.offload.storage.tier_plan import Tier, Unit
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE
+from nvme_offload.optim.layout.subgroup import ParamToPlace
+from nvme_offload.optim.precision.parameter import ParameterPrecision
+from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.state.table import ParamTable
+from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
+from nvme_offload.optim.tiers.parts import parts_of
+from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
+
+GATHERED = "gathered groups"
+"""Kind of the unit that is gathered parameters, and gradients before they are reduced."""
+
+
+class ShardSize(NamedTuple):
+    """One rank's part of a parameter."""
+
+    form: Padded
+    """The part as it is stored: as large as the largest of any rank."""
+    whole_numel: int
+    """Elements of the whole parameter."""
+    precision: ParameterPrecision
+    rule: UpdateRule
+    trainable: bool = True
+
+
+class GroupSize(NamedTuple):
+    """Parameters of one precision, all trained or all frozen, that are gathered together."""
+
+    name: str
+    shards: Sequence[ShardSize]
+    owner: object = None
+    """The layer or end that gathers them, perhaps with other groups; None: what is in no layer, gathered all along."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """An account of what one rank holds of a model: its methods give units, as they are placed or at their peak.
+
+    Args:
+        config: the whole section.
+        groups: in the order of the forward.
+        num_shards: ranks that share each parameter.
+        on_device: forward and backward compute on a device beside the CPU.
+    """
+
+    config: OffloadConfig
+    groups: Sequence[GroupSize]
+    num_shards: int
+    on_device: bool
+
+    def places(self, log_itemsize: int = 0) -> list[ParamToPlace]:
+        """Return the parameters that have state, for `plan_subgroups`; each is called by the number of its group."""
+        return [
+            ParamToPlace(
+                number,
+                0,
+                shard.form.numel,
+                shard.form.dtype,
+                shard.rule,
+                number if self.config.has_block_tiers else -1,
+                log_itemsize,
+            )
+            for number, group in enumerate(self.groups)
+            for shard in group.shards
+            if shard.trainable
+        ]
+
+    def blocks(self) -> list[Unit]:
+        """Return what is within the host budget beside the state: see `BlockTiers.units`."""
+        params, grads, units = self.config.zero_optimization.offload_param, self.config.offload_gradients, list[Unit]()
+        if PARAMS in self._in_blocks:
+            blocks = [
+                param_unit(
+                    self.config,
+                    group.name,
+                    [shard.form for shard in group.shards],
+                    trainable=any(shard.trainable for shard in group.shards),
+                )
+                for group in self.groups
+            ]
+            units += [staging_unit(self.config, PARAMS, blocks, params.buffer_count), *blocks]
+        if GRADS in self._in_blocks:
+            blocks = [
+                grad_unit(self.config, group.name, [(s.form.numel, s.precision.accumulate) for s in group.shards])
+                for group in self.groups
+                if all(shard.trainable for shard in group.shards)
+            ]
+            units += [staging_unit(self.config, GRADS, blocks, grads.buffer_count), *blocks]
+        return units
+
+    def residents(self) -> Iterator[Unit]:
+        """Parameters and gradients that are in no block, and what is gathered of all of them at the worst moment."""
+        device: Tier = "device" if self.on_device else "host"
+        shards = [shard for group in self.groups for shard in group.shards]
+        if PARAMS not in self._in_blocks:
+            stored = sum(shard.form.numel * shard.form.dtype.itemsize for shard in shards)
+            yield Unit(PARAMS, PARAMS, stored, tiers=(device,))
+        if GRADS not in self._in_blocks:
+            kept = sum(shard.form.numel * shard.precision.accumulate.itemsize for shard in shards if shard.trainable)
+            yield Unit(GRADS, GRADS, kept, tiers=(device,))
+        yield Unit(GATHERED, GATHERED, self._gathered_bytes(), tiers=(device,))
+
+    def to_come(self, *, on_meta: bool = False) -> int:
+        """Bytes of host memory that training will take beside the budget, and has not taken yet.
+
+        Args:
+            on_meta: the model has no values yet, so that its parameters are to come, too.
+        """
+        units = [unit for unit in self.residents() if unit.tiers == ("host",)]
+        return sum(unit.size_bytes for unit in units if on_meta or unit.kind != PARAMS)
+
+    @property
+    def _in_blocks(self) -> set[str]:
+        """Return the kinds that leave the memory of who computes with them."""
+        leave = ("nvme", "cpu") if self.on_device else ("nvme",)
+        devices = {
+            PARAMS: self.config.zero_optimization.offload_param.device,
+            GRADS: self.config.offload_gradients.device,
+        }
+        return {kind for kind, device in devices.items() if device in leave}
+
+    def _gathered_bytes(self) -> int:
+        """At the worst moment of backward: two layers gathered, one with its gradients before and after the reduction.
+
+        What is in no layer stays gathered, and its gradients wait unreduced until the end of backward. Below stage 3
+        all layers stay gathered. One rank alone computes on its shards; where they are cast or lent, on one layer's
+        copies at a time.
+        """
+        alone, in_blocks = self.num_shards == 1, self._in_blocks
+        params, grads, reduced = Counter[object](), Counter[object](), Counter[object]()
+        for group in self.groups:
+            for shard in group.shards:
+                dtypes, computed = shard.precision, shard.whole_numel * shard.precision.gather.itemsize
+                if not alone or PARAMS in in_blocks or dtypes.gather != dtypes.storage:
+                    params[group.owner] += computed
+                if shard.trainable and (not alone or GRADS in in_blocks or dtypes.accumulate != dtypes.gather):
+                    grads[group.owner] += computed
+                if shard.trainable and not alone:
+                    reduced[group.owner] += shard.whole_numel * dtypes.reduce.itemsize
+        root = params.pop(None, 0) + grads.pop(None, 0)
+        is_freed = self.config.zero_optimization.stage == 3
+        layers = (1 if alone else 2) * _largest(params) if is_freed else sum(params.values())
+        return round(root + layers + _largest(grads) + _largest(reduced) * (1 + 1 / self.num_shards))
+
+
+def account_of(config: OffloadConfig, table: ParamTable) -> Account:
+    """Return the account of parameters as an optimizer has them; gradients that there are need no room any more."""
+    groups: dict[object, list[ShardSize]] = {}
+    for record in table:
+        leaf, parts = record.leaf, parts_of(record.leaf)
+        form = parts.stored.form if parts is not None else Padded(record.param.shape, record.param.dtype)
+        accumulate = parts.accumulate if parts is not None else form.dtype
+        precision = ParameterPrecision(form.dtype, form.dtype, form.dtype, accumulate, FORM_OF_DTYPE[form.dtype])
+        awaits_grad = leaf.requires_grad and leaf.grad is None
+        shard = ShardSize(form, leaf.numel(), precision, record.rule, awaits_grad)
+        groups.setdefault(parts.group if parts is not None else record.index, []).append(shard)
+    sizes = [GroupSize("", shards, owner) for owner, shards in groups.items()]
+    is_sharded = any(isinstance(leaf, DTensor) for leaf in table.leaves)
+    return Account(config, sizes, dist.get_world_size() if is_sharded else 1, is_device(table.device))
+
+
+def _largest(sizes: Counter[object]) -> int:
+    return max(sizes.values(), default=0)
