@@ -33,7 +33,7 @@ from nvme_offload.optim.step.groups import check_group, follow, take_on
 from nvme_offload.optim.step.plain_modules import PlainModules
 from nvme_offload.optim.step.stepper import Stepper
 from nvme_offload.optim.telemetry.run_record import RunRecord, place_in_words, said
-from nvme_offload.optim.telemetry.stats import Meter, Moved, OptimizerStats, Span
+from nvme_offload.optim.telemetry.stats import DriveTotals, Meter, OptimizerStats, Span
 from nvme_offload.optim.telemetry.warn import warn_user
 
 
@@ -540,11 +540,11 @@ class OffloadOptimizer(Optimizer):
         """Which subgroups live where, and what that moves in a step. ``print`` shows it as a table."""
         return self.store.plan
 
-    def _moved(self) -> Moved:
+    def _moved(self) -> DriveTotals:
         """Return what drives have done for this optimizer so far."""
         own = [self.store.tier.stats()] if self.store.tier else []
         counted, blocks = own + self.store.blocks.engine_stats, self.store.blocks.stats()
-        return Moved(
+        return DriveTotals(
             sum(engine.bytes_read + engine.bytes_written for engine in counted),
             sum(engine.busy_ns for engine in counted) / 1e9 / self.config.aio.rings,
             sum(blocks.get(f"{kind}_wait_seconds", 0.0) for kind in ("param", "grad")),

@@ -42,7 +42,7 @@ _said_in_memory: set[Path] = set()
 
 
 @dataclass(eq=False, slots=True)
-class _Flight:
+class _Submission:
     """A buffer and what the engine does with it; noted before the engine is asked."""
 
     op: Op
@@ -87,7 +87,7 @@ class NvmeTier:
         self._owner_pid = os.getpid()
         self._closed = False
         self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
-        self._under_way: dict[_Flight, None] = {}
+        self._under_way: dict[_Submission, None] = {}
         """Operations that the engine may have, oldest first."""
         self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
         self.space = space or SwapSpace(paths or config.nvme_paths, weights=aio.path_weights, direct=aio.direct)
@@ -254,63 +254,63 @@ class NvmeTier:
             moved = f"{size_bytes or extent.size_bytes} bytes from byte {start} on"
             raise ValueError(f"{what}: {moved}, and the buffer has {buffer.size_bytes}")
         segments = extent.segments(buffer.address + start, 0, size_bytes)
-        flight = _Flight(op, extent, segments, buffer, self.engine)
+        submission = _Submission(op, extent, segments, buffer, self.engine)
         with self._lock:
             # Held here, the buffer's memory cannot go away under the kernel when the caller drops the transfer.
             self._forget([other for other in self._under_way if other.over()])
-            self._under_way[flight] = None
-        operation = self._submit(flight)
+            self._under_way[submission] = None
+        operation = self._submit(submission)
         with self._lock:
             self._bytes_by_kind[op, kind] += operation.size_bytes
         to_error = partial(_error, self.space, self._engines, op, what)
-        return Transfer(operation, to_error, buffer, partial(self._begin_again, flight))
+        return Transfer(operation, to_error, buffer, partial(self._begin_again, submission))
 
-    def _submit(self, flight: _Flight) -> Operation:
-        flight.operation = operation = flight.engine.submit(flight.op, flight.segments)
+    def _submit(self, submission: _Submission) -> Operation:
+        submission.operation = operation = submission.engine.submit(submission.op, submission.segments)
         while operation is None:
             self._wait_for_any()
-            flight.operation = operation = flight.engine.submit(flight.op, flight.segments)
+            submission.operation = operation = submission.engine.submit(submission.op, submission.segments)
         return operation
 
-    def _begin_again(self, flight: _Flight, lost: Operation) -> Operation | None:
+    def _begin_again(self, submission: _Submission, lost: Operation) -> Operation | None:
         """Have another engine do from its beginning what a broken one lost; None where there is no other.
 
         To write or read the same bytes twice does no harm, as long as nobody else has the buffer.
         """
         with self._lock:
-            if flight.operation is None:  # an exception kept us from knowing whether it was handed in again
+            if submission.operation is None:  # an exception kept us from knowing whether it was handed in again
                 self._engines.drain()
-            elif flight.operation is not lost:
-                return flight.operation  # somebody else who waits for it was here before
-            if flight not in self._under_way:
+            elif submission.operation is not lost:
+                return submission.operation  # somebody else who waits for it was here before
+            if submission not in self._under_way:
                 return None
-            if flight.engine.breakdown is not None and not self._engines.replace(flight.engine):
-                self._forget([flight])
+            if submission.engine.breakdown is not None and not self._engines.replace(submission.engine):
+                self._forget([submission])
                 return None
             # Intent first, as in `_start`.
-            flight.operation = None
-            flight.engine = self.engine
-            return self._submit(flight)
+            submission.operation = None
+            submission.engine = self.engine
+            return self._submit(submission)
 
     def quiesce(self, buffer: StagingBuffer) -> None:
         """Wait until no transfer can touch a buffer, also one whose handle an exception kept from the caller."""
         with self._lock:
-            flights = [flight for flight in self._under_way if flight.buffer is buffer]
-        if any(flight.operation is None for flight in flights):
+            submissions = [submission for submission in self._under_way if submission.buffer is buffer]
+        if any(submission.operation is None for submission in submissions):
             self._engines.drain()
-        for flight in flights:
-            if flight.operation is not None:
-                flight.operation.wait()
+        for submission in submissions:
+            if submission.operation is not None:
+                submission.operation.wait()
         with self._lock:
-            self._forget(flights)
+            self._forget(submissions)
 
-    def _forget(self, flights: Iterable[_Flight]) -> None:
-        for flight in flights:
-            self._under_way.pop(flight, None)
+    def _forget(self, submissions: Iterable[_Submission]) -> None:
+        for submission in submissions:
+            self._under_way.pop(submission, None)
 
     def _wait_for_any(self) -> None:
         with self._lock:
-            operations = [flight.operation for flight in self._under_way if flight.operation is not None]
+            operations = [submission.operation for submission in self._under_way if submission.operation is not None]
         pending = [operation for operation in operations if not operation.done()]
         if pending:
             min(pending, key=lambda operation: operation.submitted_ns).wait()
@@ -322,7 +322,7 @@ class NvmeTier:
             raise ForkError("NVMe tier", self._owner_pid, pid)
 
 
-def _shut(owner_pid: int, engines: EngineInUse, space: SwapSpace, under_way: dict[_Flight, None]) -> None:
+def _shut(owner_pid: int, engines: EngineInUse, space: SwapSpace, under_way: dict[_Submission, None]) -> None:
     if os.getpid() != owner_pid:
         return
     engines.close()

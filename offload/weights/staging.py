@@ -24,7 +24,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 _MOST_ATTEMPTS = 100
 
 
-class Staging:
+class HiddenFolder:
     """The hidden folder in `folder`, locked while this object has it; what a killed export left in it is removed.
 
     The lock is flock(2) on a file of ours, which the kernel drops when the process dies however it dies.

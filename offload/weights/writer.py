@@ -24,7 +24,7 @@ from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.sync import make_folder, sync_file, sync_folder
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.weights.reader import DIGEST, DTYPES, INDEX_FILE, SINGLE_FILE
-from nvme_offload.offload.weights.staging import WEIGHT_FILE, Staging
+from nvme_offload.offload.weights.staging import WEIGHT_FILE, HiddenFolder
 
 _KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 _PIECE_NUMEL = 1 << 22
@@ -147,7 +147,7 @@ class _Export:
         self._written = 0
         self._file: BinaryIO | None = None
         self._digest = hashlib.sha256()
-        self._staging: Staging | None = None
+        self._staging: HiddenFolder | None = None
         self._alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self._writes = self._alone or dist.get_rank(group) == 0
         self._error: OSError | None = None
@@ -173,7 +173,7 @@ class _Export:
 
     def make_room(self) -> None:
         make_folder(self.folder)
-        self._staging = Staging(self.folder)
+        self._staging = HiddenFolder(self.folder)
         free_bytes = shutil.disk_usage(self.folder).free
         if free_bytes < self._total:
             what = f"needed {format_bytes(self._total)}, free {format_bytes(free_bytes)}"
@@ -221,7 +221,7 @@ class _Export:
             self._staging.remove()
 
     @property
-    def _temporary(self) -> Staging:
+    def _temporary(self) -> HiddenFolder:
         assert self._staging is not None
         return self._staging
 

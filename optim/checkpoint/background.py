@@ -19,7 +19,7 @@ from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CheckpointWriteError
 from nvme_offload.optim.access.values import CommittedValues
 from nvme_offload.optim.checkpoint.others import Others
-from nvme_offload.optim.checkpoint.run_state import Training
+from nvme_offload.optim.checkpoint.run_state import TrainingParts
 from nvme_offload.optim.checkpoint.save_load import AgreedSave, PartialFolder, PlannedItems, agree, finish, plan_items
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.overlap.flag import Flag
@@ -28,7 +28,7 @@ from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.updates.logs import SlotLogs
 
 
-class Pace:
+class Share:
     """Work that takes at most a share of the time, in small pieces.
 
     Args:
@@ -61,7 +61,7 @@ class BackgroundSave:
         on_exit: leaves nothing of it where an exception comes through.
     """
 
-    def __init__(self, items: PlannedItems, pace: Pace, others: Others, end: Callable[[], None], on_exit: ExitStack):
+    def __init__(self, items: PlannedItems, pace: Share, others: Others, end: Callable[[], None], on_exit: ExitStack):
         self._items = items
         self._pace = pace
         self._others = others
@@ -116,7 +116,7 @@ class BackgroundSave:
 
 @torch.no_grad()
 def begin_save(
-    training: Training,
+    training: TrainingParts,
     manifest: Manifest,
     root: Path,
     tag: str | None,
@@ -155,7 +155,7 @@ def begin_save(
             if dist.get_rank(group) == 0:
                 _end(partial, save, items, others)
 
-        return BackgroundSave(items, Pace(share), others, end, on_exit.pop_all())
+        return BackgroundSave(items, Share(share), others, end, on_exit.pop_all())
 
 
 def _end(partial: Path, save: AgreedSave, items: PlannedItems, others: Others) -> None:

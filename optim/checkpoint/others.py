@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nvme_offload.offload.errors import CheckpointWriteError
 from nvme_offload.optim.checkpoint.files import SAID
-from nvme_offload.optim.checkpoint.storage import Written
+from nvme_offload.optim.checkpoint.storage import RankFile
 
 _FAILED = "failed: "
 _LOOK_SECONDS = 0.05
@@ -32,7 +32,7 @@ class Others:
         self._rank = rank
         self._num_ranks = num_ranks
 
-    def say(self, written: Written) -> None:
+    def say(self, written: RankFile) -> None:
         """This rank has written its part."""
         self._say(written.as_json())
 
@@ -41,7 +41,7 @@ class Others:
         with suppress(OSError):
             self._say(_FAILED + f"{type(failure).__name__}: {failure}")
 
-    def heard(self) -> list[Written]:
+    def heard(self) -> list[RankFile]:
         """Return what all ranks have written, when all of them have said so.
 
         Raises:
@@ -54,7 +54,7 @@ class Others:
         for rank in range(self._num_ranks):
             self._path(rank).unlink()
 
-    def _heard_of(self, rank: int) -> Written:
+    def _heard_of(self, rank: int) -> RankFile:
         grown, size_bytes = time.monotonic(), -1
         while not self._path(rank).exists():
             os.listdir(self._folder)  # a network file system looks again
@@ -66,7 +66,7 @@ class Others:
         said = self._path(rank).read_text(encoding="utf-8")
         if said.startswith(_FAILED):
             raise CheckpointWriteError(errno.EIO, self._folder, f"on rank {rank}: {said.removeprefix(_FAILED)}")
-        return Written.from_json(said)
+        return RankFile.from_json(said)
 
     def _size_bytes(self) -> int:
         size_bytes = 0

@@ -27,7 +27,7 @@ _FIRST_OPTIMIZER = "AdamW"  # of checkpoints that do not name theirs: there was 
 
 
 @dataclass
-class Training:
+class TrainingParts:
     """The parts of a training that a checkpoint is of."""
 
     model: nn.Module
@@ -57,7 +57,7 @@ class Scalars:
     """Its state."""
 
     @classmethod
-    def of(cls, training: Training) -> Scalars:
+    def of(cls, training: TrainingParts) -> Scalars:
         """Return those of a training, as they are now."""
         scheduler, scaler = training.lr_scheduler, training.loss_scaler
         return cls(
@@ -72,7 +72,7 @@ class Scalars:
 
 @dataclass(frozen=True)
 class RunState:
-    """A checkpoint holds this beside tensors, checked against the `Training` it is for."""
+    """A checkpoint holds this beside tensors, checked against the `TrainingParts` it is for."""
 
     client_state: dict[str, Any]
     lr_scheduler: dict[str, Any] | None
@@ -131,7 +131,7 @@ def _reading_state(folder: Path) -> Iterator[None]:
         raise CheckpointError(folder / STATE, f"is not the state of a run: {error!r}") from error
 
 
-def check_same_optimizer(folder: Path, training: Training) -> None:
+def check_same_optimizer(folder: Path, training: TrainingParts) -> None:
     """Look whether the checkpoint is of an optimizer of this kind: others may have states of the same names.
 
     Raises:
@@ -144,7 +144,7 @@ def check_same_optimizer(folder: Path, training: Training) -> None:
         raise ValueError(f"the checkpoint is of a run with {saved}, this run has {own}; nothing was changed")
 
 
-def read_state(folder: Path, training: Training, contents: Contents) -> RunState:
+def read_state(folder: Path, training: TrainingParts, contents: Contents) -> RunState:
     """Read both files of a checkpoint and check them; nothing is changed.
 
     Raises:
@@ -180,7 +180,7 @@ def read_state(folder: Path, training: Training, contents: Contents) -> RunState
     )
 
 
-def apply_state(state: RunState, training: Training) -> None:
+def apply_state(state: RunState, training: TrainingParts) -> None:
     """Take over what `read_state` checked. What only one side has stays as it is; that is said."""
     for group, options in zip(training.optimizer.param_groups, state.groups, strict=True):
         group.update(options)
@@ -221,7 +221,7 @@ def _options(group: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _matched(
-    training: Training, contents: Contents, saved: list[tuple[list[str], dict[str, Any]]]
+    training: TrainingParts, contents: Contents, saved: list[tuple[list[str], dict[str, Any]]]
 ) -> list[dict[str, Any]]:
     """Hyperparameters of each group, where the groups are the same.
 

@@ -38,7 +38,7 @@ from nvme_offload.optim.checkpoint.run_state import (
     STATE,
     RunState,
     Scalars,
-    Training,
+    TrainingParts,
     apply_state,
     check_same_optimizer,
     names_of_groups,
@@ -49,8 +49,8 @@ from nvme_offload.optim.checkpoint.run_state import (
 from nvme_offload.optim.checkpoint.storage import (
     METADATA,
     PlanOfSave,
+    RankFile,
     VerifiedReader,
-    Written,
     read_metadata,
     size_of,
     write_items,
@@ -63,7 +63,7 @@ from nvme_offload.optim.telemetry.warn import warn_user
 
 @dataclass(frozen=True)
 class Loaded:
-    """A load found this, beside what it put into the `Training`."""
+    """A load found this, beside what it put into the `TrainingParts`."""
 
     path: Path
     client_state: dict[str, Any]
@@ -71,7 +71,7 @@ class Loaded:
 
 
 @torch.no_grad()
-def save(training: Training, root: Path, tag: str | None, client_state: Mapping[str, Any] | None) -> Path:
+def save(training: TrainingParts, root: Path, tag: str | None, client_state: Mapping[str, Any] | None) -> Path:
     """Write a checkpoint; every rank must call it. Returns its folder.
 
     Raises:
@@ -87,7 +87,7 @@ def save(training: Training, root: Path, tag: str | None, client_state: Mapping[
         return _save(training, root, tag, client_state)
 
 
-def _save(training: Training, root: Path, tag: str | None, client_state: Mapping[str, Any] | None) -> Path:
+def _save(training: TrainingParts, root: Path, tag: str | None, client_state: Mapping[str, Any] | None) -> Path:
     store, group = training.optimizer.store, training.group
     save = agree(training, tag, client_state, lambda: LiveValues(store, ahead=True))
     with PartialFolder(root, save.tag, group) as partial:
@@ -96,7 +96,7 @@ def _save(training: Training, root: Path, tag: str | None, client_state: Mapping
             own = on_every_rank(lambda: items.write(advance), group)
         said = [""] * dist.get_world_size(group)
         dist.all_gather_object(said, own.as_json(), group=group)
-        return on_first_rank(lambda: finish(partial, save, items, map(Written.from_json, said)), group)
+        return on_first_rank(lambda: finish(partial, save, items, map(RankFile.from_json, said)), group)
 
 
 def save_alone(root: Path, save: AgreedSave) -> Path:
@@ -125,7 +125,7 @@ class AgreedSave:
 
 
 def agree(
-    training: Training, tag: str | None, client_state: Mapping[str, Any] | None, values: Callable[[], Values]
+    training: TrainingParts, tag: str | None, client_state: Mapping[str, Any] | None, values: Callable[[], Values]
 ) -> AgreedSave:
     """Look at what there is to save, and see that all ranks can and mean the same; every rank must call it, `at_rest`.
 
@@ -184,7 +184,7 @@ class PlannedItems:
         """Have what is in memory written as it is now, whatever becomes of it: see `StreamedSavePlanner.keep_aside`."""
         self._planner.keep_aside(self._of_save.plan, self._folder)
 
-    def write(self, advance: Callable[[int], None]) -> Written:
+    def write(self, advance: Callable[[int], None]) -> RankFile:
         """Write them; see `write_items`."""
         return write_items(self._folder, self._of_save.plan, self._planner, advance)
 
@@ -205,7 +205,7 @@ def plan_items(partial: Path, contents: Contents, group: dist.ProcessGroup | Non
     return PlannedItems(partial, plan, planner)
 
 
-def finish(partial: Path, save: AgreedSave, items: PlannedItems, written: Iterable[Written]) -> Path:
+def finish(partial: Path, save: AgreedSave, items: PlannedItems, written: Iterable[RankFile]) -> Path:
     """Make a checkpoint of what all ranks have written, on the first one; returns its folder."""
     records = write_metadata(partial, items.metadata, written, save.contents.tied)
     records[STATE] = files.write_durably(partial / STATE, save.state)
@@ -216,7 +216,7 @@ def finish(partial: Path, save: AgreedSave, items: PlannedItems, written: Iterab
 
 @torch.no_grad()
 def load(
-    training: Training, root: Path, tag: str | None, take_over: Callable[[Loaded], None] = lambda loaded: None
+    training: TrainingParts, root: Path, tag: str | None, take_over: Callable[[Loaded], None] = lambda loaded: None
 ) -> Loaded | None:
     """Resume from a checkpoint; every rank must call it. None where `tag` is None and nothing was ever saved.
 
@@ -241,7 +241,7 @@ def load(
 
 
 def _load(
-    training: Training, folder: Path, manifest: Mapping[str, FileRecord], take_over: Callable[[Loaded], None]
+    training: TrainingParts, folder: Path, manifest: Mapping[str, FileRecord], take_over: Callable[[Loaded], None]
 ) -> Loaded:
     store, group = training.optimizer.store, training.group
 
@@ -285,7 +285,7 @@ def _load(
     return loaded
 
 
-def _contents_of(training: Training, values: Values) -> Contents:
+def _contents_of(training: TrainingParts, values: Values) -> Contents:
     contents = contents_of(training.model, training.optimizer.store, values)
     contents.group_names = names_of_groups(training.optimizer, contents)
     return contents

@@ -26,7 +26,7 @@ METADATA = ".metadata"
 _ITEM_OVERHEAD_BYTES = 2048  # of torch.save's container, and of the metadata, per item
 
 
-class Written(NamedTuple):
+class RankFile(NamedTuple):
     """One rank wrote this."""
 
     name: str
@@ -41,7 +41,7 @@ class Written(NamedTuple):
         return json.dumps({"name": self.name, "record": [*self.record], "results": results})
 
     @classmethod
-    def from_json(cls, text: str) -> Written:
+    def from_json(cls, text: str) -> RankFile:
         """Return what another process wrote.
 
         All go this way, for the bytes of a pickle depend on who has made its objects.
@@ -113,7 +113,7 @@ def size_of(plan: SavePlan) -> int:
     return sum(_size_of(item) for item in plan.items)
 
 
-def write_items(folder: Path, plan: SavePlan, planner: SavePlanner, advance: Callable[[int], None]) -> Written:
+def write_items(folder: Path, plan: SavePlan, planner: SavePlanner, advance: Callable[[int], None]) -> RankFile:
     """Write this rank's items into one file, one at a time, and forget each once it is written.
 
     Torch's own writer holds on to the latest item of every name.
@@ -133,11 +133,11 @@ def write_items(folder: Path, plan: SavePlan, planner: SavePlanner, advance: Cal
             length = stream.tell() - start
             results.append(WriteResult(item.index, length, storage_info(name, start, length)))
             advance(_size_of(item))
-    return Written(name, stream.record, results)
+    return RankFile(name, stream.record, results)
 
 
 def write_metadata(
-    folder: Path, metadata: Metadata, written: Iterable[Written], tied: Mapping[str, str]
+    folder: Path, metadata: Metadata, written: Iterable[RankFile], tied: Mapping[str, str]
 ) -> dict[str, FileRecord]:
     """Write what is where; returns the records of all files so far.
 

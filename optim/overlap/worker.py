@@ -33,7 +33,7 @@ from nvme_offload.optim.overlap.flag import Flag
 _LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a change and the word of it
 
 
-class Job(Protocol):
+class WorkerJob(Protocol):
     """Something to be done behind the scenes, turn by turn."""
 
     @property
@@ -69,7 +69,7 @@ class Worker:
     ) -> None:
         self.bell = Bell()
         """Ring it when there may be something to do, as `wake` does."""
-        self.job: Job | None = None
+        self.job: WorkerJob | None = None
         """Its job. Assign it, then `wake` the worker; None again when it is done or given up."""
         self.failure: BaseException | None = None
         """The error that ended the latest job, until somebody takes it with `raise_failure`."""

@@ -15,7 +15,7 @@ import torch
 from nvme_offload.offload.errors import ClosedError, CorruptionError, ForkError, StateError
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.overlap.order import FirstUses
-from nvme_offload.optim.overlap.worker import Job, Worker
+from nvme_offload.optim.overlap.worker import Worker, WorkerJob
 from nvme_offload.optim.state.condition import Condition, LoadingState, Need, StepPhase, WholeState
 from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.state.pipeline import StepPipeline
@@ -113,7 +113,7 @@ class StateBody(ABC):
         wanted = set(indices)
         return [slot for slot in self.slots if any(run.param in wanted for run in slot.subgroup.runs)]
 
-    def enter(self, condition: Condition, job: Job | None = None) -> None:
+    def enter(self, condition: Condition, job: WorkerJob | None = None) -> None:
         """Begin a condition, with what the worker does in it. It keeps what it has done of the job before."""
         # No call in between: a signal handler sees both or neither.
         self.condition = condition

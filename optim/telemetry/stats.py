@@ -38,7 +38,7 @@ class Span(NamedTuple):
     end_ns: int
 
 
-class Moved(NamedTuple):
+class DriveTotals(NamedTuple):
     """Drives have done this since construction."""
 
     bytes_moved: int = 0
@@ -290,7 +290,7 @@ class Meter:
     """Spans of the latest iteration and what follows it; reads and writes are added when they are seen to be done."""
     iteration: IterationStats | None = None
     _began_ns: int = 0
-    _ended: tuple[int, Moved] | None = None
+    _ended: tuple[int, DriveTotals] | None = None
     """When the latest step ended, and what drives had done by then."""
     _inside: int | None = None
     """The thread that is in ``step()``."""
@@ -346,12 +346,12 @@ class Meter:
             self.step_seconds += (end - start) / 1e9
             self.spans.append(Span("step", -1, start, end))
 
-    def begin_iteration(self, moved: Moved) -> None:
+    def begin_iteration(self, moved: DriveTotals) -> None:
         """Leave what was since the latest step out of any iteration; `moved` as in `end_iteration`."""
         self._ended = time.monotonic_ns(), moved
         self._waits, self._norm_seconds, self._kernel_seconds = {}, 0.0, 0.0
 
-    def end_iteration(self, moved: Moved) -> None:
+    def end_iteration(self, moved: DriveTotals) -> None:
         """The step is at its end: sum up what has been since the end of the step before, and forget what was earlier.
 
         Args:

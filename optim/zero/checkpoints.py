@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nvme_offload.optim.checkpoint import save_load as checkpoint
 from nvme_offload.optim.checkpoint.background import BackgroundSave, begin_save
-from nvme_offload.optim.checkpoint.run_state import Training
+from nvme_offload.optim.checkpoint.run_state import TrainingParts
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
 
@@ -27,7 +27,7 @@ class CheckpointEngine(ABC):
 
     @property
     @abstractmethod
-    def _training(self) -> Training:
+    def _training(self) -> TrainingParts:
         """Return what a checkpoint is of, as it is now."""
 
     @property

@@ -21,7 +21,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.units import parse_bytes
 from nvme_offload.optim.checkpoint.export import export_safetensors, weights_of
-from nvme_offload.optim.checkpoint.run_state import Training
+from nvme_offload.optim.checkpoint.run_state import TrainingParts
 from nvme_offload.optim.durable.identity import ModelRecord
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
@@ -457,9 +457,9 @@ class OffloadEngine(CheckpointEngine):
         return True
 
     @property
-    def _training(self) -> Training:
+    def _training(self) -> TrainingParts:
         self._follow_groups()
-        return Training(
+        return TrainingParts(
             self.module,
             self.optimizer,
             self.lr_scheduler,

@@ -23,7 +23,7 @@ from nvme_offload.perf.experiments.peers.result import (
     MEMORY,
     OURS,
     Contender,
-    Found,
+    Seen,
     distance,
     draw,
     notes,
@@ -77,10 +77,10 @@ def _others(names: Sequence[str] | None) -> list[Contender]:
     ]
 
 
-def _compared(others: Sequence[Contender], order: Order, folder: Path, quads: int) -> Iterator[Found]:
+def _compared(others: Sequence[Contender], order: Order, folder: Path, quads: int) -> Iterator[Seen]:
     """Find out about ours and each of the others; the run in memory goes first."""
     numel = parse_size(order.size).num_parameters
-    ours = Found(OURS, numel)
+    ours = Seen(OURS, numel)
     yield ours
     for other in others:
         own, found = _beside_ours(other, order, folder, quads)
@@ -99,7 +99,7 @@ def _compared(others: Sequence[Contender], order: Order, folder: Path, quads: in
 class Side(Child):
     """A contender's process; `found` takes what is seen of it."""
 
-    def __init__(self, found: Found, python: str, order: Order, log: Path) -> None:
+    def __init__(self, found: Seen, python: str, order: Order, log: Path) -> None:
         # A peer that compiles when it is first used looks for its tools on PATH; what it made stays with its packages.
         folder = Path(python).parent
         tools = os.pathsep.join((str(folder), str(Path(sys.executable).parent), os.environ["PATH"]))
@@ -122,13 +122,13 @@ class Side(Child):
         self._found.ended = self.finish("ended")
 
 
-def _beside_ours(contender: Contender, template: Order, folder: Path, quads: int) -> tuple[Found, Found]:
+def _beside_ours(contender: Contender, template: Order, folder: Path, quads: int) -> tuple[Seen, Seen]:
     """Train both by turns; return what was seen of ours and of the other. One that cannot train says why.
 
     `template`: the order of both, but for who and where. The folder on the drive gets swap, logs and weights of each.
     """
     numel = parse_size(template.size).num_parameters
-    ours, theirs = Found(OURS, numel), Found(contender, numel)
+    ours, theirs = Seen(OURS, numel), Seen(contender, numel)
     if (python := contender.python()) is None:
         theirs.problem = f"{contender.package} is not installed"
         return ours, theirs
@@ -146,7 +146,7 @@ def _beside_ours(contender: Contender, template: Order, folder: Path, quads: int
     return ours, theirs
 
 
-def _side(found: Found, python: str, template: Order, folder: Path) -> Side:
+def _side(found: Seen, python: str, template: Order, folder: Path) -> Side:
     contender = found.contender
     swap = folder / contender.name
     swap.mkdir(exist_ok=True)

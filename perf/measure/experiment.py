@@ -18,7 +18,7 @@ from nvme_offload.perf.measure.machine import environment
 from nvme_offload.perf.measure.results import page, save
 
 
-class Outcome(Protocol):
+class CaseOutcome(Protocol):
     """Measuring one case has found this."""
 
     def cells(self) -> list[str]:
@@ -60,7 +60,7 @@ class Figures:
         return {**{name: getattr(self, name) for name in shown}, **asdict(self)}  # type: ignore[call-overload]
 
 
-Found = TypeVar("Found", bound=Outcome)
+Found = TypeVar("Found", bound=CaseOutcome)
 
 
 def run_experiment(

@@ -112,7 +112,7 @@ class Norm(nn.RMSNorm):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype))
 
 
-class Block(nn.Module):
+class TransformerLayer(nn.Module):
     """Attention and a feed-forward layer, each normalised before and added after."""
 
     def __init__(self, width: int) -> None:
@@ -152,7 +152,7 @@ class ByteGPT(nn.Module):
         self.arithmetic = arithmetic
         self.byte_embedding = nn.Embedding(VOCABULARY, size.width)
         self.pair_embedding = nn.Embedding(PAIRS, size.width)
-        self.blocks = nn.ModuleList(Block(size.width) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(TransformerLayer(size.width) for _ in range(size.layers))
         self.norm = Norm(size.width)
         self.head = Linear(size.width, VOCABULARY)
         cos, sin = rotary_tables(context)

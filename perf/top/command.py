@@ -71,7 +71,7 @@ class DriveTable:
         return health
 
 
-def view(run: Run, limit: float | None, drives: DriveTable, now: float) -> RenderableType:
+def view(run: RunOnShow, limit: float | None, drives: DriveTable, now: float) -> RenderableType:
     """Show one run at a moment, in seconds since the epoch.
 
     `limit`: bytes per second that its drives reach reading and writing at once; None: the most that the run has seen.
@@ -87,7 +87,7 @@ def view(run: Run, limit: float | None, drives: DriveTable, now: float) -> Rende
     return Panel(Group(*parts), title=_title(run, now), title_align="left")
 
 
-def _title(run: Run, now: float) -> Text:
+def _title(run: RunOnShow, now: float) -> Text:
     record, state = run.record, run.state
     words = {
         "live": f"live, noted {max(0.0, now - record['time']):.0f} s ago",
@@ -194,12 +194,12 @@ def top(
         _watch(run, found, limit, interval, console)
 
 
-def _page(runs: list[Run], limit: float | None, drives: DriveTable) -> RenderableType:
+def _page(runs: list[RunOnShow], limit: float | None, drives: DriveTable) -> RenderableType:
     now = time.time()
     return Group(*(view(run, limit, drives, now) for run in runs))
 
 
-def _watch(path: Path, runs: list[Run], limit: float | None, interval: float, console: Console) -> None:
+def _watch(path: Path, runs: list[RunOnShow], limit: float | None, interval: float, console: Console) -> None:
     """Look again and again, until every run is over or the user has seen enough."""
     drives = DriveTable()
     with Live(_page(runs, limit, drives), console=console, auto_refresh=False) as live:
@@ -212,10 +212,10 @@ def _watch(path: Path, runs: list[Run], limit: float | None, interval: float, co
             return
 
 
-def _looked_again(path: Path, before: list[Run]) -> list[Run]:
+def _looked_again(path: Path, before: list[RunOnShow]) -> list[RunOnShow]:
     """The runs as they are now; those that are gone as they were last."""
     try:
-        found: dict[Any, Run] = {run.key: run for run in runs_of(path)}
+        found: dict[Any, RunOnShow] = {run.key: run for run in runs_of(path)}
     except NoRunError:
         found = {}
     return [found.pop(run.key, replace(run, is_there=False)) for run in before] + list(found.values())
@@ -226,7 +226,7 @@ class NoRunError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunOnShow:
     """The latest record of a run."""
 
     record: dict[str, Any]
@@ -255,7 +255,7 @@ class Run:
         return self.state in ("ended", "gone")
 
 
-def runs_of(path: Path) -> list[Run]:
+def runs_of(path: Path) -> list[RunOnShow]:
     """The runs at a path: a log, a run directory, or a folder with run directories in it.
 
     Raises:
@@ -273,7 +273,7 @@ def runs_of(path: Path) -> list[Run]:
     else:
         last = "the record of a run goes with its run directory; the file of run_log in its section stays"
         raise NoRunError(f"{path} is not there: {last}")
-    runs = [Run(records[-1]) for file in files if (records := _read(file))]
+    runs = [RunOnShow(records[-1]) for file in files if (records := _read(file))]
     if not runs:
         raise NoRunError(f"{path}: {NOTHING_YET}")
     return runs

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 import torch
 
-from nvme_offload.offload.weights.staging import Staging
+from nvme_offload.offload.weights.staging import HiddenFolder
 from tests.support.interrupts import every, raise_struck, struck
 from tests.support.training import assert_same_training, params_of, set_grads
 
@@ -70,7 +70,7 @@ def test_a_folder_of_an_export_is_not_kept_locked(tmp_path, most):
     for number, interrupt in enumerate(islice(every(1, raise_struck), most)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        struck(interrupt, partial(Staging, folder))
+        struck(interrupt, partial(HiddenFolder, folder))
         interrupt.kept = None  # its frames have what was being made
-        Staging(folder).remove()
+        HiddenFolder(folder).remove()
         assert list(folder.iterdir()) == []

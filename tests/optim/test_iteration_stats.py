@@ -7,7 +7,7 @@ import torch
 
 from nvme_offload import OffloadAdamW, Span, initialize
 from nvme_offload.optim.telemetry import stats
-from nvme_offload.optim.telemetry.stats import IterationStats, Meter, Moved
+from nvme_offload.optim.telemetry.stats import DriveTotals, IterationStats, Meter
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
 
 SECOND = 1_000_000_000
@@ -38,8 +38,10 @@ def iteration(clock, meter, moved, *, compute=1.0, norm=0.0, kernel=0.0, drive=0
 
 def test_seconds_of_an_iteration_by_what_they_went_to(clock):
     meter = Meter()
-    assert iteration(clock, meter, Moved(100, 10.0, 0.0)) is None
-    found = iteration(clock, meter, Moved(400, 20.0, 0.25), compute=1.25, norm=0.5, kernel=0.25, drive=2.0, buffers=1.0)
+    assert iteration(clock, meter, DriveTotals(100, 10.0, 0.0)) is None
+    found = iteration(
+        clock, meter, DriveTotals(400, 20.0, 0.25), compute=1.25, norm=0.5, kernel=0.25, drive=2.0, buffers=1.0
+    )
     assert found == IterationStats(
         seconds=5.0,
         compute_seconds=1.0,  # a quarter of a second of the rest was waiting for parameters
@@ -48,7 +50,7 @@ def test_seconds_of_an_iteration_by_what_they_went_to(clock):
         kernel_seconds=0.25,
         wait_seconds={"drive": 2.25, "staging buffers": 1.0},
     )
-    again = iteration(clock, meter, Moved(400, 20.0, 0.25))
+    again = iteration(clock, meter, DriveTotals(400, 20.0, 0.25))
     assert again.seconds == again.compute_seconds == 1.0
     assert again.drive_seconds == 0.0
 
@@ -67,8 +69,8 @@ def test_seconds_of_an_iteration_by_what_they_went_to(clock):
 )
 def test_what_limits_an_iteration(clock, seconds, drive_seconds, share, limit):
     meter = Meter()
-    iteration(clock, meter, Moved())
-    found = iteration(clock, meter, Moved(1000, drive_seconds, 0.0), **seconds)
+    iteration(clock, meter, DriveTotals())
+    found = iteration(clock, meter, DriveTotals(1000, drive_seconds, 0.0), **seconds)
     assert found.share_of_ideal == pytest.approx(share)
     assert found.limit == limit
     assert str(found) == f"{found.seconds:.3g} s, {share:.0%} of the ideal, limited by: {limit}"
@@ -76,12 +78,12 @@ def test_what_limits_an_iteration(clock, seconds, drive_seconds, share, limit):
 
 def test_a_pause_is_no_part_of_an_iteration(clock):
     meter = Meter()
-    iteration(clock, meter, Moved())
+    iteration(clock, meter, DriveTotals())
     clock[0] += 100.0
     with meter.waiting():
         clock[0] += 1.0
-    meter.begin_iteration(Moved(50, 5.0, 0.0))
-    found = iteration(clock, meter, Moved(100, 10.0, 0.0))
+    meter.begin_iteration(DriveTotals(50, 5.0, 0.0))
+    found = iteration(clock, meter, DriveTotals(100, 10.0, 0.0))
     assert (found.seconds, found.drive_seconds) == (1.0, 5.0)
     assert found.wait_seconds["drive"] == 0.0
 
@@ -92,7 +94,7 @@ def test_a_timeline_is_of_the_latest_iteration_and_what_follows(clock):
         with meter.passing("forward"):
             clock[0] += 1.0
         meter.spans.append(Span("write", number, round((clock[0] - 0.5) * SECOND), round((clock[0] + 0.5) * SECOND)))
-        iteration(clock, meter, Moved())
+        iteration(clock, meter, DriveTotals())
     kinds = [span.kind for span in meter.timeline()]
     assert kinds.count("step") == kinds.count("forward") == 1
     assert [span.subgroup for span in meter.timeline() if span.kind == "write"] == [4]
@@ -153,5 +155,5 @@ def test_the_first_step_has_no_iteration_yet(tmp_path):
 def test_bytes_that_failed_are_no_longer_counted(clock):
     """What was asked for and failed may be fewer bytes in the end than there were before: no rate follows from that."""
     meter = Meter()
-    iteration(clock, meter, Moved(bytes_moved=10, busy_seconds=1.0, wait_seconds=0.0))
-    assert iteration(clock, meter, Moved(bytes_moved=0, busy_seconds=1.0, wait_seconds=0.0)).drive_seconds == 0.0
+    iteration(clock, meter, DriveTotals(bytes_moved=10, busy_seconds=1.0, wait_seconds=0.0))
+    assert iteration(clock, meter, DriveTotals(bytes_moved=0, busy_seconds=1.0, wait_seconds=0.0)).drive_seconds == 0.0

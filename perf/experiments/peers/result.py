@@ -64,7 +64,7 @@ BY_NAME = {contender.name: contender for contender in CONTENDERS}
 
 
 @dataclass
-class Found:
+class Seen:
     """One contender was seen so."""
 
     contender: Contender
@@ -135,7 +135,7 @@ class Result:
     """Facts of the machine, as `nvme_offload.perf.measure.machine` gives them."""
     order: Order
     """The order of all contenders, but for who and where."""
-    found: list[Found]
+    found: list[Seen]
     """Ours first."""
 
     @classmethod
@@ -149,13 +149,13 @@ class Result:
             document = json.loads(path.read_text(encoding="utf-8"))
             order = Order(**document["order"])
             numel = parse_size(order.size).num_parameters
-            found = [Found.of_dict(entry, numel) for entry in document["results"]]
+            found = [Seen.of_dict(entry, numel) for entry in document["results"]]
             return cls(document["environment"], order, found)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no saved comparison ({error!r}); make one with --save") from None
 
 
-def notes(order: Order, all_found: Sequence[Found]) -> list[str]:
+def notes(order: Order, all_found: Sequence[Seen]) -> list[str]:
     """Say what was done and what the columns mean, and why some could not train."""
     quads = max(len(found.quads) for found in all_found)
     return [
@@ -167,7 +167,7 @@ def notes(order: Order, all_found: Sequence[Found]) -> list[str]:
     ]
 
 
-def draw(all_found: Sequence[Found], path: Path, source: str = "") -> None:
+def draw(all_found: Sequence[Seen], path: Path, source: str = "") -> None:
     """Save bars: seconds of an iteration, and peak memory, of all who trained; `source` stands in the metadata."""
     import matplotlib
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from nvme_offload import WeightsError, weight_items, write_sharded
 from nvme_offload.offload.weights.reader import INDEX_FILE, SINGLE_FILE, SafetensorsReader
-from nvme_offload.offload.weights.staging import STAGING, Staging
+from nvme_offload.offload.weights.staging import STAGING, HiddenFolder
 from tests.support.power_loss import Recording
 from tests.support.sandbox import can_mount, run_python
 
@@ -354,7 +354,7 @@ def test_what_is_not_of_an_export_stays(tmp_path):
 
 
 def test_a_second_export_into_the_same_folder_is_refused_while_the_first_is_under_way(tmp_path):
-    first = Staging(tmp_path)
+    first = HiddenFolder(tmp_path)
     before = names_and_bytes(tmp_path)
     with pytest.raises(OSError, match="another export into this folder is under way") as caught:
         write_values(tmp_path, 1.0, 3)

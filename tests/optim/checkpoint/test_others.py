@@ -7,11 +7,11 @@ import pytest
 from nvme_offload import CheckpointWriteError
 from nvme_offload.optim.checkpoint.files import FileRecord
 from nvme_offload.optim.checkpoint.others import Others
-from nvme_offload.optim.checkpoint.storage import Written
+from nvme_offload.optim.checkpoint.storage import RankFile
 
 
 def written(rank):
-    return Written(f"__{rank}_0.distcp", FileRecord(10, f"digest {rank}"), [])
+    return RankFile(f"__{rank}_0.distcp", FileRecord(10, f"digest {rank}"), [])
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nvme_offload.perf.experiments import compare
-from nvme_offload.perf.experiments.peers.result import MEMORY, OURS, Contender, Found, Result, distance, draw, same_bits
+from nvme_offload.perf.experiments.peers.result import MEMORY, OURS, Contender, Result, Seen, distance, draw, same_bits
 from nvme_offload.perf.experiments.peers.worker import Ended, model_of
 from nvme_offload.perf.measure.comparison import Quad
 from scripts import readme_comparison as readme
@@ -76,11 +76,11 @@ def test_distances(tmp_path):
 
 
 def test_a_row_and_a_picture(tmp_path):
-    found = Found(
+    found = Seen(
         MEMORY, 10, seconds=[2.0, 4.0, 3.0], quads=[Quad((1.0, 3.0, 3.0, 1.0))], ended=Ended(3, 2**30, (30, 60))
     )
     assert found.cells()[1:] == ["3.00 s", "3.00", "1 GiB", "1.0", "2.0", ""]
-    draw([found, Found(OURS, 10, problem="it cannot")], tmp_path / "picture.png", "its result")
+    draw([found, Seen(OURS, 10, problem="it cannot")], tmp_path / "picture.png", "its result")
     drawn = (tmp_path / "picture.png").read_bytes()
     assert drawn.startswith(b"\x89PNG")
     assert b"its result" in drawn

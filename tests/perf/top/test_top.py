@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from nvme_offload.perf import cli
 from nvme_offload.perf.measure import drives
 from nvme_offload.perf.top import command
-from nvme_offload.perf.top.command import DriveTable, Run, runs_of
+from nvme_offload.perf.top.command import DriveTable, RunOnShow, runs_of
 from tests.perf.documents import record, write_bench
 
 PATIENCE = 60
@@ -148,7 +148,7 @@ def test_every_figure_is_the_records(log):
     ):
         assert words in text, text
     assert runs_of(log)[0].state == "unknown"
-    assert Run(RECORD | {"ended": True}).is_over
+    assert RunOnShow(RECORD | {"ended": True}).is_over
 
 
 def test_a_run_that_was_killed_is_not_called_live(tmp_path):
