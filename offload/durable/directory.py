@@ -135,7 +135,8 @@ class DurableDirectory:
         while True:
             swap = SwapFile(self.path / SWAP_NAME, direct, keep=True)
             try:
-                alive = owner.lock(swap.fd, self.path)
+                is_open = any(other.path == self.path for other in _open)
+                alive = owner.lock(swap.fd, self.path, closed_here=not is_open)
                 if alive is not None:
                     raise StateError(f"the durable run {self.name!r}", "a run that nobody is in", f"{alive} is in it")
                 if _is_at(swap.path, swap.fd):

@@ -75,8 +75,13 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-def lock(fd: int, folder: Path) -> Owner | None:
-    """Lock the swap file of a run, after the last transfers of a process that died.
+def lock(fd: int, folder: Path, *, closed_here: bool = False) -> Owner | None:
+    """Lock the swap file of a run, after the last transfers of a process that died or has closed the run.
+
+    Args:
+        fd: of the swap file, open.
+        folder: of the run.
+        closed_here: this process had the run last, if its note is there, and has closed it.
 
     Returns:
         Who has it and is alive; None where it is locked now.
@@ -84,7 +89,8 @@ def lock(fd: int, folder: Path) -> Owner | None:
     begun = time.monotonic()
     while not try_lock(fd):
         owner = Owner.noted_in(folder)
-        dying = owner is not None and not owner.is_alive
+        # The kernel takes a closed ring apart behind close(), and that has a reference to the file.
+        dying = owner is not None and (not owner.is_alive or (closed_here and owner == Owner.this()))
         if time.monotonic() - begun > (_DYING_SECONDS if dying else _ALIVE_SECONDS):
             return owner or NOBODY_KNOWN
         time.sleep(_LOOK_SECONDS)

@@ -90,7 +90,7 @@ def test_nvme_gives_the_bits_of_host_memory(
     optimizer = train(make_adamw, "nvme", DTYPES[dtypes], buffers=buffers, sub_group_size=sub_group_size)
     assert optimizer.stats().bytes_written > 0
     assert_same_bits(snapshot(optimizer), in_memory(dtypes))
-    assert optimizer.store.pool.num_buffers == buffers
+    assert optimizer.stats().staging_bytes <= optimizer.stats().state_bytes
     assert optimizer.stats().clip_coef < 1
 
 

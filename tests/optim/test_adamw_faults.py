@@ -12,7 +12,7 @@ from nvme_offload.aio_native import Op, _native
 from tests.support.failing_drive import Failing
 from tests.support.training import BLOCK, Twin, assert_same_training, faulty_drive, params_of, set_grads
 
-SHAPES = [(BLOCK + 5,), (2 * BLOCK,), (9,)]
+SHAPES = [(BLOCK + 5,), (4 * BLOCK,), (9,)]
 MIXED = (torch.bfloat16, torch.float16, torch.float32)
 STEPS = 3
 NEEDS_RING = pytest.mark.skipif(not hasattr(_native, "UringEngine"), reason="built without liburing")
@@ -161,7 +161,7 @@ def test_a_failed_step_is_finished_when_the_drive_is_well_again(make_adamw, monk
 def test_what_failed_before_the_cause_was_removed_is_not_reported_again(make_adamw, monkeypatch, expected):
     """The first failed write stops the step while others are under way that are going to fail as well."""
     faults = FaultSpec(seed=1, delay=1.0, max_delay_us=50_000)
-    params, optimizer, tier = make_faulty(make_adamw, faults, buffers=4)
+    params, optimizer, tier = make_faulty(make_adamw, faults, buffers=4, sub_group_size=1)
     drive = Failing(tier, monkeypatch, Op.WRITE)
     set_grads(params, 0)
     with pytest.raises(SwapIOError):

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,17 @@ def test_a_run_belongs_to_whoever_can_still_write_to_it(tmp_path):
     process.end()
 
 
+def test_a_run_that_was_closed_here_is_opened_again_when_its_ring_is_gone(tmp_path):
+    """On a busy machine the kernel takes a closed ring apart a second later."""
+    run = opened(tmp_path)
+    kept = os.dup(run.space.fds[0])
+    run.close()
+    letting_go = threading.Timer(1.5, os.close, [kept])
+    letting_go.start()
+    opened(tmp_path).close()
+    letting_go.join()
+
+
 def test_a_forked_child_does_not_keep_a_run(tmp_path):
     process = Process(die_before_a_child, tmp_path)
     process.end()
@@ -176,12 +188,12 @@ def test_a_run_that_was_removed_meanwhile_is_made_anew(tmp_path, monkeypatch):
     """Its lock is of a file that nobody finds any more."""
     removed = []
 
-    def lock(fd, folder):
+    def lock(fd, folder, **more):
         if not removed:
             removed.append(folder)
             (folder / "swap").unlink()
             folder.rmdir()
-        return owner_lock(fd, folder)
+        return owner_lock(fd, folder, **more)
 
     owner_lock = owner.lock
     monkeypatch.setattr(owner, "lock", lock)
