@@ -157,7 +157,9 @@ def make_wrapper(cls: Any, like: torch.Tensor, device: torch.device, dtype: torc
     ``torch._C._set_throw_on_mutable_data_ptr``: without it C++ (DLPack, storages) hands out address 0, and who reads
     there is killed. With it there is an error.
     """
-    tensor = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=device)
+    tensor = torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=dtype, device=device, storage_size=0
+    )
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
 
@@ -374,7 +376,8 @@ def _shard_or_copy(fsdp_param: Any, shard: torch.Tensor, stays: bool) -> torch.T
     if stays:
         return shard
     if not fsdp_param.all_gather_outputs:
-        dtype = fsdp_param.param_dtype or shard.dtype
+        has_cast = hasattr(local_tensor(fsdp_param.sharded_param), "fsdp_pre_all_gather")
+        dtype = shard.dtype if has_cast else fsdp_param.param_dtype or shard.dtype
         fsdp_param.all_gather_outputs = [torch.empty(shard.numel(), dtype=dtype, device=shard.device)]
     fsdp_param.alloc_all_gather_outputs()
     [copy] = fsdp_param.all_gather_outputs

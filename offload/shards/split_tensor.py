@@ -96,6 +96,7 @@ class SplitTensor(MemorylessTensor):
     stock optimizers do what they say. Clones and factories (``zeros_like``) give plain tensors, as do serialization
     and DLPack.
     FSDP2 gathers what is stored for it alone, through its all-gather extension.
+    A frozen parameter that is never cast, as of a quantized base, declares its own dtype in place of fp32.
 
     Reading one costs a pass over its parts, which may have to come from a drive: the training step never does it.
     """
@@ -104,8 +105,8 @@ class SplitTensor(MemorylessTensor):
 
     @staticmethod
     def __new__(cls, parts: Parts, like: torch.Tensor, views: tuple[_View, ...] = ()) -> SplitTensor:
-        """Wrap `parts`; shape and strides are those of `like` (a meta tensor will do)."""
-        tensor: SplitTensor = make_wrapper(cls, like, parts.device)
+        """Wrap `parts`; shape, strides and dtype are those of `like` (a meta tensor will do)."""
+        tensor: SplitTensor = make_wrapper(cls, like, parts.device, like.dtype)
         tensor._source = _Source(parts, views, id(tensor))
         return tensor
 
@@ -168,6 +169,8 @@ class SplitTensor(MemorylessTensor):
         """Return what FSDP2 computes with: what was gathered as it is, in the buffer in which it arrived."""
         (gathered,) = all_gather_outputs
         self.parts.end_gather()
+        if self.dtype is not torch.float32:  # it came as bytes
+            gathered = gathered.view(self.dtype)
         return None if out is not None else (gathered, ())
 
     @classmethod

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from nvme_offload.offload._torch_private import local_tensor, sharded_like
 from nvme_offload.offload.errors import HalfRenamedError
 from nvme_offload.offload.progress import progress
 from nvme_offload.offload.shards.split_tensor import SplitTensor
@@ -74,6 +75,16 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str,
 def weight_items(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Name and tensor of everything in a module's state dict, tied weights once; nothing is gathered or copied."""
     return list(named_tensors(module)[0].items())
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather all shards of a tensor, if it has some; every rank must call it. fp8 goes as bytes: gloo knows no such."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        as_bytes = sharded_like(local_tensor(tensor).view(torch.uint8), tensor)
+        return as_bytes.full_tensor().view(tensor.dtype)
+    return tensor.full_tensor()
 
 
 def write_sharded(
@@ -184,8 +195,7 @@ class _Export:
         self.do(self._begin, shard)
         for name, tensor, dtype in shard.entries:
             part = self._stored(name, tensor, dtype)
-            whole = part.full_tensor() if isinstance(part, DTensor) else part
-            self.do(self._write_tensor, whole, dtype)
+            self.do(self._write_tensor, whole_of(part), dtype)
             advance(tensor.numel() * dtype.itemsize)
         self.do(self._complete, shard)
 

@@ -64,7 +64,7 @@ class Birth:
 
     Raises:
         WeightsError: the files are damaged or do not fit the model.
-        ValueError: a parameter is not floating point, or nobody can give it or a buffer a value.
+        ValueError: a parameter is not fp32, bf16 or fp16, or nobody can give it or a buffer a value.
     """
 
     def __init__(

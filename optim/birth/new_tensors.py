@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nvme_offload.offload._torch_private import version_of
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 
 
 @dataclass(eq=False)
@@ -46,7 +47,7 @@ class BirthPlan:
     """Parameters and buffers of a model on the meta device, by where they are.
 
     Raises:
-        ValueError: a parameter cannot be born: it is not floating point.
+        ValueError: a parameter cannot be born, because of its dtype.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,8 +58,9 @@ class BirthPlan:
         self._buffer_at: dict[tuple[nn.Module, str], NewTensor] = {}
         known: dict[int, NewTensor] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
-            if not param.is_floating_point():
-                raise ValueError(f"initialize: {name} is {param.dtype}: a model on meta is born in floating point only")
+            if param.dtype not in FORM_OF_DTYPE:
+                what = "a model on meta is born in fp32, bf16 and fp16 only"
+                raise ValueError(f"initialize: {name} is {param.dtype}: {what}; load a quantized base into host memory")
             if id(param) not in known:
                 known[id(param)] = NewTensor(param.shape, param.dtype)
                 self.params.append(known[id(param)])

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import sharded_like
 from nvme_offload.offload.errors import CheckpointWriteError, HalfRenamedError, SwapIOError
-from nvme_offload.offload.weights.writer import weight_items, write_sharded
-from nvme_offload.optim.precision.parameter import DTYPES, SIXTEEN_BITS
+from nvme_offload.offload.weights.writer import weight_items, whole_of, write_sharded
+from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS
 from nvme_offload.optim.ranks.collective import on_every_rank
 from nvme_offload.optim.tiers.parts import parts_of, split_shard
 
@@ -69,7 +69,7 @@ def weights_of(
         for name, tensor in tensors.items():
             with torch.no_grad():
                 part = on_every_rank(partial(_cast, name, tensor, dtypes[name]), group)
-                whole = part.full_tensor() if isinstance(part, DTensor) else part
+                whole = whole_of(part)
             yield name, whole
 
     return values()
@@ -78,7 +78,7 @@ def weights_of(
 def dtypes_in_files(
     dtype: str, own: Mapping[str, torch.dtype], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor in the files; one that is not of floating-point numbers keeps its own.
+    """Return the dtype of each tensor in the files: no integer is cast, and no parameter that the training never casts.
 
     Args:
         dtype: ``fp32``, ``bf16`` or ``fp16``; or ``own``: parameters as the forward has them, buffers as they are.
@@ -95,7 +95,7 @@ def dtypes_in_files(
     keeps_fp32 = dtype == OWN or (DTYPES[dtype] in SIXTEEN_BITS and not set(own.values()).isdisjoint(SIXTEEN_BITS))
 
     def in_file(name: str, kind: torch.dtype) -> torch.dtype:
-        if not kind.is_floating_point:
+        if not kind.is_floating_point or (name in own and kind not in NAMES):  # fp8 of a quantized base has its scales
             return kind
         if keeps_fp32 and own.get(name) is torch.float32:
             return torch.float32

@@ -21,7 +21,7 @@ class ParameterPrecision:
     compute: torch.dtype | None
     """Dtype of forward and backward; None where autocast decides for every operator."""
     gather: torch.dtype
-    """Dtype of the all-gather, and of the gathered parameter."""
+    """Dtype of the all-gather, and of the gathered parameter; see `gathered`."""
     reduce: torch.dtype
     """Dtype of the reduce-scatter."""
     accumulate: torch.dtype
@@ -31,12 +31,17 @@ class ParameterPrecision:
     in_parts: bool = False
     """Whether the shard is in parts, each of which may be on a tier (`optim.tiers.parts`)."""
     kept_as: torch.dtype | None = None
-    """Dtype of a parameter that is none of `DTYPES`, as of a quantized base: it is kept as it came, in memory."""
+    """Dtype of a parameter that is none of `DTYPES`, as of a quantized base: it is kept and gathered as it came."""
 
     @property
     def storage(self) -> torch.dtype:
         """Return what this rank keeps of the parameter between steps, and gathers it from."""
         return self.kept_as or DTYPE_OF_FORM[self.master]
+
+    @property
+    def gathered(self) -> torch.dtype:
+        """Return the dtype of the gathered parameter: `gather`, but for one that is never cast."""
+        return self.kept_as or self.gather
 
     @property
     def own(self) -> torch.dtype:

@@ -17,7 +17,7 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.layout.names import params_matching
 from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS, ParameterPrecision
-from nvme_offload.optim.precision.text import PlanRow, as_text, name_of, name_pattern
+from nvme_offload.optim.precision.text import PlanRow, as_text, name_pattern
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.telemetry.warn import warn_user
@@ -97,7 +97,6 @@ class PrecisionPlan:
             )
             if precision.accumulate in SIXTEEN_BITS and param in kept:
                 raise ConfigError([_fp32_accumulated_in_16_bits(config, name)])
-        _say_what_stays(config, model)
         return cls(
             config,
             parameters,
@@ -190,7 +189,7 @@ def precision_of(
         reduce=DTYPES[reduce] if reduce else torch.float32 if beside_fp32 else gather,
         accumulate=DTYPES[accumulate] if accumulate else compute or torch.float32,
         master=master,
-        in_parts=tiered and not kept_as,
+        in_parts=tiered or kept_as is not None,  # FSDP2 would cast fp8
         kept_as=kept_as,
     )
 
@@ -224,7 +223,7 @@ def _bytes(
     memory = param.device.type if is_device(param.device) else "memory"  # one on meta is born in memory
     storage = {"none": memory, "cpu": "memory", "nvme": "nvme"}[zero.offload_param.device]
     if precision.kept_as:
-        return {memory: precision.kept_as.itemsize}
+        return {storage: precision.kept_as.itemsize}
     if not param.requires_grad:
         rest_dtype = MASTER_DTYPE[precision.master]
         rest = 0 if rest_dtype is None or param.dtype is precision.storage else rest_dtype.itemsize
@@ -241,17 +240,6 @@ def _bytes(
     ):
         sizes[tier] = sizes.get(tier, 0) + size
     return sizes
-
-
-def _say_what_stays(config: OffloadConfig, model: nn.Module) -> None:
-    """Warn of parameters that the section would have on a tier, and that stay in memory because of their dtype."""
-    numels: dict[torch.dtype, list[int]] = {}
-    for param in model.parameters():
-        if param.dtype not in NAMES and config.zero_optimization.offload_param.device != "none":
-            numels.setdefault(param.dtype, []).append(param.numel())
-    for dtype, numel in numels.items():
-        what = f"{len(numel)} parameters of {name_of(dtype)}, {sum(numel)} elements, stay in memory"
-        warn_user(f"offload_param: {what}: only those of fp32, bf16 and fp16 go to the tier")
 
 
 def _is_mixed(config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None) -> bool:

@@ -36,7 +36,7 @@ class PlanRow:
         dtypes = {name: name_of(getattr(precision, name)) for name in _COLUMNS[:-1]}
         if not self.trainable:
             dtypes |= dict.fromkeys(("reduce", "accumulate"), "-")
-        if precision.kept_as and not precision.kept_as.is_floating_point:  # which nobody casts
+        if precision.kept_as:  # nobody casts it
             dtypes |= dict.fromkeys(("compute", "gather"), dtypes["storage"])
         return {
             "names": self.names,

@@ -151,8 +151,8 @@ class Account:
         params, grads, reduced = Counter[object](), Counter[object](), Counter[object]()
         for group in self.groups:
             for shard in group.shards:
-                dtypes, computed = shard.precision, shard.whole_numel * shard.precision.gather.itemsize
-                if not alone or PARAMS in in_blocks or dtypes.gather != dtypes.storage:
+                dtypes, computed = shard.precision, shard.whole_numel * shard.precision.gathered.itemsize
+                if not alone or PARAMS in in_blocks or dtypes.gathered != dtypes.storage:
                     params[group.owner] += computed
                 if shard.trainable and (not alone or GRADS in in_blocks or dtypes.accumulate != dtypes.gather):
                     grads[group.owner] += computed

@@ -85,6 +85,8 @@ class BlockTiers:
         self._param_places: dict[GatherGroup, list[TieredShard]] = {}
         self._param_blocks: dict[int, Block | HostBlock] = {}
         self._grad_blocks: dict[int, Block] = {}
+        self.beside: list[torch.Tensor] = []
+        """Frozen shards in parts that the optimizer has not, because of their dtype: a quantized base has such."""
         self._host_grads: dict[int, HostBlock] = {}
         """Gradients of parameters on a device that are kept in host memory."""
         self._placed: dict[str, dict[GatherGroup, Unit]] = {cache.kind: {} for cache, _ in self._caches()}
@@ -171,7 +173,8 @@ class BlockTiers:
         trained = [leaf for leaf in trained if parts_of(leaf) is not None]
         self._warn_of_late(trained)
         of_trained = _groups_of(trained)
-        of_all = list(dict.fromkeys([*of_trained, *(_groups_of(frozen) if self.params is not None else ())]))
+        of_frozen = _groups_of([*frozen, *self.beside]) if self.params is not None else ()
+        of_all = list(dict.fromkeys([*of_trained, *of_frozen]))
         if not of_all and not self._numbers:
             self._refuse()
         new = [group for group in of_all if group not in self._numbers]

@@ -54,7 +54,7 @@ class Storage(NamedTuple):
     """A storage says how a shard in parts is kept."""
 
     dtype: torch.dtype
-    """The dtype of what is stored: bf16, fp16 or fp32."""
+    """The dtype of what is stored: bf16, fp16 or fp32; another one of a frozen shard that is kept as it came."""
     accumulate: torch.dtype
     """The dtype of the gradient partition."""
 
@@ -221,6 +221,46 @@ def _says_all(stored: torch.Tensor, rest: torch.Tensor) -> bool:
     return torch.equal(rest, stored.float())
 
 
+class OnePart(ShardParts):
+    """All of a frozen parameter is stored as it came, in a dtype that is never cast: a quantized base has such.
+
+    Args:
+        values: this rank's shard.
+        stored: where to put it.
+        owner: the module that gathers it.
+        group: what is gathered together.
+    """
+
+    def __init__(self, values: torch.Tensor, stored: StoredShard, owner: FSDPModule, group: GatherGroup) -> None:
+        super().__init__(owner, group, stored, values.dtype)
+        self._shape = values.shape
+        self.write(values)
+
+    def gathered(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return what FSDP2 gathers, padded, whatever `dtype` is; 8 bits as uint8, because process groups know no fp8.
+
+        Raises:
+            SwapIOError: it is on a tier and cannot be read.
+        """
+        kept = self.stored.gather()
+        return kept.view(torch.uint8) if kept.itemsize == 1 else kept
+
+    def stays(self, dtype: torch.dtype) -> bool:
+        """Whether what is gathered stays valid after `end_gather`: it is in memory."""
+        return isinstance(self.stored, ResidentShard)
+
+    def read(self) -> torch.Tensor:
+        """Return a copy of the shard, in its own dtype."""
+        with self.stored.held(change=False) as flat:
+            return flat[: self._shape.numel()].view(self._shape).to(self.device, copy=True)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Store other values of the shard's shape and dtype."""
+        with self.stored.held(change=True) as flat:
+            flat[: self._shape.numel()].copy_(values.reshape(-1))
+        self.owner.reshard()
+
+
 class UnbornParts(ShardParts):
     """Parts of a parameter that has no value yet: perhaps a place for what is stored, and nothing for the rest.
 
@@ -290,7 +330,11 @@ def take_apart(model: nn.Module, storage_of: StorageOf) -> None:
                 raise ValueError(_OFFLOADED)
             zeros = torch.zeros(record.padded_sharded_param_size, dtype=storage.dtype, device=shard.device)
             stored = ResidentShard(zeros)
-            parts = OwnParts(shard.detach(), stored, owner, group, storage.accumulate, kernels)
+            parts: ShardParts
+            if storage.dtype in FORM_OF_DTYPE:
+                parts = OwnParts(shard.detach(), stored, owner, group, storage.accumulate, kernels)
+            else:
+                parts = OnePart(shard.detach(), stored, owner, group)
             install_parts(record, SplitTensor(parts, shard), install_extension)
     if not found:
         raise ValueError("split_parameters needs a module after torch.distributed.fsdp.fully_shard")
@@ -329,7 +373,8 @@ def install_parts(record: Any, local: SplitTensor, install: Callable[[Any, Split
     install(record, local)
     assert isinstance(local.parts, ShardParts)
     local.parts.group.params.append(record.sharded_param)
-    keep_grad_in(record.sharded_param, local.parts.accumulate)
+    if local.dtype is torch.float32:  # others are never trained
+        keep_grad_in(record.sharded_param, local.parts.accumulate)
 
 
 def split_shard(leaf: torch.Tensor) -> SplitTensor | None:

@@ -92,7 +92,7 @@ def _groups(
     """The parameters of each block: of one policy, and all of them trainable or frozen."""
     module_names = {module: name for name, module in model.named_modules()}
     param_names = {param: name for name, param in model.named_parameters()}
-    taken = {param for param, name in param_names.items() if precision[name].kept_as}
+    taken: set[nn.Parameter] = set()
     for block in (*blocks, model):
         params = [param for param in dict.fromkeys(block.parameters()) if param not in taken]
         taken.update(params)

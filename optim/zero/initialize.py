@@ -180,6 +180,7 @@ class _Making:
         found = _params_of(self.model)
         made = self.make_optimizer([each.with_params(found) for each in self.groups], offload=section, norm_group=group)
         undo.callback(made.close)
+        made.store.blocks.beside = [param for name, param in self.model.named_parameters() if name not in found]
         made.place()
         log_groups(self.groups, made)
         return made

@@ -99,7 +99,7 @@ def shard_with_precision(
 
     def storage_of(record: Any) -> Storage | None:
         precision = plan[names[record.sharded_param]]
-        is_apart = precision.in_parts and record.sharded_param.dtype is torch.float32
+        is_apart = precision.in_parts and record.sharded_param.dtype in (torch.float32, precision.kept_as)
         return Storage(precision.storage, precision.accumulate) if is_apart else None
 
     (give_shards or partial(take_apart, model))(storage_of)

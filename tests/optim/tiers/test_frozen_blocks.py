@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -146,3 +147,104 @@ def test_a_base_goes_with_its_tier(alone, tmp_path):
             OffloadAdamW([model.model.norm.weight], offload={"zero_optimization": {"stage": 3}})
     with pytest.raises(ClosedError, match="the parameter tier"):
         model.model.norm.weight.sum()
+
+
+AS_STORED = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32)
+
+PACKED = (torch.uint8, torch.float4_e2m1fn_x2)
+"""Two codes of 4 bits each."""
+
+
+class Quantized(nn.Module):
+    """A base in codes of one of these dtypes with its scale, and an adapter."""
+
+    def __init__(self, dtype, rows):
+        super().__init__()
+        codes = torch.randint(0, 100, (rows, 16))
+        self.codes = nn.Parameter(
+            codes.to(torch.uint8).view(dtype) if dtype in PACKED else codes.to(dtype), requires_grad=False
+        )
+        self.register_buffer("scale", torch.tensor(0.002))
+        self.adapter = nn.Linear(16, 16)
+
+    def forward(self, hidden):
+        codes = self.codes
+        assert codes.dtype in (*AS_STORED, *PACKED), "never cast"
+        if codes.dtype in PACKED:
+            codes = torch.cat((codes.view(torch.uint8) & 15, codes.view(torch.uint8) >> 4))
+        base = codes.to(hidden.dtype) * self.scale.to(hidden.dtype)
+        return self.adapter(hidden) + hidden @ base.T @ base
+
+
+def quantized_training(engine, rank):
+    """Losses of three steps, and the bytes that a tier of parameters wrote in the last two."""
+    losses, written = [], []
+    for step in range(3):
+        hidden = torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = engine(hidden).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        engine.optimizer.synchronize()
+        losses.append(loss.item())
+        written.append(engine.optimizer.stats().param_bytes_written)
+    return losses, written[-1] - written[0]
+
+
+def train_on_a_quantized_base(rank, world_size, path, keys):
+    """The first and the last layer have nothing but codes beside what is trained; the others a frozen norm, too."""
+    results = []
+    for tiers in ({}, {"param": "nvme", "grads": "nvme", "buffer_count": 3}):
+        torch.manual_seed(0)
+        # 13 rows: two ranks have shards of different sizes, one of them with padding
+        model = nn.Sequential(*(Quantized(dtype, 13) for dtype in AS_STORED), Quantized(torch.uint8, 13))
+        for layer in model[1:-1]:
+            layer.norm = nn.LayerNorm(16).requires_grad_(False)
+        saved = path / f"saved {len(tiers)}"
+        with initialize(model, section(path, **tiers, accumulation=1) | keys) as engine:
+            losses, written = quantized_training(engine, rank)
+            weights = {name: value.clone() for name, value in engine.weights("own")}
+            engine.save_checkpoint(saved)
+            engine.export_safetensors(saved, "bf16")
+            with torch.no_grad():
+                engine.module[0].codes.zero_()
+            engine.load_checkpoint(saved)
+            assert all(torch.equal(as_bytes(value), as_bytes(weights[name])) for name, value in engine.weights("own"))
+            if tiers:
+                blocks = engine.optimizer.store.blocks.params.cache.blocks
+                trained = sum(block.size_bytes for block in blocks if not block.name.endswith("(frozen)"))
+                assert written == 2 * trained, "not a byte of the base"
+                assert sum(p.to_local().untyped_storage().nbytes() for p in engine.module.parameters()) == 0
+        results.append((losses, weights, load_file(saved / "model.safetensors")))
+    (expected, kept, exported), (losses, weights, files) = results
+    assert losses == expected
+    assert [weights[f"{number}.codes"].dtype for number in range(5)] == list(AS_STORED)
+    for name, value in weights.items():
+        assert torch.equal(as_bytes(value), as_bytes(kept[name])), name
+        if name.endswith("codes"):
+            assert torch.equal(as_bytes(value), as_bytes(files[name])), name
+            assert exported[name].dtype is files[name].dtype is value.dtype
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys"),
+    [(1, BF16), (1, FP16), (2, BF16), (2, {**FP32, "torch_autocast": {"enabled": True, "dtype": "bf16"}})],
+    ids=["bf16", "fp16", "bf16 on two ranks", "autocast on two ranks"],
+)
+def test_a_quantized_base_is_its_bytes_on_the_tier(tmp_path, ranks, keys):
+    run_ranks(train_on_a_quantized_base, ranks, tmp_path, keys)
+
+
+def test_a_model_of_nothing_but_codes_is_run_from_the_tier(alone, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Quantized(dtype, 16) for dtype in (*AS_STORED, *PACKED))).requires_grad_(False)
+    for layer in model:
+        layer.adapter = nn.Identity()
+    hidden = torch.randn(2, 16)
+    expected = model(hidden)
+    with initialize(model, section(tmp_path, param="nvme") | FP32) as engine, torch.no_grad():
+        assert torch.equal(engine(hidden), expected)
+        assert engine.optimizer.stats().param_bytes_read > 0
