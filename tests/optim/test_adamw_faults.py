@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from nvme_offload import CorruptionError, FaultSpec, StateError, SwapIOError
-from nvme_offload.aio_native import Op, _native
-from tests.support.failing_drive import Failing
+from tests.support.failing_drive import Failing, Op
+from tests.support.fault_cases import available_engines
 from tests.support.training import BLOCK, Twin, assert_same_training, faulty_drive, params_of, set_grads
 
 SHAPES = [(BLOCK + 5,), (4 * BLOCK,), (9,)]
 MIXED = (torch.bfloat16, torch.float16, torch.float32)
 STEPS = 3
-NEEDS_RING = pytest.mark.skipif(not hasattr(_native, "UringEngine"), reason="built without liburing")
-ENGINES = [pytest.param("io_uring", marks=NEEDS_RING), "pyuring", "aiofiles"]
+ENGINES = available_engines()
 
 
 def make_faulty(make_adamw, faults, **options):

@@ -1,9 +1,9 @@
 """Ctrl-C in the middle of a step, and the ways on from there."""
 
+import contextlib
 import errno
 import itertools
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import nvme_offload.optim.state.store
 from nvme_offload import StateError, SwapIOError
 from nvme_offload.aio_native import FaultSpec
 from nvme_offload.optim.state.pipeline import StepPipeline
-from nvme_offload.optim.updates.native import NativeKernel
+from tests.support.interrupts import sigint_at_update
 from tests.support.training import (
     BLOCK,
     assert_same_bits,
@@ -42,28 +42,10 @@ def started(make_adamw, device="nvme", *, steps=2, **options):
 
 
 @pytest.fixture
-def interrupt_after(monkeypatch):
-    """SIGINT arrives inside the n-th kernel call from now."""
-
-    def arrange(number, signals=1):
-        prepare, calls = NativeKernel.prepare, []
-
-        def interrupted(*arguments):
-            update = prepare(*arguments)
-
-            def update_under_signals():
-                calls.append(arguments)
-                if len(calls) == number:
-                    for _ in range(signals):
-                        os.kill(os.getpid(), signal.SIGINT)
-                return update()
-
-            return update_under_signals
-
-        monkeypatch.setattr(NativeKernel, "prepare", interrupted)
-
-    yield arrange
-    monkeypatch.undo()
+def interrupt_after():
+    """Ctrl-C comes inside the n-th kernel call from now."""
+    with contextlib.ExitStack() as on_exit:
+        yield lambda number, signals=1: on_exit.enter_context(sigint_at_update(number, signals))
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

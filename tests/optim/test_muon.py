@@ -1,19 +1,11 @@
 """Muon: whole matrices, on one rank the bits of torch.optim.Muon, on several the same within rounding."""
 
-import os
-import signal
-
 import pytest
 import torch
 from torch.nn import Parameter
 
-from nvme_offload import ConfigError, OffloadAdamW, OffloadConfig, OffloadMuon, StateError, initialize
-from nvme_offload.offload.units import MiB
-from nvme_offload.optim.rules.adamw import AdamW
-from nvme_offload.optim.rules.muon import Muon
-from nvme_offload.optim.state.placement import StatePlacement
-from nvme_offload.optim.updates.in_torch import WholeMatrix
-from tests.support.interrupts import STRIKES, Struck, every, raise_struck, strided
+from nvme_offload import ConfigError, OffloadAdamW, OffloadMuon, StateError, initialize
+from tests.support.interrupts import STRIKES, Struck, every, raise_struck, sigint_at_update, strided
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import ACCUMULATION, assert_same, full_state, loss_of, sharded_model
 from tests.support.sharded_model import section as sharded_section
@@ -223,25 +215,18 @@ def cut_off_on_one_rank(rank, world_size, path):
     config = sharded_section("nvme", path)
     config["zero_optimization"]["stage"] = 3
     config["optimizer"] = {"type": "Muon", "params": {"lr": 2e-2, "adjust_lr_fn": "match_rms_adamw"}}
-    prepare, ends = WholeMatrix.prepare, []
-
-    def interrupted(*arguments):
-        os.kill(os.getpid(), signal.SIGINT)
-        return prepare(*arguments)
-
+    ends = []
     for disturbed in (False, True):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(9, 20), torch.nn.Linear(20, 33), torch.nn.Linear(33, 7))
-        with initialize(model, config) as engine, pytest.MonkeyPatch.context() as patch:
+        with initialize(model, config) as engine:
             for step in range(3):
                 torch.manual_seed(step)
                 engine.backward(engine(torch.randn(4, 9)).square().mean())
                 if disturbed and step == 1 and rank == 0:
-                    patch.setattr(WholeMatrix, "prepare", interrupted)
-                    with pytest.raises(KeyboardInterrupt) as caught:
+                    with sigint_at_update(1), pytest.raises(KeyboardInterrupt) as caught:
                         engine.step()
                     assert "step 2 stopped after 1 of" in caught.value.__notes__[0]
-                    patch.undo()
                 engine.step()
             ends.append(full_state(engine.module, engine.optimizer))
     assert_same(*ends)
@@ -275,17 +260,5 @@ def test_ranks_without_a_part_join_in(tmp_path):
             torch.testing.assert_close(value, one[name], rtol=1e-4, atol=1e-6)
 
 
-def test_the_plan_refuses_a_matrix_that_no_buffer_holds():
-    section = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/drive"}}}
-    rule = Muon()
-    placement = StatePlacement(OffloadConfig.from_dict(section), rule)
-    placement.check_whole(rule, 128 * MiB, "a matrix")
-    with pytest.raises(
-        ConfigError, match=r"the state of a matrix \(129 MiB\) is larger .* \(128 MiB\); write at least 516"
-    ):
-        placement.check_whole(rule, 129 * MiB, "a matrix")
-    placement.check_whole(AdamW(), 129 * MiB, "a matrix")
-
-
 def test_the_widest_group_decides_the_smallest_buffer():
-    assert [state.name for state in Muon().widest_states] == ["exp_avg", "exp_avg_sq"]
+    assert [state.name for state in OffloadMuon.rule.widest_states] == ["exp_avg", "exp_avg_sq"]

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from nvme_offload import OffloadAdamW, initialize
-from nvme_offload.optim.zero.sharding import default_mesh
+from tests.support.ranks import be_alone
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import EVERYTHING, make, train_step
 from tests.support.tiers import section as section_of_tiers
@@ -263,7 +263,7 @@ def test_a_model_may_be_moved_to_where_it_is(alone, tmp_path, tiers):
 
 
 def test_a_sharded_model_may_be_moved_to_where_it_is(alone, make_adamw):
-    default_mesh("cpu")
+    be_alone()
     ends = []
     for move in (False, True):
         torch.manual_seed(0)

@@ -1,10 +1,12 @@
-"""A drive that fails, and is well again."""
+"""A drive that fails, and is well again; and one of an exact rate."""
 
 import os
 import weakref
 
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.storage.extent import Extent
+from nvme_offload.perf.measure.paced import STANDS_IN_FOR as STANDS_IN_FOR
+from nvme_offload.perf.measure.paced import paced_drive as paced_drive
 
 
 class Failing:

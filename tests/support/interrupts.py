@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import gc
+import os
 import signal
 import sys
 import threading
@@ -25,6 +26,8 @@ import pytest
 import torch
 
 from nvme_offload import aio_native, offload, optim
+from nvme_offload.optim.updates.in_torch import WholeMatrix
+from nvme_offload.optim.updates.native import NativeKernel
 
 PACKAGES = tuple(f"{Path(package.__file__).parent}/" for package in (aio_native, offload, optim))
 """How the names of files begin that have our code."""
@@ -163,6 +166,32 @@ def struck(interrupt: Interrupt, call: Callable[[], object]) -> BaseException | 
     except (Struck, KeyboardInterrupt) as error:
         return error
     return None
+
+
+@contextlib.contextmanager
+def at_update(number: int, act: Callable[[], object]) -> Iterator[None]:
+    """Have `act` done right before the `number`-th subgroup from now is updated, and not then if it raises."""
+    numbers = count(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for kernel in (NativeKernel, WholeMatrix):
+
+            def prepared(*arguments: Any, prepare: Callable[..., Callable[[], int]] = kernel.prepare) -> Any:
+                update = prepare(*arguments)
+
+                def update_of_number() -> int:
+                    if next(numbers) == number:
+                        act()
+                    return update()
+
+                return update_of_number
+
+            patch.setattr(kernel, "prepare", prepared)
+        yield
+
+
+def sigint_at_update(number: int, times: int = 1) -> contextlib.AbstractContextManager[None]:
+    """Ctrl-C, so often, in an update."""
+    return at_update(number, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(times)])
 
 
 STRIKES = pytest.mark.parametrize(

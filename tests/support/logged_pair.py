@@ -5,12 +5,11 @@ import random
 
 import torch
 
-from nvme_offload.optim.layout.master import TILE_NUMEL
 from tests.support.killed_steps import durable_section
 from tests.support.rules import CASES
-from tests.support.training import assert_same_bits, params_of, section, set_grads, snapshot
+from tests.support.training import BLOCK, assert_same_bits, params_of, section, set_grads, snapshot
 
-SHAPES = [(2 * TILE_NUMEL + 77,), (5,), (TILE_NUMEL,), (1001,), (TILE_NUMEL + 33,), (999,)]
+SHAPES = [(2 * BLOCK + 77,), (5,), (BLOCK,), (1001,), (BLOCK + 33,), (999,)]
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16, torch.float32, torch.float16)
 [ADAMW] = (case for case in CASES if case.name == "AdamW")
 
@@ -40,7 +39,7 @@ class Pair:
         for index in sorted(set(everybody) - set(without)):
             if self.rng.random() < zeros:
                 for params in (self.plain, self.params):
-                    params[index].grad[:TILE_NUMEL] = 0
+                    params[index].grad[:BLOCK] = 0
             if self.rng.random() < hands:
                 self.set_by_hand(index, self.rng.choice([0.5, -0.25, 0.0]))
         self.rate_of_step()

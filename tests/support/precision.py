@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from nvme_offload import OffloadAdamW, OffloadConfig, initialize
 from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.zero.sharding import PIPELINES_REDUCE_ONCE as PIPELINES_REDUCE_ONCE
 from nvme_offload.optim.zero.sharding import shard_with_precision
 from tests.support import build
 from tests.support.training import Twin

@@ -12,6 +12,12 @@ import torch.distributed as dist
 from tests.support.forked import FORKED, take_over
 
 
+def be_alone():
+    """A process group of this process alone; the fixture `alone` ends it."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+
 def run_ranks(function, world_size, *args):
     """Run ``function(rank, world_size, *args)`` in `world_size` processes with a process group; returns their results.
 

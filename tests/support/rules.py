@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
+import nvme_offload
 from nvme_offload import OffloadOptimizer, UpdateRule
-from nvme_offload.optim.optimizers.registry import optimizer_class
-from nvme_offload.optim.rules.registry import rule_named
 from tests.support.training import Twin
 
 Params = Iterable[torch.Tensor]
@@ -36,11 +35,16 @@ class RuleCase:
         return replace(self, settings={**self.settings, **changes})
 
     @property
+    def kind(self) -> Callable[..., OffloadOptimizer]:
+        found: Callable[..., OffloadOptimizer] = getattr(nvme_offload, f"Offload{self.name}")
+        return found
+
+    @property
     def rule(self) -> UpdateRule:
-        return rule_named(self.name).of(self.settings)
+        return self.kind.rule.of(self.settings)
 
     def make(self, params: Params, offload: Any, **changes: Any) -> OffloadOptimizer:
-        return optimizer_class(self.name)(params, **{**self.settings, **changes}, offload=offload)
+        return self.kind(params, **{**self.settings, **changes}, offload=offload)
 
     @property
     def section_params(self) -> dict[str, Any]:

@@ -91,6 +91,12 @@ def slow_updates(optimizer):
     optimizer.store.pipeline.is_here = lambda slot: (time.sleep(0.01), here(slot))[1]
 
 
+def be_eager(patch):
+    """One step is enough to guess the next one, whatever went wrong before."""
+    for name in ("_LEAST_RUN", "_LONGEST_RUN"):
+        patch.setattr(f"nvme_offload.optim.step.guess.{name}", 1)
+
+
 def train_step(engine, step, rank=0, length=7):
     """All micro-batches of a step."""
     for micro in range(engine.gradient_accumulation_steps):

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nvme_offload import ConfigError, StateError, WeightsError, initialize, weight_items, write_sharded
-from nvme_offload.offload.weights.reader import INDEX_FILE
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import VOCABULARY, Model, assert_same, full_state
 from tests.support.small_engine import BF16, backward, section
@@ -294,7 +293,12 @@ def test_llama_from_its_own_initialisers_and_from_saved_folders(alone, tmp_path,
     expected = {mode: trained_llama(copy.deepcopy(wanted), mode) for mode in ("fp32", "bf16")}
     with torch.no_grad():
         assert torch.equal(expected["fp32"]["before"], wanted(TOKENS).logits)
-    for weights in (None, tmp_path / "single", tmp_path / "sharded", tmp_path / "sharded" / INDEX_FILE):
+    for weights in (
+        None,
+        tmp_path / "single",
+        tmp_path / "sharded",
+        tmp_path / "sharded" / "model.safetensors.index.json",
+    ):
         for mode in expected:
             torch.manual_seed(5)
             found = trained_llama(on_meta(llama(tied)), mode, weights=weights)

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from nvme_offload import CheckpointWriteError
-from nvme_offload.optim.checkpoint import contents as checkpoint_plan
-from nvme_offload.optim.checkpoint import storage as checkpoint_storage
 from tests.support.ranks import run_ranks
 from tests.support.resuming import MODES, fresh_engine, next_loss, scalars_of, steps_of
 from tests.support.sharded_model import assert_same, full_state
@@ -67,7 +65,7 @@ def fail_on_one_rank(rank, root):
         assert not root.exists()
         engine.save_checkpoint(root, "good")
         if rank == 1:
-            patch.setattr(checkpoint_storage, "_compact", fail_for_want_of_space)
+            patch.setattr("nvme_offload.optim.checkpoint.storage._compact", fail_for_want_of_space)
         with pytest.raises(CheckpointWriteError, match=r"next\.partial failed: ENOSPC") as caught:
             engine.save_checkpoint(root, "next")
         assert caught.value.__notes__ == [f"on rank 1, host {platform.node()}"]
@@ -171,7 +169,7 @@ def test_large_parameters_are_cut_into_items(tmp_path, monkeypatch):
             monkeypatch.context() as patch,
         ):
             steps_of(engine, 0, range(2))
-            patch.setattr(checkpoint_plan, "MAX_CHUNK_NUMEL", limit)
+            patch.setattr("nvme_offload.optim.checkpoint.contents.MAX_CHUNK_NUMEL", limit)
             engine.save_checkpoint(tmp_path, str(limit))
             num_items.append(len(pickle.loads((tmp_path / str(limit) / ".metadata").read_bytes()).storage_data))
             other.load_checkpoint(tmp_path)

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from nvme_offload import OffloadAdamW, OffloadLion, OffloadSGD, ResumeError, StateError
-from nvme_offload.aio_native import Op
 from nvme_offload.offload.durable.manifest import ManifestFiles
 from nvme_offload.offload.sync import sync_data
 from nvme_offload.optim.step.norm import total_norm
-from tests.support.failing_drive import Failing
+from tests.support.failing_drive import Failing, Op
 from tests.support.killed_steps import durable_section, fork
 from tests.support.training import assert_same_bits, bits, params_of, run_child, section, set_grads, snapshot
 

@@ -6,8 +6,6 @@ import os
 import pytest
 
 from nvme_offload import OutOfSpaceError, ResumeError
-from nvme_offload.offload.durable import manifest
-from nvme_offload.offload.durable.extent_pool import ExtentPool
 from tests.support.full_disk import fresh, settled, train, warned
 from tests.support.sandbox import can_mount, run_python
 from tests.support.training import assert_same_bits, snapshot
@@ -52,7 +50,7 @@ def test_a_manifest_that_the_drive_does_not_take_is_said_once_until_it_does(driv
         train(optimizer, params, range(3))
         assert settled(optimizer).committed_step == 3
         with monkeypatch.context() as patch, warned() as texts:
-            patch.setattr(manifest.os, "pwrite", broken)
+            patch.setattr(os, "pwrite", broken)
             for step in range(3, 9):
                 train(optimizer, params, [step])
                 found = settled(optimizer)
@@ -66,7 +64,7 @@ def test_a_manifest_that_the_drive_does_not_take_is_said_once_until_it_does(driv
         found = settled(optimizer)
         assert (found.committed_step, found.commit_failure) == (10, None)
         with monkeypatch.context() as patch, warned() as texts:
-            patch.setattr(manifest.os, "pwrite", broken)
+            patch.setattr(os, "pwrite", broken)
             train(optimizer, params, [10])
             settled(optimizer)
         assert "training goes on (step 10 lasts):" in texts[0]
@@ -87,7 +85,7 @@ def test_where_there_is_no_room_to_go_on_nothing_is_taken_for_damaged(drive, mon
         train(optimizer, params, range(3))
         after = snapshot(optimizer)
     with monkeypatch.context() as patch, fresh(drive, "run", 3)[1] as optimizer:
-        patch.setattr(ExtentPool, "want", full)
+        patch.setattr("nvme_offload.offload.durable.extent_pool.ExtentPool.want", full)
         with warned() as texts, pytest.raises(ResumeError, match="finds no room for what further steps need"):
             optimizer.resume()
         assert not texts
@@ -104,7 +102,7 @@ def test_a_run_that_ends_while_commits_fail_says_which_step_is_there(drive, monk
     with warned() as texts, optimizer:
         train(optimizer, params, range(2))
         settled(optimizer)
-        monkeypatch.setattr(manifest.ManifestFiles, "write", full)
+        monkeypatch.setattr("nvme_offload.offload.durable.manifest.ManifestFiles.write", full)
         train(optimizer, params, range(2, 5))
     assert "training goes on (step 2 lasts" in texts[0]
     assert "step 5 was the latest, and is not committed (step 2 lasts)" in texts[1]

@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from nvme_offload import ResumeError
-from nvme_offload.offload.durable import snapshots
 from tests.support.durable_engine import durable, settle, whole
 from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of
@@ -122,7 +121,7 @@ def with_half_a_snapshot(rank, world_size, path):
         refused(lambda: engine.remove_snapshot("lost"), KeyError, "no snapshot 'lost'; there are: withdrawn")
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(snapshots, "replace_in", full)
+                patch.setattr("nvme_offload.offload.durable.snapshots.replace_in", full)
             refused(lambda: engine.snapshot("lost"), OSError, "No space left")
         assert engine.snapshot("lost") == 4
 

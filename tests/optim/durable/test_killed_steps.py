@@ -7,7 +7,6 @@ import warnings
 import pytest
 
 from nvme_offload import OffloadAdamW
-from nvme_offload.offload.durable.manifest import ManifestFiles
 from tests.support.killed_histories import KINDS as HISTORIES
 from tests.support.killed_steps import DTYPES, KINDS, SHAPES, durable_section
 from tests.support.training import params_of, run_child, set_grads
@@ -105,7 +104,7 @@ def test_no_write_goes_where_the_latest_commit_refers_to_so_a_late_one_of_a_dead
             with monkeypatch.context() as patch, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 if step in failing:
-                    patch.setattr(ManifestFiles, "write", full)
+                    patch.setattr("nvme_offload.offload.durable.manifest.ManifestFiles.write", full)
                 run.step()
                 commits.settle()
         assert run.stats().failed_commits == len(failing)

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from nvme_offload import StateError
-from nvme_offload.optim.layout.master import TILE_NUMEL
 from tests.support.interrupts import STRIKES, Interrupt, Struck, every, raise_struck, strided
 from tests.support.logged_pair import ADAMW
+from tests.support.training import BLOCK
 
 
 @pytest.fixture
 def pair(pairs):
-    pair = pairs(ADAMW, 3, seed=2, dtypes=(torch.bfloat16,), shapes=[(TILE_NUMEL,)] * 7, buffers=4)
+    pair = pairs(ADAMW, 3, seed=2, dtypes=(torch.bfloat16,), shapes=[(BLOCK,)] * 7, buffers=4)
     pair.plain_step()
     return pair
 

@@ -7,18 +7,16 @@ import pytest
 import torch
 
 from nvme_offload import ConfigWarning, CorruptionError, OffloadAdamW, ResumeError
-from nvme_offload.aio_native import Op
 from nvme_offload.offload.durable.rewrite_every import DurableRates
-from nvme_offload.optim.layout.master import TILE_NUMEL
-from tests.support.failing_drive import Failing
+from tests.support.failing_drive import Failing, Op
 from tests.support.killed_steps import durable_section
 from tests.support.logged_pair import ADAMW
 from tests.support.rules import CASES
-from tests.support.training import assert_same_bits, params_of, section, set_grads, snapshot
+from tests.support.training import BLOCK, assert_same_bits, params_of, section, set_grads, snapshot
 
 
 def test_what_would_be_the_longest_to_read_stays_in_the_buffers(drive):
-    params = params_of([(TILE_NUMEL,)] * 12, torch.bfloat16)
+    params = params_of([(BLOCK,)] * 12, torch.bfloat16)
     with OffloadAdamW(params, offload=durable_section(drive, "run", rewrite_every=3, buffers=2)) as optimizer:
         extents = optimizer.durable.commits.run.extents
         others = []
@@ -62,7 +60,7 @@ def test_state_in_memory_and_checksums_change_nothing(pairs, more):
 def test_what_is_written_is_that_of_the_period(drive):
     written = {}
     for period in (1, 2, 4):
-        params = params_of([(4 * TILE_NUMEL,)] * 2, torch.bfloat16)
+        params = params_of([(4 * BLOCK,)] * 2, torch.bfloat16)
         with OffloadAdamW(params, offload=durable_section(drive, f"p{period}", rewrite_every=period)) as optimizer:
             before = 0
             for step in range(2 * period + 1):
@@ -71,14 +69,14 @@ def test_what_is_written_is_that_of_the_period(drive):
                 optimizer.synchronize()
                 before = before or optimizer.stats().bytes_written
             moved = optimizer.stats().bytes_written - before
-            written[period] = moved / (2 * period) / (8 * TILE_NUMEL)
+            written[period] = moved / (2 * period) / (8 * BLOCK)
     assert written == pytest.approx({1: 12, 2: 7, 4: 4.5}, rel=0.06)
 
 
 def test_an_entry_without_room_for_what_was_changed_by_hand_becomes_a_base(pairs):
     pair = pairs(ADAMW, 4, seed=9)
     for step in range(4):
-        pair.set_by_hand(0, 0.125 * step, size=2 * TILE_NUMEL)
+        pair.set_by_hand(0, 0.125 * step, size=2 * BLOCK)
         pair.plain_step()
     pair.check()
     assert pair.chains, "others are logged"
@@ -162,7 +160,7 @@ def test_where_an_older_entry_is_damaged_it_is_refused_by_name(pairs):
 
 
 def test_a_step_does_not_replay_an_entry_of_another_write(drive):
-    params = params_of([(TILE_NUMEL,)] * 4, torch.bfloat16)
+    params = params_of([(BLOCK,)] * 4, torch.bfloat16)
     with OffloadAdamW(params, offload=durable_section(drive, "run", rewrite_every=4, buffers=2)) as optimizer:
         for step in range(2):
             set_grads(params, step)

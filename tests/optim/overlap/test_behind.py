@@ -11,11 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nvme_offload import ConfigWarning, OffloadAdamW, StateError, SwapIOError, get_full_param, set_full_param
-from nvme_offload.aio_native import Op
-from nvme_offload.offload._torch_private import local_tensor
-from nvme_offload.optim.state.slots import Residency
-from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
-from tests.support.failing_drive import Failing
+from tests.support.failing_drive import STANDS_IN_FOR, Failing, Op, paced_drive
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import loss_of, make, section, train_step
 
@@ -178,7 +174,7 @@ def test_reads_go_first_and_in_the_end_everything_is_written(alone, tmp_path, mo
         store.worker.wait_until(lambda: store.is_whole)
         assert len(under_way) > LAYERS
         assert max(under_way) == 1, "writes beside the one transfer that keeps the drive busy"
-        assert not [slot for slot in store.pipeline.residents if slot.residency is Residency.DIRTY]
+        assert not [slot for slot in store.pipeline.residents if slot.residency.name == "DIRTY"]
 
 
 def test_what_an_earlier_step_could_not_write_yet_is_not_ready_for_the_next_update(alone, tmp_path):
@@ -263,7 +259,7 @@ def test_a_gradient_that_is_changed_before_its_update_is_an_error(alone, tmp_pat
         with optimizer.store.worker.kept_away():
             optimizer.step()
             for p in engine.module.parameters():
-                local_tensor(p.grad).mul_(2)
+                p.grad._local_tensor.mul_(2)
         with pytest.raises(StateError, match="gradients that have changed since"):
             loss_of(engine.module, 1)
         with pytest.raises(StateError, match="gradients that have changed since"):

@@ -9,14 +9,10 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload import ConfigError, ConfigWarning, OffloadAdamW, OffloadConfig, SwapIOError
-from nvme_offload.aio_native import Op
-from nvme_offload.optim.state.condition import StepPhase
-from nvme_offload.optim.step import guess
-from nvme_offload.optim.step.guess import Guesses
-from tests.support.failing_drive import Failing
+from tests.support.failing_drive import Failing, Op
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
-from tests.support.tiers import loss_of, make, section
+from tests.support.tiers import be_eager, loss_of, make, section
 
 LAYERS = 4
 SCALES = (1, 1, 1, 1000, 1, 1, float("inf"), 1, 1, 1, 1)
@@ -27,13 +23,6 @@ PRECISIONS = {
     "fp16": {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 4}},
     "mixed": {"fp32_modules": ["*.norm", "layers.1"]},
 }
-
-
-@pytest.fixture
-def eager(monkeypatch):
-    """One step is enough to guess the next one, whatever went wrong before."""
-    monkeypatch.setattr(guess, "_LEAST_RUN", 1)
-    monkeypatch.setattr(guess, "_LONGEST_RUN", 1)
 
 
 def config_of(path, schedule, accumulation=1, period=1, **more):
@@ -52,7 +41,7 @@ def model(config):
 def wait_for_updates(optimizer):
     """Wait until backward has updated something, where it guesses; whether it has."""
     store, final = optimizer.store, optimizer._stepper.final
-    if final is None or store.record_in(StepPhase.BEGUN) is None:
+    if final is None or store.record is None or store.record.phase.name != "BEGUN":
         return False
     worker, job, idle = store.worker, store.worker.job, []
     guess = job.source and job.source.guess
@@ -300,42 +289,6 @@ def test_a_plain_module_guesses_too(alone, eager, drive):
     assert stats.guesses > stats.wrong_guesses > 0
 
 
-def test_a_factor_is_guessed_while_it_stays_and_the_less_the_more_went_wrong():
-    guesses = Guesses()
-    for _ in range(3):
-        guesses.note(1.0, is_right=None)
-        assert guesses.factor is None
-    guesses.note(1.0, is_right=None)
-    assert guesses.factor == 1.0
-    guesses.note(0.5, is_right=False)
-    waits = []
-    for _ in range(4):
-        count = 0
-        while guesses.factor is None:
-            guesses.note(1.0, is_right=None)
-            count += 1
-        waits.append(count)
-        guesses.note(None, is_right=False)
-    assert waits == [8, 16, 32, 64]
-    for _ in range(200):
-        guesses.note(2.0, is_right=None if guesses.factor is None else True)
-    guesses.note(3.0, is_right=False)
-    for _ in range(9):
-        assert guesses.factor is None
-        guesses.note(2.0, is_right=None)
-
-
-def test_where_most_steps_clip_nothing_is_guessed():
-    guesses, random, wrong = Guesses(), torch.Generator().manual_seed(3), 0
-    for _ in range(2000):
-        clips = torch.rand((), generator=random) < 0.95
-        factor = float(torch.rand((), generator=random)) if clips else 1.0
-        guessed = guesses.factor
-        wrong += guessed is not None and guessed != factor
-        guesses.note(factor, is_right=None if guessed is None else guessed == factor)
-    assert wrong <= 2
-
-
 def test_it_needs_a_durable_run(tmp_path):
     config = config_of(tmp_path, "speculate")
     config["zero_optimization"]["offload_optimizer"]["durable"] = False
@@ -383,8 +336,7 @@ def train_with_others(rank, world_size, path, schedule, period, precision, accum
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(guess, "_LEAST_RUN", 1)
-        patch.setattr(guess, "_LONGEST_RUN", 1)
+        be_eager(patch)
         plain, _, _ = trained(config_of(path, "off", accumulation, **more), scales)
         ours, stats, num_begun = trained(lasting(path), scales, lose_and_die)
         before, _, _ = trained(config_of(path, "off", accumulation, **more), scales[:LOST])

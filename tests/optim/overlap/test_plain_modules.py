@@ -14,9 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import OffloadAdamW, StateError, SwapIOError
-from nvme_offload.aio_native import Op
-from nvme_offload.optim.step import guess
-from tests.support.failing_drive import Failing
+from tests.support.failing_drive import Failing, Op
 from tests.support.tiers import Model, loss_of, section, slow_updates
 from tests.support.training import assert_same_bits, snapshot
 
@@ -279,8 +277,7 @@ def test_what_says_nothing_of_values_waits_for_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["backward", "speculate"])
-def test_who_reads_between_backward_and_step_gets_an_error_or_what_was(tmp_path, monkeypatch, mode):
-    monkeypatch.setattr(guess, "_LEAST_RUN", 1)
+def test_who_reads_between_backward_and_step_gets_an_error_or_what_was(tmp_path, eager, mode):
     model, optimizer = make(tmp_path, mode)
     with optimizer:
         for step in range(3):

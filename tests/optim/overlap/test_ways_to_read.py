@@ -176,13 +176,6 @@ def all_found(path, kind, mode):
     return results, stats
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """One step is enough to guess the next one."""
-    monkeypatch.setattr("nvme_offload.optim.step.guess._LEAST_RUN", 1)
-    monkeypatch.setattr("nvme_offload.optim.step.guess._LONGEST_RUN", 1)
-
-
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [

@@ -1,4 +1,4 @@
-"""The thread that works behind a step: who waits for it takes no processor time, its own neither."""
+"""The thread that works behind a step, and what it guesses: nobody who waits takes processor time."""
 
 import threading
 import time
@@ -6,6 +6,7 @@ import time
 import torch
 
 from nvme_offload.optim.overlap.worker import Worker
+from nvme_offload.optim.step.guess import Guesses
 from tests.optim.test_interrupts import struck
 from tests.support.interrupts import every, raise_struck
 from tests.support.training import BLOCK, assert_same_training, params_of, set_grads
@@ -98,3 +99,39 @@ def test_state_and_figures_are_read_beside_steps(make_adamw):
         reader.join()
     assert not errors
     assert_same_training(optimizer, twin)
+
+
+def test_a_factor_is_guessed_while_it_stays_and_the_less_the_more_went_wrong():
+    guesses = Guesses()
+    for _ in range(3):
+        guesses.note(1.0, is_right=None)
+        assert guesses.factor is None
+    guesses.note(1.0, is_right=None)
+    assert guesses.factor == 1.0
+    guesses.note(0.5, is_right=False)
+    waits = []
+    for _ in range(4):
+        count = 0
+        while guesses.factor is None:
+            guesses.note(1.0, is_right=None)
+            count += 1
+        waits.append(count)
+        guesses.note(None, is_right=False)
+    assert waits == [8, 16, 32, 64]
+    for _ in range(200):
+        guesses.note(2.0, is_right=None if guesses.factor is None else True)
+    guesses.note(3.0, is_right=False)
+    for _ in range(9):
+        assert guesses.factor is None
+        guesses.note(2.0, is_right=None)
+
+
+def test_where_most_steps_clip_nothing_is_guessed():
+    guesses, random, wrong = Guesses(), torch.Generator().manual_seed(3), 0
+    for _ in range(2000):
+        clips = torch.rand((), generator=random) < 0.95
+        factor = float(torch.rand((), generator=random)) if clips else 1.0
+        guessed = guesses.factor
+        wrong += guessed is not None and guessed != factor
+        guesses.note(factor, is_right=None if guessed is None else guessed == factor)
+    assert wrong <= 2

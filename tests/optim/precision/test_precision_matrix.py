@@ -7,9 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from nvme_offload import ConfigError, OffloadConfig
-from nvme_offload.optim.zero.sharding import PIPELINES_REDUCE_ONCE
 from scripts.precision_tables import PAGE, combinations, page_with_tables
-from tests.support.precision import fresh_model, reference_of, train_engine, train_pipeline
+from tests.support.precision import PIPELINES_REDUCE_ONCE, fresh_model, reference_of, train_engine, train_pipeline
 from tests.support.ranks import run_ranks
 
 # What goes with what, written down once more: mode -> accumulation dtypes, communication dtypes.

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvme_offload import initialize
-from nvme_offload.optim.zero.sharding import PIPELINES_REDUCE_ONCE
+from tests.support.precision import PIPELINES_REDUCE_ONCE
 from tests.support.ranks import run_ranks
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 1.0}}

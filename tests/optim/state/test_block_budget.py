@@ -10,7 +10,7 @@ import torch
 from nvme_offload import ConfigError, OffloadAdamW, initialize
 from nvme_offload.offload.shards.param_tier import ResidentShard
 from nvme_offload.optim.tiers.parts import parts_of
-from nvme_offload.optim.zero.sharding import default_mesh
+from tests.support.ranks import be_alone
 from tests.support.sharded_model import assert_same, backward, full_state, sharded_model
 from tests.support.tiers import Model, loss_of, make, section, train_step
 from tests.support.training import run_child
@@ -112,7 +112,7 @@ def test_a_block_may_be_on_one_tier_and_not_on_the_other(alone, tmp_path):
 
 
 def test_blocks_that_come_later_stay_within_the_budget(alone, tmp_path):
-    default_mesh("cpu")
+    be_alone()
     ends = []
     for budget in (None, "1200KiB"):
         model = sharded_model(torch.bfloat16)
@@ -136,7 +136,7 @@ def test_blocks_that_come_later_stay_within_the_budget(alone, tmp_path):
 
 
 def test_a_group_for_which_the_budget_is_too_small_leaves_the_optimizer_as_it_was(alone, tmp_path):
-    default_mesh("cpu")
+    be_alone()
     ends, budget = [], None
     for config in (section(tmp_path, **EVERYTHING), budgeted(tmp_path, 0)):
         if budget is not None:
@@ -186,7 +186,7 @@ def test_a_budget_too_small_for_the_staging_buffers_is_told_before_anything_is_b
     assert_same(model.state_dict(), before)
     with pytest.raises(ConfigError, match=r'"cpu" keeps all state in host memory beside staging buffers of param'):
         initialize(model, budgeted(tmp_path, "64KiB", state="cpu"))
-    default_mesh("cpu")
+    be_alone()
     sharded = sharded_model(torch.bfloat16)
     with pytest.raises(ConfigError, match=r"host_budget = 64 KiB: the 2 staging buffers take .* of gradients"):
         OffloadAdamW(sharded.parameters(), offload=budgeted(tmp_path, "64KiB"))

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from nvme_offload import StateError, get_full_grad, initialize, set_full_grad, split_parameters
-from nvme_offload.optim.zero.sharding import default_mesh
-from tests.support.ranks import run_ranks
+from tests.support.ranks import be_alone, run_ranks
 from tests.support.sharded_model import assert_same, backward, full_state, sharded_model
 from tests.support.sharded_model import make as make_groups
 from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, section, train_step
@@ -157,7 +156,7 @@ def test_it_is_right_when(alone, tmp_path, drive, checkpointing):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_plain_loop_with_parameter_groups_has_the_same_bits_and_writes_each_block_once(alone, tmp_path, dtype):
     """Weights and biases of one block are in two parameter groups: the step still visits the block once."""
-    default_mesh("cpu")
+    be_alone()
     ends = []
     for tiers in ({}, EVERYTHING):
         model = sharded_model(dtype, split=False)

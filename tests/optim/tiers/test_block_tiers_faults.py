@@ -22,12 +22,10 @@ from nvme_offload import (
     SwapIOError,
     initialize,
 )
-from nvme_offload.aio_native import Op
 from nvme_offload.offload.storage.extent import Stripe
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.optim.zero.sharding import default_mesh
-from tests.support.failing_drive import Failing
-from tests.support.ranks import run_ranks
+from tests.support.failing_drive import Failing, Op
+from tests.support.ranks import be_alone, run_ranks
 from tests.support.sharded_model import assert_same, backward, full_state, sharded_model
 from tests.support.sharded_model import make as make_groups
 from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, section, train_step
@@ -108,7 +106,7 @@ def refuse_second_write(tier, monkeypatch):
 @pytest.mark.parametrize("kind", ["state", "param"])
 def test_a_placement_that_fails_leaves_nothing_behind_and_can_be_repeated(alone, tmp_path, monkeypatch, kind):
     """Layers are unfrozen, or added, in mid-training, and the second write of what moves to its tier then fails."""
-    default_mesh("cpu")
+    be_alone()
     ends = []
     for disturbed in (False, True):
         model = sharded_model(torch.bfloat16)

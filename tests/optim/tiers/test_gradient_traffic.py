@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nvme_offload import initialize
-from nvme_offload.aio_native import Op
+from tests.support.failing_drive import Op
 from tests.support.ranks import run_ranks
 from tests.support.training import BLOCK, run_child, storage_io
 

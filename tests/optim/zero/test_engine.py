@@ -2,8 +2,6 @@
 
 import contextlib
 import math
-import os
-import signal
 import warnings
 
 import pytest
@@ -13,10 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from nvme_offload import ConfigError, OffloadAdamW, OffloadConfig, OffloadEngine, initialize, split_parameters
-from nvme_offload.optim.updates.native import NativeKernel
-from nvme_offload.optim.zero.schedulers import scheduler_of
+from nvme_offload import ConfigError, OffloadAdamW, OffloadEngine, initialize, split_parameters
 from tests.support import layered_model
+from tests.support.interrupts import sigint_at_update
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import Model, assert_same, full_state
 from tests.support.small_engine import (
@@ -313,23 +310,15 @@ def test_a_step_that_stopped_halfway_is_completed_by_the_next_call(make_engine, 
 
 
 @pytest.mark.parametrize("then", ["step", "save_checkpoint"])
-def test_an_update_that_is_done_is_not_done_again(make_engine, monkeypatch, tmp_path, then):
+def test_an_update_that_is_done_is_not_done_again(make_engine, tmp_path, then):
     """Ctrl-C in the last subgroup is raised when the update is done."""
-    prepare = NativeKernel.prepare
-
-    def interrupted(*arguments):
-        os.kill(os.getpid(), signal.SIGINT)
-        return prepare(*arguments)
-
     states = []
     for disturbed in (False, True):
         engine = make_engine(**BF16)
         backward(engine, 0, 0)
         if disturbed:
-            with monkeypatch.context() as patch:
-                patch.setattr(NativeKernel, "prepare", interrupted)
-                with pytest.raises(KeyboardInterrupt) as caught:
-                    engine.step()
+            with sigint_at_update(1), pytest.raises(KeyboardInterrupt) as caught:
+                engine.step()
             assert "The update of this step is done" in caught.value.__notes__[-1]
         engine.save_checkpoint(tmp_path) if disturbed and then == "save_checkpoint" else engine.step()
         assert (engine.global_steps, engine.micro_steps, engine.optimizer.stats().steps) == (1, 0, 1)
@@ -449,14 +438,13 @@ def test_the_schedule_moves_the_learning_rate_once_per_step(alone):
 
 
 def rates_of(lr, steps, kind, **params):
-    config = OffloadConfig.from_dict({"scheduler": {"type": kind, "params": params}})
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
-    scheduler = scheduler_of(config, optimizer)
+    optimizer = {"type": "SGD", "params": {"lr": lr}}
     rates = []
-    for _ in range(steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
+    with initialize(nn.Linear(1, 1), {"optimizer": optimizer, "scheduler": {"type": kind, "params": params}}) as engine:
+        for _ in range(steps):
+            rates.append(engine.optimizer.param_groups[0]["lr"])
+            engine.optimizer.step()
+            engine.lr_scheduler.step()
     return rates
 
 
@@ -465,7 +453,7 @@ def warm(step, num_steps, kind):
 
 
 @pytest.mark.parametrize("kind", ["linear", "log"])
-def test_warmup_follows_its_formula(kind):
+def test_warmup_follows_its_formula(alone, kind):
     params = {"warmup_num_steps": 5, "warmup_type": kind, "warmup_min_lr": 0.1}
     expected = [0.1 + 0.4 * warm(step, 5, kind) for step in range(5)] + [0.5] * 5
     assert rates_of(0.5, 10, "WarmupLR", **params) == pytest.approx(expected)
@@ -473,7 +461,7 @@ def test_warmup_follows_its_formula(kind):
 
 
 @pytest.mark.parametrize("kind", ["linear", "log"])
-def test_decay_follows_its_formula(kind):
+def test_decay_follows_its_formula(alone, kind):
     params = {"warmup_num_steps": 4, "warmup_type": kind, "warmup_min_lr": 0.1, "warmup_max_lr": 0.5}
     expected = [0.1 + 0.4 * warm(step, 4, kind) for step in range(4)]
     expected += [0.1 + 0.4 * max(0, (10 - step) / 6) for step in range(4, 13)]
@@ -481,7 +469,7 @@ def test_decay_follows_its_formula(kind):
 
 
 @pytest.mark.parametrize("kind", ["linear", "log"])
-def test_cosine_follows_its_formula(kind):
+def test_cosine_follows_its_formula(alone, kind):
     params = {"warmup_num_steps": 4, "warmup_type": kind, "warmup_min_ratio": 0.2, "cos_min_ratio": 0.1}
     expected = [2 * (0.2 + 0.8 * warm(step, 4, kind)) for step in range(4)]
     expected += [2 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 3) / 6)) / 2) for step in range(4, 10)] + [0.2] * 3
@@ -489,6 +477,6 @@ def test_cosine_follows_its_formula(kind):
 
 
 @pytest.mark.parametrize("kind", ["linear", "log"])
-def test_a_warmup_of_one_step_and_a_learning_rate_of_zero_are_no_trouble(kind):
+def test_a_warmup_of_one_step_and_a_learning_rate_of_zero_are_no_trouble(alone, kind):
     assert rates_of(1.0, 3, "WarmupLR", warmup_num_steps=1, warmup_type=kind) == [0, 1, 1]
     assert rates_of(0.0, 3, "WarmupLR", warmup_num_steps=1, warmup_type=kind) == [0, 0, 0]

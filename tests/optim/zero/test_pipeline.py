@@ -13,9 +13,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nvme_offload import OffloadAdamW, initialize, split_parameters
-from nvme_offload.optim.zero.sharding import PIPELINES_REDUCE_ONCE
 from tests.support import build
 from tests.support.layered_model import NUM_BLOCKS, Part, batch, loss_of, named_state, train, weights
+from tests.support.precision import PIPELINES_REDUCE_ONCE
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 

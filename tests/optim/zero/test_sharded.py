@@ -1,7 +1,6 @@
 """OffloadAdamW on parameters that FSDP2 shards: real process groups, 1, 2 and 4 ranks."""
 
 import copy
-import itertools
 import math
 
 import pytest
@@ -11,9 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nvme_offload import OffloadAdamW, split_parameters
-from nvme_offload.optim.updates.native import NativeKernel
-from nvme_offload.optim.zero.sharding import default_mesh
-from tests.support.ranks import run_ranks
+from tests.support.interrupts import Struck, at_update, raise_struck
+from tests.support.ranks import be_alone, run_ranks
 from tests.support.sharded_model import (
     VOCABULARY,
     Model,
@@ -239,7 +237,7 @@ def test_state_dicts_carry_a_run_from_nvme_to_memory(tmp_path):
 @pytest.mark.parametrize("tiers", [{}, {"state": "nvme"}, {"param": "nvme"}], ids=["cpu", "state", "param"])
 def test_a_state_dict_without_masters_leaves_split_parameters_alone(alone, tmp_path, tiers):
     """After "load the model, then the optimizer" no lower half is gone, of a frozen parameter neither."""
-    default_mesh("cpu")
+    be_alone()
     model = sharded_model(torch.bfloat16)
     model.blocks[1].requires_grad_(False)
     with OffloadAdamW(model.parameters(), offload=tiers_section(tmp_path, **tiers)) as optimizer:
@@ -260,7 +258,7 @@ def test_a_state_dict_without_masters_leaves_split_parameters_alone(alone, tmp_p
 
 def test_split_parameters_have_one_optimizer(alone):
     """Each would change the upper halves under the other's lower ones."""
-    default_mesh("cpu")
+    be_alone()
     config = section("cpu", None)
     model, other = sharded_model(torch.bfloat16), sharded_model(torch.bfloat16)
     optimizer = make(model, config)
@@ -281,9 +279,9 @@ def test_split_parameters_have_one_optimizer(alone):
 
 
 @pytest.mark.parametrize("with_masters", [True, False], ids=["masters", "no masters"])
-def test_the_way_back_that_a_stopped_step_names_with_split_parameters(alone, monkeypatch, with_masters):
+def test_the_way_back_that_a_stopped_step_names_with_split_parameters(alone, with_masters):
     """The optimizer's state dict, then the model's: the model's cannot be loaded while half of it is in doubt."""
-    default_mesh("cpu")
+    be_alone()
     model = sharded_model(torch.bfloat16)
     with make(model, section("cpu", None)) as optimizer:
         backward(model, 0, 0)
@@ -293,19 +291,9 @@ def test_the_way_back_that_a_stopped_step_names_with_split_parameters(alone, mon
             for entries in state["state"].values():
                 del entries["master"]
         before = full_state(model, optimizer)
-        calls, prepare = itertools.count(1), NativeKernel.prepare
-
-        def cut_off():
-            raise KeyboardInterrupt
-
-        def cut_off_the_second(*arguments):
-            return cut_off if next(calls) == 2 else prepare(*arguments)
-
         backward(model, 0, 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(NativeKernel, "prepare", cut_off_the_second)
-            with pytest.raises(KeyboardInterrupt) as stopped:
-                optimizer.step()
+        with at_update(2, raise_struck), pytest.raises(Struck) as stopped:
+            optimizer.step()
         way_on = "cannot be finished: load a checkpoint with load_state_dict, the optimizer's, then the model's"
         assert way_on in stopped.value.__notes__[0]
         with pytest.raises(RuntimeError, match=way_on):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nvme_offload.aio_native import Op
+from tests.support.failing_drive import Op
 from tests.support.simulator.drive import DriveFault
 
 STRIKES = ("raise", "sigint", "raise in a wait", "sigint in a wait")

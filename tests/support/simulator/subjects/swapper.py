@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_offload import StateError, TensorSwapper, Transfer
-from nvme_offload.aio_native import Op
+from tests.support.failing_drive import Op
 from tests.support.simulator.case import Strike
 from tests.support.simulator.loop import stepped_loop
 from tests.support.simulator.run import Player
