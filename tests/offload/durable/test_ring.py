@@ -1,6 +1,7 @@
 """The ring of bases and entries: what a committed manifest refers to stays; and the space that takes."""
 
 import itertools
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_offload import CorruptionError, OutOfSpaceError, ResumeError, StateError
+from nvme_offload import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
 from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
+from nvme_offload.offload.durable.pinned import PinnedReader
 from nvme_offload.offload.durable.ring import ExtentRing
-from nvme_offload.offload.durable.seal import ExtentLayout, Sums
+from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs, Sums
 from nvme_offload.offload.durable.turns import num_needed
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.extent import Stripe
@@ -447,3 +449,37 @@ def test_space_that_is_not_to_be_had_is_refused_before_anything_changes(space, m
             else:
                 append(ring, slot)
         ring.note_commit()
+
+
+SIZE = 3 << 16
+
+
+@pytest.fixture
+def one_path(tmp_path):
+    space = SwapSpace([tmp_path], direct="optional")
+    yield space
+    space.close()
+
+
+def chain_of(space):
+    content = ExtentLayout(SIZE - 4096, 0, space.alignment)
+    return Chain(Written(space.allocate(content.size_bytes), content, SealedAs(0, 1, 1), 0))
+
+
+def test_all_of_a_chain_is_read(one_path):
+    chain = chain_of(one_path)
+    size_bytes = chain.base.content.size_bytes
+    content = os.urandom(size_bytes)
+    with open(one_path.path_of(one_path.fds[0]), "r+b") as file:
+        file.seek(chain.base.extent.stripes[0].offset)
+        file.write(content)
+    memory = PinnedReader(one_path).read(chain)
+    assert memory.view(torch.uint8, 0, size_bytes).numpy().tobytes() == content
+
+
+@pytest.mark.parametrize("beyond", [0, 100], ids=["between two pages", "inside a page"])
+def test_a_file_that_ends_too_soon_is_an_error_and_no_hang(one_path, beyond):
+    chain = chain_of(one_path)
+    os.truncate(one_path.path_of(one_path.fds[0]), chain.base.extent.stripes[0].offset + 8192 + beyond)
+    with pytest.raises(SwapIOError, match="a pinned step"):
+        PinnedReader(one_path).read(chain)

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from nvme_offload import CorruptionError, EngineUnavailable, FaultSpec, OutOfSpaceError, StateError, SwapIOError
+from nvme_offload.offload.swapper.pieces import MAX_PIECE_BYTES, MIN_PIECE_BYTES, piece_starts, spans
 from tests.support.own_resources import Resources
-from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, random_bits, same_bits, swap_file
+from tests.support.sandbox import run_python
+from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, MiB, random_bits, same_bits, swap_file
 
 
 def test_a_thread_that_cannot_be_started_leaves_nothing(open_swapper, tmp_path, monkeypatch):
@@ -251,3 +253,130 @@ def test_faults_under_several_threads(open_swapper, seed):
     swapper.synchronize()
     assert swapper.pool.num_free == swapper.pool.num_buffers, f"seed {seed}"
     assert set(swapper.names()) == {name for model in models for name in model.stored}, f"seed {seed}"
+
+
+@pytest.mark.parametrize("shape", [(7, 5, 3), (1, 1, 4), (4, 1, 1), (2, 3, 1, 5)])
+def test_spans_are_the_run_in_order(shape):
+    numel = torch.Size(shape).numel()
+    dense = torch.arange(numel).view(shape)
+    for order in (tuple(range(len(shape))), tuple(reversed(range(len(shape))))):
+        tensor = dense.permute(order)
+        expected = tensor.flatten()
+        for start in range(numel):
+            for stop in range(start + 1, numel + 1):
+                parts = list(spans(tensor, start, stop))
+                assert torch.equal(torch.cat([part.flatten() for part in parts]), expected[start:stop])
+                assert len(parts) <= 2 * tensor.dim() + 1
+                assert all(part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts)
+
+
+def test_pieces_overlap_copies_and_fit_into_buffers():
+    assert len(piece_starts(0, 4, 64 * MiB, 4096)) == 0
+    assert len(piece_starts(1, 4, 64 * MiB, 4096)) == 1
+    assert piece_starts(1 << 30, 4, 64 * KiB, 4096).step == 64 * KiB
+    assert piece_starts(1 << 30, 4, 128 * MiB, 4096).step == MAX_PIECE_BYTES
+    assert piece_starts(10 * MiB, 4, 128 * MiB, 4096).step == MIN_PIECE_BYTES
+    assert len(piece_starts(100 * MiB + 1, 4, 128 * MiB, 4096)) == 4
+
+
+MEMORY = """
+import sys, torch
+from pathlib import Path
+from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
+
+def peak():
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("VmHWM:") + 1]) * 1024
+
+def forget_peak():
+    Path("/proc/self/clear_refs").write_text("5")
+
+MiB = 1 << 20
+budget = 32 * MiB
+offload = {"device": "nvme", "nvme_path": sys.argv[1], "staging_budget": budget}
+with TensorSwapper({"zero_optimization": {"offload_optimizer": offload}}) as swapper:
+    for number in range(4):  # the pool is resident from the first use on, and torch has its threads
+        swapper.swap_out("warm", torch.ones(budget // 4))
+    swapper.synchronize()
+    tensor = torch.arange(4 * budget // 8).view(1024, -1).t()
+    out = torch.zeros_like(tensor)
+    assert tensor.nbytes == 4 * budget and not tensor.is_contiguous()
+    forget_peak()
+    before = peak()
+    swapper.swap_out("x", tensor)
+    swapper.swap_in("x", out=out).wait()
+    grown = peak() - before
+    assert torch.equal(out, tensor)
+    print(grown)
+"""
+
+
+def test_a_tensor_of_four_budgets_takes_no_more_memory_than_the_budget(tmp_path):
+    """Everything is allocated before: neither strides nor size take more than slack for the interpreter."""
+    child = run_python(MEMORY, tmp_path)
+    assert child.returncode == 0, child.stderr
+    assert int(child.stdout) < 8 * MiB
+
+
+def test_the_pool_is_the_budget(open_swapper):
+    swapper = open_swapper(staging_budget=1 * MiB, buffer_count=8)
+    assert swapper.pool.num_buffers == 8
+    assert swapper.pool.size_bytes == 1 * MiB
+
+
+def test_a_tiny_tensor_does_not_wait_for_a_huge_one(open_swapper):
+    delays = FaultSpec(seed=3, delay=1.0, max_delay_us=4000)
+    swapper = open_swapper(faults=delays, staging_budget=64 * KiB)
+    huge = random_bits((16 * MiB,), torch.uint8)
+    swapper.swap_out("tiny", torch.ones(1)).wait(PATIENCE)
+    out = swapper.swap_out("huge", huge)
+    tiny = swapper.swap_in("tiny")
+    assert tiny.wait(PATIENCE) == 1
+    read = swapper.swap_in("huge")
+    again = swapper.swap_in("tiny")
+    assert same_bits(read.wait(PATIENCE), huge)
+    again.wait(PATIENCE)
+    assert tiny.operation.completed_ns < out.operation.completed_ns
+    assert again.operation.completed_ns < read.operation.completed_ns
+
+
+def test_huge_and_tiny_in_both_directions_with_two_buffers(open_swapper):
+    swapper = open_swapper(staging_budget=16 * KiB, buffer_count=2)
+    huge = random_bits((2 * MiB,), torch.uint8)
+    swapper.swap_out("huge", huge).wait(PATIENCE)
+    reads = []
+    for number in range(40):
+        swapper.swap_out(f"tiny {number}", torch.full((number,), number))
+        if number % 10 == 0:
+            reads.append(swapper.swap_in("huge"))
+            swapper.swap_out(f"huge {number}", huge)
+    for number in range(40):
+        tiny = swapper.swap_in(f"tiny {number}").wait(PATIENCE)
+        assert tiny.shape == (number,)
+        assert (tiny == number).all()
+    for read in reads:
+        assert same_bits(read.wait(PATIENCE), huge)
+    assert same_bits(swapper.swap_in("huge 30").wait(PATIENCE), huge)
+
+
+def test_threads_that_write_and_read_one_name_see_whole_values(swapper):
+    swapper.swap_out("x", torch.full((100_000,), 0, dtype=torch.int16))
+    torn = []
+
+    def work(seed):
+        for number in range(25):
+            value = seed * 100 + number
+            swapper.swap_out("x", torch.full((100_000,), value, dtype=torch.int16))
+            result = swapper.swap_in("x").wait(PATIENCE)
+            if (result != result[0]).any():
+                torn.append(value)
+            if number % 5 == 0:
+                swapper.prefetch("x")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert not torn

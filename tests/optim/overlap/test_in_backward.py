@@ -202,7 +202,7 @@ def test_what_is_left_when_backward_ends_is_updated_in_the_order_of_the_next_for
             with worker.kept_away():
                 engine.step()
                 pending = list(store.record.pending)
-        ranks = store.uses.ranks
+        uses = store.uses.ranks
         assert pending == sorted(
             store.slots, key=lambda slot: min(uses.get(run.param, 99) for run in slot.subgroup.runs)
         )

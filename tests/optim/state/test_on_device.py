@@ -1,10 +1,14 @@
-"""State that stays on a device and is updated there: the bits of the CPU's kernel, in every mix of tiers."""
+"""State, parameters and gradients on a device: the bits of the CPU's kernel, however late anything comes."""
 
+import contextlib
 import math
+import random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvme_offload import ConfigError, FaultSpec, OffloadConfig, OffloadMuon
 from nvme_offload.optim.kernels import KernelPool, make_segment
@@ -14,10 +18,158 @@ from nvme_offload.optim.rules.adam import Adam
 from nvme_offload.optim.rules.adamw import AdamW
 from nvme_offload.optim.rules.lion import Lion
 from nvme_offload.optim.rules.sgd import SGD
+from nvme_offload.optim.step.norm import sums_from_device
+from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.updates.in_torch import CHUNK_NUMEL, OnAccelerator, update_run
+from nvme_offload.optim.updates.mirrored import DeviceMirror, MirroredRuns
 from nvme_offload.optim.updates.work import RunTensors, StepScalars
-from tests.optim.state.test_device_mirror import DTYPES, STEPS, trained
-from tests.support.training import BLOCK, assert_same_bits, faulty_drive, params_of, set_grads
+from tests.support.late_device.mutations import OF_MIRROR
+from tests.support.training import AWKWARD_SHAPES, BLOCK, assert_same_bits, faulty_drive, params_of, set_grads
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STEPS = 4
+
+
+def trained(make_adamw, device, *, clip=0.0, **section):
+    """Parameters as the device sees them after each step, state, stats."""
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in params_of(AWKWARD_SHAPES, *DTYPES)]
+    optimizer = make_adamw(params, section.pop("state", "nvme"), clip=clip, sub_group_size=65536, **section)
+    seen = []
+    for step in range(STEPS):
+        host = params_of(AWKWARD_SHAPES, *DTYPES)
+        set_grads(host, step, without=(step,))
+        for parameter, twin in zip(params, host, strict=True):
+            # Computed there, so that it is not final before somebody waits.
+            parameter.grad = None if twin.grad is None else twin.grad.to(device).neg().neg_()
+        take_step(optimizer)
+        seen.append([parameter.detach().clone() for parameter in params])  # what the next forward would read
+        for parameter in params:
+            parameter.grad = None
+    return [[p.cpu() for p in each] for each in seen], optimizer.state_dict()["state"], optimizer.stats()
+
+
+def take_step(optimizer):
+    """Take one, however often the drive fails."""
+    number = optimizer.stats().steps + 1
+    while optimizer.stats().steps < number:
+        with contextlib.suppress(OSError):
+            if optimizer.has_unfinished_step:
+                optimizer.finish_step()
+            else:
+                optimizer.step()
+
+
+@pytest.mark.parametrize("buffers", [0, pytest.param(2, marks=pytest.mark.slow), 4])
+def test_parameters_on_a_device_follow_the_same_kernel(make_adamw, late, buffers):
+    section = {"buffers": buffers} if buffers else {"state": "cpu"}
+    expected, state, _ = trained(make_adamw, "cpu", **section)
+    seen, late_state, stats = trained(make_adamw, "late", **section)
+    assert_same_bits(seen, expected)
+    assert_same_bits(late_state, state)
+    assert stats.steps == STEPS
+    assert late.num_copies > 100
+
+
+def test_a_device_without_pinned_memory_too(make_adamw, late):
+    expected, _, _ = trained(make_adamw, "cpu")
+    seen, _, _ = trained(make_adamw, "late", pin_memory=False)
+    assert_same_bits(seen, expected)
+    assert not late.pinned_on
+
+
+@pytest.mark.slow
+def test_steps_that_stop_halfway_with_copies_under_way(make_adamw, late):
+    expected, _, _ = trained(make_adamw, "cpu")
+    with faulty_drive(FaultSpec(seed=3, eio=0.04)):
+        seen, _, _ = trained(make_adamw, "late")
+    assert_same_bits(seen, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", OF_MIRROR)
+def test_a_mistake_with_a_mirror_is_found(make_adamw, late, mutation):
+    expected, _, _ = trained(make_adamw, "cpu", state="cpu")
+    with OF_MIRROR[mutation]():
+        seen, _, _ = trained(make_adamw, "late", state="cpu")
+    with pytest.raises(AssertionError):
+        assert_same_bits(seen, expected)
+
+
+def test_a_mirror_that_cannot_be_made_leaves_the_one_before(make_adamw, late, monkeypatch):
+    """A later group that needs larger mirrors is refused when no memory can be pinned for them."""
+    optimizer = make_adamw([torch.nn.Parameter(p.detach().to("late")) for p in params_of([(100,)], *DTYPES)])
+    optimizer.place()
+    mirror, closed = optimizer.store.mirror, []
+    before, close = mirror.size_bytes, MirroredRuns.close
+    monkeypatch.setattr(MirroredRuns, "close", lambda runs: (closed.append(runs), close(runs)))
+    larger = [torch.nn.Parameter(p.detach().to("late")) for p in params_of([(3 * 65536,)], *DTYPES)]
+    late.refusals = 1
+    with pytest.raises(RuntimeError, match="cudaHostRegister refused"):
+        optimizer.add_param_group({"params": larger})
+    assert (mirror.size_bytes, closed) == (before, [])
+    optimizer.add_param_group({"params": larger})
+    assert len(closed) == 3
+    assert mirror.size_bytes > before
+
+
+def test_of_three_mirrors_none_stays_pinned_when_one_cannot_be(monkeypatch):
+    first = Mock()
+    monkeypatch.setattr(
+        "nvme_offload.optim.updates.mirrored.MirroredRuns", Mock(side_effect=[first, RuntimeError("refused")])
+    )
+    with pytest.raises(RuntimeError, match="refused"):
+        DeviceMirror(Meter(), pinned=True).fit(torch.device("cpu"), 100)
+    first.close.assert_called_once()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_parameters_follow_the_same_kernel(make_adamw):
+    """Without clipping the update itself is the CPU's, bit for bit."""
+    seen, _, stats = trained(make_adamw, "cuda")
+    expected, _, host_stats = trained(make_adamw, "cpu")
+    assert stats.total_norm == pytest.approx(host_stats.total_norm, rel=1e-9)
+    assert_same_bits(seen, expected)
+
+
+@pytest.fixture
+def five(make_adamw, late):
+    """The mirror of one parameter in five subgroups in a step, with these, the parameter and its gradient."""
+    params = [torch.nn.Parameter(p.detach().to("late")) for p in params_of([(5 * 65536,)], torch.float32)]
+    optimizer = make_adamw(params, "cpu", sub_group_size=65536)
+    optimizer.place()
+    mirror, subgroups = optimizer.store.mirror, [slot.subgroup for slot in optimizer.store.slots]
+    grads = {0: torch.arange(5.0 * 65536).to("late")}
+    mirror.begin_step()
+    return mirror, subgroups, params, grads
+
+
+def test_what_was_fetched_and_did_not_come_next_is_fetched_again(five):
+    """Behind a step whoever waits for a subgroup has it updated first: others were fetched before."""
+    mirror, subgroups, params, grads = five
+    chosen = random.Random(0)
+    orders = [(chosen.randrange(5), chosen.randrange(5)) for _ in range(40)]
+    for first, ahead in ((0, 1), (2, 3), (1, 4), *orders):
+        for place in (first, ahead):
+            mirror.fetch(subgroups[place], params.__getitem__, grads)
+        [run] = subgroups[first].runs
+        copies = mirror.take(subgroups[first])
+        assert torch.equal(copies.grad(run, torch.float32), torch.arange(float(run.start), run.stop))
+        mirror.copy_back(subgroups[first], copies, params.__getitem__, grads)
+
+
+def test_what_comes_down_does_not_wait_for_what_goes_up(five):
+    """But for the bytes in the mirror that it is to fill."""
+    mirror, subgroups, params, grads = five
+    gone = []
+    for place in range(4):
+        for each in subgroups[place : place + 2]:
+            mirror.fetch(each, params.__getitem__, grads)
+        copies = mirror.take(subgroups[place])
+        gone.append(mirror._up._stream.done)
+        mirror.copy_back(subgroups[place], copies, params.__getitem__, grads)
+    assert gone == [0, 0, 0, 1]
+
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 SGD_HYPER = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "nesterov": False}
@@ -252,3 +404,70 @@ def test_where_it_cannot_be_it_is_refused(make_adamw):
     ):
         with pytest.raises(ConfigError, match=words):
             OffloadConfig.from_dict({"zero_optimization": {"stage": 3, **more}, "device_budget": "1GiB"})
+
+
+MAX_OPERATORS, FOR_ALL = 12, 3
+"""For one gradient of at most 16 Mi elements, and for all of them together."""
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operators = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(numels):
+    grads = {index: torch.empty(numel, dtype=torch.bfloat16, device="late") for index, numel in enumerate(numels)}
+    with Counting() as counting:
+        sums_from_device(grads)
+    return counting.operators
+
+
+def test_operators_grow_with_the_number_of_gradients_and_not_with_their_size(late):
+    assert operators_of([3 * BLOCK + 7]) == operators_of([30 * BLOCK + 7]) <= MAX_OPERATORS + FOR_ALL
+    assert operators_of([BLOCK + 1] * 20) <= 20 * MAX_OPERATORS + FOR_ALL
+
+
+@pytest.mark.parametrize("numel", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 300 * BLOCK + 5])
+def test_the_sums_are_those_of_the_cpu(late, numel):
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16()
+    found = sums_from_device({4: grad.to("late"), 5: grad})
+    torch.testing.assert_close(found.pop(4), KernelPool(1).tile_sq_sums(grad), rtol=1e-13, atol=0)
+    assert not found  # those in host memory are not the device's
+
+
+def test_the_host_waits_once_for_the_norm_and_once_for_each_subgroup(make_adamw, late):
+    counted = []
+    for num_params in (3, 12):
+        params = params_of([(BLOCK,)] * num_params, torch.bfloat16)
+        there = [torch.nn.Parameter(p.detach().to("late")) for p in params]
+        optimizer = make_adamw(there, "cpu", clip=1.0, sub_group_size=BLOCK)
+        for step in range(3):
+            set_grads(params, step)
+            for parameter, twin in zip(there, params, strict=True):
+                parameter.grad = twin.grad.to("late")
+            late.waits.clear()
+            optimizer.step()
+            if step:  # in the first, state is born of what is there
+                counted.append(late.waits.total() - num_params)
+    assert counted == [1] * 4
+
+
+def test_waiting_for_a_device_is_not_computing(make_adamw, late):
+    [host] = params_of([(4 * BLOCK,)], torch.bfloat16)
+    there = torch.nn.Parameter(host.detach().to("late"))
+    optimizer = make_adamw([there], "cpu", sub_group_size=BLOCK)
+    for step in range(2):
+        set_grads([host], step)
+        there.grad = host.grad.to("late")
+        optimizer.step()
+    iteration, timeline = optimizer.stats().iteration, optimizer.timeline()
+    assert iteration.wait_seconds["device"] > 0
+    waits = [span for span in timeline if span.kind == "wait"]
+    computes = [span for span in timeline if span.kind in ("compute", "norm")]
+    assert len(waits) == 5
+    assert not any(one.start_ns < other.end_ns and other.start_ns < one.end_ns for one in waits for other in computes)

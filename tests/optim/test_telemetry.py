@@ -1,0 +1,407 @@
+"""What an optimizer says of itself: an iteration and what limited it, scalars for monitors, the record of a run."""
+
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvme_offload import OffloadAdamW, Span, initialize
+from nvme_offload.optim.telemetry import run_record
+from nvme_offload.optim.telemetry.metrics import prometheus_text
+from nvme_offload.optim.telemetry.run_record import LOG_SHARE, RunRecord, log_of_rank, read_records
+from nvme_offload.optim.telemetry.stats import GAUGES, DriveTotals, IterationStats, Meter, scalar_texts
+from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
+
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that is seen; add to its only entry."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: round(now[0] * SECOND))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def iteration(clock, meter, moved, *, compute=1.0, norm=0.0, kernel=0.0, drive=0.0, buffers=0.0):
+    clock[0] += compute
+    with meter.stepping():
+        with meter.computing("norm", -1):
+            clock[0] += norm
+        with meter.waiting():
+            clock[0] += drive
+        with meter.waiting("staging buffers"):
+            clock[0] += buffers
+        with meter.computing("compute", 0):
+            clock[0] += kernel
+    meter.end_iteration(moved)
+    return meter.iteration
+
+
+def test_seconds_of_an_iteration_by_what_they_went_to(clock):
+    meter = Meter()
+    assert iteration(clock, meter, DriveTotals(100, 10.0, 0.0)) is None
+    found = iteration(
+        clock, meter, DriveTotals(400, 20.0, 0.25), compute=1.25, norm=0.5, kernel=0.25, drive=2.0, buffers=1.0
+    )
+    assert found == IterationStats(
+        seconds=5.0,
+        compute_seconds=1.0,  # a quarter of a second of the rest was waiting for parameters
+        drive_seconds=15.0,  # 300 bytes at 400 bytes in 20 s
+        norm_seconds=0.5,
+        kernel_seconds=0.25,
+        wait_seconds={"drive": 2.25, "staging buffers": 1.0},
+    )
+    again = iteration(clock, meter, DriveTotals(400, 20.0, 0.25))
+    assert again.seconds == again.compute_seconds == 1.0
+    assert again.drive_seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "drive_seconds", "share", "limit"),
+    [
+        ({}, 0.5, 1.0, "compute"),
+        ({"drive": 1.05}, 2.0, 2.0 / 2.05, "drive"),
+        ({"drive": 1.0}, 1.0, 0.5, "drive"),
+        ({"drive": 0.2, "buffers": 0.5}, 1.0, 1.0 / 1.7, "staging buffers"),
+        ({"drive": 0.2, "norm": 0.5}, 1.0, 1.0 / 1.7, "norm"),
+        ({"drive": 0.2, "kernel": 0.5}, 1.0, 1.0 / 1.7, "kernel"),
+    ],
+    ids=str,
+)
+def test_what_limits_an_iteration(clock, seconds, drive_seconds, share, limit):
+    meter = Meter()
+    iteration(clock, meter, DriveTotals())
+    found = iteration(clock, meter, DriveTotals(1000, drive_seconds, 0.0), **seconds)
+    assert found.share_of_ideal == pytest.approx(share)
+    assert found.limit == limit
+    assert str(found) == f"{found.seconds:.3g} s, {share:.0%} of the ideal, limited by: {limit}"
+
+
+def test_a_pause_is_no_part_of_an_iteration(clock):
+    meter = Meter()
+    iteration(clock, meter, DriveTotals())
+    clock[0] += 100.0
+    with meter.waiting():
+        clock[0] += 1.0
+    meter.begin_iteration(DriveTotals(50, 5.0, 0.0))
+    found = iteration(clock, meter, DriveTotals(100, 10.0, 0.0))
+    assert (found.seconds, found.drive_seconds) == (1.0, 5.0)
+    assert found.wait_seconds["drive"] == 0.0
+
+
+def test_a_timeline_is_of_the_latest_iteration_and_what_follows(clock):
+    meter = Meter()
+    for number in range(5):
+        with meter.passing("forward"):
+            clock[0] += 1.0
+        meter.spans.append(Span("write", number, round((clock[0] - 0.5) * SECOND), round((clock[0] + 0.5) * SECOND)))
+        iteration(clock, meter, DriveTotals())
+    kinds = [span.kind for span in meter.timeline()]
+    assert kinds.count("step") == kinds.count("forward") == 1
+    assert [span.subgroup for span in meter.timeline() if span.kind == "write"] == [4]
+    assert len(meter.spans) < 12
+    with meter.passing("backward"):
+        clock[0] += 1.0
+    assert meter.timeline()[-1].kind == "backward"
+
+
+@pytest.mark.parametrize(("overlap_step", "durable"), [("off", False), ("forward", False), ("forward", True)])
+def test_a_timeline_of_an_engine_covers_whole_iterations(overlap_step, durable, tmp_path, alone):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "durable": durable}
+    section = {
+        "zero_optimization": {"stage": 3, "sub_group_size": 2**16, "offload_optimizer": nvme},
+        "bf16": {"enabled": True},
+        "aio": {"engine": STANDS_IN_FOR},
+        "overlap_step": overlap_step,
+        "gradient_accumulation_steps": 2,
+    }
+    with paced_drive() as pace, initialize(model, section) as engine:
+        pace.rate = 15e6  # nearly 8 MB are moved in an iteration: far longer than all else takes
+
+        def train():
+            for _ in range(engine.gradient_accumulation_steps):
+                engine.backward(engine(torch.randn(4, 256)).float().square().mean())
+                engine.step()
+
+        for _ in range(3):
+            train()
+        found = engine.optimizer.stats().iteration
+        engine.optimizer.synchronize()
+        spans = engine.timeline()
+    assert found.limit == "drive"
+    kinds = [span.kind for span in spans]
+    assert (kinds.count("forward"), kinds.count("backward"), kinds.count("step")) == (2, 2, 1)
+    assert {"norm", "wait", "read", "compute", "write"} <= set(kinds)
+    assert ("commit" in kinds) == durable
+    passes = [span for span in spans if span.kind in ("forward", "backward", "step")]
+    assert [span.kind for span in passes] == ["forward", "backward", "forward", "backward", "step"]
+    for earlier, later in pairwise(passes):
+        assert earlier.end_ns <= later.start_ns
+
+
+def test_the_first_step_has_no_iteration_yet(tmp_path):
+    param = torch.nn.Parameter(torch.ones(1000).bfloat16())
+    with OffloadAdamW([param], offload={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}) as optimizer:
+        for expected in (False, True):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+            assert (optimizer.stats().iteration is not None) is expected
+        found = optimizer.stats().iteration
+    assert found.drive_seconds == 0.0
+    assert found.wait_seconds.get("drive", 0.0) == 0.0
+
+
+def test_bytes_that_failed_are_no_longer_counted(clock):
+    """What was asked for and failed may be fewer bytes in the end than there were before: no rate follows from that."""
+    meter = Meter()
+    iteration(clock, meter, DriveTotals(bytes_moved=10, busy_seconds=1.0, wait_seconds=0.0))
+    assert iteration(clock, meter, DriveTotals(bytes_moved=0, busy_seconds=1.0, wait_seconds=0.0)).drive_seconds == 0.0
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "watching.md"
+ROW = re.compile(r"^\| `(\w+)` \| (counter|gauge) \| (.+) \|$", re.MULTILINE)
+SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)$")
+
+
+@pytest.fixture
+def optimizer(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 300).bfloat16()
+    section = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    with OffloadAdamW(model.parameters(), offload=section | {"aio": {"direct": "optional"}}) as optimizer:
+        optimizer.model = model
+        yield optimizer
+
+
+def train(optimizer, steps=1):
+    for _ in range(steps):
+        optimizer.model(torch.ones(4, 300, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same(a, b):
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def test_names_are_those_of_the_page_and_never_change(optimizer):
+    """What a dashboard is built on: documented, present before the first step, and the same after it."""
+    before = optimizer.stats().scalars()
+    assert math.isnan(before["iteration_seconds"])
+    train(optimizer, 3)
+    after = optimizer.stats().scalars()
+    assert list(before) == list(after)
+    assert all(type(value) in (int, float) for value in after.values())
+    rows = {name: (kind, text) for name, kind, text in ROW.findall(PAGE.read_text(encoding="utf-8"))}
+    texts = scalar_texts()
+    wanted = {name: ("gauge" if name in GAUGES else "counter", texts[name]) for name in after}
+    table = "\n".join(f"| `{name}` | {kind} | {text} |" for name, (kind, text) in wanted.items())
+    assert rows == wanted, f"docs/watching.md should have:\n{table}"
+    assert wanted.keys() >= GAUGES
+
+
+def test_scalars_are_the_stats(optimizer):
+    train(optimizer, 3)
+    optimizer.synchronize()
+    stats = optimizer.stats()
+    flat = stats.scalars("offload/")
+    assert flat["offload/steps"] == 3
+    assert flat["offload/bytes_written"] == stats.bytes_written > 0
+    assert flat["offload/drive_busy_seconds"] == stats.drive_busy_seconds > 0
+    assert flat["offload/iteration_share_of_ideal"] == stats.iteration.share_of_ideal
+    assert flat["offload/iteration_wait_seconds_drive"] == stats.iteration.wait_seconds.get("drive", 0.0)
+    missing = {name for name, value in vars(stats).items() if isinstance(value, int | float)} - stats.scalars().keys()
+    assert not missing
+
+
+def test_prometheus_text_can_be_scraped(optimizer):
+    """Read back line by line: every sample has its type before it, a unique name, and the value of `scalars`."""
+    train(optimizer, 2)
+    stats = optimizer.stats()
+    lines = stats.prometheus({"rank": 0, "run": 'a "b"\\'}).splitlines()
+    types, samples = {}, {}
+    for line in lines:
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split()
+            types[name] = kind
+        elif not line.startswith("# HELP "):
+            found = SAMPLE.match(line)
+            assert found, line
+            assert found["name"] in types
+            assert 'rank="0",run="a \\"b\\"\\\\"' in found["labels"]
+            assert found["name"] not in samples
+            samples[found["name"]] = float(found["value"])
+    assert samples.pop("nvme_offload_info") == 1
+    assert f'engine="{stats.engine}"' in lines[-1]
+    for name, value in stats.scalars().items():
+        full = f"nvme_offload_{name}" if name in GAUGES else f"nvme_offload_{name}_total"
+        assert types[full] == ("gauge" if name in GAUGES else "counter")
+        assert same(samples.pop(full), value)
+    assert not samples
+
+
+def test_numbers_that_are_none_are_written_as_prometheus_reads_them():
+    text = prometheus_text({"a": math.nan, "b": 2}, {"b": "Text."}, {"a"}, {}, {})
+    assert text.splitlines()[:5] == [
+        "# TYPE nvme_offload_a gauge",
+        "nvme_offload_a NaN",
+        "# HELP nvme_offload_b_total Text.",
+        "# TYPE nvme_offload_b_total counter",
+        "nvme_offload_b_total 2",
+    ]
+
+
+def test_an_event_file_of_tensorboard_has_the_stats(optimizer, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    written = []
+    with SummaryWriter(tmp_path / "events") as writer:
+        for step in range(3):
+            train(optimizer)
+            written.append(optimizer.stats().scalars("offload/"))
+            for name, value in written[-1].items():
+                writer.add_scalar(name, value, step)
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert sorted(events.Tags()["scalars"]) == sorted(written[0])
+    for name in written[0]:
+        for step, event in enumerate(events.Scalars(name)):
+            assert event.step == step
+            assert same(event.value, torch.tensor(float(written[step][name])).item()), name
+
+
+def make(tmp_path, **more):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 300).bfloat16()
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    section = {"zero_optimization": zero, "aio": {"direct": "optional"}, **more}
+    return model, OffloadAdamW(model.parameters(), offload=section)
+
+
+def step(model, optimizer):
+    model(torch.ones(4, 300, dtype=torch.bfloat16)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def always(monkeypatch):
+    monkeypatch.setattr(run_record, "SECONDS", 0.0)
+
+
+def finite(scalars):
+    return {name: value if value == value else None for name, value in scalars.items()}
+
+
+def test_the_record_is_the_stats_and_goes_with_the_run(tmp_path, always):
+    model, optimizer = make(tmp_path, run_log=str(tmp_path / "run.jsonl"))
+    directory = optimizer.store.run_directory
+    for _ in range(3):
+        step(model, optimizer)
+        (record,) = read_records(directory / "record.json")
+        assert record["scalars"] == finite(optimizer.stats().scalars()) | {
+            name: record["scalars"][name]  # writes go on behind the step
+            for name in ("bytes_read", "bytes_written", "achieved_depth", "drive_busy_seconds")
+        }
+        assert sorted(os.listdir(directory)) == ["lock", "record.json", "swap"]
+        assert os.path.getsize(directory / "record.json") < 4096
+    assert record["tiers"]["optimizer state"]["nvme"] == optimizer.tier_plan.bytes_on("nvme", "optimizer state") > 0
+    assert (record["pid"], record["rank"], record["world_size"], record["ended"]) == (os.getpid(), 0, 1, False)
+    assert record["since"]["steps"] == 1
+    optimizer.synchronize()
+    last = optimizer.stats().scalars()
+    optimizer.close()
+    assert os.listdir(tmp_path) == ["run.jsonl"]
+    *_, ended = read_records(tmp_path / "run.jsonl")
+    assert ended["ended"]
+    assert ended["scalars"] == finite(last)
+    optimizer.close()
+    assert read_records(tmp_path / "run.jsonl")[-1] == ended
+
+
+def test_it_is_written_at_most_once_a_second(tmp_path, clock):
+    record, said = RunRecord(tmp_path, None), []
+    say = lambda: said.append(1) or {"scalars": {"steps": len(said), "drive_busy_seconds": 0.0}}  # noqa: E731
+    for _ in range(40):
+        clock[0] += 0.125
+        record.note(say)
+    assert len(said) == 5
+    assert read_records(tmp_path / "record.json")[0]["scalars"]["steps"] == len(said)
+
+
+def test_a_log_grows_slower_the_longer_a_run_is(tmp_path, clock):
+    log = tmp_path / "run.jsonl"
+    record = RunRecord(None, log)
+    for _ in range(3000):
+        clock[0] += 10.0
+        record.note(lambda: {"scalars": {"steps": clock[0], "drive_busy_seconds": 0.0}})
+    times = [entry["scalars"]["steps"] - 1000.0 for entry in read_records(log)]
+    assert times[:3] == [10.0, 20.0, 30.0]
+    assert len([when for when in times if when <= 10_000]) == 1000
+    assert all(10.0 <= late - early <= LOG_SHARE * late + 10.0 for early, late in itertools.pairwise(times))
+    assert len(times) < 2000
+
+
+def test_what_cannot_be_noted_stops_nothing(tmp_path, always, caplog):
+    """A log on a full disk, a run directory that somebody made read-only or took away."""
+    model, optimizer = make(tmp_path, run_log="/dev/full")
+    with optimizer, caplog.at_level(logging.WARNING):
+        step(model, optimizer)
+        (optimizer.store.run_directory / "record.json.new").mkdir()
+        for _ in range(3):
+            step(model, optimizer)
+        (optimizer.store.run_directory / "record.json.new").rmdir()
+        assert optimizer.num_steps == 4
+    said = [entry.getMessage() for entry in caplog.records]
+    assert len([line for line in said if line.startswith("/dev/full: No space left")]) == 1
+    assert len([line for line in said if "record.json: Is a directory" in line]) == 1
+
+
+def test_each_rank_has_a_log_of_its_own(tmp_path):
+    assert log_of_rank(tmp_path / "run.jsonl", 0) == tmp_path / "run.jsonl"
+    assert log_of_rank(tmp_path / "run.jsonl", 3) == tmp_path / "run.rank3.jsonl"
+
+
+def test_of_a_log_the_latest_run_is_read_and_a_line_that_was_cut_off_is_not(tmp_path):
+    log = tmp_path / "run.jsonl"
+    lines = [
+        {"format": 1, "host": "a", "pid": pid, "started": pid, "scalars": {"steps": steps}}
+        for pid, steps in ((1, 1), (1, 2), (2, 1), (2, 2))
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"format": 1, "ho', encoding="utf-8")
+    assert [(found["pid"], found["scalars"]["steps"]) for found in read_records(log)] == [(2, 1), (2, 2)]
+
+
+def test_a_file_that_is_none_is_named(tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("hello\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"notes\.txt, line 1: not what a run notes"):
+        read_records(file)
+    file.write_text('{"format": 2}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="has format 2, this version reads 1"):
+        read_records(file)
+
+
+def test_a_forked_child_writes_nothing(tmp_path, always):
+    model, optimizer = make(tmp_path, run_log=str(tmp_path / "run.jsonl"))
+    step(model, optimizer)
+    before = (tmp_path / "run.jsonl").read_bytes()
+    if (child := os.fork()) == 0:
+        optimizer.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / "run.jsonl").read_bytes() == before
+    optimizer.close()
