@@ -163,8 +163,8 @@ def plan_subgroups(
         if kind != current or param.rule.whole:
             close()
             current = kind
-        itemsize = (sealed_itemsize if sealed else state_itemsize)(kind[1], param.rule.states) + param.log_itemsize
-        capacity = min(max_bytes // max(itemsize, 1), _round_up(max_numel, TILE_NUMEL))
+            itemsize = (sealed_itemsize if sealed else state_itemsize)(kind[1], param.rule.states) + param.log_itemsize
+            capacity = min(max_bytes // max(itemsize, 1), _round_up(max_numel, TILE_NUMEL))
         start = 0
         while start < param.numel:
             at = _end_of(pending)

@@ -98,7 +98,7 @@ class StepJob:
     def _update_next(self) -> bool:
         """Take a gradient in, or update a subgroup; whether there was either."""
         store, record, source = self._store, self.record, self.source
-        order = ahead(self.schedule, record, store.pipeline.residents)
+        order = list(ahead(self.schedule, record, store.pipeline.residents))
         store.pipeline.advance(order)
         if source is not None and source.take_in(record):
             return True

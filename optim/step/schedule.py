@@ -95,9 +95,13 @@ class Schedule(Protocol[S]):
         """
 
 
-def ahead(schedule: Schedule[S], step: Updates[S], residents: Sequence[S]) -> list[S]:
-    """Return the subgroups that will be needed next, each once."""
-    return list(dict.fromkeys(islice(schedule.upcoming(step, residents), LOOK_AHEAD)))
+def ahead(schedule: Schedule[S], step: Updates[S], residents: Sequence[S]) -> Iterator[S]:
+    """Yield the subgroups that will be needed next, each once."""
+    seen = set[S]()
+    for slot in islice(schedule.upcoming(step, residents), LOOK_AHEAD):
+        if slot not in seen:
+            seen.add(slot)
+            yield slot
 
 
 def next_update(order: Iterable[S], pending: Collection[S], may_begin: Callable[[S], bool]) -> S | None:

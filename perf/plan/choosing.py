@@ -54,20 +54,25 @@ class Chooser:
     def choose(self, shape: ModelShape) -> ChosenSection:
         """Return the first section that fits; where none does, the one that lacks least."""
         choices = []
-        for section, why in self._candidates(shape):
-            job = self.job(section, shape)
-            try:
-                tiers = tier_plan(PlacedJob(job, self.machine))
-            except ConfigError:  # what is left for a budget is less than the staging buffers
-                continue
-            choices.append(ChosenSection(section, why, job, tiers))
-            if not tiers.missing:
-                return choices[-1]
+        for candidate in self._candidates(shape):
+            if (choice := self._tried(shape, *candidate)) is not None:
+                choices.append(choice)
+                if not choice.tiers.missing:
+                    return choice
         return min(choices, key=lambda choice: sum(choice.tiers.missing.values()))
 
     def fits(self, shape: ModelShape) -> bool:
-        """Return whether any section lets a model be trained."""
-        return not self.choose(shape).tiers.missing
+        """Return whether any section lets a model be trained; the one that needs least memory is tried first."""
+        tried = (self._tried(shape, *candidate) for candidate in reversed([*self._candidates(shape)]))
+        return any(choice is not None and not choice.tiers.missing for choice in tried)
+
+    def _tried(self, shape: ModelShape, section: dict[str, Any], why: str) -> ChosenSection | None:
+        """Return what a section comes to; None: what is left for a budget is less than the staging buffers."""
+        job = self.job(section, shape)
+        try:
+            return ChosenSection(section, why, job, tier_plan(PlacedJob(job, self.machine)))
+        except ConfigError:
+            return None
 
     def _candidates(self, shape: ModelShape) -> Iterator[tuple[dict[str, Any], str]]:
         """Sections from what moves least to what needs least memory, each with the reason to take it."""

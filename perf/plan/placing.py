@@ -17,8 +17,11 @@ from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit
 from nvme_offload.offload.units import MiB
 from nvme_offload.optim.layout.master import TILE_NUMEL, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import Subgroup, plan_subgroups
+from nvme_offload.optim.optimizers.muon import BESIDE_MATRICES
 from nvme_offload.optim.precision.plan import precision_of
+from nvme_offload.optim.rules.muon import Muon
 from nvme_offload.optim.rules.registry import rule_of
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.account import Account, GroupSize, ShardSize
 from nvme_offload.optim.state.pipeline import KIND as STATE
 from nvme_offload.optim.state.placement import StatePlacement
@@ -33,7 +36,7 @@ from nvme_offload.perf.plan.shape import ModelShape
 LIBRARIES_BYTES = 384 * MiB
 """Resident memory of a process that has loaded torch, transformers' models and this package, and trained nothing."""
 
-MAX_SUBGROUPS = 4096
+MAX_SUBGROUPS = 1024
 """Most subgroups of a plan; beyond, they are larger. A plan of ten terabytes is no better for being made of 100,000."""
 LOGITS_BYTES = 16
 """Bytes of a logit when forward ends: itself in 16 bits and fp32, its log-softmax, the gradients of two of these."""
@@ -174,13 +177,13 @@ class PlacedJob:
 
     def _subgroups(self, placement: StatePlacement, max_bytes: int) -> tuple[list[Subgroup], int, int]:
         """Cut the state; give with it the bytes of an element, and the most elements of a subgroup in a run."""
-        precision, rule = self.precision, self.rule
         logged = 0 if self.kept is None else self.kept.log_itemsize
         places = self.account.places(logged)
-        state_bytes = (state_itemsize if self.kept is None else sealed_itemsize)(precision.master, rule.states)
+        size_of, form = state_itemsize if self.kept is None else sealed_itemsize, self.precision.master
         for place in places:
             what = f"a parameter of {place.numel * self.account.num_shards} elements"
-            placement.check_whole(rule, place.numel * state_bytes, what)
+            placement.check_whole(place.rule, place.numel * size_of(form, place.rule.states), what)
+        state_bytes = max(size_of(form, rule.states) for rule in {place.rule for place in places})
         itemsize = max(state_bytes + logged, 1)  # none at all: as many elements as one may have
         max_numel = self.job.config.zero_optimization.sub_group_size
         pieces = sum(place.numel for place in places) // max(1, min(max_bytes // itemsize, max_numel))
@@ -195,13 +198,17 @@ def account_of_job(job: Job, machine: Machine) -> Account:
     # Most parameters are of classes that autocast gathers in 16 bits.
     precision, rule = precision_of(job.config, safe=True), rule_of(job.config.optimizer)
     num_shards = 1 if job.config.zero_optimization.stage == 0 else machine.ranks  # with stage 0 each has all of it
-    groups, sizes = list[GroupSize](), dict[tuple[int, ...], list[ShardSize]]()
+    beside = rule.of(BESIDE_MATRICES) if isinstance(rule, Muon) else rule  # what embeddings, heads and the rest have
+    first = len(job.shape.groups) - len(job.shape.after) - job.shape.num_layers
+    groups, sizes = list[GroupSize](), dict[tuple[tuple[int, ...], UpdateRule], list[ShardSize]]()
     for number, group in enumerate(job.shape.groups):
-        if group not in sizes:  # most layers are alike
+        its_rule = rule if first <= number < first + job.shape.num_layers else beside
+        if (group, its_rule) not in sizes:  # most layers are alike
             forms = [Padded(torch.Size([-(-numel // num_shards)]), precision.storage) for numel in group]
             pairs = zip(forms, group, strict=True)
-            sizes[group] = [ShardSize(form, numel, precision, rule) for form, numel in pairs]
-        groups.append(GroupSize(str(number), sizes[group], None if job.shape.rest and not number else number))
+            sizes[group, its_rule] = [ShardSize(form, numel, precision, its_rule) for form, numel in pairs]
+        owner = None if job.shape.rest and not number else number
+        groups.append(GroupSize(str(number), sizes[group, its_rule], owner))
     return Account(job.config, groups, num_shards, machine.device_memory is not None)
 
 

@@ -155,15 +155,17 @@ def largest_model(shape: ModelShape, fits: Callable[[ModelShape], bool]) -> Mode
 
     One that has more than `MAX_LAYERS` need not be the deepest.
     """
-    if not fits(shape.with_layers(1)):
-        return None
-    low, too_many = 1, MAX_LAYERS + 1
-    if fits(shape.with_layers(too_many)):
-        return shape.with_layers(too_many)
+    low, too_many = 0, shape.num_layers
+    while too_many <= MAX_LAYERS and fits(shape.with_layers(too_many)):
+        low, too_many = too_many, 2 * too_many
+    if too_many > MAX_LAYERS:
+        too_many = MAX_LAYERS + 1
+        if fits(shape.with_layers(too_many)):
+            return shape.with_layers(too_many)
     while too_many - low > 1:
         middle = (low + too_many) // 2
         low, too_many = (middle, too_many) if fits(shape.with_layers(middle)) else (low, middle)
-    return shape.with_layers(low)
+    return shape.with_layers(low) if low else None
 
 
 def tier_plan(placed: PlacedJob) -> TierPlan:

@@ -201,16 +201,18 @@ class _Worker:
         step, schedule, buffers = self.step, self._schedule, self.buffers
         may_update = not self._is_updating and not step.pending.keys().isdisjoint(buffers.here)
         if may_update or buffers.has_room:
-            if schedule is None:
-                order: Sequence[int] = list(islice(step.pending, LOOK_AHEAD)) or self._first
-            else:
-                order = ahead(schedule, step, list(buffers.residents))
-            buffers.read_ahead(order)
+            buffers.read_ahead(self._upcoming())
             if may_update:
-                among = order if schedule is not None else order[:1]
+                among = self._upcoming() if schedule is not None else islice(step.pending, 1)
                 self._update(next_update(among, step.pending, buffers.here.__contains__))
         buffers.write(reads_first=schedule is not None)
         buffers.go_on()
+
+    def _upcoming(self) -> Iterable[int]:
+        step = self.step
+        if self._schedule is not None:
+            return ahead(self._schedule, step, list(self.buffers.residents))
+        return islice(step.pending, LOOK_AHEAD) if step.pending else self._first
 
     def _update(self, i: int | None) -> None:
         if i is None:

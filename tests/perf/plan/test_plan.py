@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from nvme_offload import ConfigError, OffloadConfig, initialize
 from nvme_offload.aio_native import Op
+from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import GiB
 from nvme_offload.optim.step.hiding import schedule_in
 from nvme_offload.perf.cli import app, load
@@ -72,25 +74,20 @@ CASES = {
 PARTS_OF_OTHERS = {"parameters", "half in memory"}
 
 
-def measured(config, shape):
+def moved_by(engine, shape):
     """Bytes of an average step, by direction and kind."""
-    torch.manual_seed(0)
-    with initialize(LlamaForCausalLM(shape), config) as engine:
-        store = engine.optimizer.store
-        tiers = [store.tier, *(part.cache.tier for part in (store.blocks.params, store.blocks.grads) if part)]
+    store = engine.optimizer.store
+    tiers = [store.tier, *(part.cache.tier for part in (store.blocks.params, store.blocks.grads) if part)]
 
-        def counted():
-            engine.optimizer.synchronize()
-            return {(op, kind): n for op in Op for tier in tiers for kind, n in tier.bytes_by_kind(op).items()}
+    def train(steps):
+        for _ in range(steps * engine.gradient_accumulation_steps):
+            tokens = torch.randint(shape.vocab_size, (1, TOKENS))
+            engine.backward(engine(tokens, labels=tokens).loss)
+            engine.step()
+        engine.optimizer.synchronize()
+        return {(op, kind): n for op in Op for tier in tiers if tier for kind, n in tier.bytes_by_kind(op).items()}
 
-        def train(steps):
-            for _ in range(steps * engine.gradient_accumulation_steps):
-                tokens = torch.randint(shape.vocab_size, (1, TOKENS))
-                engine.backward(engine(tokens, labels=tokens).loss)
-                engine.step()
-            return counted()
-
-        before, after = train(WARM_UP_STEPS), train(COUNTED_STEPS)
+    before, after = train(WARM_UP_STEPS), train(COUNTED_STEPS)
     return {key: (after[key] - before[key]) / COUNTED_STEPS for key in after}
 
 
@@ -106,7 +103,10 @@ def test_bytes_of_a_step_are_predicted_within_2_percent(case, tmp_path, alone):
     config["zero_optimization"]["offload_optimizer"]["staging_budget"] = budget
     shape = llama()
     job = job_of(shape, config)
-    predicted, actual = predict(job, MACHINE).traffic, measured(config, shape)
+    predicted = predict(job, MACHINE).traffic
+    torch.manual_seed(0)
+    with initialize(LlamaForCausalLM(shape), config) as engine:
+        actual = moved_by(engine, shape)
     assert predicted.keys() == {kind for _, kind in actual}
     for kind, moved in predicted.items():
         assert moved.total.written == pytest.approx(actual[Op.WRITE, kind], rel=0.005), kind
@@ -138,7 +138,7 @@ def drawn(seed, folder):
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 300))])
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_has_the_schedule_and_the_tiers_of_its_plan(seed, tmp_path, alone):
+def test_a_run_has_the_schedule_the_tiers_and_the_bytes_of_its_plan(seed, tmp_path, alone):
     config, shape = drawn(seed, tmp_path), llama(num_hidden_layers=4)
     try:
         found = predict(job_of(shape, config), MACHINE)
@@ -154,9 +154,18 @@ def test_a_run_has_the_schedule_and_the_tiers_of_its_plan(seed, tmp_path, alone)
             if record.rule.whole
             or config["optimizer"]["type"] != "Muon"  # the rest of a model may do it in another way
         } == {found.overlap_step}
+        plan = store.plan
         assert {kind for kind, moved in found.traffic.items() if moved.total.written} == {
-            unit.kind for unit in store.plan.units_on("nvme")
+            unit.kind for unit in plan.units_on("nvme")
         }
+        for kind, tier in product({unit.kind for unit in plan.units}, TIERS):
+            assert found.tiers.bytes_on(tier, kind) == pytest.approx(plan.bytes_on(tier, kind), rel=0.02), (kind, tier)
+        actual = moved_by(engine, shape) if found.traffic else {}
+        for kind, moved in found.traffic.items():
+            assert moved.total.written == pytest.approx(actual.get((Op.WRITE, kind), 0), rel=0.02), kind
+            # A buffer is not free while it is written, so a block more may be read.
+            block = max((unit.bytes_read for unit in plan.units_on("nvme", kind)), default=0)
+            assert abs(moved.total.read - actual.get((Op.READ, kind), 0)) <= block, kind
 
 
 LARGE = "--params 1e12 --layers 128 --hidden 25600 --vocab 128000 --ranks 4096 --host-memory 1TiB --capacity 30TB"
@@ -497,4 +506,4 @@ def test_a_matrix_that_its_rule_needs_whole_and_no_staging_buffer_holds_is_named
     config = section(tmp_path, optimizer={"type": "Muon"})
     config["zero_optimization"]["offload_optimizer"]["staging_budget"] = "3MiB"
     with pytest.raises(ConfigError, match=r"Muon needs matrices whole.* parameter of \d+ elements"):
-        predict(job_of(llama(vocab_size=10_000), config), MACHINE)
+        predict(job_of(llama(intermediate_size=10_000), config), MACHINE)
