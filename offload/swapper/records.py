@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from nvme_offload.aio_native import Op
-from nvme_offload.offload.devices.device import CopyQueue, Event, is_device, queued
+from nvme_offload.offload.devices.device import HOST, CopyQueue, Event, is_device, queued
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.staging.slot import Residency, Staging
 from nvme_offload.offload.storage.transfer import Transfer
@@ -120,23 +120,44 @@ class Task(ABC):
 
 
 class SwapOut(Task):
-    """Copies a tensor to new extents: its pieces are what `cut` makes of its name and bytes."""
+    """Copies a tensor to new extents: its pieces are what `cut` makes of its name and bytes.
+
+    The tensor is let go when all of it is in buffers, and `on_copied` is called then.
+    """
 
     op = Op.WRITE
 
-    def __init__(self, record: TensorRecord, tensor: torch.Tensor, cut: Callable[[str, int], list[Piece]]) -> None:
+    def __init__(
+        self,
+        record: TensorRecord,
+        tensor: torch.Tensor,
+        cut: Callable[[str, int], list[Piece]],
+        on_copied: Callable[[], object] | None = None,
+    ) -> None:
         super().__init__(record, tensor)
         self._cut = cut
         self._value = StoredValue(self.spec, [])
+        self._on_copied = on_copied
+        self._num_copied = 0
 
     def prepare(self) -> None:
         """Have the space of all pieces promised before a byte is written."""
         self._value = StoredValue(self.spec, self._cut(self.record.name, self.spec.size_bytes))
         self.to_begin = deque(self._value.pieces)
+        if not self.to_begin:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.tensor = torch.empty(0, dtype=self.spec.dtype, device=HOST)
+        if self._on_copied is not None:
+            self._on_copied()
 
     def move(self, piece: Piece, staging: Staging[Piece], queues: Queues) -> Iterator[Transfer[Any] | Event]:
         """Copy a piece into its buffer and write it."""
         yield from self._copied(piece, queues, into_buffer=True)
+        self._num_copied += 1
+        if self._num_copied == len(self._value.pieces):
+            self._let_go()
         piece.become(Residency.DIRTY)
         staging.start_write(piece)
         assert piece.transfer is not None
@@ -144,7 +165,7 @@ class SwapOut(Task):
         staging.settle(piece)
 
     def note_end(self) -> Sequence[Piece]:
-        """Switch the name over to the new value; or keep the older one, and fail who was promised the new one."""
+        """Switch the name over to the new value; or keep the older one."""
         if self.error is not None:
             logger.error("swap_out of tensor %r failed: %s", self.record.name, self.error)
         return self.record.replace_by(self._value, self.error)
@@ -286,10 +307,22 @@ class TensorRecord:
         self._under_way = True
         return self.tasks[0]
 
-    def end_first(self) -> Sequence[Piece]:
-        """Let the first task go, which is over; returns pieces that nobody needs any more."""
+    def end_first(self) -> tuple[Sequence[Piece], list[Task]]:
+        """Let the first task go, which is over, and those that were promised what it did not bring.
+
+        Returns:
+            Pieces that nobody needs any more, and all tasks that ended.
+        """
         self._under_way = False
-        return self.tasks.popleft().note_end()
+        ended = [self.tasks.popleft()]
+        pieces = ended[0].note_end()
+        error = ended[0].error if ended[0].op is Op.WRITE else None
+        while error is not None and self.tasks and self.tasks[0].op is Op.READ:
+            reader = self.tasks.popleft()  # it was promised bytes that do not exist
+            reader.fail(error)
+            reader.note_end()
+            ended.append(reader)
+        return pieces, ended
 
     def replace_by(self, value: StoredValue, error: Exception | None) -> Sequence[Piece]:
         """Hold a new value, unless an error kept it from the file; returns the pieces of the one that is not held."""
@@ -297,11 +330,6 @@ class TensorRecord:
         if error is None:
             replaced, self.stored = self.stored, value
             return replaced.pieces if replaced is not None else ()
-        while self.tasks and self.tasks[0].op is Op.READ:
-            reader = self.tasks.popleft()  # it was promised bytes that do not exist
-            reader.fail(error)
-            reader.note_end()
-            reader.tell()
         return value.pieces
 
     def forget_copy(self) -> None:

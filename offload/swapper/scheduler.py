@@ -21,10 +21,10 @@ from nvme_offload.offload.errors import OutOfSpaceError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.staging.slot import Staging
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.offload.swapper.copy_worker import CopyWorker
 from nvme_offload.offload.swapper.pieces import Piece, checksum_of, piece_starts
 from nvme_offload.offload.swapper.records import Prefetch, SwapIn, Task, TensorRecord
+from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
 
 KIND = "tensor"
 """Name under which the tier counts these bytes, see `Tier.bytes_of_kind`."""
@@ -68,7 +68,7 @@ class TaskScheduler:
             self.close()
             raise
 
-    def enqueue(self, task: Task) -> Transfer[Any]:
+    def enqueue(self, task: Task) -> TensorTransfer[Any]:
         """Run a task after those of its record that are waiting already. The lock must be held."""
         self.look_after(task.record, task.op)
         if isinstance(task, Prefetch):
@@ -87,7 +87,7 @@ class TaskScheduler:
         """Bytes of host memory promised to prefetched copies."""
         return sum(record.prefetch_bytes for record in self._prefetching)
 
-    def hand_over(self, record: TensorRecord, prefetch: Prefetch) -> Transfer[torch.Tensor]:
+    def hand_over(self, record: TensorRecord, prefetch: Prefetch) -> TensorTransfer[torch.Tensor]:
         """Give a copy that is there to the caller, whose it is from now on. The lock must be held."""
         self.num_prefetch_hits += 1
         record.forget_copy()  # last: cut short before, the copy is still there
@@ -152,9 +152,13 @@ class TaskScheduler:
     def _end(self, task: Task) -> None:
         with self.lock:
             self.num_prefetch_hits += isinstance(task, SwapIn) and task.copy is not None
-            self._free(task.record.end_first())
-            task.tell()
+            pieces, ended = task.record.end_first()
+            self._free(pieces)
+            for each in ended:
+                each.tell()
             self._advance(task.record)
+        for each in ended:  # without the lock, for which others may wait who hold what a callback needs
+            each.transfer.call_back()
 
     def _advance(self, record: TensorRecord) -> None:
         task = record.begin_next()

@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,10 +24,10 @@ from nvme_offload.offload.devices.device import HOST, default_device_type, is_de
 from nvme_offload.offload.errors import ClosedError, ConfigError, ConfigWarning, ForkError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.offload.swapper.pieces import TensorSpec
 from nvme_offload.offload.swapper.records import Prefetch, SwapIn, SwapOut, TensorRecord, TensorResidency
 from nvme_offload.offload.swapper.scheduler import KIND, TaskScheduler
+from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -105,18 +105,23 @@ class TensorSwapper:
         """The staging buffers through which tensors pass."""
         return self._scheduler.pool
 
-    def swap_out(self, name: str, tensor: torch.Tensor) -> Transfer[None]:
-        """Store a tensor under `name` and return at once. It must not be changed before the transfer is done.
+    def swap_out(
+        self, name: str, tensor: torch.Tensor, *, on_copied: Callable[[], object] | None = None
+    ) -> TensorTransfer[None]:
+        """Store a tensor under `name` and return at once. It must not be changed before it is copied.
 
         An older value of that name is kept until the new one is complete, and stays if the transfer fails.
 
         Args:
             name: any string.
-            tensor: any shape, strides and dtype, on any device.
+            tensor: any shape, strides and dtype, on any device. It is let go when all of it is in staging buffers.
+            on_copied: called then, before the bytes are on the drive; not if that fails before. As `on_done` of the
+                transfer, but what it raises fails the transfer.
 
         Returns:
-            A transfer that raises SwapIOError (OutOfSpaceError if the disk is full) if the tensor was not stored:
-            then the one in the caller's hands is still the truth. The failure is logged, too.
+            A transfer, done when the bytes are on the drive, that raises SwapIOError (OutOfSpaceError if the disk is
+            full) if the tensor was not stored: then the one in the caller's hands is still the truth. The failure is
+            logged, too.
 
         Raises:
             TypeError: the tensor is not dense, or has no data of its own.
@@ -126,11 +131,11 @@ class TensorSwapper:
             self._check_open()
             record = self._scheduler.records.get(name) or TensorRecord(name)
             self._pin_for(tensor.device)
-            transfer = self._scheduler.enqueue(SwapOut(record, tensor.detach(), self._scheduler.cut))
+            transfer = self._scheduler.enqueue(SwapOut(record, tensor.detach(), self._scheduler.cut, on_copied))
             self._scheduler.records[name] = record
         return transfer
 
-    def swap_in(self, name: str, out: torch.Tensor | None = None) -> Transfer[torch.Tensor]:
+    def swap_in(self, name: str, out: torch.Tensor | None = None) -> TensorTransfer[torch.Tensor]:
         """Read the tensor `name` and return at once; the transfer's result is the tensor.
 
         Args:
