@@ -6,11 +6,24 @@ docs/pictures/comparison.png, with the name of the result in its metadata.
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
+from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import median
+from typing import Any, Self
 
-from nvme_offload.perf.experiments.peers.result import HEAD, Result, draw, notes
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot: no display is needed
+
+import matplotlib.pyplot as plt
+
+from nvme_offload.perf.experiments.peers.result import HEAD, Contender, Seen, notes
+from nvme_offload.perf.experiments.peers.worker import Ended, Order
+from nvme_offload.perf.measure.comparison import Quad
+from nvme_offload.perf.measure.gpt import parse_size
 from nvme_offload.perf.measure.machine import describe
 from nvme_offload.perf.measure.results import RESULTS
 
@@ -19,6 +32,48 @@ README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "pictures" / "comparison.png"
 BEGIN, END = "<!-- generated: python -m scripts.readme_comparison -->", "<!-- end -->"
 WIDTH = 120
+COLOURS = {"ours": "#e6550d"}
+OTHERS = "#9ecae1"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A comparison that has ended."""
+
+    environment: dict[str, Any]
+    """Facts of the machine, as `nvme_offload.perf.measure.machine` gives them."""
+    order: Order
+    """The order of all contenders, but for who and where."""
+    found: list[Seen]
+    """Ours first."""
+
+    @classmethod
+    def of_file(cls, path: Path) -> Self:
+        """Read a result that was saved.
+
+        Raises:
+            ValueError: the file is none of a comparison; names it.
+        """
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            order = Order(**document["order"])
+            numel = parse_size(order.size).num_parameters
+            found = [_found(entry, numel) for entry in document["results"]]
+            return cls(document["environment"], order, found)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no saved comparison ({error!r}); make one with --save") from None
+
+
+def _found(saved: dict[str, Any], numel: int) -> Seen:
+    ended = saved["ended"]
+    known = {each.name for each in fields(Seen)} - {"contender", "numel", "quads", "ended"}
+    return Seen(
+        **{name: value for name, value in saved.items() if name in known},
+        contender=Contender(**saved["contender"]),
+        numel=numel,
+        quads=[Quad(tuple(rates)) for rates in saved["quads"]],
+        ended=Ended(**ended) if ended else None,
+    )
 
 
 def newest() -> Path:
@@ -48,6 +103,29 @@ def block(result: Result, name: str) -> str:
             *textwrap.wrap(" ".join(said), WIDTH, break_long_words=False, break_on_hyphens=False),
         ]
     )
+
+
+def draw(all_found: list[Seen], path: Path, source: str) -> None:
+    """Save bars: seconds of an iteration, and peak memory, of all who trained; `source` stands in the metadata."""
+    trained = [found for found in all_found if found.ended is not None][::-1]
+    names = [found.contender.text for found in trained]
+    colours = [COLOURS.get(found.contender.name, OTHERS) for found in trained]
+    figure, (seconds, memory) = plt.subplots(1, 2, figsize=(11.5, 0.7 + 0.45 * len(names)), layout="constrained")
+    values = (
+        (seconds, [median(found.seconds) for found in trained], "seconds per iteration"),
+        (memory, [(found.ended.peak_bytes or 0) / 2**30 for found in trained if found.ended], "peak memory, GiB"),
+    )
+    for axes, numbers, title in values:
+        bars = axes.barh(names, numbers, color=colours)
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=9)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.margins(x=0.15)
+        for side in ("top", "right", "bottom"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(labelsize=9, bottom=False, labelbottom=False)
+    memory.set_yticklabels([])
+    figure.savefig(path, dpi=110, metadata={"Source": source})
+    plt.close(figure)
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from nvme_offload.perf.experiments.peers.result import (
     BY_NAME,
@@ -25,7 +24,6 @@ from nvme_offload.perf.experiments.peers.result import (
     Contender,
     Seen,
     distance,
-    draw,
     notes,
     same_bits,
 )
@@ -36,7 +34,6 @@ from nvme_offload.perf.measure.comparison import Case
 from nvme_offload.perf.measure.experiment import run_experiment
 from nvme_offload.perf.measure.gpt import parse_size
 from nvme_offload.perf.measure.machine import num_cpus
-from nvme_offload.perf.measure.results import NO_PICTURE, can_draw
 
 
 def compare(
@@ -47,7 +44,6 @@ def compare(
     tokens: Annotated[int, typer.Option(min=128, help="Tokens of an iteration, a multiple of 128.")] = 512,
     quads: Quads = 2,
     only: Annotated[list[str] | None, typer.Option("--with", help="Beside whom; by default beside all.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="File for the picture.")] = None,
     save_to: SaveTo = None,
 ) -> None:
     """Train one model with ours and each of the others in turn: iteration time, memory, bytes and bits."""
@@ -58,12 +54,7 @@ def compare(
     with TemporaryDirectory(prefix="nvme-offload-compare-", dir=path) as folder:
         compared, say = _compared(others, order, Path(folder), quads), partial(notes, order)
         kept: dict[str, Any] = {"save_to": save_to, "asked": {"order": asdict(order)}}
-        all_found = run_experiment("compare", "Beside others", HEAD, compared, say, path=path, **kept)
-    if picture is not None and can_draw():
-        draw(all_found, picture)
-        typer.echo(f"saved {picture}", err=True)
-    elif picture is not None:
-        Console(stderr=True).print(NO_PICTURE, markup=False)
+        run_experiment("compare", "Beside others", HEAD, compared, say, path=path, **kept)
 
 
 def _others(names: Sequence[str] | None) -> list[Contender]:

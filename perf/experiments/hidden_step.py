@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,6 @@ import typer
 from torch import nn
 
 from nvme_offload.optim.step.schedule import OverlapStep
-from nvme_offload.perf.measure import comparison
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
 from nvme_offload.perf.measure.comparison import Case, Comparison
 from nvme_offload.perf.measure.experiment import Column, Figures, run_experiment
@@ -34,8 +32,6 @@ DURABLE_PER_PARAMETER = 2
 """Bytes that a durable run writes besides."""
 CLIPPING = 1e3
 """Norm from which on gradients are clipped: far above that of these models."""
-CLIPPED_SCALE = 1e9
-"""Factor of the loss of a step that is to clip."""
 RATIOS = (0.5, 1.0, 2.0)
 """Seconds of the drive over those of computing."""
 LIMIT = 1.05
@@ -204,7 +200,9 @@ def paced(
         return [*notes, f"at most {LIMIT:g} times the bound: {within} of {len(found)}"]
 
     with TemporaryDirectory() as folder:
-        cells = _cells(setup, _schedules(overlap_step), io_seconds, iterations, Path(folder))
+        cells = _cells(
+            setup, OVERLAPS if overlap_step is None else [overlap_step], io_seconds, iterations, Path(folder)
+        )
         title = "Iterations over a paced drive"
         run_experiment(f"hidden-step-{shape}", title, Cell.head(), cells, with_verdict, save_to=save_to)
 
@@ -238,39 +236,6 @@ def _cells(setup: Setup, overlaps: Sequence[OverlapStep], nvme: float, count: in
 
 
 @hidden_step.command()
-def clipped(
-    share: Annotated[float, typer.Option(min=0, max=1, help="Share of the steps, chosen by chance, that clip.")] = 0.95,
-    quads: Quads = 4,
-    buffers: Buffers = 4,
-    width: Width = 512,
-    subgroups: Subgroups = 48,
-    iterations: Annotated[int, typer.Option(min=2, help="Measured each time.")] = 20,
-    io_seconds: Annotated[float, typer.Option(help="Seconds of the drive, and of computing, in an iteration.")] = 0.3,
-    save_to: SaveTo = None,
-) -> None:
-    """Measure steps most of which clip, over a paced drive: speculate over forward, both durable."""
-    setup = Setup(width=width, subgroups=subgroups, buffers=buffers)
-
-    def cases(path: Path) -> Iterator[Comparison]:
-        with paced_drive() as pace, ExitStack() as stack:
-
-            def arm(name: OverlapStep) -> Callable[[], float]:
-                training = stack.enter_context(setup.training(name, path, engine=STANDS_IN_FOR, durable=name))
-                compute_for(training, io_seconds)
-                chance = random.Random(0)
-                training.scale = lambda: CLIPPED_SCALE if chance.random() < share else 1.0
-                return lambda: mean(one.seconds for one in training.iterations(iterations))
-
-            ours, reference = arm("speculate"), arm("forward")
-            pace.rate = setup.bytes_moved("speculate") / io_seconds
-            name = f"speculate over forward, {share:.0%} of the steps clipped"
-            yield from Case(name=name, ours=ours, reference=reference).measure(quads)
-
-    with TemporaryDirectory() as folder:
-        run_experiment("hidden-step-clipped", "Steps that clip", comparison.HEAD, cases(Path(folder)), save_to=save_to)
-
-
-@hidden_step.command()
 def drive(
     path: Folder,
     overlap_step: Schedule = None,
@@ -292,7 +257,7 @@ def drive(
     head = ("overlap_step", "over off (95 %)", "control", "quads", "its own s", "off s")
     title = "Iterations on a drive, beside the plain order"
     name = f"hidden-step-{'real' if real else 'sleeping'}"
-    schedules = [schedule for schedule in _schedules(overlap_step) if schedule != "off"]
+    schedules = OVERLAPS[1:] if overlap_step is None else [overlap_step]
     with TemporaryDirectory(prefix="nvme-offload-hidden-step-", dir=path) as folder:
         compared = (found for schedule in schedules for found in on_drive(setup, schedule, quads, Path(folder)))
         run_experiment(name, title, head, compared, lambda found: notes, path=path, save_to=save_to)
@@ -337,7 +302,3 @@ def compute_for(training: Training, seconds: float) -> None:
     for module in training.engine.module.modules():
         if isinstance(module, SleepingModel):
             module.compute_for(seconds)
-
-
-def _schedules(overlap_step: OverlapStep | None) -> tuple[OverlapStep, ...]:
-    return OVERLAPS if overlap_step is None else (overlap_step,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import mean
@@ -122,8 +122,6 @@ class Training(AbstractContextManager["Training"]):
 
     def __init__(self, model: nn.Module, batch: torch.Tensor, section: dict[str, Any], births: int = 6) -> None:
         self._batch = batch
-        self.scale: Callable[[], float] = lambda: 1.0
-        """Gives what the next loss is multiplied by."""
         self.engine: OffloadEngine = initialize(model, section)
         self.iterations(births)
 
@@ -148,7 +146,7 @@ class Training(AbstractContextManager["Training"]):
             parts = [0.0, 0.0, 0.0]
             for _ in range(self.engine.gradient_accumulation_steps):
                 moments = [time.perf_counter()]
-                loss = self.engine(self._batch).float().square().mean() * self.scale()
+                loss = self.engine(self._batch).float().square().mean()
                 moments.append(time.perf_counter())
                 self.engine.backward(loss)
                 moments.append(time.perf_counter())

@@ -45,15 +45,14 @@ class RunChild(Child):
     What it says besides goes to a file in `out`, and is shown in the end.
     """
 
-    def __init__(self, name: str, settings: RunSettings, out: Path, console: Console) -> None:
+    def __init__(self, name: str, settings: RunSettings, steps: int, out: Path, console: Console) -> None:
         self._said = out / f"{name.replace(' ', '-').lower()}.log"
         super().__init__(work, self._said)
         self.samples: list[StepSample] = []
         """The steps taken so far."""
-        self._name, self._steps, self._console = name, settings.steps, console
+        self._name, self._steps, self._console = name, steps, console
         self.tell(settings)
-        self.arithmetic: str = self.expect("ready")
-        """Precision of forward and backward."""
+        self.expect("ready")
         self._started = time.monotonic()
 
     def __exit__(self, *exception: object) -> None:
@@ -109,14 +108,14 @@ def demo(
         with TemporaryDirectory(prefix="nvme-offload-demo-", dir=drive) as swap:
             settings = RunSettings(
                 size=shape,
-                steps=shape.steps if steps is None else steps,
                 seed=seed,
                 engine=engine,
                 device=device,
                 swap=Path(swap),
                 threads=num_cpus(),
             )
-            nvme, memory = train(settings, budget if steps is None else math.inf, out, console)
+            limits = (shape.steps, budget) if steps is None else (steps, math.inf)
+            nvme, memory = train(settings, *limits, out, console)
         same = conclude(nvme, memory, {**options, "swap_parent": drive}, out, console)
     if not same:
         raise typer.Exit(1)
@@ -141,16 +140,17 @@ def choose_drive(path: Path | None, out: Path) -> Path:
     raise KnobError("path", f"none of {', '.join(map(str, candidates))} is on a drive; name a directory with --path")
 
 
-def train(settings: RunSettings, seconds: float, out: Path, console: Console) -> tuple[RunResult, RunResult]:
+def train(
+    settings: RunSettings, steps: int, seconds: float, out: Path, console: Console
+) -> tuple[RunResult, RunResult]:
     """Train both runs, a few steps each in turn, so that the machine's moods are those of both.
 
     Both end after their steps, or when the one on NVMe has used up its seconds.
     """
-    steps = settings.steps
+    in_memory = dataclasses.replace(settings, swap=None)
     with ExitStack() as children:
-        nvme = children.enter_context(RunChild("state on NVMe", settings, out, console))
-        settings = dataclasses.replace(settings, swap=None, arithmetic=nvme.arithmetic)
-        memory = children.enter_context(RunChild("state in memory", settings, out, console))
+        nvme = children.enter_context(RunChild("state on NVMe", settings, steps, out, console))
+        memory = children.enter_context(RunChild("state in memory", in_memory, steps, out, console))
         turns = by_turns((nvme, memory))
         while (taken := len(nvme.samples)) < steps and sum(one.seconds for one in nvme.samples) < seconds:
             for child in itertools.islice(turns, 2):
@@ -166,8 +166,6 @@ def conclude(nvme: RunResult, memory: RunResult, options: dict[str, Any], out: P
     differing = report.differences(nvme, memory)
     console.print()
     console.print(report.make_table(nvme, memory))
-    if nvme.arithmetic != "bf16":
-        console.print(f"This processor is slow at bf16: forward and backward computed in {nvme.arithmetic}.")
     engine, reason = nvme.stats["engine"], nvme.stats["engine_reason"]
     console.print(f"engine of the run on NVMe: {engine} ({reason})\n", markup=False, highlight=False)
     write_trace(report.all_spans(nvme), out / "trace.json")

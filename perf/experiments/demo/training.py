@@ -2,14 +2,11 @@
 
 import dataclasses
 import hashlib
-import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +23,9 @@ from nvme_offload.perf.measure.sections import section
 MICRO_BATCH, ACCUMULATION = 8, 2
 LEARNING_RATE = 2e-3
 LEARNING_RATE_WIDTH = 384  # wider models get less, in proportion
-FINAL_LEARNING_RATE = 0.1
-WARM_UP = 0.1
 WEIGHT_DECAY = 0.1
 WARM_UP_PASSES = 2
 MEASURED_FROM = 1  # the first step also creates what later steps only use
-ARITHMETIC = {"bf16": torch.bfloat16, "fp32": torch.float32}
-PROBE_SIZE = 512
 DIGESTED = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -41,8 +34,6 @@ class RunSettings:
     """One child process is to do this."""
 
     size: ModelSize
-    steps: int
-    """Length of the learning-rate schedule."""
     seed: int
     engine: str
     device: str
@@ -50,8 +41,6 @@ class RunSettings:
     swap: Path | None
     """Folder for the optimizer's state; None: it is in memory."""
     threads: int
-    arithmetic: str = "auto"
-    """Precision of forward and backward: `bf16`, `fp32`, or `auto` for bf16 where the processor is quick at it."""
 
     def section(self) -> dict[str, Any]:
         """The offload section of this run, as a user would write it."""
@@ -106,7 +95,6 @@ class RunResult:
 
     settings: dict[str, Any]
     num_parameters: int
-    arithmetic: str
     samples: list[StepSample] = field(default_factory=list)
     train_seconds: float = 0.0
     peak_resident_bytes: int | None = None
@@ -135,21 +123,22 @@ def work(told: Iterator[Any], send: Send) -> None:
     _settle_torch(settings)
     text = load_corpus()
     torch.manual_seed(settings.seed)
-    arithmetic = _quick_arithmetic(settings.device) if settings.arithmetic == "auto" else settings.arithmetic
-    model = ByteGPT(settings.size, CONTEXT, ARITHMETIC[arithmetic]).to(settings.device, torch.bfloat16)
+    # Processors without bf16 instructions take many times as long to compute in bf16.
+    arithmetic = torch.bfloat16 if settings.device == "cuda" else torch.float32
+    model = ByteGPT(settings.size, CONTEXT, arithmetic).to(settings.device, torch.bfloat16)
     numel = sum(param.numel() for param in model.parameters())
-    result = RunResult(settings=settings.section(), arithmetic=arithmetic, num_parameters=numel)
+    result = RunResult(settings=settings.section(), num_parameters=numel)
     baseline = _warm_up(model, batches(text, MICRO_BATCH, settings.seed + 2), settings.device)
     optimizer = OffloadAdamW(
-        _parameter_groups(model),
+        model.parameters(),
         lr=LEARNING_RATE * min(1.0, LEARNING_RATE_WIDTH / settings.size.width),
         betas=(0.9, 0.95),
-        eps=1e-8,
+        weight_decay=WEIGHT_DECAY,
         offload=settings.section(),
     )
     with optimizer:
-        training = TrainingByTurns(model, optimizer, batches(text, MICRO_BATCH, settings.seed), settings, result)
-        send("ready", arithmetic)
+        training = TrainingByTurns(model, optimizer, batches(text, MICRO_BATCH, settings.seed), settings.device, result)
+        send("ready", None)
         for steps in told:
             training.turn(steps, send)
             send("turn ended", None)
@@ -175,20 +164,6 @@ def _settle_torch(settings: RunSettings) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _quick_arithmetic(device: str) -> str:
-    """Name bf16, or fp32 where that is much quicker: processors without bf16 instructions take many times as long."""
-    if device == "cuda":
-        return "bf16"
-    seconds = {}
-    for name, dtype in ARITHMETIC.items():
-        matrix, moments = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=dtype), [time.perf_counter()]
-        for _ in range(5):
-            torch.mm(matrix, matrix)
-            moments.append(time.perf_counter())
-        seconds[name] = min(after - before for before, after in pairwise(moments))
-    return "fp32" if seconds["fp32"] * 2 < seconds["bf16"] else "bf16"
-
-
 def _warm_up(model: nn.Module, stream: Iterator[tuple[Tensor, Tensor]], device: str) -> int | None:
     """Forward and backward that change nothing; gives the memory that is resident afterwards.
 
@@ -199,24 +174,6 @@ def _warm_up(model: nn.Module, stream: Iterator[tuple[Tensor, Tensor]], device: 
         _forward_backward(model, stream, device)
         model.zero_grad(set_to_none=True)
     return settled_resident_bytes()
-
-
-def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameter groups of a model: its matrices decay, the gains of its norms do not."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-
-
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up over the first tenth, then half a cosine down to a tenth."""
-    warm_up = max(1, round(WARM_UP * steps))
-    if step < warm_up:
-        return (step + 1) / warm_up
-    progress = min(1.0, (step - warm_up) / max(1, steps - warm_up))
-    return FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def _forward_backward(
@@ -260,13 +217,11 @@ class TrainingByTurns:
         model: nn.Module,
         optimizer: OffloadAdamW,
         stream: Iterator[tuple[Tensor, Tensor]],
-        settings: RunSettings,
+        device: str,
         result: RunResult,
     ) -> None:
         self._model, self._optimizer, self._stream, self._result = model, optimizer, stream, result
-        self._device = settings.device
-        factor = partial(learning_rate_factor, steps=settings.steps)
-        self._rate = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        self._device = device
         self._moved_before = 0
         self._first_counts = storage_bytes(), self._moved()
 
@@ -279,7 +234,6 @@ class TrainingByTurns:
                 self._optimizer.synchronize()
                 self._first_counts = storage_bytes(), self._moved()
             self._result.samples.append(self._step())
-            self._rate.step()
             send("step", self._result.samples[-1])
         self._complete_sample()
         self._result.train_seconds += time.perf_counter() - started

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +23,6 @@ ENVIRONMENTS = Path(__file__).resolve().parents[3]
 ITERATIONS = 2
 """Iterations of a turn."""
 HEAD = ("", "iteration", "over ours", "peak memory", "B read", "B written", "distance")
-COLOURS = {"ours": "#e6550d"}
-OTHERS = "#9ecae1"
 
 
 @dataclass(frozen=True)
@@ -83,19 +80,6 @@ class Seen:
     bits_of_ours: bool = False
     """Whether its weights have the bits that ours on NVMe has."""
 
-    @classmethod
-    def of_dict(cls, saved: dict[str, Any], numel: int) -> Self:
-        """Undo `to_dict`."""
-        ended = saved["ended"]
-        known = {each.name for each in fields(cls)} - {"contender", "numel", "quads", "ended"}
-        return cls(
-            **{name: value for name, value in saved.items() if name in known},
-            contender=Contender(**saved["contender"]),
-            numel=numel,
-            quads=[Quad(tuple(rates)) for rates in saved["quads"]],
-            ended=Ended(**ended) if ended else None,
-        )
-
     @property
     def times_ours(self) -> float | None:
         """Its iteration over ours, the median of the quads."""
@@ -127,34 +111,6 @@ class Seen:
         ]
 
 
-@dataclass(frozen=True)
-class Result:
-    """A comparison that has ended."""
-
-    environment: dict[str, Any]
-    """Facts of the machine, as `nvme_offload.perf.measure.machine` gives them."""
-    order: Order
-    """The order of all contenders, but for who and where."""
-    found: list[Seen]
-    """Ours first."""
-
-    @classmethod
-    def of_file(cls, path: Path) -> Self:
-        """Read a result that was saved.
-
-        Raises:
-            ValueError: the file is none of a comparison; names it.
-        """
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-            order = Order(**document["order"])
-            numel = parse_size(order.size).num_parameters
-            found = [Seen.of_dict(entry, numel) for entry in document["results"]]
-            return cls(document["environment"], order, found)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no saved comparison ({error!r}); make one with --save") from None
-
-
 def notes(order: Order, all_found: Sequence[Seen]) -> list[str]:
     """Say what was done and what the columns mean, and why some could not train."""
     quads = max(len(found.quads) for found in all_found)
@@ -165,34 +121,6 @@ def notes(order: Order, all_found: Sequence[Seen]) -> list[str]:
         f"distance: of the weights at the end from those of {MEMORY.text}, over the way that those have come",
         *(f"{found.contender.text}: {found.problem}" for found in all_found if found.problem is not None),
     ]
-
-
-def draw(all_found: Sequence[Seen], path: Path, source: str = "") -> None:
-    """Save bars: seconds of an iteration, and peak memory, of all who trained; `source` stands in the metadata."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # before pyplot: no display is needed
-    import matplotlib.pyplot as plt
-
-    trained = [found for found in all_found if found.ended is not None][::-1]
-    names = [found.contender.text for found in trained]
-    colours = [COLOURS.get(found.contender.name, OTHERS) for found in trained]
-    figure, (seconds, memory) = plt.subplots(1, 2, figsize=(11.5, 0.7 + 0.45 * len(names)), layout="constrained")
-    values = (
-        (seconds, [median(found.seconds) for found in trained], "seconds per iteration"),
-        (memory, [(found.ended.peak_bytes or 0) / 2**30 for found in trained if found.ended], "peak memory, GiB"),
-    )
-    for axes, numbers, title in values:
-        bars = axes.barh(names, numbers, color=colours)
-        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=9)
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.margins(x=0.15)
-        for side in ("top", "right", "bottom"):
-            axes.spines[side].set_visible(False)
-        axes.tick_params(labelsize=9, bottom=False, labelbottom=False)
-    memory.set_yticklabels([])
-    figure.savefig(path, dpi=110, metadata={"Source": source})
-    plt.close(figure)
 
 
 def distance(weights: Path, reference: Path, size: str) -> float:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nvme_offload.perf.experiments import compare
-from nvme_offload.perf.experiments.peers.result import MEMORY, OURS, Contender, Result, Seen, distance, draw, same_bits
+from nvme_offload.perf.experiments.peers.result import MEMORY, OURS, Contender, Seen, distance, same_bits
 from nvme_offload.perf.experiments.peers.worker import Ended, model_of
 from nvme_offload.perf.measure.comparison import Quad
 from scripts import readme_comparison as readme
@@ -37,7 +37,7 @@ def test_ours_beside_a_run_in_memory(tmp_path):
     assert memory["ended"]["moved"][1] / numel < 1
     assert not memory["bits_of_ours"], "torch rounds in another order"
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-    read = Result.of_file(file)
+    read = readme.Result.of_file(file)
     assert json.loads(json.dumps([found.to_dict() for found in read.found])) == [ours, memory]
     written = file.with_suffix(".md").read_text(encoding="utf-8")
     for line in readme.block(read, file.stem).splitlines():
@@ -80,7 +80,7 @@ def test_a_row_and_a_picture(tmp_path):
         MEMORY, 10, seconds=[2.0, 4.0, 3.0], quads=[Quad((1.0, 3.0, 3.0, 1.0))], ended=Ended(3, 2**30, (30, 60))
     )
     assert found.cells()[1:] == ["3.00 s", "3.00", "1 GiB", "1.0", "2.0", ""]
-    draw([found, Seen(OURS, 10, problem="it cannot")], tmp_path / "picture.png", "its result")
+    readme.draw([found, Seen(OURS, 10, problem="it cannot")], tmp_path / "picture.png", "its result")
     drawn = (tmp_path / "picture.png").read_bytes()
     assert drawn.startswith(b"\x89PNG")
     assert b"its result" in drawn
@@ -90,11 +90,11 @@ def test_the_readme_has_the_latest_result_and_its_picture():
     """`python -m scripts.readme_comparison` writes both."""
     path = readme.newest()
     said = readme.README.read_text(encoding="utf-8").partition(readme.BEGIN)[2].partition(readme.END)[0]
-    assert said.strip() == readme.block(Result.of_file(path), path.stem)
+    assert said.strip() == readme.block(readme.Result.of_file(path), path.stem)
     assert path.stem.encode() in readme.PICTURE.read_bytes()
 
 
 def test_another_file_is_no_result(tmp_path):
     (tmp_path / "bench.json").write_text("{}")
     with pytest.raises(ValueError, match=r"bench\.json is no saved comparison .*make one with --save"):
-        Result.of_file(tmp_path / "bench.json")
+        readme.Result.of_file(tmp_path / "bench.json")

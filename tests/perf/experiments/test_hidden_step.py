@@ -72,14 +72,6 @@ def test_bounds(shape, overlap_step, expected):
     assert setup.bytes_moved("speculate") == 22 * setup.numel == 1.1 * setup.bytes_moved("backward")
 
 
-@pytest.mark.slow
-def test_steps_that_clip_are_compared(alone):
-    small = "clipped --share 1 --quads 1 --width 64 --subgroups 8 --io-seconds 0.01 --iterations 2"
-    [found] = results("hidden-step", *small.split()).values()
-    assert found["name"] == "speculate over forward, 100% of the steps clipped"
-    assert found["quotient"] > 0
-
-
 @pytest.mark.parametrize("overlap_step", ["off", "speculate"])
 def test_the_table_over_a_paced_drive(tmp_path, alone, overlap_step):
     small = f"paced --overlap-step {overlap_step} --width 64 --subgroups 8 --io-seconds 0.05 --iterations 2"
