@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -31,6 +32,7 @@ __all__ = [
     "base_of",
     "compute_on_shards",
     "drop_unsharded_grads",
+    "fake_tensors",
     "foreach_of",
     "fsdp_groups",
     "fsdp_params",
@@ -38,6 +40,7 @@ __all__ = [
     "give_shard",
     "hook_outputs",
     "install_extension",
+    "is_cast",
     "is_view",
     "local_tensor",
     "make_wrapper",
@@ -56,6 +59,7 @@ __all__ = [
     "tree_flatten",
     "tree_unflatten",
     "version_of",
+    "watching",
     "without_base",
     "without_torch_function",
     "written_arguments",
@@ -86,6 +90,14 @@ def is_view(op: Any) -> bool:
     ``OpOverload.is_view``: derived by torch from the operator's schema; the schema itself is not public either.
     """
     return bool(op.is_view)
+
+
+def is_cast(op: Any) -> bool:
+    """Whether an operator copies its argument into another dtype.
+
+    ``aten._to_copy``: what ``Tensor.to`` and autocast come to.
+    """
+    return op is torch.ops.aten._to_copy.default
 
 
 def written_arguments(op: Any) -> list[int | str]:
@@ -523,6 +535,42 @@ class refuse_writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa
         if any(self._forbidden(tensor) for tensor in written_tensors(func, args, kwargs or {})):
             raise ValueError(self._message)
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors that are made in the block have a device and no data, and operators give such tensors for them.
+
+    ``torch._subclasses.fake_tensor.FakeTensorMode``: on meta autocast does nothing. Its log, which tells of operators
+    that fail, is silent meanwhile.
+    """
+    from torch._subclasses import fake_tensor  # here, because not every import of ours needs it
+
+    log = logging.getLogger(fake_tensor.__name__)
+    was_silent, log.disabled = log.disabled, True
+    try:
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.disabled = was_silent
+
+
+class watching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801  # a context manager
+    """While it is active, it tells of every operator that computes: itself, the leaves of its arguments, its result.
+
+    ``torch.utils._python_dispatch.TorchDispatchMode``: see `refuse_writes`.
+    """
+
+    def __init__(self, note: Callable[[Any, list[Any], dict[str, Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, and tell of it."""
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":  # which asks for the device and the like
+            self._note(func, tree_flatten((args, kwargs))[0], kwargs or {}, result)
+        return result
 
 
 def shard_offsets(tensor: DTensor) -> tuple[int, ...]:

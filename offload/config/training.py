@@ -101,7 +101,8 @@ class TorchAutocastConfig(Section):
         "same",
     )
     """Classes, by name with package, whose parameters are gathered and whose gradients are reduced in `dtype`; all
-    others stay fp32 there. What is computed in `dtype` is autocast's own choice."""
+    others stay fp32 there. Left out, these and whatever module is seen to have autocast cast its parameters, when its
+    forward is run without data. What is computed in `dtype` is autocast's own choice."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Autocast without its dtype."""

@@ -109,9 +109,10 @@ def gather_fp32_outside_autocast(model: nn.Module, plan: PrecisionPlan) -> None:
         plan: of that module.
     """
     for prefix, module in model.named_modules():
-        shards = dict(module.named_parameters(recurse=False))
-        names = [f"{prefix}.{name}" if prefix else name for name in shards]
-        if any(plan[name].gather is plan.autocast for name in names):
+        # Attention computes with the parameters of its projection, whose forward it does not call.
+        recurse = isinstance(module, nn.MultiheadAttention)
+        shards = dict(module.named_parameters(recurse=recurse))
+        if any(plan[f"{prefix}.{name}" if prefix else name].gather is plan.autocast for name in shards):
             _wrap_forward(module, functools.partial(_with_fp32_parameters, module=module, shards=shards, plan=plan))
 
 
@@ -126,16 +127,17 @@ def _with_fp32_parameters(
     device_type = next(iter(shards.values())).device.type
     if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is plan.autocast:
         return forward(*args, **kwargs)
-    gathered = {name: getattr(module, name) for name in shards}
+    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in shards]
+    gathered = [getattr(owner, name) for owner, name in places]
     try:
-        for name, shard in shards.items():
-            delattr(module, name)  # else only a Parameter could take its place
-            setattr(module, name, _whole(shard))
+        for (owner, name), shard in zip(places, shards.values(), strict=True):
+            delattr(owner, name)  # else only a Parameter could take its place
+            setattr(owner, name, _whole(shard))
         return forward(*args, **kwargs)
     finally:
-        for name, param in gathered.items():
-            delattr(module, name)
-            setattr(module, name, param)
+        for (owner, name), param in zip(places, gathered, strict=True):
+            delattr(owner, name)
+            setattr(owner, name, param)
 
 
 def _whole(shard: nn.Parameter) -> torch.Tensor:

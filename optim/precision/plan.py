@@ -18,6 +18,7 @@ from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, Master
 from nvme_offload.optim.layout.names import params_matching
 from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS, ParameterPrecision
 from nvme_offload.optim.precision.text import PlanRow, as_text, name_pattern
+from nvme_offload.optim.precision.watch import Lowered, Watch
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.telemetry.warn import warn_user
@@ -51,6 +52,10 @@ class PrecisionPlan:
         """Dtype with which forward runs under `torch.autocast`; None where it does not."""
         self.loss_scaling = self.mode in ("fp16", "autocast-fp16")
         """Whether the loss is scaled, as the keys of the ``fp16`` section say."""
+        self.watches_modules = bool(
+            self.autocast and "lower_precision_safe_modules" not in config.torch_autocast.model_fields_set
+        )
+        """Whether autocast runs, and the section does not name the classes whose parameters it may round."""
         self.arrived_mixed = arrived_mixed
         """Whether a 16-bit model came with 16-bit and with fp32 parameters: its own code casts."""
         self.named_fp32 = frozenset(named_fp32)
@@ -84,7 +89,8 @@ class PrecisionPlan:
         named_fp32 = _named_fp32(config, model, elsewhere) - arrived_fp32
         kept = arrived_fp32 | named_fp32
         safe = _safe_params(config, model)
-        beside = {param for module in model.modules() for param in _beside_kept(module, kept)}
+        whole = kept if config.autocast_dtype is None else set(model.parameters()) - safe
+        beside = {param for module in model.modules() for param in _beside_kept(module, whole)}
         parameters = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             parameters[name] = precision = precision_of(
@@ -168,7 +174,7 @@ def precision_of(
     Args:
         config: the section.
         kept: the parameter stays fp32 in a 16-bit model.
-        safe: its class is one of ``lower_precision_safe_modules``.
+        safe: autocast casts it wherever it is used.
         beside_fp32: its module also has parameters that stay fp32; FSDP2 reduces a module's own parameters together.
         on_device: it is computed with on a device beside the CPU.
         kept_as: its dtype, where that is none of `DTYPES`.
@@ -289,7 +295,9 @@ def _beside_kept(module: nn.Module, kept: set[nn.Parameter]) -> set[nn.Parameter
 
 
 def _safe_params(config: OffloadConfig, model: nn.Module) -> set[nn.Parameter]:
-    """Parameters of modules of a class that autocast may gather in 16 bits, but for modules tied to others.
+    """Parameters that may be gathered in 16 bits under autocast, because all of their modules have it cast them.
+
+    Those of the classes that the section names, and where it names none what a forward of each module shows.
 
     Raises:
         ConfigError: a class cannot be imported.
@@ -298,10 +306,19 @@ def _safe_params(config: OffloadConfig, model: nn.Module) -> set[nn.Parameter]:
         return set()
     section = config.torch_autocast
     classes = {_class_named(name) for name in section.lower_precision_safe_modules}
-    owners = [(module, list(module.parameters(recurse=False))) for module in model.modules()]
-    unsafe = {param for module, params in owners for param in params if type(module) not in classes}
-    safe = {param for _, params in owners if unsafe.isdisjoint(params) for param in params}
-    if "lower_precision_safe_modules" in section.model_fields_set and classes and not safe:
+    is_named = "lower_precision_safe_modules" in section.model_fields_set
+    watch = Watch(DTYPES[config.autocast_dtype])
+    safe, unsafe = set[nn.Parameter](), set[nn.Parameter]()
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if type(module) in classes:
+            safe |= set(own.values())
+            continue
+        lowered = Lowered() if is_named else watch.lowered(module)
+        safe |= {own[name] for name in lowered}
+        unsafe |= {param for name, param in own.items() if name not in lowered}
+    safe -= unsafe
+    if is_named and classes and not safe:
         warn_user("torch_autocast.lower_precision_safe_modules names no class of this model: all is gathered in fp32")
     return safe
 

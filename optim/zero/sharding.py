@@ -16,7 +16,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from nvme_offload.offload._torch_private import compute_on_shards, fsdp_params, gather_by_itself, refuse_conversion
+from nvme_offload.offload._torch_private import (
+    compute_on_shards,
+    fsdp_params,
+    gather_by_itself,
+    is_compiled,
+    refuse_conversion,
+)
 from nvme_offload.offload.devices.device import HOST
 from nvme_offload.optim.layout.blocks import params_outside
 from nvme_offload.optim.precision.casts import (
@@ -28,6 +34,7 @@ from nvme_offload.optim.precision.casts import (
 )
 from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.precision.watch import say_what_is_lowered
 from nvme_offload.optim.tiers.gatherers import remember_gatherers
 from nvme_offload.optim.tiers.parts import CONVERTED, Storage, StorageOf, keep_grad_in, split_shard, take_apart
 from nvme_offload.optim.zero.outputs import train_through_any_output
@@ -110,10 +117,25 @@ def shard_with_precision(
     _reduce_where_accumulation_asks(model, plan)
     if plan.autocast is not None:
         gather_fp32_outside_autocast(model, plan)
+        if plan.watches_modules and not any(is_compiled(module) for module in model.modules()):
+            say_what_is_lowered(model, _gathered_whole(model, plan), plan.autocast)
     guard_autocast(model, plan)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             refuse_conversion(module, CONVERTED)
+
+
+def _gathered_whole(model: nn.Module, plan: PrecisionPlan) -> dict[nn.Module, str]:
+    """Return the names of modules with matrices of their own that are gathered in fp32."""
+
+    def is_whole(prefix: str, name: str, param: nn.Parameter) -> bool:
+        return param.ndim > 1 and plan[f"{prefix}.{name}" if prefix else name].gather is torch.float32
+
+    return {
+        module: prefix or type(module).__name__
+        for prefix, module in model.named_modules()
+        if any(is_whole(prefix, *named) for named in module.named_parameters(recurse=False))
+    }
 
 
 def _make_fp32(param: nn.Parameter) -> None:

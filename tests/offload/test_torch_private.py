@@ -17,6 +17,7 @@ from nvme_offload.offload._torch_private import (
     base_of,
     compute_on_shards,
     drop_unsharded_grads,
+    fake_tensors,
     foreach_of,
     fsdp_groups,
     fsdp_params,
@@ -24,6 +25,7 @@ from nvme_offload.offload._torch_private import (
     give_shard,
     hook_outputs,
     install_extension,
+    is_cast,
     is_view,
     local_tensor,
     make_wrapper,
@@ -42,6 +44,7 @@ from nvme_offload.offload._torch_private import (
     tree_flatten,
     tree_unflatten,
     version_of,
+    watching,
     without_base,
     without_torch_function,
     written_arguments,
@@ -424,3 +427,17 @@ def test_without_torch_function():
     assert tensor.sum() is None
     with without_torch_function():
         assert tensor.sum() == 2
+
+
+def test_fake_tensors_and_watching():
+    """Autocast casts tensors without data as others, and each operator is seen with what it gives."""
+    seen = []
+    with fake_tensors(), torch.autocast("cpu", torch.bfloat16):
+        left, right = torch.empty(1 << 20, 1 << 20), torch.empty(1 << 20, 1)
+        with watching(lambda op, leaves, kwargs, result: seen.append((op, leaves, kwargs, result))):
+            product = left @ right
+    assert (product.shape, product.dtype, product.device.type) == ((1 << 20, 1), torch.bfloat16, "cpu")
+    assert [(is_cast(op), op is aten.mm.default) for op, *_ in seen] == [(True, False), (True, False), (False, True)]
+    assert seen[0][1][0] is left
+    assert seen[0][2]["dtype"] is torch.bfloat16
+    assert seen[-1][3] is product

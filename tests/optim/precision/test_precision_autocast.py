@@ -1,5 +1,7 @@
 """`torch_autocast` beside plain PyTorch autocast without sharding, and autocast contexts in and around the engine."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay
 
 
 class Router(nn.Module):
-    """Of a class of its own, so that it is not in the list of safe modules."""
+    """Of a class of its own, which no list of classes has."""
 
     def __init__(self, width):
         super().__init__()
@@ -81,9 +83,9 @@ def section(dtype, stage, **more):
     }
 
 
-def train(rank, config, switches_off):
+def train(rank, config, switches_off, make=fresh_model):
     losses, norms = [], []
-    with initialize(fresh_model(switches_off), config) as engine:
+    with initialize(make(switches_off), config) as engine:
         for step in range(STEPS):
             for micro in range(ACCUMULATION):
                 loss = loss_of(engine, rank, step, micro)
@@ -102,9 +104,9 @@ def train_all(rank, world_size):
     return {(*case, stage): train(rank, section(case[0], stage), case[1]) for case in CASES for stage in (1, 2, 3)}
 
 
-def train_plainly(dtype, switches_off, world_size):
+def train_plainly(dtype, switches_off, world_size, make=fresh_model):
     """PyTorch as its documentation has it: fp32 model, autocast around forward, all ranks' batches in one process."""
-    model = fresh_model(switches_off)
+    model = make(switches_off)
     optimizer = torch.optim.AdamW(model.parameters(), **HYPERPARAMETERS)
     losses, norms = [[] for _ in range(world_size)], []
     for step in range(STEPS):
@@ -154,7 +156,8 @@ def test_parameters_are_fp32_once_and_their_own_masters(alone):
         assert {(row["storage"], row["master"], row["accumulate"]) for row in rows} == {("fp32", "itself", "fp32")}
         gathers = {row["names"]: row["gather"] for row in rows}
         assert gathers["blocks.*.gate.weight"] == gathers["head.bias"] == "bf16"
-        assert gathers["blocks.*.norm.weight"] == gathers["blocks.*.router.weight"] == "fp32"
+        assert gathers["blocks.*.router.weight"] == "bf16", "found by watching its forward"
+        assert gathers["blocks.*.norm.weight"] == gathers["embedding.weight"] == "fp32"
         assert engine.loss_scale == 1
         assert {param.dtype for param in engine.module.parameters()} == {torch.float32}
     with initialize(fresh_model(False), section("fp16", 2)) as engine:
@@ -198,3 +201,129 @@ def test_autocast_around_an_engine_with_it_is_a_warning_and_changes_nothing(alon
         around = train(0, section("bf16", 3), False)
     assert plain[:2] == around[:2]
     assert all(torch.equal(value, around[2][name]) for name, value in plain[2].items())
+
+
+class Columns(nn.Module):
+    """As GPT-2 has its linear layers, with a factor that stays fp32."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(width, 2 * width)), nn.Parameter(torch.zeros(2 * width))
+        self.factor = nn.Parameter(torch.ones(width))
+        nn.init.normal_(self.weight, std=0.1)
+
+    def forward(self, x):
+        out = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+        return out[..., : x.shape[-1]] * self.factor
+
+
+class MyLinear(nn.Linear):
+    pass
+
+
+class Mixture(nn.Module):
+    """Takes what it is called with in a way that nobody guesses."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(2, width, width) * 0.1)
+
+    def forward(self, x, *, weights):
+        return (torch.stack([x @ expert for expert in self.experts]) * weights[:, None, None, None]).sum(0)
+
+
+class Kinds(nn.Module):
+    """One of each kind of module that autocast computes in 16 bits although it is no plain Linear or Conv."""
+
+    def __init__(self, switches_off=False, width=16):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.columns, self.linear = Columns(width), MyLinear(width, width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.spread, self.recurrent = nn.ConvTranspose1d(7, 7, 1), nn.GRU(width, width, batch_first=True)
+        self.bilinear, self.head = nn.Bilinear(width, width, width), nn.Linear(width, VOCABULARY)
+        self.switches_off = switches_off
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + self.linear(self.columns(x)).float()
+        with torch.autocast("cpu", torch.get_autocast_dtype("cpu"), enabled=not self.switches_off):
+            x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + self.spread(x) + self.recurrent(x)[0]
+        return self.head(x + self.bilinear(x, x))
+
+
+def kinds(switches_off):
+    torch.manual_seed(0)
+    return Kinds(switches_off)
+
+
+def train_kinds(rank, world_size):
+    return {
+        (*case, stage): train(rank, section(case[0], stage), case[1], kinds) for case in CASES[:2] for stage in (2, 3)
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whatever_autocast_computes_in_16_bits_is_as_exact_as_plain_linears(ranks):
+    of_ranks = run_ranks(train_kinds, ranks)
+    for dtype, switches_off in CASES[:2]:
+        losses, norms = train_plainly(dtype, switches_off, ranks, kinds)
+        for rank, results in enumerate(of_ranks):
+            for stage in (2, 3):
+                ours = results[dtype, switches_off, stage]
+                assert ours[0] == pytest.approx(losses[rank], rel=1e-3 if ranks > 1 else 1e-6)
+                assert ours[1] == pytest.approx(norms, rel=1e-3 if ranks > 1 else 1e-6)
+
+
+def test_what_is_gathered_in_16_bits_is_found_by_watching_a_forward(alone):
+    with initialize(kinds(False), section("bf16", 2)) as engine:
+        low = {name for name, each in engine.precision_plan.parameters.items() if each.gather is torch.bfloat16}
+        reduced = {name: each.reduce for name, each in engine.precision_plan.parameters.items()}
+    every = {name for name, _ in Kinds().named_parameters()}
+    assert every - low == {"embedding.weight", "columns.factor", "bilinear.weight", "bilinear.bias"}
+    # Autograd's gradients of one module are reduced together.
+    assert {name for name in low if reduced[name] is torch.float32} == {"columns.weight", "columns.bias"}
+
+
+class Noting(MyLinear):
+    def forward(self, x):
+        self.calls.append(x)
+        self.latest = x
+        return super().forward(x)
+
+
+def test_a_module_is_left_as_it_was_by_being_watched(alone):
+    module, tied = Noting(4, 4), MyLinear(4, 4, bias=False)
+    module.calls = []
+    model = nn.Sequential(nn.Embedding(4, 4), module, tied)
+    tied.weight = model[0].weight
+    module.register_forward_hook(lambda *unused: pytest.fail("a hook of the user's was called"))
+    state = torch.get_rng_state()
+    with initialize(model, section("bf16", 2)) as engine:
+        gathers = {name: engine.precision_plan[name].gather for name in ("0.weight", "1.weight", "1.bias")}
+    assert gathers == {"0.weight": torch.float32, "1.weight": torch.bfloat16, "1.bias": torch.bfloat16}
+    assert (module.calls, hasattr(module, "latest")) == ([], False)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_module_that_could_not_be_watched_is_named_once(alone):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Mixture(8), Mixture(8)
+
+        def forward(self, x):
+            weights = torch.ones(2, dtype=torch.bfloat16)
+            return self.second(self.first(x, weights=weights), weights=weights)
+
+    with initialize(Two(), section("bf16", 2)) as engine:
+        assert engine.precision_plan["first.experts"].gather is torch.float32
+        with pytest.warns(RuntimeWarning, match=r"first gives bfloat16, and its 128 .*\.Mixture\"") as said:
+            [engine(torch.randn(2, 3, 8)) for _ in range(2)]
+    assert len([each for each in said if "torch_autocast" in str(each.message)]) == 1
+    named = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": [f"{__name__}.Mixture"]}
+    with warnings.catch_warnings(), initialize(Two(), section("bf16", 2, torch_autocast=named)) as engine:
+        warnings.simplefilter("error")
+        assert engine.precision_plan["first.experts"].gather is torch.bfloat16
+        engine(torch.randn(2, 3, 8))
