@@ -54,12 +54,10 @@ def bench(
     ] = 0.0,
     rw: Annotated[RwChoice, typer.Option(help="mixed: an optimizer step's 1:1 pattern.")] = "all",
     target: Annotated[TargetName, typer.Option(help="The engine, TensorSwapper, or OffloadAdamW.step().")] = "raw",
-    device: Annotated[str, typer.Option(help="Where the tensors of swapper and step are: cpu or cuda.")] = "cpu",
     compare_fio: Annotated[bool, typer.Option("--compare-fio", help="Measure fio in the same minute.")] = False,
     quads: Annotated[
         int | None, typer.Option(help="Rounds of --compare-fio in each direction.", show_default=str(QUADS))
     ] = None,
-    fio_tuned: Annotated[bool, typer.Option(help="Give fio huge pages and registered buffers, too.")] = True,
     as_json: Json = False,
     save_to: Annotated[
         Path | None, typer.Option("--save", help="Folder for the results: JSON, Markdown and HTML.")
@@ -79,18 +77,15 @@ def bench(
             numjobs=numjobs,
             ioengine=ioengine,
             direct=direct,
-            device=device,
         ),
         target=target,
         directions=every if rw == "all" else (rw,),
         runtime=runtime,
         duration=duration,
         quads=(QUADS if quads is None else quads) if compare_fio else 0,
-        fio_tuned=fio_tuned,
     )
-    for option, is_given in (("quads", quads is not None), ("no-fio-tuned", not fio_tuned)):
-        if is_given and not compare_fio:
-            raise typer.BadParameter("it is about --compare-fio; give that, too", param_hint=f"'--{option}'")
+    if quads is not None and not compare_fio:
+        raise typer.BadParameter("it is about --compare-fio; give that, too", param_hint="'--quads'")
     if quads == 0:
         raise typer.BadParameter("0 rounds compare nothing; leave out --compare-fio", param_hint="'--quads'")
     with failures_in_words():

@@ -36,15 +36,12 @@ def find_fio() -> str:
 class Fio(AbstractContextManager["Fio"]):
     """fio on a file of its own, which is written once before anything is measured and removed at the end.
 
-    Args:
-        settings: the knobs, which have fio's names.
-        tuned: give fio what our engine has, too: huge pages, registered buffers, registered files. Without them its
-            speed depends on how scattered the pages are that it happens to get, up to a factor of two.
+    It gets what our engine has, too: huge pages, registered buffers, registered files. Without them its speed depends
+    on how scattered the pages are that it happens to get, up to a factor of two.
     """
 
-    def __init__(self, settings: Settings, *, tuned: bool) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._fio = find_fio()
-        self._tuned = tuned
         said = subprocess.run([self._fio, "--version"], capture_output=True, text=True, check=True)
         self.version = said.stdout.strip()
         self._settings = settings
@@ -64,8 +61,8 @@ class Fio(AbstractContextManager["Fio"]):
         Raises:
             FioError: it failed.
         """
-        variables = {**os.environ, **(_HUGE_PAGES if self._tuned else {})}
-        done = subprocess.run(self.command(rw, size_bytes), capture_output=True, text=True, env=variables)
+        command, variables = self.command(rw, size_bytes), {**os.environ, **_HUGE_PAGES}
+        done = subprocess.run(command, capture_output=True, text=True, env=variables)
         if done.returncode:
             raise FioError(f"fio failed: {(done.stderr or done.stdout).strip()}")
         return bandwidth(json.loads(done.stdout))
@@ -86,8 +83,8 @@ class Fio(AbstractContextManager["Fio"]):
             "ioengine": "io_uring",
             "direct": int(settings.direct != "disabled"),
             "rw": _RW[rw],
-            "fixedbufs": int(self._tuned),
-            "registerfiles": int(self._tuned),
+            "fixedbufs": 1,
+            "registerfiles": 1,
             "group_reporting": 1,
             "output-format": "json",
         }

@@ -63,7 +63,7 @@ def show(document: dict[str, Any], console: Console) -> None:
     lines = [
         *describe(document["environment"]),
         f"target {config['target']}, size {format_bytes(settings['size'])}, bs {format_bytes(settings['bs'])}, "
-        f"iodepth {settings['iodepth']}, numjobs {settings['numjobs']}, device {settings['device']}",
+        f"iodepth {settings['iodepth']}, numjobs {settings['numjobs']}",
         f"engine {engine['name']} ({engine['reason']}), direct I/O {'on' if engine['direct'] else 'off'}, "
         f"data {'verified' if document['verified'] else 'not verified: no byte moves'}",
     ]

@@ -8,15 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from nvme_offload.aio_native.registry import ENGINES, REGISTRY
 from nvme_offload.offload.progress import progress, say
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.bench.fio import Fio, find_fio
 from nvme_offload.perf.bench.report import describe_latest, summary
 from nvme_offload.perf.bench.series import found_in, measure_series
-from nvme_offload.perf.measure.command_line import KnobError, Rw, Settings, check_range, check_settings, check_space
+from nvme_offload.perf.measure.command_line import KnobError, Rw, Settings, check_settings, check_space
 from nvme_offload.perf.measure.comparison import Case, Comparison
 from nvme_offload.perf.measure.drives import drive_of, temperature, throttled_seconds
 from nvme_offload.perf.measure.machine import environment
@@ -50,7 +48,6 @@ class Plan:
     """Seconds without a pause in each direction, as a series; 0 is passes for `runtime` instead."""
     quads: int = 0
     """Quads against fio in each direction; 0 leaves fio out."""
-    fio_tuned: bool = True
 
     @property
     def pass_bytes(self) -> int:
@@ -67,7 +64,8 @@ def check(plan: Plan) -> None:
     """
     settings = plan.settings
     check_settings(settings)
-    check_range("quads", plan.quads, 0, MAX_QUADS)
+    if not 0 <= plan.quads <= MAX_QUADS:
+        raise KnobError("quads", f"{plan.quads} is out of range; choose 0 to {MAX_QUADS}")
     if not plan.runtime >= 0:  # so that nan is refused, too
         raise KnobError("runtime", f"{plan.runtime} seconds is negative, or no number")
     _check_target(plan)
@@ -92,12 +90,6 @@ def _check_target(plan: Plan) -> None:
     if plan.target == "swapper" and settings.numjobs > MAX_SWAPPER_RINGS:
         why = "each ring needs 8 staging buffers and a swapper has 64 at most"
         raise KnobError("numjobs", f"{why}; choose 1 to {MAX_SWAPPER_RINGS} with --target swapper")
-    if settings.device == "cpu":
-        return
-    if settings.device != "cuda" or not torch.cuda.is_available():
-        raise KnobError("device", f"{settings.device!r} is not available here; choose cpu")
-    if plan.target == "raw":
-        raise KnobError("device", "--target raw knows no tensors; use --target swapper or step")
 
 
 def _check_duration(plan: Plan) -> None:
@@ -153,8 +145,8 @@ def run_bench(plan: Plan) -> dict[str, Any]:
     return document
 
 
-def measure(target: Target, plan: Plan, rw: Rw) -> list[Sample]:
-    """Measure passes until the time is used up."""
+def measured_passes(target: Target, plan: Plan, rw: Rw) -> dict[str, Any]:
+    """The result of one direction: passes over the region until the time is used up, and what they come to."""
     samples: list[Sample] = []
     target.run(rw, plan.pass_bytes)  # not counted: the first pass in a direction also warms up
     deadline = time.monotonic() + plan.runtime
@@ -163,12 +155,6 @@ def measure(target: Target, plan: Plan, rw: Rw) -> list[Sample]:
         while not samples or time.monotonic() < deadline:
             samples.append(target.run(rw, plan.pass_bytes))
             advance(samples[-1].seconds)
-    return samples
-
-
-def measured_passes(target: Target, plan: Plan, rw: Rw) -> dict[str, Any]:
-    """The result of one direction: passes over the region, and what they come to."""
-    samples = measure(target, plan, rw)
     return {
         "samples": [asdict(sample) | {"bw_bytes": sample.bw_bytes} for sample in samples],
         "summary": summary(samples, plan.settings),
@@ -198,11 +184,14 @@ def measured_series(target: Target, plan: Plan, rw: Rw) -> dict[str, Any]:
 
 def compare_with_fio(target: Target, plan: Plan) -> dict[str, Any]:
     """Quads and controls in every direction, each said as soon as it is there."""
-    document: dict[str, Any] = {"tuned": plan.fio_tuned}
-    with Fio(plan.settings, tuned=plan.fio_tuned) as fio:
+    document: dict[str, Any] = {}
+    with Fio(plan.settings) as fio:
         document |= {"version": fio.version, "command": fio.command("mixed", plan.pass_bytes)[1:]}
         for rw in plan.directions:
-            ours = partial(_rate, target, rw, plan)
+
+            def ours(rw: Rw = rw) -> float:
+                return target.run(rw, plan.pass_bytes).bw_bytes
+
             case = Case(name=rw, ours=ours, reference=partial(fio.run, rw, plan.pass_bytes))
             with progress(f"{rw} beside fio", plan.quads) as advance:
                 for comparison in case.measure(plan.quads):
@@ -210,10 +199,6 @@ def compare_with_fio(target: Target, plan: Plan) -> dict[str, Any]:
                     advance(1)
             document[rw] = comparison.as_dict() | _verdict(comparison, plan, target)
     return document
-
-
-def _rate(target: Target, rw: Rw, plan: Plan) -> float:
-    return target.run(rw, plan.pass_bytes).bw_bytes
 
 
 def _verdict(comparison: Comparison, plan: Plan, target: Target) -> dict[str, Any]:

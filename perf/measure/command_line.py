@@ -53,7 +53,6 @@ class Settings:
     """Number of rings: fio's jobs, without a process for each."""
     ioengine: str = AIO.engine
     direct: DirectPolicy = AIO.direct
-    device: str = "cpu"
 
     @property
     def num_buffers(self) -> int:
@@ -75,12 +74,6 @@ class KnobError(ValueError):
         self.knob = knob
 
 
-def check_range(knob: str, value: int, low: int, high: int) -> None:
-    """Raise a KnobError unless `value` is from `low` to `high`."""
-    if not low <= value <= high:
-        raise KnobError(knob, f"{value} is out of range; choose {low} to {high}")
-
-
 def check_settings(settings: Settings) -> None:
     """Find what no target could work with.
 
@@ -89,7 +82,8 @@ def check_settings(settings: Settings) -> None:
     """
     values = asdict(settings)
     for knob, (low, high) in LIMITS.items():
-        check_range(knob, values[knob], low, high)
+        if not low <= values[knob] <= high:
+            raise KnobError(knob, f"{values[knob]} is out of range; choose {low} to {high}")
     if settings.bs % (4 * KiB):
         raise KnobError("bs", f"{settings.bs} bytes is no multiple of 4 KiB, which direct I/O needs")
     if settings.size < (least := MIN_BLOCKS * settings.bs * settings.numjobs):

@@ -46,9 +46,8 @@ class SwapperTarget(AbstractContextManager["SwapperTarget"]):
         self._swapper = TensorSwapper(section_of(settings, step, settings.num_buffers))
         self.engine = self._swapper.tier.opened
         self.direct = self._swapper.tier.direct
-        numel, device = step // 4, settings.device
         self._tensors = {
-            f"tensor {index}": torch.randint(-(2**31), 2**31 - 1, (numel,), dtype=torch.int32, device=device)
+            f"tensor {index}": torch.randint(-(2**31), 2**31 - 1, (step // 4,), dtype=torch.int32)
             for index in range(settings.size // step)
         }
         self._order = list(self._tensors)
@@ -108,7 +107,7 @@ class StepTarget(AbstractContextManager["StepTarget"]):
             with OffloadAdamW([param], lr=1e-3, offload=offload) as optimizer:
                 for _ in range(3):
                     optimizer.step()
-            bits.append(param.detach().view(torch.int16).cpu())
+            bits.append(param.detach().view(torch.int16))
         if not torch.equal(*bits):
             raise RuntimeError("three steps on NVMe and in host memory gave different bits")
         for _ in range(2):
@@ -127,8 +126,6 @@ class StepTarget(AbstractContextManager["StepTarget"]):
                 self.optimizer.step()
                 spans.update(self.optimizer.timeline())
             self.optimizer.synchronize()
-            if self._param.is_cuda:
-                torch.cuda.synchronize()
             seconds = (time.monotonic_ns() - start) / 1e9
         moved = gauge.counted.bytes_read + gauge.counted.bytes_written
         moving = [span for span in spans if span.kind in ("read", "write") and span.start_ns >= start]
@@ -137,7 +134,7 @@ class StepTarget(AbstractContextManager["StepTarget"]):
     def _parameter(self, numel: int) -> torch.nn.Parameter:
         source = torch.Generator().manual_seed(0)
         noise = torch.randn(1 << 20, generator=source).bfloat16()
-        values = noise.repeat(-(-numel // noise.numel()))[:numel].to(self._settings.device)
+        values = noise.repeat(-(-numel // noise.numel()))[:numel]
         param = torch.nn.Parameter(values)
         param.grad = values * 1e-2
         return param

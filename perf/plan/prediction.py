@@ -205,7 +205,8 @@ def _traffic(placed: PlacedJob) -> dict[str, StepTraffic]:
         order = {number: place for place, number in enumerate(moving)}
         steps = _without_repetitions([order[number] for number in visits if number in order])
         if kind == GRADS:
-            traffic[kind] = of_gradients(sizes, buffers, job.micro_batches, steps)
+            reduces_once = zero.stage == 1 or (zero.stage == 0 and placed.machine.ranks > 1)
+            traffic[kind] = of_gradients(sizes, buffers, 1 if reduces_once else job.micro_batches, steps)
             continue
         has_root, twice = bool(job.shape.rest) and 0 in moving, zero.stage == 3
         traffic[kind] = of_parameters(sizes, buffers, job.micro_batches, steps, has_root=has_root, twice=twice)

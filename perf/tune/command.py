@@ -19,8 +19,9 @@ import math
 import os
 import random
 import time
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -95,14 +96,10 @@ class Setting:
     rings: int = 1
 
     @property
-    def bytes_in_flight(self) -> int:
-        """Return what the setting asks of the drive, and of memory."""
-        return self.block_size * self.queue_depth * self.rings
-
-    @property
     def cost(self) -> tuple[int, int, int, int]:
-        """Simpler and smaller settings sort first."""
-        return self.bytes_in_flight, self.rings, ENGINES.index(self.engine), -self.block_size
+        """Simpler and smaller settings sort first: by what they ask of the drive and of memory, then by rings."""
+        in_flight = self.block_size * self.queue_depth * self.rings
+        return in_flight, self.rings, ENGINES.index(self.engine), -self.block_size
 
     def neighbours(self) -> list[Setting]:
         """Half and twice the block, half and twice the depth, and both against each other."""
@@ -118,25 +115,21 @@ class Setting:
         return f"{self.engine}, {format_bytes(self.block_size)} x {self.queue_depth}{rings}"
 
 
-@dataclass
 class Scores:
     """Every score of every setting, in the order of the search."""
 
-    by_setting: dict[Setting, list[float]] = field(default_factory=dict)
-    rates: dict[Setting, list[float]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.by_setting = defaultdict[Setting, list[float]](list)
+        self.rates = defaultdict[Setting, list[float]](list)
 
     def add(self, setting: Setting, score: float, rate: float) -> None:
         """Note a trial."""
-        self.by_setting.setdefault(setting, []).append(score)
-        self.rates.setdefault(setting, []).append(rate)
+        self.by_setting[setting].append(score)
+        self.rates[setting].append(rate)
 
     def median(self, setting: Setting) -> float:
         """The middle score of a setting."""
         return median(self.by_setting[setting])
-
-    def best(self) -> Setting:
-        """The setting with the highest median."""
-        return max(self.by_setting, key=self.median)
 
     def noise(self, finalists: list[Setting]) -> float:
         """Return what repetitions scatter around their medians: 95 % of them lie within, in shares of the median."""
@@ -148,7 +141,7 @@ class Scores:
 
     def finalists(self, reference: Setting) -> list[Setting]:
         """The best, the simplest of those close to it, and the reference."""
-        best = self.best()
+        best = max(self.by_setting, key=self.median)
         close = [s for s in self.by_setting if self.median(s) >= CLOSE * self.median(best)]
         simple = sorted(close, key=lambda setting: setting.cost)[: NUM_FINALISTS - 1]
         return list(dict.fromkeys([best, *simple, reference]))
@@ -201,15 +194,12 @@ class Tuner:
             for block, depth in itertools.product(COARSE_BLOCKS, COARSE_DEPTHS)
         ]
         random.Random(SEED).shuffle(grid)  # a drift during the search must not look like a trend of the grid
-        yield self.reference
-        yield from grid
-        yield from self.scores.best().neighbours()
-        best = self.scores.best()
-        for other in self._search.engines:
-            yield Setting(engine=other, block_size=best.block_size, queue_depth=best.queue_depth)
-        for count in MORE_RINGS:
-            depth = max(1, best.queue_depth // count)  # as many bytes in flight
-            yield Setting(engine=engine, block_size=best.block_size, queue_depth=depth, rings=count)
+        yield from (self.reference, *grid)
+        yield from max(self.scores.by_setting, key=self.scores.median).neighbours()
+        best = max(self.scores.by_setting, key=self.scores.median)
+        yield from (replace(best, engine=other) for other in self._search.engines)
+        for count in MORE_RINGS:  # as many bytes in flight
+            yield replace(best, engine=engine, queue_depth=max(1, best.queue_depth // count), rings=count)
 
     def fits(self, setting: Setting) -> bool:
         """Whether the region has enough blocks for it, and it was not tried yet."""
@@ -220,7 +210,9 @@ def run_tune(search: Search) -> dict[str, Any]:
     """Search and choose; gives all of it as one document."""
     if not 0 < search.seconds < math.inf:  # nan neither
         raise KnobError("seconds", f"{search.seconds} is no time to search in; 30 or more tells something")
-    _check_output(search.output)
+    check_folder("output", search.output.parent)
+    if os.path.lexists(search.output) and not (search.output.is_file() and os.access(search.output, os.W_OK)):
+        raise KnobError("output", f"{search.output} is no file that can be written")
     check_settings(search.settings)
     for path in search.paths:
         check_space(path, search.size // len(search.paths))
@@ -229,19 +221,13 @@ def run_tune(search: Search) -> dict[str, Any]:
             engine = target.engine.engine.name
         started = time.monotonic()
         tuner = Tuner(search, region, engine)
-        _search(tuner, started + SEARCH_SHARE * search.seconds)
+        _explore(tuner, started + SEARCH_SHARE * search.seconds)
         finalists = tuner.scores.finalists(tuner.reference)
         _finals(tuner, finalists, started + search.seconds)
     return _conclude(search, tuner, finalists)
 
 
-def _check_output(output: Path) -> None:
-    check_folder("output", output.parent)
-    if os.path.lexists(output) and not (output.is_file() and os.access(output, os.W_OK)):
-        raise KnobError("output", f"{output} is no file that can be written")
-
-
-def _search(tuner: Tuner, deadline: float) -> None:
+def _explore(tuner: Tuner, deadline: float) -> None:
     with progress("searching", TRIALS_PLANNED) as advance:
         for setting in tuner.candidates():
             if time.monotonic() > deadline and tuner.scores.by_setting:
@@ -257,32 +243,29 @@ def _search(tuner: Tuner, deadline: float) -> None:
 
 
 def _finals(tuner: Tuner, finalists: list[Setting], deadline: float) -> None:
-    order, before = random.Random(SEED), time.monotonic()
+    order, before, is_first = random.Random(SEED), time.monotonic(), True
     say(f"{len(finalists)} finalists again ...")
     with progress("finalists", max(1.0, deadline - before)) as advance:
-        rounds = 0
-        while not rounds or time.monotonic() < deadline:
+        while is_first or time.monotonic() < deadline:
             for finalist in order.sample(finalists, len(finalists)):
                 tuner.trial(finalist)
                 before, now = time.monotonic(), before
                 advance(before - now)
-            rounds += 1
+            is_first = False
 
 
 def _conclude(search: Search, tuner: Tuner, finalists: list[Setting]) -> dict[str, Any]:
     scores = tuner.scores
     chosen = scores.choose(finalists)
-    section = {
-        "aio": {
-            "engine": "auto" if chosen.engine == tuner.reference.engine else chosen.engine,
-            "block_size": format_bytes(chosen.block_size).replace(" ", ""),
-            "queue_depth": chosen.queue_depth,
-            "rings": chosen.rings,
-            "direct": search.direct,
-        }
+    aio = {
+        "engine": "auto" if chosen.engine == tuner.reference.engine else chosen.engine,
+        "block_size": format_bytes(chosen.block_size).replace(" ", ""),
+        "queue_depth": chosen.queue_depth,
+        "rings": chosen.rings,
+        "direct": search.direct,
     }
     return {
-        "section": section,
+        "section": {"aio": aio},
         "chosen": asdict(chosen),
         "score": scores.median(chosen),
         "bw_bytes": median(scores.rates[chosen]),
@@ -312,19 +295,16 @@ def tune(
     if as_json:
         typer.echo(json.dumps(document))
     else:
-        show(document, Console())
+        console = Console()
+        console.print_json(data=document["section"])
+        console.print(
+            f"{document['bw_bytes'] / 1e9:.2f} GB/s read and written together, {document['score']:.2f} of the defaults "
+            f"measured beside it; the simplest setting within {document['noise']:.1%} of the best",
+            *describe(document["environment"]),
+            sep="\n",
+            highlight=False,
+            soft_wrap=True,
+        )
     with failures_in_words():
         output.write_text(json.dumps(document["section"], indent=2) + "\n", encoding="utf-8")
         say_saved([output])
-
-
-def show(document: dict[str, Any], console: Console) -> None:
-    """Print the result for people: the section first, ready to paste."""
-    console.print_json(data=document["section"])
-    notes = [
-        f"{document['bw_bytes'] / 1e9:.2f} GB/s read and written together, {document['score']:.2f} of the defaults "
-        f"measured beside it; the simplest setting within {document['noise']:.1%} of the best",
-        *describe(document["environment"]),
-    ]
-    for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)

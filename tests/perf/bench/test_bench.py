@@ -77,8 +77,8 @@ def test_table_for_people_and_saved_results(tmp_path):
 
 def test_a_saved_comparison_has_a_ratio_for_each_quad():
     compared = Comparison("read", (Round(Quad((3.0, 1.0, 1.0, 3.0)), Quad((2.0, 2.0, 2.0, 2.0))),) * 3).as_dict()
-    kept = report.summarized({"results": {}, "comparison": {"tuned": True, "read": compared}})["comparison"]
-    assert kept["tuned"] is True
+    kept = report.summarized({"results": {}, "comparison": {"version": "fio-3", "read": compared}})["comparison"]
+    assert kept["version"] == "fio-3"
     assert (kept["read"]["ratios"], kept["read"]["control_ratios"]) == ([3.0] * 3, [1.0] * 3)
     assert kept["read"]["quotient"] == 3.0
     assert not {"quads", "controls"} & kept["read"].keys()
@@ -117,7 +117,6 @@ def test_the_result_is_printed_although_it_cannot_be_saved(tmp_path, monkeypatch
         (("--iodepth", "0"), "out of range"),
         (("--numjobs", "65"), "out of range"),
         (("--quads", "3"), "give that, too"),
-        (("--no-fio-tuned", "--json"), "give that, too"),
         (("--compare-fio", "--quads", "0"), "compare nothing"),
         (("--compare-fio", "--quads", "-1"), "out of range"),
         (("--ioengine", "libaio"), "io_uring"),
@@ -126,7 +125,6 @@ def test_the_result_is_printed_although_it_cannot_be_saved(tmp_path, monkeypatch
         (("--runtime", "nan"), "no number"),
         (("--target", "swapper", "--numjobs", "9"), "64 at most"),
         (("--path", "/no/such/folder"), "is no directory"),
-        (("--device", "tpu"), "not available"),
         (("--save", __file__), "is no directory"),
         (("--save", f"{__file__}/results"), "is no directory"),
         (("--target", "step", "--rw", "read"), "a step reads and writes"),

@@ -43,7 +43,7 @@ def needs_fio():
 @pytest.mark.usefixtures("needs_fio")
 def test_jobs_get_whole_blocks_and_write_the_whole_file(settings, tmp_path):
     three = replace(settings, numjobs=3)
-    with Fio(three, tuned=True) as fio:
+    with Fio(three) as fio:
         command = dict(option.removeprefix("--").split("=", 1) for option in fio.command("mixed", three.size)[1:])
         assert int(command["offset_increment"]) % three.bs == int(command["io_size"]) % three.bs == 0
         (file,) = tmp_path.glob("*/fio")
@@ -53,7 +53,7 @@ def test_jobs_get_whole_blocks_and_write_the_whole_file(settings, tmp_path):
 
 @pytest.mark.usefixtures("needs_fio")
 def test_fio_works_on_a_written_file_and_leaves_nothing(settings, tmp_path):
-    with Fio(settings, tuned=True) as fio:
+    with Fio(settings) as fio:
         (file,) = tmp_path.glob("*/fio")
         assert file.stat().st_blocks * 512 >= settings.size
         assert fio.run("mixed", settings.size) > 0

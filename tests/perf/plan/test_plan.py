@@ -163,9 +163,9 @@ def test_a_run_has_the_schedule_the_tiers_and_the_bytes_of_its_plan(seed, tmp_pa
         actual = moved_by(engine, shape) if found.traffic else {}
         for kind, moved in found.traffic.items():
             assert moved.total.written == pytest.approx(actual.get((Op.WRITE, kind), 0), rel=0.02), kind
-            # A buffer is not free while it is written, so a block more may be read.
+            # A buffer is not free while it is written, so a block or two more may be read.
             block = max((unit.bytes_read for unit in plan.units_on("nvme", kind)), default=0)
-            assert abs(moved.total.read - actual.get((Op.READ, kind), 0)) <= block, kind
+            assert abs(moved.total.read - actual.get((Op.READ, kind), 0)) <= 2 * block, kind
 
 
 LARGE = "--params 1e12 --layers 128 --hidden 25600 --vocab 128000 --ranks 4096 --host-memory 1TiB --capacity 30TB"
