@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from nvme_offload import OffloadAdamW
 from tests.support.training import (
@@ -13,8 +12,6 @@ from tests.support.training import (
     SETTINGS,
     Twin,
     assert_same_bits,
-    assert_same_training,
-    bits,
     param,
     params_of,
     section,
@@ -143,64 +140,6 @@ def test_views_of_one_storage_are_parameters_like_any_other(make_adamw):
     assert_same_bits(whole[301:500], between)
 
 
-class TinyLanguageModel(nn.Module):
-    """Tied embedding, a frozen norm, an fp32 router and bf16 blocks: what a real model brings along."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(500, 64, dtype=torch.bfloat16)
-        self.up = nn.Linear(64, 700, dtype=torch.bfloat16)
-        self.down = nn.Linear(700, 64, dtype=torch.bfloat16)
-        self.norm = nn.LayerNorm(64, dtype=torch.bfloat16).requires_grad_(False)
-        self.router = nn.Linear(64, 2, dtype=torch.float32)
-        self.head = nn.Linear(64, 500, bias=False, dtype=torch.bfloat16)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        weights = self.router(x.float()).softmax(-1)
-        x = x + self.down(functional.gelu(self.up(self.norm(x)))) * weights[..., :1].to(x.dtype)
-        return functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.roll(-1, 1).flatten())
-
-
-def train_model(optimizer_of, steps=50):
-    model = TinyLanguageModel()
-    optimizer = optimizer_of(model)
-    tokens = torch.randint(0, 500, (8, 32), generator=torch.Generator().manual_seed(1))
-    losses = []
-    for _ in range(steps):
-        for micro_batch in tokens.split(4):
-            loss = model(micro_batch) / 2
-            loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer, losses
-
-
-def test_a_model_through_autograd(make_adamw, num_threads):
-    num_threads(1)  # autograd itself must repeat itself
-
-    def optimizer_of(device, **options):
-        def make(model):
-            decayed = [p for p in model.parameters() if p.ndim > 1]
-            others = [p for p in model.parameters() if p.ndim <= 1]
-            groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-            return make_adamw(groups, device, clip=0.5, lr=3e-3, **options)
-
-        return make
-
-    model, on_nvme, losses = train_model(optimizer_of("nvme", buffers=2))
-    twin_model, in_memory, same_losses = train_model(optimizer_of("cpu", sub_group_size=1 << 22))
-    assert losses == same_losses
-    assert losses[-1] < 0.5 * losses[0]
-    assert_same_training(on_nvme, in_memory)
-    assert_same_bits(dict(model.named_parameters()), dict(twin_model.named_parameters()))
-    assert (model.norm.weight == 1).all()
-    assert float(on_nvme.state[model.norm.weight]["step"]) == 0
-
-
 def test_a_parameter_that_is_frozen_at_first_and_trained_later(make_adamw):
     params = params_of([(70_000,), (70_000,), (5,)], torch.bfloat16)
     params[1].requires_grad_(False)
@@ -257,18 +196,3 @@ def test_flush_denormal_changes_nothing(make_adamw):
     assert (plain["state"][0]["exp_avg_sq"] < np.finfo(np.float32).tiny).all()
     assert (plain["state"][0]["exp_avg_sq"] > 0).any()
     assert_same_bits(run(True), plain)
-
-
-def test_parity_is_not_vacuous(make_adamw):
-    """A gradient that differs in one element of one step shows."""
-    runs = []
-    for change in (0.0, 1.0):
-        params = params_of([(70_000,)], torch.bfloat16)
-        optimizer = make_adamw(params)
-        for step in range(3):
-            set_grads(params, step)
-            params[0].grad[69_999] += change
-            optimizer.step()
-        runs.append(optimizer)
-    differing = bits(runs[0].state_dict()["state"][0]["master"]) != bits(runs[1].state_dict()["state"][0]["master"])
-    assert differing.nonzero()[0].tolist() == [69_999]

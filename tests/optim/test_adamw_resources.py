@@ -8,40 +8,7 @@ import torch
 
 from nvme_offload import OffloadAdamW
 from tests.support.own_resources import Resources, resident_bytes
-from tests.support.training import BLOCK, MILLION, param, params_of, run_child, section, set_grads, storage_io
-
-MAX_BYTES = 10.1
-"""Per bf16 parameter and step, each way: 2 of the master's lower half, 4 of each moment, and rounding to blocks."""
-
-
-def check_traffic(make_adamw, numels, **options):
-    params = params_of([(numel,) for numel in numels], torch.bfloat16)
-    optimizer = make_adamw(params, **options)
-    total = sum(numels)
-    for p in params:
-        p.grad = torch.full_like(p, 0.01)
-    for step in range(4):
-        before, engine_before = storage_io(), optimizer.stats()
-        optimizer.step()
-        optimizer.synchronize()
-        after, engine_after = storage_io(), optimizer.stats()
-        if step == 0:
-            continue
-        for moved in (after[0] - before[0], engine_after.bytes_read - engine_before.bytes_read):
-            # What the step before left in the staging buffers is not read again.
-            left = engine_after.staging_bytes
-            assert 10 * total - left <= moved <= MAX_BYTES * total - left / 2
-        for moved in (after[1] - before[1], engine_after.bytes_written - engine_before.bytes_written):
-            assert 10 * total <= moved <= MAX_BYTES * total
-
-
-def test_bf16_parameters_of_awkward_size_cost_10_bytes_each_way(make_adamw):
-    check_traffic(make_adamw, [700_001] * 14, sub_group_size=MILLION, buffers=2)
-
-
-@pytest.mark.slow
-def test_a_bf16_parameter_costs_10_bytes_each_way_at_size(make_adamw):
-    check_traffic(make_adamw, [25 * MILLION] * 4, sub_group_size=8 * MILLION)
+from tests.support.training import BLOCK, MILLION, param, params_of, run_child, section, set_grads
 
 
 def test_parameters_without_a_gradient_cost_nothing(make_adamw):

@@ -11,7 +11,6 @@ from tests.support.training import (
     SETTINGS,
     Twin,
     assert_same_bits,
-    assert_same_training,
     param,
     params_of,
     set_grads,
@@ -29,32 +28,6 @@ def trained(make_adamw, device="nvme", *, steps=3, first=0, params=None, **optio
         set_grads(params, step)
         optimizer.step()
     return params, optimizer
-
-
-@pytest.mark.parametrize(("device", "other"), [("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")])
-def test_a_round_trip_continues_bit_for_bit(make_adamw, tmp_path, device, other):
-    params, optimizer = trained(make_adamw, device, sub_group_size=1)
-    file = tmp_path / "checkpoint.pt"
-    torch.save({"model": [p.detach() for p in params], "optimizer": optimizer.state_dict()}, file)
-    checkpoint = torch.load(file, weights_only=True)
-    late, resumed = trained(make_adamw, other, steps=2, first=50, sub_group_size=200_000)  # it has a past of its own
-    resumed.load_state_dict(checkpoint["optimizer"])
-    for p, saved in zip(late, checkpoint["model"], strict=True):
-        if p.dtype is torch.float32:
-            p.data.copy_(saved)
-    assert_same_training(resumed, optimizer)  # masters bring their 16-bit parameters
-    for step in range(3, 8):
-        for optim in (optimizer, resumed):
-            set_grads([p for group in optim.param_groups for p in group["params"]], step)
-            optim.step()
-    assert_same_training(resumed, optimizer)
-
-
-def test_fp32_parameters_come_with_the_model(make_adamw):
-    """An fp32 parameter is its own master: the model's state dict has it, the optimizer's does not."""
-    _, optimizer = trained(make_adamw, params=params_of(SHAPES, torch.float32))
-    entries = optimizer.state_dict()["state"][0]
-    assert entries.keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_a_state_dict_is_ordinary(make_adamw):
@@ -83,27 +56,6 @@ def test_hyperparameters_come_with_the_state_dict(make_adamw):
     assert resumed.param_groups[0]["lr"] == 0.5
     assert resumed.param_groups[0]["maximize"] is True
     assert resumed.param_groups[0]["params"] == params
-
-
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_the_state_dict_of_torch_adamw(make_adamw, device):
-    params = params_of(SHAPES, torch.float32)
-    reference = torch.optim.AdamW(params, foreach=False, **SETTINGS)
-    for step in range(3):
-        set_grads(params, step)
-        reference.step()
-    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    optimizer = make_adamw(copies, device)
-    optimizer.load_state_dict(reference.state_dict())
-    for i, p in enumerate(params):
-        assert_same_bits(optimizer.state_dict()["state"][i], dict(reference.state[p]))
-    for step in range(3, 20):
-        set_grads(params, step)
-        set_grads(copies, step)
-        reference.step()
-        optimizer.step()
-    for p, copied in zip(params, copies, strict=True):
-        torch.testing.assert_close(p, copied, rtol=1e-6, atol=1e-3 * SETTINGS["lr"])
 
 
 def test_torch_adamw_loads_ours(make_adamw):

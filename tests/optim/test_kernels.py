@@ -142,19 +142,6 @@ def test_many_segments_in_one_call_and_none_without_a_gradient():
     assert pool.update([]) == []
 
 
-def test_a_segment_can_be_pointed_elsewhere():
-    weights = np.ones(100, np.float32)
-    first, second = State.of(weights, MasterForm.ITSELF), State.of(weights, MasterForm.ITSELF)
-    grad = torch.ones(100)
-    segment = first.segment(grad, scalars_at(1))
-    segment.param = second.param.data_ptr()
-    segment.scalars = scalars_at(2).of_rule
-    POOLS[0].update([segment])
-    assert bool((first.param == 1).all())
-    assert bool((second.param != 1).all())
-    assert segment.scalars == list(scalars_at(2).of_rule)
-
-
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES, ids=str)
 @pytest.mark.parametrize("numel", NUMELS)
 def test_square_sums_depend_on_nothing_but_the_gradient(numel, grad_dtype):
@@ -404,17 +391,6 @@ def test_the_stub_names_what_the_module_has():
         members = {each for each in vars(declared[name]) if not each.startswith("_")} if name[0].isupper() else set()
         annotated = set(getattr(declared[name], "__annotations__", {})) if name[0].isupper() else set()
         assert all(hasattr(getattr(_kernels, name), each) for each in members | annotated)
-
-
-def test_split_state_is_a_whole_fp32_master():
-    """The two halves after an update, joined by the twin, are the twin's master."""
-    weights = (torch.randn(1000, generator=torch.Generator().manual_seed(6)) * 0.02).numpy()
-    twin, state = Twin(weights, MasterForm.SPLIT), State.of(weights, MasterForm.SPLIT)
-    grad = torch.randn(1000).bfloat16()
-    twin.update(grad, scalars_at(1))
-    state.update(POOLS[-1], grad, scalars_at(1))
-    joined = join_reference(state.param.view(torch.int16).numpy().view(np.uint16), state.master.numpy())
-    assert same_bits(torch.from_numpy(joined), torch.from_numpy(twin.master))
 
 
 CHUNK = 2**19

@@ -1,5 +1,7 @@
 """A small model that FSDP2 shards, an optimizer over it, and its whole state from all ranks."""
 
+import hashlib
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -83,6 +85,13 @@ def full_state(model, optimizer):
             for name, value in entries.items()
         }
     return whole
+
+
+def digest_of(engine):
+    digest = hashlib.sha256(str(engine.global_steps).encode())
+    for value in full_state(engine.module, engine.optimizer).values():
+        digest.update(value.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def assert_same(ours, theirs):

@@ -185,18 +185,6 @@ def test_loops_in_several_threads():
     assert results == ["result"] * 4
 
 
-def test_many_threads_wait():
-    operation, transfer = make()
-    results = []
-    threads = [threading.Thread(target=lambda: results.append(transfer.wait(PATIENCE))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    operation.complete(None)
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert results == ["result"] * 8
-
-
 def test_awaiting_leaks_no_descriptor():
     async def main():
         for _ in range(20):

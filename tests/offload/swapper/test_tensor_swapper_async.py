@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from nvme_offload import FaultSpec, SwapIOError
+from nvme_offload import FaultSpec
 from tests.support.swapper_tools import KiB, MiB, random_bits, same_bits
 
 
@@ -19,32 +19,6 @@ def test_await_gives_the_tensor(swapper):
         out = torch.empty_like(tensor)
         assert await swapper.swap_in("x", out=out) is out
         assert same_bits(out, tensor)
-
-    asyncio.run(main())
-
-
-def test_one_transfer_many_tasks_and_a_thread(swapper):
-    async def watch(transfer):
-        return await transfer
-
-    async def main():
-        swapper.swap_out("x", random_bits((500_000,)))
-        transfer = swapper.swap_in("x")
-        waited = asyncio.to_thread(transfer.wait)
-        return await asyncio.gather(*(watch(transfer) for _ in range(20)), waited)
-
-    results = asyncio.run(main())
-    assert all(result is results[0] for result in results)
-
-
-def test_a_failure_is_raised_where_it_is_awaited(open_swapper):
-    swapper = open_swapper(faults=FaultSpec(seed=1, eio=1.0))
-
-    async def main():
-        transfer = swapper.swap_out("x", torch.ones(1000))
-        for _ in range(2):
-            with pytest.raises(SwapIOError, match="tensor 'x'"):
-                await transfer
 
     asyncio.run(main())
 
@@ -121,13 +95,3 @@ def test_the_loop_keeps_turning_while_a_large_tensor_moves(open_swapper):
     longest, turns, whole = asyncio.run(main())
     assert turns > 20
     assert longest < whole / 2
-
-
-def test_a_loop_per_run(swapper):
-    swapper.swap_out("x", torch.arange(1000)).wait()
-
-    async def main():
-        return await swapper.swap_in("x")
-
-    for _ in range(5):
-        assert asyncio.run(main()).sum() == 499_500

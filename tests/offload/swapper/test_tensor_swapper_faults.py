@@ -2,15 +2,12 @@
 
 import errno
 import os
-import random
-import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from nvme_offload import CorruptionError, EngineUnavailable, FaultSpec, OutOfSpaceError, StateError, SwapIOError
+from nvme_offload import CorruptionError, FaultSpec, OutOfSpaceError, StateError, SwapIOError
 from nvme_offload.offload.swapper.pieces import MAX_PIECE_BYTES, MIN_PIECE_BYTES, piece_starts, spans
 from tests.support.own_resources import Resources
 from tests.support.sandbox import run_python
@@ -155,104 +152,6 @@ def test_checksums_pass_what_is_intact(open_swapper):
         swapper.swap_out("x", tensor)
         swapper.prefetch("x")
         assert same_bits(swapper.swap_in("x").wait(PATIENCE), tensor)
-
-
-class Model:
-    """A swapper beside a dict that is always right."""
-
-    def __init__(self, swapper, seed, names="abcdef"):
-        self.swapper = swapper
-        self.names = names
-        self.rng = random.Random(seed)
-        self.stored = {}
-        self.failures = []
-
-    def step(self, seed):
-        name = self.rng.choice(self.names)
-        acts = [self.swap_out, self.swap_in, self.prefetch, self.evict, self.delete]
-        act = self.rng.choices(acts, weights=[8, 8, 2, 1, 1])[0]
-        if act != self.swap_out and name not in self.stored:
-            assert name not in self.swapper
-            return
-        try:
-            act(name, seed)
-        except SwapIOError as error:
-            self.failures.append(error)
-
-    def run(self, num_steps, note):
-        for number in range(num_steps):
-            try:
-                self.step(number)
-            except BaseException as error:
-                error.add_note(f"{note}, step {number}")
-                raise
-
-    def swap_out(self, name, seed):
-        shape = (self.rng.randrange(1, 6), self.rng.randrange(12_000))
-        tensor = random_bits(shape, self.rng.choice(DTYPES), seed).t()
-        transfer = self.swapper.swap_out(name, tensor)
-        try:
-            behind = self.swapper.swap_in(name) if self.rng.random() < 0.5 else None
-        except StateError:  # the swap_out has failed already, and there was nothing before it
-            assert name not in self.stored
-            behind = None
-        transfer.wait(PATIENCE)
-        self.stored[name] = tensor
-        if behind is not None:
-            assert same_bits(behind.wait(PATIENCE), tensor)
-
-    def swap_in(self, name, seed):
-        out = torch.empty_like(self.stored[name]) if self.rng.random() < 0.5 else None
-        assert same_bits(self.swapper.swap_in(name, out=out).wait(PATIENCE), self.stored[name])
-
-    def prefetch(self, name, seed):
-        self.swapper.prefetch(name)
-
-    def evict(self, name, seed):
-        self.swapper.evict(name)
-
-    def delete(self, name, seed):
-        self.swapper.delete(name)
-        del self.stored[name]
-
-
-def faults_of_all_kinds(seed):
-    return FaultSpec(
-        seed=seed, short=0.2, eintr=0.05, eagain=0.05, eio=0.01, enospc=0.01, delay=0.05, reorder=0.1, max_delay_us=300
-    )
-
-
-@pytest.mark.parametrize("engine", ["io_uring", "aiofiles"])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_any_fault_gives_the_right_bytes_or_an_error_in_words(open_swapper, engine, seed):
-    faults = faults_of_all_kinds(seed)
-    note = f"engine {engine}, seed {seed}"
-    try:
-        swapper = open_swapper(faults=faults, staging_budget=64 * KiB, buffer_count=3, block_size=4096, engine=engine)
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
-    model = Model(swapper, seed)
-    model.run(300, note)
-    swapper.synchronize()
-    assert swapper.pool.num_free == swapper.pool.num_buffers, note
-    assert set(swapper.names()) == set(model.stored), note
-    assert len(model.failures) > 10, note
-    words = r"(read|write) of \d+ bytes at offset \d+ of " + re.escape(str(swap_file(swapper)))
-    for error in model.failures:
-        assert error.errno in (errno.EIO, errno.ENOSPC), note
-        assert re.match(words, str(error)), note
-
-
-@pytest.mark.parametrize("seed", [3, 4])
-def test_faults_under_several_threads(open_swapper, seed):
-    swapper = open_swapper(faults=faults_of_all_kinds(seed), staging_budget=64 * KiB, buffer_count=3, block_size=4096)
-    models = [Model(swapper, seed + number, names) for number, names in enumerate(("abc", "def", "ghi", "jkl"))]
-    with ThreadPoolExecutor(len(models)) as threads:
-        for run in [threads.submit(model.run, 100, f"seed {seed}") for model in models]:
-            run.result(PATIENCE)
-    swapper.synchronize()
-    assert swapper.pool.num_free == swapper.pool.num_buffers, f"seed {seed}"
-    assert set(swapper.names()) == {name for model in models for name in model.stored}, f"seed {seed}"
 
 
 @pytest.mark.parametrize("shape", [(7, 5, 3), (1, 1, 4), (4, 1, 1), (2, 3, 1, 5)])

@@ -1,17 +1,13 @@
 """Paths that fill up, refuse or are shared; processes that fork, are killed or forget to close."""
 
-import errno
-
 import pytest
 import torch
 
-from nvme_offload import SwapIOError, TensorSwapper
 from tests.support.sandbox import run_python
 from tests.support.swapper_tools import (
     PATIENCE,
     PRELUDE,
     MiB,
-    config_for,
     needs_mounts,
     random_bits,
     run_with_swapper,
@@ -35,17 +31,6 @@ def test_every_piece_is_striped_by_weight(open_swapper, tmp_path, weights):
     sizes = [swap_file(swapper, index).stat().st_size for index in range(len(paths))]
     for size, weight in zip(sizes, weights, strict=True):
         assert size / sum(sizes) == pytest.approx(weight / sum(weights), rel=0.02)
-
-
-def test_two_swappers_on_one_path_never_meet(open_swapper):
-    first, second = open_swapper(), open_swapper()
-    for value, swapper in enumerate((first, second)):
-        swapper.swap_out("x", torch.full((50_000,), value))
-    first.synchronize()
-    assert (second.swap_in("x").wait(PATIENCE) == 1).all()
-    assert (first.swap_in("x").wait(PATIENCE) == 0).all()
-    first.close()
-    assert (second.swap_in("x").wait(PATIENCE) == 1).all()
 
 
 @needs_mounts
@@ -76,59 +61,6 @@ with open_swapper(direct="disabled") as swapper:
 assert list(path.iterdir()) == []
 """
     run_with_swapper(code, tmp_path, mounts={tmp_path: "tmpfs"})
-
-
-@needs_mounts
-def test_a_disk_that_was_full_before(tmp_path):
-    code = """
-subprocess.run(["mount", "-o", "remount,size=64m", path], check=True)
-(path / "other").write_bytes(bytes((64 << 20) - 8192))
-with open_swapper(direct="disabled") as swapper:
-    transfer = swapper.swap_out("x", torch.ones(1 << 20))
-    try:
-        transfer.wait(PATIENCE)
-    except OutOfSpaceError as error:
-        print(error)
-    assert swapper.names() == []
-"""
-    assert "ENOSPC" in run_with_swapper(code, tmp_path, mounts={tmp_path: "tmpfs"})
-
-
-@needs_mounts
-@pytest.mark.parametrize("direct", ["required", "optional"])
-def test_a_file_system_without_direct_io(tmp_path, direct):
-    code = """
-try:
-    with open_swapper(direct=sys.argv[2]) as swapper:
-        swapper.swap_out("x", torch.arange(100_000))
-        assert torch.equal(swapper.swap_in("x").wait(PATIENCE), torch.arange(100_000))
-        print("works")
-except SwapIOError as error:
-    print(error)
-"""
-    child = run_python(PRELUDE + code, tmp_path, direct, mounts={tmp_path: "ramfs"})
-    expected = "no direct I/O (O_DIRECT)" if direct == "required" else "works"
-    assert expected in child.stdout, child.stderr
-
-
-@needs_mounts
-def test_a_read_only_path(tmp_path):
-    code = """
-subprocess.run(["mount", "-o", "remount,ro", path], check=True)
-try:
-    open_swapper()
-except SwapIOError as error:
-    print(error)
-"""
-    words = run_with_swapper(code, tmp_path, mounts={tmp_path: "tmpfs"})
-    assert "EROFS" in words
-    assert str(tmp_path) in words
-
-
-def test_a_missing_path(tmp_path):
-    with pytest.raises(SwapIOError, match=r"missing.*ENOENT") as caught:
-        TensorSwapper(config_for(tmp_path / "missing"))
-    assert caught.value.errno == errno.ENOENT
 
 
 def test_what_a_killed_run_leaves_is_removed_and_a_living_one_is_not(open_swapper, tmp_path):

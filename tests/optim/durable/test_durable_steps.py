@@ -179,14 +179,6 @@ def test_of_another_model_nothing_is_taken_up_and_the_difference_is_named(drive)
         assert optimizer.resume() == (1, {})
 
 
-def test_a_run_that_is_alive_is_never_adopted(drive):
-    params, optimizer = fresh(drive)
-    with optimizer:
-        train(optimizer, params, [0])
-        with pytest.raises(StateError, match=rf"process {os.getpid()}"):
-            fresh(drive)
-
-
 @pytest.mark.parametrize("what", ["manifest", "extent"])
 def test_where_the_newest_step_is_damaged_the_one_before_it_is_taken(drive, what):
     params, optimizer = fresh(drive)

@@ -1,6 +1,5 @@
 """Updates behind a step: the same bits as inside it, whoever reads what, whenever; never a stale weight."""
 
-import copy
 import random
 import warnings
 import weakref
@@ -264,14 +263,6 @@ def test_a_gradient_that_is_changed_before_its_update_is_an_error(alone, tmp_pat
             loss_of(engine.module, 1)
         with pytest.raises(StateError, match="gradients that have changed since"):
             optimizer.finish_step()
-
-
-def test_a_copy_of_the_model_is_of_the_latest_step(alone, tmp_path):
-    with make(config_of(tmp_path, None, accumulation=1), num_layers=2, width=129) as engine:
-        for step in range(2):
-            train_step(engine, step)
-            copied = copy.deepcopy(next(iter(engine.module.layers[1].parameters())).to_local())
-            assert torch.equal(copied, next(iter(engine.module.layers[1].parameters())).full_tensor())
 
 
 def test_a_schedule_that_does_nothing_is_said_once(tmp_path):

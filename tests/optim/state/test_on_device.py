@@ -13,17 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nvme_offload import ConfigError, FaultSpec, OffloadConfig, OffloadMuon
 from nvme_offload.optim.kernels import KernelPool, make_segment
 from nvme_offload.optim.layout.master import TILE_NUMEL
-from nvme_offload.optim.rules.adagrad import Adagrad
-from nvme_offload.optim.rules.adam import Adam
-from nvme_offload.optim.rules.adamw import AdamW
-from nvme_offload.optim.rules.lion import Lion
-from nvme_offload.optim.rules.sgd import SGD
 from nvme_offload.optim.step.norm import sums_from_device
 from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.updates.in_torch import CHUNK_NUMEL, OnAccelerator, update_run
 from nvme_offload.optim.updates.mirrored import DeviceMirror, MirroredRuns
 from nvme_offload.optim.updates.work import RunTensors, StepScalars
 from tests.support.late_device.mutations import OF_MIRROR
+from tests.support.rules import CASES, VARIANTS
 from tests.support.training import AWKWARD_SHAPES, BLOCK, assert_same_bits, faulty_drive, params_of, set_grads
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -171,19 +167,6 @@ def test_what_comes_down_does_not_wait_for_what_goes_up(five):
     assert gone == [0, 0, 0, 1]
 
 
-HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-SGD_HYPER = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "nesterov": False}
-RULES = {
-    "AdamW": (AdamW(), HYPER),
-    "AdamW, mostly of the gradient": (AdamW(), {**HYPER, "betas": (0.3, 0.9)}),
-    "Adam": (Adam(), HYPER),
-    "Adam without decay": (Adam(), {**HYPER, "weight_decay": 0}),
-    "Lion": (Lion(), HYPER),
-    "SGD with momentum": (SGD(), SGD_HYPER),
-    "SGD with Nesterov's": (SGD(), {**SGD_HYPER, "dampening": 0, "nesterov": True}),
-    "SGD": (SGD().of({"momentum": 0}), {**SGD_HYPER, "momentum": 0}),
-    "Adagrad": (Adagrad(), {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-10}),
-}
 NUMEL = TILE_NUMEL + 1234
 THERE = OnAccelerator()
 
@@ -213,11 +196,12 @@ def gradient(step, dtype):
     return grad.to(dtype)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("case", "changes"), VARIANTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_operators_give_the_bits_of_the_kernel(name, dtype):
+def test_operators_give_the_bits_of_the_kernel(case, changes, dtype):
     """Also of infinities, NaNs and denormals, and where somebody else changed a tile."""
-    (rule, group), pool = RULES[name], KernelPool(1)
+    case, pool = case.changed(**changes), KernelPool(1)
+    rule, group = case.rule, case.settings
     ours, theirs = weights(dtype, rule, pool), weights(dtype, rule, pool)
     is_half = dtype is not torch.float32
     sums, known = (THERE.tile_checksums(ours[0]), pool.tile_checksums(theirs[0])) if is_half else (None, None)
@@ -239,17 +223,6 @@ def test_operators_give_the_bits_of_the_kernel(name, dtype):
         for one, other in zip(*flat, strict=True):
             as_int = {2: torch.int16, 4: torch.int32}[one.element_size()]
             assert torch.equal(one.view(as_int), other.view(as_int))
-
-
-def test_halves_are_those_of_the_kernel():
-    values, pool = wild(1 << 18, 3), KernelPool(1)
-    hi, lo = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.uint16)
-    expected = torch.empty_like(hi), torch.empty_like(lo)
-    THERE.divide(values, hi, lo)
-    pool.divide(values, *expected)
-    assert torch.equal(hi.view(torch.int16), expected[0].view(torch.int16))
-    assert torch.equal(lo.view(torch.int16), expected[1].view(torch.int16))
-    assert torch.equal(THERE.join(hi, lo).view(torch.int32), pool.joined(*expected).view(torch.int32))
 
 
 def test_a_changed_element_shows():
@@ -372,10 +345,10 @@ def test_the_host_waits_no_more_for_more_subgroups(make_adamw, late):
 
 def test_gradients_that_have_left_the_device_come_back(make_adamw, late):
     """As with `offload_gradients`: the update takes them from the host."""
-    rule, pool = AdamW(), KernelPool(1)
+    rule, pool = CASES[0].rule, KernelPool(1)
     param, lower, states = weights(torch.bfloat16, rule, pool)
     there = [tensor.to("late") for tensor in (param, lower, *states)]
-    scalars, grad = StepScalars(rule.scalars(HYPER, 1), 0.5), gradient(1, torch.bfloat16)
+    scalars, grad = StepScalars(rule.scalars(CASES[0].settings, 1), 0.5), gradient(1, torch.bfloat16)
     for tensors in ((param, lower, states), (there[0], there[1], there[2:])):
         run = RunTensors(tensors[0], grad, tensors[1], tensors[2], THERE.tile_checksums(tensors[0]), scalars)
         update_run(rule.update, run, THERE, CHUNK_NUMEL)

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from nvme_offload import StateError, get_full_grad, initialize, set_full_grad, split_parameters
+from nvme_offload import StateError, get_full_grad, set_full_grad, split_parameters
 from tests.support.ranks import be_alone, run_ranks
 from tests.support.sharded_model import assert_same, backward, full_state, sharded_model
 from tests.support.sharded_model import make as make_groups
-from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, section, train_step
+from tests.support.tiers import ACCUMULATION, EVERYTHING, loss_of, make, section, train_step
 
 STEPS = 4
 MIXES = [  # parameters, gradients, optimizer state
@@ -177,23 +177,6 @@ def test_a_plain_loop_with_parameter_groups_has_the_same_bits_and_writes_each_bl
     assert_same(
         ends[0], {name: value for name, value in ends[1].items() if dtype is not torch.float16 or "master" not in name}
     )
-
-
-def test_frozen_parameters_are_gathered_from_the_tier_and_stay(alone, tmp_path):
-    ends = []
-    for tiers in ({}, EVERYTHING):
-        torch.manual_seed(0)
-        model = Model()
-        for layer in (0, 3):
-            model.layers[layer].up.requires_grad_(False)
-        model.layers[5].requires_grad_(False)
-        wanted = model.layers[5].up.weight.detach().clone()
-        with initialize(model, section(tmp_path, **tiers)) as engine:
-            for step in range(4):
-                train_step(engine, step)
-            assert torch.equal(engine.module.layers[5].up.weight.detach().full_tensor(), wanted)
-            ends.append(full_state(engine.module, engine.optimizer))
-    assert_same(*ends)
 
 
 def test_state_dicts_go_out_of_the_tiers_and_back(alone, tmp_path):

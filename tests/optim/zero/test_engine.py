@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from nvme_offload import ConfigError, OffloadAdamW, OffloadEngine, initialize, split_parameters
+from nvme_offload import ConfigError, OffloadEngine, initialize
 from tests.support import layered_model
 from tests.support.interrupts import sigint_at_update
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import Model, assert_same, full_state
 from tests.support.small_engine import (
-    ACCUMULATION,
     BF16,
     FP16,
     HYPERPARAMETERS,
@@ -56,10 +54,6 @@ def train_stages(rank, world_size, modes):
     return results
 
 
-def train_on_rank(rank, world_size, sections, steps):
-    return train(rank, sections, steps)
-
-
 @pytest.mark.parametrize("world_size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2))])
 def test_stages_agree(world_size):
     cases = [({}, 1e-6), (FP32_REDUCTION, 1e-6), (BF16, 1e-3)]
@@ -69,46 +63,6 @@ def test_stages_agree(world_size):
                 assert losses == pytest.approx(stages[0][0], rel=tolerance)
                 assert norms == pytest.approx(stages[0][1], rel=tolerance)
             assert stages[1] == stages[2], "stages 2 and 3 differ in what is gathered again, not in numbers"
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_nvme_and_memory_give_the_same_bits(world_size, tmp_path):
-    modes = [{}, BF16, FP16]
-    sections = [section(3, path, **mode) for mode in modes for path in (tmp_path, None)]
-    for results in run_ranks(train_on_rank, world_size, sections, 4):
-        for nvme, cpu in zip(results[::2], results[1::2], strict=True):
-            assert nvme[:2] == cpu[:2]
-            assert_same(nvme[2], cpu[2])
-    assert not list(tmp_path.iterdir())
-
-
-def train_plainly(rank, steps):
-    model = fresh_model()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for block in [*model.blocks, model]:
-        fully_shard(block, mp_policy=policy)
-    split_parameters(model)
-    losses, norms = [], []
-    with OffloadAdamW(model.parameters(), **HYPERPARAMETERS, offload=section()) as optimizer:
-        for step in range(steps):
-            for micro in range(ACCUMULATION):
-                loss = loss_of(model, rank, step, micro)
-                (loss / ACCUMULATION).backward()
-                losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-            norms.append(optimizer.total_norm)
-        return losses, norms, full_state(model, optimizer)
-
-
-def beside_a_plain_loop(rank, world_size):
-    [ours], plain = train(rank, [section(3, **BF16)], 4), train_plainly(rank, 4)
-    assert ours[:2] == plain[:2]
-    assert_same(ours[2], plain[2])
-
-
-def test_the_engine_is_a_plain_loop_bit_for_bit():
-    run_ranks(beside_a_plain_loop, 2)
 
 
 def replicated_beside_sharded(rank, world_size, path):

@@ -183,30 +183,6 @@ def test_writing_through_reaches_the_tier_and_the_forward(tmp_path):
     assert after == before
 
 
-def overflow_on_one_rank(rank, world_size, path):
-    model = sharded_model(torch.bfloat16)
-    with make(model, section("nvme", path)) as optimizer:
-        backward(model, rank, 0)
-        optimizer.step()
-        optimizer.zero_grad()
-        before = full_state(model, optimizer)
-        backward(model, rank, 1)
-        if rank == world_size - 1:
-            next(p for p in model.parameters() if p.grad.to_local().numel()).grad.to_local().view(-1)[0] = math.inf
-        with pytest.warns(RuntimeWarning, match="step skipped"):
-            optimizer.step()
-        optimizer.zero_grad()
-        assert_same(full_state(model, optimizer), before)
-        backward(model, rank, 2)
-        optimizer.step()
-        assert any(not torch.equal(v, before[k]) for k, v in full_state(model, optimizer).items())
-        return optimizer.stats().skipped_steps
-
-
-def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(tmp_path):
-    assert run_ranks(overflow_on_one_rank, 2, tmp_path) == [1, 1]
-
-
 def resume(rank, world_size, path):
     straight, first, second = (sharded_model(torch.bfloat16) for _ in range(3))
     runs = [make(model, section(device, path)) for model, device in ((straight, "nvme"), (first, "nvme"))]

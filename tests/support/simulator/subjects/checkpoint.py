@@ -19,9 +19,8 @@ from nvme_offload import CheckpointWriteError, StateError, WeightsError, initial
 from nvme_offload.offload.weights.reader import SafetensorsReader
 from nvme_offload.optim.checkpoint.files import PARTIAL, REPLACED
 from nvme_offload.optim.state.condition import StepPhase
-from tests.support.killed_saves import digest_of
 from tests.support.power_loss import Recording
-from tests.support.sharded_model import full_state
+from tests.support.sharded_model import digest_of, full_state
 from tests.support.simulator.case import Strike
 from tests.support.simulator.run import Player
 from tests.support.simulator.subjects.base import Subject, aio_options
