@@ -13,7 +13,7 @@ from nvme_offload.aio_native import Op
 from nvme_offload.aio_native.operation import PythonOperation
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from tests.support.fault_cases import PATIENCE, available_engines
+from tests.support.engine_tools import PATIENCE, available_engines
 from tests.support.own_resources import Resources, resident_bytes
 from tests.support.swapper_tools import KiB, MiB, config_for, random_bits, same_bits
 

@@ -42,3 +42,9 @@ def num_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(num_threads: Callable[[int], None]) -> None:
+    """As ranks have. torch's threads spin while they wait, and how many there are decides the order of some sums."""
+    num_threads(1)

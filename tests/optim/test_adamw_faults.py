@@ -2,15 +2,22 @@
 
 import errno
 import functools
-import os
 
 import pytest
 import torch
 
 from nvme_offload import CorruptionError, FaultSpec, StateError, SwapIOError
-from tests.support.failing_drive import Failing, Op
-from tests.support.fault_cases import available_engines
-from tests.support.training import BLOCK, Twin, assert_same_training, faulty_drive, params_of, set_grads
+from tests.support.engine_tools import available_engines
+from tests.support.failing_drive import Failing, Op, flip_bit
+from tests.support.training import (
+    BLOCK,
+    Twin,
+    assert_same_bits,
+    assert_same_training,
+    faulty_drive,
+    params_of,
+    set_grads,
+)
 
 SHAPES = [(BLOCK + 5,), (4 * BLOCK,), (9,)]
 MIXED = (torch.bfloat16, torch.float16, torch.float32)
@@ -265,20 +272,23 @@ def test_state_is_rescued_from_a_drive_that_takes_no_more_writes(make_adamw, mon
     expected.assert_equals(optimizer)
 
 
-def test_a_load_needs_nothing_of_what_it_replaces(make_adamw, monkeypatch):
-    params, optimizer, tier = make_faulty(make_adamw, None, buffers=2)
+@pytest.mark.parametrize("damaged", [False, True], ids=["unreadable", "of another checksum"])
+def test_a_load_needs_nothing_of_what_it_replaces(make_adamw, monkeypatch, drive, damaged):
+    params, optimizer, tier = make_faulty(make_adamw, None, buffers=2, checksums=True)
     set_grads(params, 0)
     optimizer.step()
     checkpoint = optimizer.state_dict()
     set_grads(params, 1)
     optimizer.step()
-    Failing(tier, monkeypatch, Op.READ)  # for good: the old state cannot be read any more
+    if damaged:
+        optimizer.synchronize()
+        (file,) = drive.glob("*/swap")
+        file.write_bytes(b"\xa5" * file.stat().st_size)
+    else:
+        Failing(tier, monkeypatch, Op.READ)  # for good: the old state cannot be read any more
     optimizer.load_state_dict(checkpoint)
     monkeypatch.undo()
-    loaded = optimizer.state_dict()["state"]
-    for index, entries in checkpoint["state"].items():
-        for name, value in entries.items():
-            assert torch.equal(loaded[index][name], value)
+    assert_same_bits(optimizer.state_dict()["state"], checkpoint["state"])
 
 
 def test_a_flipped_bit_is_found_where_checksums_are_on(make_adamw, drive):
@@ -290,14 +300,7 @@ def test_a_flipped_bit_is_found_where_checksums_are_on(make_adamw, drive):
     slot = next(slot for slot in optimizer.store.slots if slot.buffer is None)
     (stripe,) = slot.extent.stripes
     (file,) = drive.glob("*/swap")
-    place = stripe.offset + slot.subgroup.size_bytes - 1  # the smallest slot has 108 bytes; what follows is padding
-    with open(file, "r+b") as handle:
-        handle.seek(place)
-        byte = handle.read(1)[0]
-        handle.seek(place)
-        handle.write(bytes([byte ^ 4]))
-        handle.flush()
-        os.fsync(handle.fileno())
+    flip_bit(file, stripe.offset + slot.subgroup.size_bytes - 1)  # the smallest has 108 bytes; what follows is padding
     set_grads(params, 2)
     with pytest.raises(CorruptionError, match=rf"swap \({slot.name}: .* at offset .*\): checksum 0x"):
         optimizer.step()
@@ -346,20 +349,3 @@ def test_reading_state_after_a_read_that_could_not_start(make_adamw, monkeypatch
 
 def _refuse(*arguments, **options):
     raise SwapIOError(errno.EMFILE, path="x", offset=0, size_bytes=1, direction="read")
-
-
-def test_a_load_replaces_state_that_no_longer_has_its_checksum(make_adamw, drive):
-    params, optimizer, _ = make_faulty(make_adamw, None, buffers=2, checksums=True)
-    set_grads(params, 0)
-    optimizer.step()
-    checkpoint = optimizer.state_dict()
-    optimizer.synchronize()
-    (file,) = drive.glob("*/swap")
-    size = file.stat().st_size
-    with open(file, "r+b") as handle:
-        handle.write(b"\xa5" * size)
-        os.fsync(handle.fileno())
-    optimizer.load_state_dict(checkpoint)
-    for index, entries in optimizer.state_dict()["state"].items():
-        for name, value in entries.items():
-            assert torch.equal(value, checkpoint["state"][index][name])

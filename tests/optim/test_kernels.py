@@ -24,13 +24,7 @@ NUMELS = (0, 1, 7, 64, 65536, 65537, 200003)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(autouse=True)
-def one_torch_thread():
-    """torch's OpenMP threads spin while they wait, which on a busy machine costs more than they bring."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("numel", NUMELS)

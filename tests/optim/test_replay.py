@@ -1,6 +1,6 @@
 """Updates done again from a log: the bits of the same updates done one after the other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +18,7 @@ STEPS = 16
 TILES = (slice(0, TILE_NUMEL), slice(TILE_NUMEL, NUMEL))
 
 
-@pytest.fixture(autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def empty_entry(size_bytes: int) -> torch.Tensor:

@@ -86,12 +86,23 @@ def test_other_words_are_refused(drive, limit):
         optimizer_of(drive, wear_limit=limit)
 
 
-@pytest.mark.parametrize(("limit", "period"), [(None, 3), ("45 TB/day", 4), ("10 GB/day", 16)])
-def test_auto_decides_once_by_the_drive_and_the_limit_and_the_bits_stay(drive, clock, monkeypatch, limit, period):
+@pytest.mark.parametrize(
+    ("read", "write", "limit", "period"),
+    [
+        (2e9, 2e9, None, 3),
+        (2e9, 2e9, "45 TB/day", 4),
+        (2e9, 2e9, "10 GB/day", 16),
+        (1e8, 1e9, None, 1),
+        (1e9, 1e8, None, 4),
+    ],
+)
+def test_auto_decides_once_by_the_drive_and_the_limit_and_the_bits_stay(
+    drive, clock, monkeypatch, read, write, limit, period
+):
     """At 2 GB/s each way 49 TB a day are written with a period of 3, 41 with 4, and 15 with 16."""
 
-    def made(rate):
-        rates = DurableRates(read=rate, write=rate)
+    def made(read, write):
+        rates = DurableRates(read=read, write=write)
         monkeypatch.setattr("nvme_offload.optim.durable.period.measure_rates", lambda _: rates)
         return optimizer_of(drive, durable="run", rewrite_every="auto", wear_limit=limit)
 
@@ -102,10 +113,10 @@ def test_auto_decides_once_by_the_drive_and_the_limit_and_the_bits_stay(drive, c
             clock[0] += 90.0 / (number + 1)
             assert optimizer.stats().rewrite_every == period
 
-    params, optimizer = made(2e9)
+    params, optimizer = made(read, write)
     with optimizer:
         steps(params, optimizer, range(20))
-    params, optimizer = made(2e3)
+    params, optimizer = made(1.0, 1e9)
     with optimizer:
         assert optimizer.resume() == (20, {})
         steps(params, optimizer, range(20, 25))

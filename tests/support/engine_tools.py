@@ -13,6 +13,7 @@ import pytest
 
 from nvme_offload import EngineUnavailable, FaultSpec
 from nvme_offload.aio_native.engine import Engine, EngineOptions, Op, Operation, Segment
+from nvme_offload.aio_native.registry import ENGINES, open_engine
 
 BLOCK = 16384
 ALIGNMENT = 4096
@@ -136,3 +137,16 @@ def num_requests(*sizes: int) -> int:
 
 def pattern(seed: int, size_bytes: int) -> bytes:
     return random.Random(seed).randbytes(size_bytes)
+
+
+def available_engines() -> list[str]:
+    """The engines that can run here, fastest first."""
+    options = EngineOptions(queue_depth=1, block_size=4096, rings=1, alignment=4096, max_operations=1)
+    available = []
+    for name in ENGINES:
+        try:
+            open_engine(name, options).engine.close()
+        except EngineUnavailable:
+            continue
+        available.append(name)
+    return available

@@ -9,6 +9,15 @@ from nvme_offload.perf.measure.paced import STANDS_IN_FOR as STANDS_IN_FOR
 from nvme_offload.perf.measure.paced import paced_drive as paced_drive
 
 
+def flip_bit(path, offset):
+    """A byte comes back changed; from the end, as -1, too."""
+    with open(path, "r+b", buffering=0) as file:
+        offset %= os.fstat(file.fileno()).st_size
+        [byte] = os.pread(file.fileno(), 1, offset)
+        os.pwrite(file.fileno(), bytes([byte ^ 4]), offset)
+        os.fsync(file.fileno())
+
+
 class Failing:
     """Makes the operations of one direction fail from the `first` on, until it is repaired."""
 

@@ -7,6 +7,8 @@ norms is far below 1e-3, where it would be above that in a model of a few hundre
 import torch
 from torch import nn
 
+from tests.support import build
+
 VOCABULARY, WIDTH, NUM_BLOCKS = 101, 64, 4
 
 
@@ -53,17 +55,13 @@ def loss_of(output, target):
 
 def train(engine, dp_rank, steps, samples=8):
     """Every step is one batch of `samples`, cut into the engine's micro-batches; returns losses and norms."""
-    losses, norms = [], []
-    for step in range(steps):
-        inputs, targets = batch(step, dp_rank, samples)
-        count = engine.gradient_accumulation_steps
-        for tokens, target in zip(inputs.chunk(count), targets.chunk(count), strict=True):
-            loss = loss_of(engine(tokens), target)
-            engine.backward(loss)
-            losses.append(loss.item())
-            engine.step()
-        norms.append(engine.get_global_grad_norm())
-    return losses, norms
+    count = engine.gradient_accumulation_steps
+
+    def loss(engine, step, micro):
+        tokens, targets = (part.chunk(count)[micro] for part in batch(step, dp_rank, samples))
+        return loss_of(engine(tokens), targets)
+
+    return build.train(engine, range(steps), loss)
 
 
 def named_state(engine):

@@ -40,18 +40,12 @@ def section(mode, path=None, **more):
 
 def fresh_engine(mode, path=None, *, seed=0, mesh=None, **more):
     torch.manual_seed(seed)
-    model = ResumedModel()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    return initialize(model, section(mode, path, **more), mesh=mesh)
+    return initialize(build.nudged(ResumedModel()), section(mode, path, **more), mesh=mesh)
 
 
 def loss_of(model, part, step):
     """Of one of the parts of a global batch."""
-    generator = torch.Generator().manual_seed(1000 * step + part)
-    tokens = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
-    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), (tokens * 7 + 3).flatten() % VOCABULARY)
+    return build.token_loss(model, 1000 * step + part, VOCABULARY)
 
 
 def steps_of(engine, rank, steps):

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nvme_offload import OffloadAdamW, split_parameters
+from tests.support.build import nudged
 
 VOCABULARY = 61
 ACCUMULATION = 2
@@ -35,9 +36,7 @@ class Model(nn.Module):
 def sharded_model(dtype, *, mesh=None, reshard=True, split=True):
     torch.manual_seed(0)
     model = Model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
+    nudged(model)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

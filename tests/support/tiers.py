@@ -7,10 +7,22 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import initialize
+from tests.support.build import token_loss
 
 VOCABULARY = 89
 ACCUMULATION = 2
 EVERYTHING = {"param": "nvme", "grads": "nvme", "state": "nvme"}
+
+
+PRECISIONS = {
+    "bf16": {},
+    "bf16 added up in fp32": {"gradient_accumulation_dtype": "fp32"},
+    "fp16": {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 4}},
+    "fp32": {"bf16": {"enabled": False}},
+    "mixed": {"fp32_modules": ["*.norm", "layers.1"]},
+    "autocast": {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bf16"}},
+}
+"""What of a `section` makes another precision."""
 
 
 class Layer(nn.Module):
@@ -80,9 +92,7 @@ def make(config, **model):
 
 def loss_of(module, step, micro=0, rank=0, length=7):
     """Of a batch from the numbers."""
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    tokens = torch.randint(0, VOCABULARY, (3, length), generator=generator)
-    return nn.functional.cross_entropy(module(tokens).float().flatten(0, 1), (tokens * 7 + 3).flatten() % VOCABULARY)
+    return token_loss(module, 1000 * step + 10 * micro + rank, VOCABULARY, (3, length))
 
 
 def slow_updates(optimizer):

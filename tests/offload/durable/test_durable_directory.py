@@ -21,6 +21,7 @@ from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.run_directory import PREFIX as OTHER_PREFIX
 from nvme_offload.offload.storage.run_directory import remove_leftovers
 from tests.support.durable_run import LAYOUTS, UUID, SmallRun, as_an_earlier_version_wrote, name_of
+from tests.support.failing_drive import flip_bit
 from tests.support.killed_histories import DiesAtAChange
 from tests.support.killed_steps import fork
 
@@ -365,12 +366,6 @@ def test_killed_at_any_change_to_the_drive_it_is_there_or_it_is_not(folder, call
     assert 3 < change < 39
 
 
-def flip(file, place):
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
-
-
 @pytest.mark.parametrize("place", [3, 40, 300, -1])
 def test_a_flipped_bit_takes_no_snapshot_away_without_a_word_and_its_space_is_not_used_again(folder, place):
     with entered(folder) as run:
@@ -382,7 +377,7 @@ def test_a_flipped_bit_takes_no_snapshot_away_without_a_word_and_its_space_is_no
         where = run.run.folder
         truth = run.truth
     swap = (where / "swap").read_bytes()
-    flip(where / "snapshot.best", place)
+    flip_bit(where / "snapshot.best", place)
     sizes = []
     for life in range(3):
         with entered(folder) as run:

@@ -32,14 +32,6 @@ def recorded(paths):
     return recording.history(), truth
 
 
-def allowed(marks):
-    """What may be resumed: what was committed last, and what was about to be; None: nothing was."""
-    committed = [mark.removeprefix("done ") for mark in marks if mark.startswith("done ")]
-    begun = [mark.removeprefix("begin ") for mark in marks if mark.startswith("begin ")]
-    names = {committed[-1] if committed else None}
-    return names | {begun[-1]} if len(begun) > len(committed) else names
-
-
 def problem(crash, truth, paths, folder, monkeypatch):
     """What is wrong with what the next process finds; None: nothing."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -50,7 +42,7 @@ def problem(crash, truth, paths, folder, monkeypatch):
         patch.setattr(os, "fdatasync", lambda descriptor: None)
         run = DurableRun(here, name="small", rank=0, direct="optional")
         try:
-            return _problem(run, allowed(crash.marks), "pinned 6" in crash.marks, truth)
+            return _problem(run, crash.committed(), "pinned 6" in crash.marks, truth)
         except (CorruptionError, KeyError, ValueError) as error:
             return str(error)
         finally:

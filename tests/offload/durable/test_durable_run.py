@@ -15,6 +15,7 @@ from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import ExtentLayout
 from tests.support.durable_run import IDENTITY, LAYOUTS, UUID, SmallRun, base_of, name_of, read_past_the_tier
+from tests.support.failing_drive import flip_bit
 
 EXTENT_BYTES = sum(layout.base.size_bytes for layout in LAYOUTS)
 
@@ -216,12 +217,7 @@ def test_a_flipped_bit_is_found_and_the_step_before_is_whole(small, part):
     small.commit("1", 1, [1])
     layout, extent = LAYOUTS[1].base, base_of(small.run, 1).extent
     place = {"state": layout.state_bytes - 1, "tail": layout.tail_at, "trailer": layout.trailer_at + 40}[part]
-    path = small.run.folder / "swap"
-    with path.open("r+b") as file:
-        file.seek(extent.stripes[0].offset + place)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 4]))
+    flip_bit(small.run.folder / "swap", extent.stripes[0].offset + place)
     with pytest.raises(CorruptionError, match=f"{part}.*slot 1|slot 1.*{part}"):
         small.read()
     newest, before = small.run.committed

@@ -1,4 +1,4 @@
-"""Parameters in blocks: what FSDP2 may copy is valid while it may copy it, in whatever order it asks."""
+"""Parameters in blocks: what FSDP2 may copy is valid while it may copy it, in whatever order, also on a device."""
 
 import pytest
 import torch
@@ -20,13 +20,14 @@ def make_tier(tmp_path):
     """``make_tier(num_blocks, **offload_param)``: the tier and the places of its parameters, by block."""
     tiers = []
 
-    def make(num_blocks=5, **section):
+    def make(num_blocks=5, device="cpu", in_memory=False, **section):
         section = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2, **section}
         config = OffloadConfig.from_dict({"zero_optimization": {"offload_param": section}})
         section = config.zero_optimization.offload_param
         tier = ParamTier(section, NvmeTier(config, paths=section.nvme_path))
         tiers.append(tier)
-        places = tier.reserve([(f"layer {number}", FORMS) for number in range(num_blocks)])
+        reserve = tier.reserve_in_memory if in_memory else tier.reserve
+        places = reserve([(f"layer {number}", FORMS) for number in range(num_blocks)], torch.device(device))
         for number, shards in enumerate(places):
             tier.put(shards, [ResidentShard(numbers(number, place)) for place in range(2)])
         return tier, places
@@ -146,3 +147,45 @@ def test_it_is_closed_once_and_says_so(make_tier):
         places[0][0].gather()
     with pytest.raises(ClosedError, match="the parameter tier"), places[0][0].held(change=False):
         pass
+
+
+@pytest.fixture(params=[True, False], ids=["host memory", "nvme"])
+def places(request, make_tier, late):
+    """Places on a device of the two parameters of each of five blocks, of which two fit into the staging buffers."""
+    tier, found = make_tier(device="late:0", in_memory=request.param)
+    yield found
+    tier.close()
+    with pytest.raises(ClosedError):
+        found[0][0].gather()
+
+
+def test_values_arrive_long_after_their_blocks_have_been_asked_for(places, late):
+    gathered = [[shard.gather() for shard in places[number]] for number in (0, 1, 2, 3, 4, 3, 0)]
+    for number, found in zip((0, 1, 2, 3, 4, 3, 0), gathered, strict=True):
+        assert all(torch.equal(value.cpu(), numbers(number, place)) for place, value in enumerate(found))
+    assert late.num_copies - sum(map(len, gathered)) == len(gathered), "one to the device for each gather of a block"
+
+
+def test_what_changes_afterwards_does_not_reach_who_asked_before(places):
+    before = [shard.gather() for shard in places[0]]
+    for place, shard in enumerate(places[0]):
+        with shard.held(change=True) as values:
+            values.fill_(90.0 + place)
+    after = [shard.gather() for shard in places[0]]
+    assert all(torch.equal(value.cpu(), numbers(0, place)) for place, value in enumerate(before))
+    assert all((value.cpu() == 90.0 + place).all() for place, value in enumerate(after))
+
+
+def test_a_gather_that_was_given_up_halfway_leaves_no_old_values(places):
+    places[0][0].gather()
+    with places[0][1].held(change=True) as values:
+        values.fill_(91.0)
+    assert (places[0][1].gather().cpu() == 91.0).all()
+
+
+def test_of_gathers_that_are_given_up_halfway_little_stays_on_the_device(places, late):
+    before = late.live_bytes
+    for shards in places:
+        shards[0].gather()
+    block_bytes = 4096 if places[0][0].block.size_bytes > 128 else 128
+    assert late.live_bytes - before <= 2 * block_bytes

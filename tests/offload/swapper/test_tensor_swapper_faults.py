@@ -9,6 +9,7 @@ import torch
 
 from nvme_offload import CorruptionError, FaultSpec, OutOfSpaceError, StateError, SwapIOError
 from nvme_offload.offload.swapper.pieces import MAX_PIECE_BYTES, MIN_PIECE_BYTES, piece_starts, spans
+from tests.support.failing_drive import flip_bit
 from tests.support.own_resources import Resources
 from tests.support.sandbox import run_python
 from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, MiB, random_bits, same_bits, swap_file
@@ -132,13 +133,7 @@ def test_a_flipped_byte_is_found_where_checksums_are_on(open_swapper, position):
     swapper.swap_out("x", tensor).wait(PATIENCE)
     assert same_bits(swapper.swap_in("x").wait(PATIENCE), tensor)
     path = swap_file(swapper)
-    with open(path, "r+b") as file:  # the only tensor begins at offset 0
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 0x10]))
-        file.flush()
-        os.fsync(file.fileno())
+    flip_bit(path, position)  # the only tensor begins at offset 0
     with pytest.raises(CorruptionError, match=r"tensor 'x', bytes (\d+)\.\.(\d+)") as caught:
         swapper.swap_in("x").wait(PATIENCE)
     assert str(path) in str(caught.value)

@@ -1,4 +1,4 @@
-"""Saves, loads and births that end early, anywhere: killed, a power loss, a full disk, an error. What was there stays."""
+"""Saves, loads and births that end early, anywhere: killed, no power, a full disk, an error. What was there stays."""
 
 from __future__ import annotations
 

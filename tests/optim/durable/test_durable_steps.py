@@ -14,7 +14,7 @@ from nvme_offload import OffloadAdamW, OffloadLion, OffloadSGD, ResumeError, Sta
 from nvme_offload.offload.durable.manifest import ManifestFiles
 from nvme_offload.offload.sync import sync_data
 from nvme_offload.optim.step.norm import total_norm
-from tests.support.failing_drive import Failing, Op
+from tests.support.failing_drive import Failing, Op, flip_bit
 from tests.support.killed_steps import durable_section, fork
 from tests.support.training import assert_same_bits, bits, params_of, run_child, section, set_grads, snapshot
 
@@ -190,9 +190,9 @@ def test_where_the_newest_step_is_damaged_the_one_before_it_is_taken(drive, what
     swap = swap_of(drive)
     if what == "manifest":
         [file] = [f for f in swap.parent.glob("manifest.*") if newest.encode()[:64] == f.read_bytes()[:64]]
-        flip(file, 200)
+        flip_bit(file, 200)
     else:
-        flip(swap, stripe.offset + 12345)
+        flip_bit(swap, stripe.offset + 12345)
     params, optimizer = fresh(drive)
     with optimizer, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -208,7 +208,7 @@ def test_where_both_steps_are_damaged_the_subgroup_is_named_and_a_load_leads_on(
         train(optimizer, params, [2, 3], without=range(1, 4))
         state = optimizer.state_dict()
         extent = optimizer.store.slots[-1].extent
-    flip(swap_of(drive), extent.stripes[0].offset)
+    flip_bit(swap_of(drive), extent.stripes[0].offset)
     params, optimizer = fresh(drive)
     with optimizer, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -218,14 +218,6 @@ def test_where_both_steps_are_damaged_the_subgroup_is_named_and_a_load_leads_on(
         train(optimizer, params, [4])
     with fresh(drive)[1] as optimizer:
         assert optimizer.resume() == (1, {})
-
-
-def flip(path, offset):
-    with path.open("r+b") as file:
-        file.seek(offset)
-        [byte] = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 4]))
 
 
 def test_going_back_one_step_gives_the_bits_of_the_run_stopped_there(drive):

@@ -22,6 +22,7 @@ from nvme_offload.optim.durable.content import Content
 from nvme_offload.perf.cli import app
 from tests.support import resuming
 from tests.support.durable_engine import TIERS, durable, settle, whole
+from tests.support.failing_drive import flip_bit
 from tests.support.killed_steps import durable_section, gradients_of
 from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of
@@ -313,12 +314,7 @@ def damage(folder, table):
     found = [Manifest.decode(file.read_bytes()) for file in folder.glob("manifest.?")]
     newest = max((manifest for manifest in found if manifest), key=lambda manifest: manifest.sequence)
     first = 3 if table == "slots" else 5  # columns before the first stripe
-    with (folder / "swap").open("r+b") as swap:
-        at = int(newest.tables[table][0][first + 1]) + 700
-        swap.seek(at)
-        byte = swap.read(1)[0]
-        swap.seek(at)
-        swap.write(bytes([byte ^ 4]))
+    flip_bit(folder / "swap", int(newest.tables[table][0][first + 1]) + 700)
 
 
 @pytest.mark.parametrize(("table", "said"), [("slots", "the state of subgroup 0"), ("log", "the log of subgroup")])

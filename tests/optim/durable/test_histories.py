@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from nvme_offload import ResumeError
 from tests.support.durable_engine import durable, settle, whole
+from tests.support.failing_drive import flip_bit
 from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of
 from tests.support.sharded_model import assert_same
@@ -103,9 +104,7 @@ def with_half_a_snapshot(rank, world_size, path):
     if rank == 1:
         (folder / "snapshot.lost").unlink()
         (folder / "snapshot.withdrawn").rename(folder / "prepared.withdrawn")
-        content = bytearray((folder / "snapshot.damaged").read_bytes())
-        content[500] ^= 8
-        (folder / "snapshot.damaged").write_bytes(content)
+        flip_bit(folder / "snapshot.damaged", 500)
     dist.barrier()
 
     def look(engine):

@@ -57,14 +57,6 @@ def live(folder, mark):
     return truth
 
 
-def allowed(marks):
-    """What may be resumed: what was committed last, and what was about to be; None: nothing was."""
-    committed = [int(mark.removeprefix("done ")) for mark in marks if mark.startswith("done ")]
-    begun = [int(mark.removeprefix("begin ")) for mark in marks if mark.startswith("begin ")]
-    steps = {committed[-1] if committed else None}
-    return steps | {begun[-1]} if len(begun) > len(committed) else steps
-
-
 def problem(crash, truth, folder, monkeypatch):
     """What is wrong with what the next process finds; None: nothing."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -77,8 +69,8 @@ def problem(crash, truth, folder, monkeypatch):
         with optimizer:
             try:
                 step, _ = optimizer.resume() or (None, {})
-                if step not in allowed(crash.marks):
-                    return f"{step} was found, and may be {allowed(crash.marks)}"
+                if (str(step) if step else None) not in crash.committed():
+                    return f"{step} was found, and may be {crash.committed()}"
                 if step is not None:
                     assert_same_bits(snapshot(optimizer), truth[step])
             except (ResumeError, CorruptionError, AssertionError) as error:

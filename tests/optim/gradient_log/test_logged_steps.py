@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from nvme_offload import ConfigWarning, CorruptionError, OffloadAdamW, ResumeError
-from nvme_offload.offload.durable.rewrite_every import DurableRates
-from tests.support.failing_drive import Failing, Op
+from tests.support.failing_drive import Failing, Op, flip_bit
 from tests.support.killed_steps import durable_section
 from tests.support.logged_pair import ADAMW
 from tests.support.rules import CASES
@@ -122,12 +121,8 @@ def test_going_back_one_step_gives_the_bits_of_the_step_before_and_of_what_follo
 
 
 def flip(optimizer, extent, at):
-    path = optimizer.store.durability.run.space.path_of(extent.stripes[0].fd)
-    with path.open("r+b") as file:
-        file.seek(extent.stripes[0].offset + at)
-        [byte] = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 4]))
+    [stripe, *_] = extent.stripes
+    flip_bit(optimizer.store.durability.run.space.path_of(stripe.fd), stripe.offset + at)
 
 
 @pytest.mark.parametrize("at", [0, 2000])
@@ -213,29 +208,6 @@ def test_what_is_changed_after_the_drive_did_not_take_a_write_is_not_in_it(pairs
     pair.number += 1
     pair.reopen()
     pair.check()
-
-
-@pytest.mark.parametrize(("rates", "period"), [((1, 10), 1), ((1, 1), 3), ((10, 1), 4)])
-def test_auto_takes_what_suits_the_drive_and_a_run_keeps_it(drive, monkeypatch, rates, period):
-    def made():
-        params = params_of([(300,)], torch.bfloat16)
-        return params, OffloadAdamW(params, offload=durable_section(drive, "run", rewrite_every="auto"))
-
-    def measured(read, write):
-        monkeypatch.setattr(
-            "nvme_offload.optim.durable.period.measure_rates", lambda _: DurableRates(read=read, write=write)
-        )
-
-    measured(*(1e8 * rate for rate in rates))
-    params, optimizer = made()
-    with optimizer:
-        assert optimizer.store.durability.logs.period == period
-        set_grads(params, 0)
-        optimizer.step()
-    measured(1.0, 1e9)
-    with made()[1] as optimizer:
-        assert optimizer.resume() == (1, {})
-        assert optimizer.store.durability.logs.period == period
 
 
 def test_auto_measures(drive):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload import ConfigWarning, OffloadAdamW, StateError, SwapIOError, get_full_param, set_full_param
 from tests.support.failing_drive import STANDS_IN_FOR, Failing, Op, paced_drive
 from tests.support.sharded_model import assert_same, full_state
-from tests.support.tiers import loss_of, make, section, train_step
+from tests.support.tiers import PRECISIONS, loss_of, make, section, train_step
 
 LAYERS = 4
 HALF = 150_000
@@ -22,15 +22,6 @@ HALF = 150_000
 def config_of(path, mode, state="nvme", clip=0.5, accumulation=2, **more):
     config = section(path, state=state, accumulation=accumulation)
     return {**config, "gradient_clipping": clip, "overlap_step": mode, **more}
-
-
-PRECISIONS = {
-    "bf16": {},
-    "fp16": {"bf16": {"enabled": False}, "fp16": {"enabled": True, "loss_scale": 64.0}},
-    "fp32": {"bf16": {"enabled": False}},
-    "mixed": {"fp32_modules": ["*.norm", "head"]},
-    "autocast": {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bf16"}},
-}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

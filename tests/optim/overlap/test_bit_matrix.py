@@ -8,18 +8,10 @@ import torch
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
-from tests.support.tiers import loss_of, make, section
+from tests.support.tiers import PRECISIONS, loss_of, make, section
 
 LAYERS = 4
 STEPS = 20
-PRECISIONS = {
-    "bf16": {},
-    "bf16 added up in fp32": {"gradient_accumulation_dtype": "fp32"},
-    "fp16": {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 4}},
-    "fp32": {"bf16": {"enabled": False}},
-    "mixed": {"fp32_modules": ["*.norm", "layers.1"]},
-    "autocast": {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bf16"}},
-}
 PLACES = {  # where the state is, and what else is on NVMe
     "host": {"state": "cpu"},
     "nvme": {"state": "nvme"},

@@ -12,17 +12,11 @@ from nvme_offload import ConfigError, ConfigWarning, OffloadAdamW, OffloadConfig
 from tests.support.failing_drive import Failing, Op
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
-from tests.support.tiers import be_eager, loss_of, make, section
+from tests.support.tiers import PRECISIONS, be_eager, loss_of, make, section
 
 LAYERS = 4
 SCALES = (1, 1, 1, 1000, 1, 1, float("inf"), 1, 1, 1, 1)
 """What the loss of a step is multiplied by: one is clipped, one is skipped."""
-PRECISIONS = {
-    "bf16": {},
-    "fp32": {"bf16": {"enabled": False}},
-    "fp16": {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 4}},
-    "mixed": {"fp32_modules": ["*.norm", "layers.1"]},
-}
 
 
 def config_of(path, schedule, accumulation=1, period=1, **more):

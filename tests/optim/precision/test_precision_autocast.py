@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nvme_offload import ConfigError, initialize
+from tests.support import build
 from tests.support.precision import DTYPES
 from tests.support.ranks import run_ranks
 
@@ -67,9 +68,7 @@ def fresh_model(switches_off):
 
 
 def loss_of(model, rank, step, micro):
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    tokens = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
-    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), (tokens * 7 + 3).flatten() % VOCABULARY)
+    return build.token_loss(model, 1000 * step + 10 * micro + rank, VOCABULARY)
 
 
 def section(dtype, stage, **more):
@@ -84,15 +83,8 @@ def section(dtype, stage, **more):
 
 
 def train(rank, config, switches_off, make=fresh_model):
-    losses, norms = [], []
     with initialize(make(switches_off), config) as engine:
-        for step in range(STEPS):
-            for micro in range(ACCUMULATION):
-                loss = loss_of(engine, rank, step, micro)
-                engine.backward(loss)
-                losses.append(loss.item())
-                engine.step()
-            norms.append(engine.get_global_grad_norm())
+        losses, norms = build.train(engine, range(STEPS), lambda *given: loss_of(given[0], rank, *given[1:]))
         params = {name: param.full_tensor().clone() for name, param in engine.module.named_parameters()}
     return losses, norms, params
 

@@ -43,15 +43,6 @@ def train_all(rank, world_size, cases):
     return results
 
 
-@pytest.fixture
-def one_thread():
-    """Ranks have one thread each, and how many there are decides the order of some sums."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def check(results, combination, expected, dp_rank):
     """Gradients of the first step bit for bit. After it torch's AdamW rounds in another order than ours.
 

@@ -115,13 +115,7 @@ def check(cases, path, steps=STEPS):
                 assert torch.equal(end[name], value), (precision, ranks, accumulation, name)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Ranks have one thread each, and how many there are decides the order of some sums."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_pairs_are_all_there():

@@ -160,7 +160,10 @@ def test_groups_schedulers_and_torchs_own_state_dict(case, drive):
             for p, q in zip(ours, begun, strict=True):
                 p.copy_(q)
         optimizer.load_state_dict(theirs.state_dict())
-        assert_same_bits(optimizer.state_dict()["state"], theirs.state_dict()["state"])
+        loaded = optimizer.state_dict()["state"]
+        for index, entries in theirs.state_dict()["state"].items():
+            saved = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
+            assert_same_bits({name: loaded[index][name] for name in saved}, saved)
         schedules[optimizer].load_state_dict(schedules[theirs].state_dict())
         train(begun, theirs, range(3, 6))
         train(ours, optimizer, range(3, 6))

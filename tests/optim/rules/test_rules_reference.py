@@ -16,13 +16,7 @@ from tests.support.twins import join_reference, split_reference, step_reference,
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-@pytest.fixture(autouse=True)
-def one_torch_thread():
-    """torch's OpenMP threads spin while they wait, which on a busy machine costs more than they bring."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(("case", "changes"), VARIANTS, ids=str)

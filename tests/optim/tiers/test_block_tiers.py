@@ -69,12 +69,6 @@ def compare(path, drive, **model):
     assert ends[0][1] == ends[1][1]
 
 
-def unused_and_used_twice(engine):
-    for step, uses in enumerate(([0, 1, 2, 3, 4, 5], [2, 2, 5, 0], [5, 4, 4, 1, 0], [0, 1, 2, 3, 4, 5], [3, 3, 3])):
-        engine.module.uses = uses
-        train_step(engine, step)
-
-
 def evaluation_and_generation(engine):
     seen = []
     for step in range(3):
@@ -139,8 +133,6 @@ def clipped_by_hand(engine):
 @pytest.mark.parametrize(
     ("drive", "checkpointing"),
     [
-        (unused_and_used_twice, True),
-        (unused_and_used_twice, False),
         (evaluation_and_generation, True),
         (changing_batches, False),
         (gradients_looked_at_and_set, False),

@@ -28,21 +28,6 @@ from tests.support.small_engine import (
 FP32_REDUCTION = {**BF16, "communication_data_type": "fp32"}
 
 
-def train(rank, sections, steps):
-    """Per section: losses, norms and the whole state at the end."""
-    results = []
-    for config in sections:
-        losses, norms = [], []
-        with initialize(fresh_model(), config) as engine:
-            for step in range(steps):
-                losses += backward(engine, rank, step)
-                engine.step()
-                norms.append(engine.get_global_grad_norm())
-            assert engine.global_steps == steps
-            results.append((losses, norms, full_state(engine.module, engine.optimizer)))
-    return results
-
-
 def train_stages(rank, world_size, modes):
     """Per mode and stage: losses and norms."""
     results = []

@@ -163,6 +163,14 @@ class Crash:
                     file.write(content)
         return folder
 
+    def committed(self) -> set[str | None]:
+        """What may be found: the latest that was marked as done, and what had begun since; None: nothing was done."""
+        done, begun = (
+            [mark.removeprefix(f"{kind} ") for mark in self.marks if mark.startswith(f"{kind} ")]
+            for kind in ("done", "begin")
+        )
+        return {done[-1] if done else None, *begun[-1:]} if len(begun) > len(done) else {done[-1] if done else None}
+
     def __str__(self) -> str:
         return self.what
 

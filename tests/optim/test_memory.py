@@ -1,0 +1,120 @@
+"""Memory by formula: of steps, of blocks on their tiers, of a budget. Each is measured in a process of its own."""
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvme_offload import initialize
+from nvme_offload.perf.measure.training import layered_model
+from tests.support.training import run_child
+
+SLACK = 24 << 20
+
+
+def measured(function, *arguments, threads=2):
+    """What a function of this file returns in a fresh process, which gives back what it frees of a layer's size."""
+    code = f"import json, sys; from tests.optim.test_memory import {function.__name__} as take"
+    code += "; print(json.dumps(take(*sys.argv[1:])))"
+    prefix = ("env", "MALLOC_MMAP_THRESHOLD_=65536", f"OMP_NUM_THREADS={threads}")
+    return json.loads(run_child(code, *arguments, timeout=900, prefix=prefix).splitlines()[-1])
+
+
+def resident(field="VmRSS"):
+    gc.collect()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def forget_peak():
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def section(path, *, staging="64MiB", blocks=True, **more):
+    nvme = {"device": "nvme", "nvme_path": path, "buffer_count": 2 if blocks else 3}
+    zero = {"stage": 3, "offload_optimizer": {**nvme, "staging_budget": staging}}
+    if blocks:
+        zero["offload_param"] = more["offload_gradients"] = nvme
+        more["gradient_accumulation_steps"] = 2
+    return {"zero_optimization": zero, "bf16": {"enabled": True}, **more}
+
+
+def train(engine, num_calls, width):
+    for _ in range(num_calls):
+        engine.backward(engine(torch.randn(8, width)).float().square().mean())
+        engine.step()
+
+
+def blocks_of(num_layers, width, config, num_calls):
+    """What is taken at first and at the peak, beside what torch takes once and for all; and what is counted."""
+    with initialize(layered_model(2, 16), config) as engine:
+        train(engine, 2, 16)
+    before = resident()
+    model = layered_model(num_layers, width)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    with initialize(model, config) as engine:
+        del model
+        taken = resident() - before
+        forget_peak()
+        train(engine, num_calls, width)
+        peak, staging = resident("VmHWM") - before, engine.optimizer.stats().staging_bytes
+        counted = engine.optimizer.tier_plan.bytes_on("host")
+    layer = numel // num_layers
+    return {"numel": numel, "layer": layer, "staging": staging, "taken": taken, "peak": peak, "counted": counted}
+
+
+def everything_on_nvme(path):
+    return blocks_of(10, 1024, section(path, staging="32MiB"), 6)
+
+
+@pytest.mark.slow
+def test_memory_is_the_staging_buffers_and_the_group_at_work(tmp_path):
+    seen = measured(everything_on_nvme, tmp_path)
+    assert seen["taken"] <= seen["staging"] + SLACK, seen
+    assert seen["peak"] <= seen["staging"] + 14 * seen["layer"] + SLACK, seen
+    assert 2 * seen["numel"] > 14 * seen["layer"] + SLACK, "the upper halves alone would show"
+
+
+BUDGET = 80 << 20
+
+
+def within_a_budget(path):
+    config = section(path, staging="20MiB", host_budget=BUDGET)
+    config["zero_optimization"]["sub_group_size"] = 1000000
+    return blocks_of(8, 512, config, 4)
+
+
+def test_the_process_stays_within_the_budget(tmp_path):
+    seen = measured(within_a_budget, tmp_path)
+    assert BUDGET - (12 << 20) < seen["counted"] <= BUDGET, "no whole block or subgroup more would fit"
+    assert seen["peak"] <= BUDGET + 14 * seen["layer"] + SLACK, seen  # and what FSDP2 takes for the group at work
+    assert 14 * seen["numel"] > BUDGET + 14 * seen["layer"] + SLACK, "all of it would show"
+
+
+def peak_in_backward(path, overlap):
+    exact = {"skip_non_finite": False} if overlap == "backward" else {}
+    model = layered_model(12, 512)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    with initialize(model, section(path, blocks=False, overlap_step=overlap, **exact)) as engine:
+        del model
+        for _ in range(5):
+            loss = engine(torch.randn(8, 512)).float().square().mean()
+            gc.collect()
+            forget_peak()
+            engine.backward(loss)
+            peak = resident("VmHWM")
+            del loss
+            engine.step()
+        engine.optimizer.synchronize()
+        return {"peak": peak, "staging": engine.optimizer.stats().staging_bytes, "numel": numel}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_the_peak_in_backward_is_that_of_the_plain_order(tmp_path, mode):
+    plain, ours = (measured(peak_in_backward, tmp_path, name, threads=1) for name in ("off", mode))
+    assert ours["staging"] == plain["staging"]
+    assert 2 * ours["numel"] > 40 << 20, "the gradients of the step before would show"
+    assert ours["peak"] <= plain["peak"] + (12 << 20), (ours, plain)
