@@ -284,13 +284,13 @@ def test_the_save_of_two_ranks(in_memory, undurable):
     assert before != after
     copies = (in_memory / str(number) for number in itertools.count())
     count = 0
-    for crash in itertools.chain(history.kills(), history.power_losses(num_random=200)):
+    for crash in itertools.chain(history.kills(), itertools.islice(history.power_losses(num_random=200), 0, None, 4)):
         copy = crash.restore(next(copies))
         assert found_by_the_next_run(copy)[1] in ([after] if crash.marks else [before, after]), str(crash)
         save_again(copy, "new")
         assert sorted(os.listdir(copy)) == ["latest", "new", "old"], str(crash)
         count += 1
-    assert count > 150
+    assert count > 80
 
 
 @pytest.mark.usefixtures("alone")

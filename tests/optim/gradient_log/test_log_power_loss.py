@@ -94,7 +94,7 @@ def problems(folder, monkeypatch, *, num_random, seed=0, every=1):
 
 
 def test_whatever_is_lost_the_latest_step_is_there(in_memory, monkeypatch):
-    assert not list(problems(in_memory, monkeypatch, num_random=20, every=29))
+    assert not list(problems(in_memory, monkeypatch, num_random=20, every=59))
 
 
 @pytest.mark.slow

@@ -180,10 +180,9 @@ def all_found(path, kind, mode):
     ("kind", "mode"),
     [
         ("plain", "forward"),
-        ("plain", "speculate"),
-        ("shards", "backward"),
         ("shards", "speculate"),
-        pytest.param("plain", "backward", marks=pytest.mark.slow),
+        *(pytest.param("plain", mode, marks=pytest.mark.slow) for mode in ("backward", "speculate")),
+        pytest.param("shards", "backward", marks=pytest.mark.slow),
         pytest.param("shards", "forward", marks=pytest.mark.slow),
     ],
 )
