@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from contextlib import suppress
 
 import torch
@@ -25,9 +26,6 @@ from nvme_offload.offload.units import format_bytes
 
 HUGE_PAGE_BYTES = 2 << 20
 """Bytes of a huge page, on x86-64 and, with 4 KiB pages, on arm64."""
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_KEPT_BYTES = 1 << 20
 
 MAX_REGISTERED_BYTES = 1 << 30
 """The kernel registers at most 1 GiB as one buffer (io_uring_register(2), IORING_REGISTER_BUFFERS)."""
@@ -76,6 +74,11 @@ class HostRegion:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._start + byte_offset)
 
+    def lend(self, dtype: torch.dtype, numel: int) -> tuple[torch.Tensor, weakref.ref[memoryview]]:
+        """1D tensor [numel] of `dtype` over the first bytes, and what is dead when it and all views of it are gone."""
+        lent = memoryview(self._map)[self._start : self._start + max(numel, 1) * dtype.itemsize]
+        return torch.frombuffer(lent, dtype=dtype)[:numel], weakref.ref(lent)
+
     @property
     def parts(self) -> list[tuple[int, int]]:
         """(address, size in bytes) of its huge pages, and of the small ones behind them.
@@ -117,20 +120,3 @@ def _unlock(owner_pid: int, address: int, device: torch.device, _held: mmap.mmap
     """Undo cudaHostRegister, in the process that called it. `_held` is what keeps the pages mapped until then."""
     if os.getpid() == owner_pid:
         page_unlock(address, device)
-
-
-def give_back_freed_memory() -> bool:
-    """Have malloc return tensors of 1 MiB and more to the system as soon as they are freed; for this whole process.
-
-    glibc raises its threshold for that, up to 32 MiB, whenever such memory is freed, and keeps what is smaller for
-    later. Where parameters and gradients come and go group by group, that is a large part of the model: a step of a
-    model of 403 M parameters with all of its state on NVMe held 2378 MiB, and with this 1519 MiB. See mallopt(3),
-    M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
-
-    Returns:
-        Whether this C library can be told.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all(mallopt(parameter, _KEPT_BYTES) == 1 for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))

@@ -22,7 +22,6 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST, KINDS, current_of, default_device_type, is_device, is_host
 from nvme_offload.offload.devices.numa import stay_near
 from nvme_offload.offload.host.available_memory import ranks_on_host
-from nvme_offload.offload.host.region import give_back_freed_memory
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.layout.blocks import find_units, match_blocks
 from nvme_offload.optim.layout.flat import storage_of
@@ -156,7 +155,7 @@ class _Making:
 
     def plan(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> PrecisionPlan:
         """Look whether all of it goes together on this mesh."""
-        _prepare_process(self.config, self.model, self.device_type)
+        _prepare_process(self.model, self.device_type)
         check_not_sharded(self.model, roles)
         self.config = completed_for(self.config, roles.num_data_parallel_ranks)
         on_device = is_device(self.device_type)
@@ -197,17 +196,12 @@ class _Making:
         return _checked(lr_scheduler(made))
 
 
-def _prepare_process(config: OffloadConfig, model: nn.Module, device_type: str) -> None:
-    """Before anything starts a thread or takes memory: be near the device, and keep no memory that was freed.
-
-    The latter where memory is short enough to use NVMe: what is born, gathered and reduced comes and goes by group.
-    """
+def _prepare_process(model: nn.Module, device_type: str) -> None:
+    """Be near the device, before anything starts a thread or takes memory."""
     if is_device(device_type):  # after the mesh, with which a rank gets its device
         device = current_of(device_type)
         _check_is_on(model, device)
         stay_near(device, ranks_on_host())
-    if config.zero_optimization.offload_optimizer.device == "nvme" or config.has_block_tiers:
-        give_back_freed_memory()
 
 
 def _check_is_on(model: nn.Module, current: torch.device) -> None:

@@ -23,7 +23,7 @@ from nvme_offload.offload._torch_private import (
     is_compiled,
     refuse_conversion,
 )
-from nvme_offload.offload.devices.device import HOST
+from nvme_offload.offload.devices.device import HOST, is_host
 from nvme_offload.optim.layout.blocks import params_outside
 from nvme_offload.optim.precision.casts import (
     CONTAINERS,
@@ -37,6 +37,7 @@ from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.precision.watch import say_what_is_lowered
 from nvme_offload.optim.tiers.gatherers import remember_gatherers
 from nvme_offload.optim.tiers.parts import CONVERTED, Storage, StorageOf, keep_grad_in, split_shard, take_apart
+from nvme_offload.optim.zero.host_collectives import gather_in_kept_memory
 from nvme_offload.optim.zero.outputs import train_through_any_output
 
 PIPELINES_REDUCE_ONCE = hasattr(FSDPModule, "set_manual_backward_finalization")
@@ -181,6 +182,8 @@ def shard_model(
     if mesh.size() == 1:
         for module in model.modules():
             compute_on_shards(module)
+    elif is_host(torch.device(mesh.device_type)):
+        gather_in_kept_memory(model)
     remember_gatherers(model)
     return model
 

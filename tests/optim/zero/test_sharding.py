@@ -1,16 +1,25 @@
+import ctypes
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload import OffloadConfig, initialize
+from nvme_offload.offload.host.kept_memory import KeptMemory
 from nvme_offload.optim.layout.blocks import find_blocks, find_ends, find_units, match_blocks
 from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.zero import host_collectives
+from nvme_offload.optim.zero.host_collectives import KeptReduction, RingGather
 from nvme_offload.optim.zero.sharding import _Grouping
+from tests.support import build
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import Model as LanguageModel
 from tests.support.tiers import section, train_step
+
+MiB = 1 << 20
 
 
 class Layer(nn.Module):
@@ -150,3 +159,100 @@ def test_ends_of_their_own_change_no_bits(alone, tmp_path):
 @pytest.mark.slow
 def test_ends_of_their_own_change_no_bits_on_two_ranks(tmp_path):
     run_ranks(check_ends, 2, tmp_path)
+
+
+def test_memory_is_borrowed_again_when_no_view_of_it_is_left():
+    memory = KeptMemory()
+    first = memory.borrow(3 * MiB, torch.uint8)
+    view = first[7:9]
+    second = memory.borrow(MiB, torch.float32)
+    assert memory.size_bytes == 7 * MiB
+    address = first.data_ptr()
+    del first
+    third = memory.borrow(MiB, torch.uint8)
+    assert third.data_ptr() != address  # the view is still there
+    del view
+    assert memory.borrow(MiB, torch.bfloat16).data_ptr() == address
+    del second, third
+    memory.borrow(2 * MiB, torch.uint8)
+    assert memory.size_bytes == 8 * MiB
+
+
+def test_a_region_that_is_too_small_makes_room_for_a_larger_one():
+    memory = KeptMemory()
+    memory.borrow(MiB, torch.uint8)
+    larger = memory.borrow(2 * MiB, torch.uint8)
+    assert memory.size_bytes == 2 * MiB
+    assert larger.fill_(3).sum() == 6 * MiB
+    assert memory.borrow(0, torch.float32).numel() == 0
+
+
+def gather_and_reduce(rank, world_size):
+    group, memory = dist.group.WORLD, KeptMemory()
+    gather, reduction = RingGather(memory), KeptReduction(memory)
+    for numel in (1, 5, 70_001):
+        torch.manual_seed(rank)
+        own = torch.randn(numel)
+        output, expected = (
+            gather.allocate((numel * world_size,), dtype=own.dtype, device=own.device),
+            torch.empty(numel * world_size),
+        )
+        dist.all_gather_into_tensor(expected, own)
+        gather(output, own, group)
+        assert torch.equal(output, expected)
+        work = gather(output.zero_(), own, group, async_op=True)
+        work.wait()
+        assert torch.equal(output, expected)
+        whole, part, torch_part = torch.randn(numel * world_size), torch.empty(numel), torch.empty(numel)
+        dist.reduce_scatter_tensor(torch_part, whole.clone())
+        reduction(part, whole, group, dist.ReduceOp.SUM)
+        assert torch.equal(part, torch_part)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_they_give_what_torch_gives(num_ranks):
+    run_ranks(gather_and_reduce, num_ranks)
+
+
+class Mallinfo(ctypes.Structure):
+    """What mallinfo2(3) gives: ten numbers, of which the fifth is of bytes in mappings of their own."""
+
+    _fields_ = [(f"number_{place}", ctypes.c_size_t) for place in range(10)]
+
+
+def mapped_bytes():
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Mallinfo
+    return mallinfo2().number_4
+
+
+def train_two_steps(rank, world_size, path):
+    made = []
+
+    class Watched(KeptMemory):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    host_collectives.KeptMemory = Watched
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512, bias=False), nn.GELU()) for _ in range(5)))
+    engine = initialize(model, build.section(path, stage=3))
+    kept = []
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 512)).float().square().mean())
+        engine.step()
+        kept.append(made[0].size_bytes)
+    engine.close()
+    assert 0 < kept[0] < 5 * 512 * 512 * 4  # less than what is gathered and reduced of all layers
+    assert kept == kept[:1] * 3
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        return
+    torch.ones(24 * MiB, dtype=torch.uint8)  # from here on glibc takes what is smaller from its heap
+    before = mapped_bytes()
+    tensor = torch.ones(8 * MiB, dtype=torch.uint8)
+    assert mapped_bytes() == before, tensor.numel()
+
+
+def test_an_engine_keeps_what_it_gathers_in_and_leaves_malloc_as_it_is(tmp_path):
+    run_ranks(train_two_steps, 2, tmp_path)
