@@ -176,7 +176,8 @@ class OffloadOptimizerConfig(Section):
     """Host memory for all staging buffers together, 8 KiB or more. The effective subgroup is the smaller of
     `sub_group_size` and what fits into one buffer of `staging_budget` / `buffer_count` bytes."""
     pin_memory: bool | None = key(None, "true or false", "same, default false")
-    """Pin the staging buffers (page-locked for CUDA). Left out, they are pinned where CUDA is used."""
+    """Pin what a GPU copies to and from in host memory (page-locked for CUDA). Left out, that is done where the driver
+    allows it; where it refuses, one warning says so. With `true` a refusal is an error."""
 
     durable: RunName = key(False, 'true, false, or the name of the run, as "my-run"')
     """Keep the state on the drive so that a killed run goes on from its latest step: see `docs/durable.md`. A name

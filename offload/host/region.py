@@ -101,10 +101,7 @@ class HostRegion:
         if self.pinned:
             return
         if error := page_lock(self.address, self.size_bytes, device):
-            raise RuntimeError(
-                f"cudaHostRegister refused {format_bytes(self.size_bytes)} (CUDA error {error}): lower "
-                "offload_optimizer.staging_budget, or set offload_optimizer.pin_memory to false"
-            )
+            raise RuntimeError(f"cudaHostRegister refused {format_bytes(self.size_bytes)} (CUDA error {error})")
         self._unpin_when_dropped = finalize(self, _unlock, self._owner_pid, self.address, device, self._map)
         self._unpin_when_dropped.atexit = False  # the driver does it when the process ends
         self.pinned = True

@@ -47,7 +47,7 @@ class Departures:
         hold: Callable[[Block | HostBlock, object], Memory],
         release: Callable[[Block | HostBlock, object], object],
     ) -> None:
-        self._device = device
+        self.device = device
         self._hold = hold
         self._release = release
         self._on_way: deque[Departure] = deque()
@@ -108,7 +108,7 @@ class Departures:
             self._release(block, departure)
             self._on_way.remove(departure)
             raise
-        departure.copy, departure.mark = sent(memory.view(torch.uint8, 0, block.size_bytes), self._device)
+        departure.copy, departure.mark = sent(memory.view(torch.uint8, 0, block.size_bytes), self.device)
         self._giving[block] = departure
         while len(self._giving) > _MAX_GIVING:  # a gather of it was given up halfway
             self._give_no_more(next(iter(self._giving)))
@@ -124,7 +124,7 @@ class Departures:
 
     def _wait_for(self, departure: Departure) -> None:
         if departure.mark is None:
-            wait_for_all(self._device)
+            wait_for_all(self.device)
         elif not departure.mark.query():
             departure.mark.synchronize()
         self._end(departure)

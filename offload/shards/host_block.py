@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.host.region import HostRegion
 
 
@@ -26,20 +27,24 @@ class HostBlock:
             self.buffer = None
 
 
-def host_blocks(blocks: Sequence[tuple[str, int]], pinned_for: torch.device | None) -> list[HostBlock]:
+def host_blocks(
+    blocks: Sequence[tuple[str, int]], device: torch.device | None, locks: PageLocks, key: str
+) -> list[HostBlock]:
     """Blocks of this name and so many bytes, full of zeros.
 
     Args:
         blocks: name and bytes of each.
-        pinned_for: a device for whose copies they are page-locked; None: they are not.
+        device: that they are copied to or from, for which they are page-locked; None: there is none.
+        locks: of the section.
+        key: of the section, which keeps them in host memory.
 
     Raises:
         MemoryError, RuntimeError: it cannot be had, or not be pinned. Nothing is kept then.
     """
-    made = []
+    made, remedy = [], f'write "nvme" for {key}.device, or lower host_budget'
     for name, size_bytes in blocks:
         region = HostRegion(size_bytes)
-        if pinned_for is not None:
-            region.pin(pinned_for)
+        if device is not None:
+            locks.lock(region, device, remedy)
         made.append(HostBlock(name, size_bytes, region))
     return made

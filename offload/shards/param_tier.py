@@ -23,6 +23,8 @@ import torch
 from nvme_offload.offload.config.tiers import OffloadParamConfig
 from nvme_offload.offload.devices.device import HOST, is_host
 from nvme_offload.offload.errors import ClosedError, ConfigError, StateError
+from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.shards.departures import Departure, Departures
 from nvme_offload.offload.shards.host_block import HostBlock, host_blocks
 from nvme_offload.offload.shards.stand_in import StandIn
@@ -33,7 +35,8 @@ from nvme_offload.offload.units import format_bytes
 KIND = "parameters"
 """The bytes of this tier are counted as this."""
 
-BUFFER_SIZE_KEY = "zero_optimization.offload_param.buffer_size"
+_KEY = "zero_optimization.offload_param"
+BUFFER_SIZE_KEY = f"{_KEY}.buffer_size"
 
 _ALIGNMENT = 64  # bytes: every parameter starts at a cache line
 
@@ -214,7 +217,7 @@ class ParamTier:
         config: `zero_optimization.offload_param`.
         tier: of its own; closed with it.
         checksum: see `BlockCache`.
-        pinned: page-lock what a device copies from.
+        locks: page-lock what a device copies from; None: where it can be done.
     """
 
     def __init__(
@@ -222,11 +225,10 @@ class ParamTier:
         config: OffloadParamConfig,
         tier: Tier,
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        *,
-        pinned: bool = True,
+        locks: PageLocks | None = None,
     ) -> None:
         self._config = config
-        self._pinned = pinned
+        self._locks = locks or PageLocks(None)
         self.cache = BlockCache(
             tier,
             KIND,
@@ -234,6 +236,7 @@ class ParamTier:
             read_ahead=config.read_ahead,
             checksum=checksum,
             on_pressure=self._give_up_stale,
+            lock=self._lock,
         )
         self._gathers: list[_Gather] = []  # not complete, the latest last
         self._latest: _Gather | None = None
@@ -276,12 +279,15 @@ class ParamTier:
         self._prepare_for(device)
         layouts = [block_layout((form.numel, form.dtype) for form in forms) for _, forms in groups]
         sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
-        return self._divide(host_blocks(sizes, device if self._pinned else None), layouts, groups, device)
+        return self._divide(host_blocks(sizes, device, self._locks, _KEY), layouts, groups, device)
+
+    def _lock(self, buffers: BufferPool) -> None:
+        if self._departures is not None:
+            self._locks.lock(buffers, self._departures.device, f"lower {_KEY}.buffer_count")
 
     def _prepare_for(self, device: torch.device) -> None:
         if self._departures is None and not is_host(device):
             self._departures = Departures(device, self._hold_for, self._release_for)
-            self.cache.pinned_for = device if self._pinned else None
 
     def _divide(
         self,

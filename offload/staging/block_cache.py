@@ -77,6 +77,7 @@ class BlockCache:
         checksum: 1D int32 to its checksums, int64; what is read must have those of what was written. None: no checks.
         is_needed: whether what the extent of a block holds still means something: only that is read ahead.
         on_pressure: called when no buffer can be had: gives back holds that nobody needs any more.
+        lock: called with new staging buffers: page-locks them, where a device copies to or from them.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class BlockCache:
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
         is_needed: Callable[[Block], bool] = lambda block: True,
         on_pressure: Callable[[], None] = lambda: None,
+        lock: Callable[[BufferPool], None] = lambda pool: None,
     ) -> None:
         self.tier = tier
         self.kind = kind
@@ -96,10 +98,9 @@ class BlockCache:
         self.stats = CacheStats()
         self.blocks: list[Block] = []
         self.most_buffers = most_buffers
-        self.pinned_for: torch.device | None = None
-        """A device for whose copies staging buffers are page-locked from the next `add` on."""
         self._is_needed = is_needed
         self._on_pressure = on_pressure
+        self._lock = lock
         self._read_ahead_enabled = read_ahead
         self._pool = BufferPool(1, 1)
         self._staging: Staging[Block] = Staging(kind, tier, self._pool, checksum)
@@ -274,8 +275,7 @@ class BlockCache:
         for block in self.residents:
             self._give_up_buffer(block)
         larger = BufferPool(num_buffers, size_bytes)
-        if self.pinned_for is not None:
-            larger.pin(self.pinned_for)
+        self._lock(larger)
         self.tier.register([larger])
         self._pool.close()
         self._pool = self._staging.pool = larger

@@ -23,6 +23,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST, default_device_type, is_device, is_host, new_host_tensor
 from nvme_offload.offload.errors import ClosedError, ConfigError, ConfigWarning, ForkError
 from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.swapper.pieces import TensorSpec
 from nvme_offload.offload.swapper.records import Prefetch, SwapIn, SwapOut, TensorRecord, TensorResidency
@@ -91,7 +92,8 @@ class TensorSwapper:
         self._owner_pid = os.getpid()
         self._closed = False
         self._closing = threading.RLock()
-        self._pin_wanted = offload.pin_memory is not False
+        self._pin_wanted = True
+        self._locks = PageLocks(offload.pin_memory, logger.warning)
         self._scheduler = TaskScheduler(self.config, faults)
         _live.add(self)
 
@@ -284,12 +286,7 @@ class TensorSwapper:
         """Pin the buffers for the first tensor on a device. Where the section does not ask for it, that may fail."""
         if not self._pin_wanted or not is_device(device):
             return
-        try:
-            self.pool.pin(device)
-        except RuntimeError as refusal:
-            if self.config.zero_optimization.offload_optimizer.pin_memory:
-                raise
-            logger.warning("copies to and from %s are slower: staging buffers could not be pinned: %s", device, refusal)
+        self._locks.lock(self.pool, device, "lower zero_optimization.offload_optimizer.staging_budget")
         self._pin_wanted = False
 
 

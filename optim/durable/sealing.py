@@ -154,6 +154,10 @@ class Sealing:
         Raises:
             SwapIOError: one is on a tier and cannot be read.
         """
+        with self._mirror.looking():
+            return self._differs(slot)
+
+    def _differs(self, slot: SlotRecord) -> bool:
         subgroup = slot.subgroup
         if subgroup.form is not MasterForm.ITSELF:
             runs = [(self._table[run.param], run) for run in subgroup.runs]

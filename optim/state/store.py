@@ -15,6 +15,7 @@ from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import auto_host_budget
 from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.staging.home import VISITING, Resident, Staying
 from nvme_offload.offload.storage.device_tier import DeviceTier
@@ -38,6 +39,7 @@ from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.telemetry.stats import Meter
+from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.tiers.block_tiers import Admission, BlockTiers
 from nvme_offload.optim.tiers.parts import OwnParts, parts_of, split_shard
 from nvme_offload.optim.updates.choice import updater_of
@@ -72,7 +74,6 @@ class StateStore(StateBody):
     ) -> None:
         self.config = config
         self._new_parts = new_parts
-        section = config.zero_optimization.offload_optimizer
         self._placement = StatePlacement(config, rule)  # what is refused leaves no files behind
         self._tiers: dict[TierName, Tier] = {"host": HostTier()}
         """The tiers of the state; that of a device comes with the first state that stays there."""
@@ -82,7 +83,8 @@ class StateStore(StateBody):
         self._arrived: list[ParamRecord] = []
         """Placed, with something still where it was before: see `_tidy_up`."""
         table, kernels = ParamTable(), KernelPool(num_threads_of_rank())
-        mirror = DeviceMirror(meter, pinned=section.pin_memory is not False)
+        locks = PageLocks(config.zero_optimization.offload_optimizer.pin_memory, warn_user)
+        mirror = DeviceMirror(meter, locks)
         self.durability = durability = open_durability(Ground(table, kernels, mirror, meter))
         try:
             if durability.tier is not None:
@@ -102,7 +104,7 @@ class StateStore(StateBody):
                 kernels.tile_checksums if config.aio.checksums else None,
                 durability.seal,
             )
-            super().__init__(owner, table, kernels, pipeline, BlockTiers(config, kernels), mirror)
+            super().__init__(owner, table, kernels, pipeline, BlockTiers(config, kernels, locks), mirror)
             if durability.run_found is not None:
                 self.condition = UnresumedRun(owner, durability.run_found)
         except BaseException:

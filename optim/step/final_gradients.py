@@ -185,8 +185,7 @@ class FinalGradients:
         """Whether the next step begins in backward."""
         if self._guesses is None:
             return True
-        # What is on a device is given back by the thread that computes there, in its own order.
-        return self._guesses.factor is not None and not self._is_taken_back and not self._store.mirror.is_in_use
+        return self._guesses.factor is not None and not self._is_taken_back
 
     def arrive(self, leaf: torch.Tensor) -> None:
         """A gradient has been added to ``leaf.grad``: see whether it is final, and hand it in.

@@ -40,8 +40,9 @@ def read_update_write(
     """
     slot, inputs = order[position], record.inputs
     for ahead in order[position : position + 2]:
-        assert ahead.updater is not None
-        ahead.updater.expect(inputs.grads)
+        if ahead in record.pending:  # what is fetched of others would lack the gradients that are not final yet
+            assert ahead.updater is not None
+            ahead.updater.expect(inputs.grads)
     with record_function("nvme_offload: read"):
         memory = store.pipeline.acquire(order, position, replay=False)
     with store.blocks.held_for_update(slot.subgroup, inputs.grads):

@@ -13,6 +13,7 @@ import torch
 from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.devices.device import CopyQueue, Event, begin_thread
+from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.host.region import HostRegion
 
 _NUM_ROOMS = 2  # one arrives, one is added
@@ -64,13 +65,13 @@ class Arrivals:
 
     Args:
         device: that the gradients come from.
-        pinned: page-lock the memory in which they are added.
+        locks: page-lock the memory in which they are added.
     """
 
-    def __init__(self, device: torch.device, *, pinned: bool) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, locks: PageLocks) -> None:
+        self.device = device
         self._queue = CopyQueue(device)
-        self._pinned = pinned
+        self._locks = locks
         self._on_way: deque[_Arrival] = deque()
         self._rooms: list[HostRegion | None] = [None] * _NUM_ROOMS
         self._in_room: list[_Arrival | None] = [None] * _NUM_ROOMS
@@ -168,8 +169,7 @@ class Arrivals:
 
     def _new_room(self, size_bytes: int) -> HostRegion:
         room = HostRegion(size_bytes)
-        if self._pinned:
-            room.pin(self._device)
+        self._locks.lock(room, self.device, 'write "none" for offload_gradients.device')
         return room
 
 

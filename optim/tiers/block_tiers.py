@@ -14,6 +14,7 @@ from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST, is_device
 from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.shards.host_block import HostBlock
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.shards.param_tier import ParamTier, ResidentShard, TieredShard, UnbornShard
@@ -62,16 +63,18 @@ class BlockTiers:
     Args:
         config: the whole section.
         kernels: for norms and checksums.
+        locks: page-lock what a device copies to and from.
 
     Raises:
         SwapIOError: a path cannot be used.
     """
 
-    def __init__(self, config: OffloadConfig, kernels: KernelPool) -> None:
+    def __init__(self, config: OffloadConfig, kernels: KernelPool, locks: PageLocks) -> None:
         self.params: ParamTier | None = None
         self.grads: GradTier | None = None
         self._config = config
         self._kernels = kernels
+        self._locks = locks
         section = config.zero_optimization.offload_param
         try:
             if section.device == "nvme":
@@ -94,19 +97,15 @@ class BlockTiers:
 
     def _param_tier(self, tier: StorageTier) -> ParamTier:
         section = self._config.zero_optimization.offload_param
-        return ParamTier(section, tier, self._checksum, pinned=self._pinned)
+        return ParamTier(section, tier, self._checksum, self._locks)
 
     def _grad_tier(self, tier: StorageTier) -> GradTier:
         section, tile_sums = self._config.offload_gradients, self._kernels.tile_sq_sums
-        return GradTier(section, tier, tile_sums, self._checksum, pinned=self._pinned)
+        return GradTier(section, tier, tile_sums, self._checksum, self._locks)
 
     @property
     def _checksum(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         return self._kernels.tile_checksums if self._config.aio.checksums else None
-
-    @property
-    def _pinned(self) -> bool:
-        return self._config.zero_optimization.offload_optimizer.pin_memory is not False
 
     def _take_from_device(self, leaves: Iterable[torch.Tensor]) -> None:
         """Make tiers in host memory, where the section asks for that and parameters are on a device.

@@ -21,6 +21,8 @@ from nvme_offload.offload._torch_private import local_tensor, sharded_like
 from nvme_offload.offload.config.tiers import OffloadGradientsConfig
 from nvme_offload.offload.devices.device import is_device, is_host
 from nvme_offload.offload.errors import ClosedError, StateError
+from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.shards.host_block import HostBlock, host_blocks
 from nvme_offload.offload.shards.param_tier import block_layout
 from nvme_offload.offload.shards.stand_in import StandIn
@@ -30,6 +32,7 @@ from nvme_offload.optim.tiers.arrivals import Arrivals
 
 KIND = "gradients"
 """The bytes of this tier are counted as this."""
+_KEY = "offload_gradients"
 
 _aten = torch.ops.aten
 _IN_PLACE: dict[Any, Callable[..., Any]] = {
@@ -132,7 +135,7 @@ class GradTier:
         tier: of its own; closed with it.
         tile_sums: fp64 sums of squares of the blocks of a flat gradient.
         checksum: see `BlockCache`.
-        pinned: page-lock what a device copies to.
+        locks: page-lock what a device copies to; None: where it can be done.
     """
 
     def __init__(
@@ -141,8 +144,7 @@ class GradTier:
         tier: Tier,
         tile_sums: Callable[[torch.Tensor], torch.Tensor],
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        *,
-        pinned: bool = True,
+        locks: PageLocks | None = None,
     ) -> None:
         self.cache = BlockCache(
             tier,
@@ -151,11 +153,12 @@ class GradTier:
             checksum=checksum,
             is_needed=lambda block: self._is_needed(block) and block not in self._spent,
             on_pressure=self._give_up_stale,
+            lock=self._lock,
         )
         self._tile_sums = tile_sums
         self._partitions: dict[torch.Tensor, Partition] = {}
         self._by_block: dict[Block | HostBlock, list[Partition]] = {}
-        self._pinned = pinned
+        self._locks = locks or PageLocks(None)
         self._arrivals: Arrivals | None = None
         """Gradients on their way from a device; None without one."""
         self._open: list[Block] = []
@@ -195,10 +198,14 @@ class GradTier:
         device = self._prepare_for(groups)
         layouts = [_layout(params) for _, params in groups]
         sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
-        blocks = host_blocks(sizes, device if self._pinned else None)
+        blocks = host_blocks(sizes, device, self._locks, _KEY)
         for block, (_, params), (offsets, _) in zip(blocks, groups, layouts, strict=True):
             self._divide(block, params, offsets)
         return blocks
+
+    def _lock(self, buffers: BufferPool) -> None:
+        if self._arrivals is not None:
+            self._locks.lock(buffers, self._arrivals.device, f"lower {_KEY}.buffer_count")
 
     def _prepare_for(
         self, groups: Sequence[tuple[str, Sequence[tuple[torch.Tensor, torch.dtype]]]]
@@ -207,8 +214,7 @@ class GradTier:
         devices = {local_tensor(leaf).device for _, params in groups for leaf, _ in params}
         device = next((device for device in devices if is_device(device)), None)
         if device is not None and self._arrivals is None:
-            self._arrivals = Arrivals(device, pinned=self._pinned)
-            self.cache.pinned_for = device if self._pinned else None
+            self._arrivals = Arrivals(device, self._locks)
         return device
 
     def _divide(

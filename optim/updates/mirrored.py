@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 
 from nvme_offload.offload.devices.device import CopyQueue, Event, is_host
+from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.optim.layout.flat import flat_view
@@ -28,15 +29,14 @@ ParamOf = Callable[[int], torch.Tensor]
 class MirroredRuns:
     """Pinned memory for the parameters and gradients of one subgroup."""
 
-    def __init__(self, numel: int, device: torch.device, pinned: bool) -> None:
+    def __init__(self, numel: int, device: torch.device, locks: PageLocks) -> None:
         self._region = HostRegion(2 * _MAX_ITEMSIZE * numel)
         self._grads_at = _MAX_ITEMSIZE * numel
         self.arrived: Event | None = None
         """Behind the copies from the device."""
         self.left: Event | None = None
         """Behind the copies to the device."""
-        if pinned:
-            self._region.pin(device)
+        locks.lock(self._region, device, "lower zero_optimization.sub_group_size")
 
     @property
     def size_bytes(self) -> int:
@@ -66,15 +66,15 @@ class DeviceMirror:
 
     Args:
         meter: counts the time that is spent waiting for the device.
-        pinned: page-lock the memory, which asynchronous copies need.
+        locks: page-lock the memory, which asynchronous copies need.
     """
 
     BYTES_PER_ELEMENT = _NUM_MIRRORS * 2 * _MAX_ITEMSIZE
     """Host memory of all mirrors, for one element of the largest subgroup."""
 
-    def __init__(self, meter: Meter, *, pinned: bool) -> None:
+    def __init__(self, meter: Meter, locks: PageLocks) -> None:
         self._meter = meter
-        self._pinned = pinned
+        self._locks = locks
         self._mirrors: list[MirroredRuns] = []
         self._down: CopyQueue
         self._up: CopyQueue
@@ -89,12 +89,12 @@ class DeviceMirror:
             max_numel: padded elements of the largest subgroup.
 
         Raises:
-            RuntimeError: memory cannot be pinned; all is as before.
+            RuntimeError: memory cannot be pinned, which the section asks for; all is as before.
         """
         mirrors: list[MirroredRuns] = []
         try:
             for _ in range(_NUM_MIRRORS):
-                mirrors.append(MirroredRuns(max_numel, device, self._pinned))
+                mirrors.append(MirroredRuns(max_numel, device, self._locks))
             queues = CopyQueue(device), CopyQueue(device)
         except BaseException:
             for mirror in mirrors:  # or the first would stay pinned
@@ -135,7 +135,11 @@ class DeviceMirror:
             A context in which operators come after it as well.
         """
         self._down.come_after(mark)
-        return self._down.computing()
+        return self.looking()
+
+    def looking(self) -> AbstractContextManager[object]:
+        """A context in which parameters are looked at behind the copies of this step, and not behind all backward."""
+        return self._down.computing() if self._mirrors else nullcontext()
 
     def fetch(self, subgroup: Subgroup, param_of: ParamOf, grads: Mapping[int, torch.Tensor]) -> None:
         """Start copying the parameters and gradients of a subgroup to the host; what is there already, not.

@@ -165,7 +165,7 @@ def check_gpu(config: OffloadConfig) -> Finding:
     try:
         region.pin(torch.device("cuda", torch.cuda.current_device()))
     except RuntimeError as error:
-        asked = config.zero_optimization.offload_optimizer.pin_memory is not False
+        asked = config.zero_optimization.offload_optimizer.pin_memory
         meaning = f"copies between GPU and host cannot run asynchronously: {error}"
         remedy = "write false for zero_optimization.offload_optimizer.pin_memory"
         return saw("GPU", found, **values).at(Level.ERROR if asked else Level.NOTE, meaning, remedy)

@@ -107,6 +107,26 @@ def be_eager(patch):
         patch.setattr(f"nvme_offload.optim.step.guess.{name}", 1)
 
 
+def wait_for_guessed(optimizer):
+    """Wait until backward has updated something, where it guesses; whether it has."""
+    store, final = optimizer.store, optimizer._stepper.final
+    if final is None or store.record is None or store.record.phase.name != "BEGUN":
+        return False
+    worker, job, idle = store.worker, store.worker.job, []
+    guess = job.source and job.source.guess
+
+    def can_go_on(slot):
+        return store.pipeline.is_here(slot) and slot not in job.source.guess._refused
+
+    def is_over():
+        if job.record.claims.final == set(job.source.sums) and store.pipeline.is_quiet and store.durability.may_write:
+            idle.append(not (guess and any(map(can_go_on, tuple(job.record.pending)))))
+        return worker.job is not job or job.record.done > 1 or (guess and guess.is_off) or sum(idle) > 30
+
+    worker.wait_until(is_over)
+    return worker.job is job and job.record.done > 0
+
+
 def train_step(engine, step, rank=0, length=7):
     """All micro-batches of a step."""
     for micro in range(engine.gradient_accumulation_steps):

@@ -96,11 +96,14 @@ def test_memory_that_cannot_be_pinned_is_said_once_or_is_an_error(open_swapper, 
     for name in "ab":
         swapper.swap_out(name, tensor).wait(PATIENCE)
         assert same_bits_there(swapper.swap_in(name).wait(PATIENCE), tensor)
-    assert caplog.text.count("staging buffers could not be pinned: cudaHostRegister refused") == 1
+    assert caplog.text.count("cudaHostRegister refused") == 1
     section = config_for(tmp_path)
     section["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
     late.refusals = 1
-    with TensorSwapper(section) as asked, pytest.raises(RuntimeError, match="pin_memory to false"):
+    with (
+        TensorSwapper(section) as asked,
+        pytest.raises(RuntimeError, match=r"lower .*staging_budget, or .*pin_memory"),
+    ):
         asked.swap_out("x", tensor)
 
 

@@ -12,7 +12,7 @@ from nvme_offload import ConfigError, ConfigWarning, OffloadAdamW, OffloadConfig
 from tests.support.failing_drive import Failing, Op
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
-from tests.support.tiers import PRECISIONS, be_eager, loss_of, make, section
+from tests.support.tiers import PRECISIONS, be_eager, loss_of, make, section, wait_for_guessed
 
 LAYERS = 4
 SCALES = (1, 1, 1, 1000, 1, 1, float("inf"), 1, 1, 1, 1)
@@ -32,26 +32,6 @@ def model(config):
     return make(config, num_layers=LAYERS, width=129, tied=False)
 
 
-def wait_for_updates(optimizer):
-    """Wait until backward has updated something, where it guesses; whether it has."""
-    store, final = optimizer.store, optimizer._stepper.final
-    if final is None or store.record is None or store.record.phase.name != "BEGUN":
-        return False
-    worker, job, idle = store.worker, store.worker.job, []
-    guess = job.source and job.source.guess
-
-    def can_go_on(slot):
-        return store.pipeline.is_here(slot) and slot not in job.source.guess._refused
-
-    def is_over():
-        if job.record.claims.final == set(job.source.sums) and store.pipeline.is_quiet and store.durability.may_write:
-            idle.append(not (guess and any(map(can_go_on, tuple(job.record.pending)))))
-        return worker.job is not job or job.record.done > 1 or (guess and guess.is_off) or sum(idle) > 30
-
-    worker.wait_until(is_over)
-    return worker.job is job and job.record.done > 0
-
-
 def backward(engine, step, scale=1):
     loss = loss_of(engine, step, rank=dist.get_rank() if dist.is_initialized() else 0)
     engine.backward(loss * scale)
@@ -66,7 +46,7 @@ def trained(config, scales=SCALES, between=lambda engine, step: None):
                 if micro:
                     engine.step()
                 seen.append(backward(engine, step, scale))
-            num_begun += wait_for_updates(engine.optimizer)
+            num_begun += wait_for_guessed(engine.optimizer)
             between(engine, step)
             engine.step()
             seen += [engine.get_global_grad_norm(), engine.optimizer.num_skipped_steps]
@@ -198,7 +178,7 @@ def test_parameters_that_are_changed_by_hand_are_not_lost_with_a_guess(alone, ea
                         engine.module.head.weight.add_(0.25)
                         engine.module.layers[1].up.weight.add_(0.25)
                 backward(engine, step, scale)
-                wait_for_updates(engine.optimizer)
+                wait_for_guessed(engine.optimizer)
                 engine.step()
             ends.append(full_state(engine.module, engine.optimizer))
     assert_same(*ends)
@@ -211,7 +191,7 @@ def begun(engine):
         engine.step()
     engine.optimizer.synchronize()
     backward(engine, 2)
-    assert wait_for_updates(engine.optimizer)
+    assert wait_for_guessed(engine.optimizer)
 
 
 def test_what_cannot_be_taken_back_now_is_taken_back_later(alone, eager, tmp_path, monkeypatch):
@@ -273,7 +253,7 @@ def test_a_plain_module_guesses_too(alone, eager, drive):
             optimizer.overlap_with(layers)
             for step in range(6):
                 (layers(torch.ones(2, 300)).square().sum() * (1e3 if step == 3 else 1e-3)).backward()
-                wait_for_updates(optimizer)
+                wait_for_guessed(optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
             optimizer.synchronize()
@@ -368,7 +348,7 @@ def train_without_asking(rank, world_size, path):
                 engine.optimizer.expect_step(True)
             loss_of(engine, step).backward()
             if step >= 3:
-                assert wait_for_updates(engine.optimizer)
+                assert wait_for_guessed(engine.optimizer)
             engine.optimizer.step()
             begun.append(engine.optimizer.stats().updates_in_backward)
         assert begun[0] == begun[1] == begun[2] < begun[3] < begun[4], "in the first nothing was committed before"

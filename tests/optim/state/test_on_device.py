@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvme_offload import ConfigError, FaultSpec, OffloadConfig, OffloadMuon
+from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.optim.kernels import KernelPool, make_segment
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.step.norm import sums_from_device
@@ -93,14 +94,15 @@ def test_a_mistake_with_a_mirror_is_found(make_adamw, late, mutation):
 
 def test_a_mirror_that_cannot_be_made_leaves_the_one_before(make_adamw, late, monkeypatch):
     """A later group that needs larger mirrors is refused when no memory can be pinned for them."""
-    optimizer = make_adamw([torch.nn.Parameter(p.detach().to("late")) for p in params_of([(100,)], *DTYPES)])
+    params = [torch.nn.Parameter(p.detach().to("late")) for p in params_of([(100,)], *DTYPES)]
+    optimizer = make_adamw(params, pin_memory=True)
     optimizer.place()
     mirror, closed = optimizer.store.mirror, []
     before, close = mirror.size_bytes, MirroredRuns.close
     monkeypatch.setattr(MirroredRuns, "close", lambda runs: (closed.append(runs), close(runs)))
     larger = [torch.nn.Parameter(p.detach().to("late")) for p in params_of([(3 * 65536,)], *DTYPES)]
     late.refusals = 1
-    with pytest.raises(RuntimeError, match="cudaHostRegister refused"):
+    with pytest.raises(RuntimeError, match=r"cudaHostRegister refused .*lower zero_optimization.sub_group_size, or"):
         optimizer.add_param_group({"params": larger})
     assert (mirror.size_bytes, closed) == (before, [])
     optimizer.add_param_group({"params": larger})
@@ -114,7 +116,7 @@ def test_of_three_mirrors_none_stays_pinned_when_one_cannot_be(monkeypatch):
         "nvme_offload.optim.updates.mirrored.MirroredRuns", Mock(side_effect=[first, RuntimeError("refused")])
     )
     with pytest.raises(RuntimeError, match="refused"):
-        DeviceMirror(Meter(), pinned=True).fit(torch.device("cpu"), 100)
+        DeviceMirror(Meter(), PageLocks(asked=True)).fit(torch.device("cpu"), 100)
     first.close.assert_called_once()
 
 

@@ -1,5 +1,6 @@
 """Where a model is trained, and what of FSDP2's own offloading goes with it."""
 
+import json
 import tempfile
 
 import pytest
@@ -18,6 +19,7 @@ from nvme_offload import (
     split_parameters,
 )
 from nvme_offload.offload.devices.device import CopyQueue
+from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.optim.overlap.worker import Worker
 from nvme_offload.optim.ranks.collective import device_of, on_every_rank
 from nvme_offload.optim.step.norm import _gather
@@ -91,6 +93,36 @@ def test_a_model_on_another_device_than_the_current_one_is_refused(late):
         initialize(model_on("cpu").to("late:1"), CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({}, "lower zero_optimization.sub_group_size"),
+        ({"offload_param": {"device": "cpu"}}, 'write "nvme" for zero_optimization.offload_param.device'),
+        ({"offload_param": {"device": "nvme", "nvme_path": "DRIVE"}}, "lower zero_optimization.offload_param.buffer_"),
+    ],
+)
+def test_memory_that_cannot_be_page_locked_is_used_as_it_is_or_names_its_key(late, tmp_path, more, key):
+    config = json.loads(json.dumps(CONFIG))
+    config["zero_optimization"] |= json.loads(json.dumps(more).replace("DRIVE", str(tmp_path)))
+    config["offload_gradients"] = {"device": "cpu" if more else "none"}
+
+    def place():
+        late.refusals = 1000
+        with initialize(model_on("cpu").to("late"), config) as engine:
+            engine.optimizer.place()
+            return engine.optimizer.store.mirror.size_bytes
+
+    with pytest.warns(RuntimeWarning, match=key) as said:
+        place()
+    assert len(said) == 1
+    assert not late.pinned
+    dist.destroy_process_group()
+    config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
+    with pytest.raises(RuntimeError, match=rf"cudaHostRegister refused .*{key}.* or set .*pin_memory to false"):
+        place()
+    assert not late.pinned
+
+
 class Copying:
     """A job that copies once."""
 
@@ -115,7 +147,7 @@ def take_a_turn():
 
 
 def let_gradients_land():
-    arrivals = Arrivals(torch.device("late", 1), pinned=True)
+    arrivals = Arrivals(torch.device("late", 1), PageLocks(asked=True))
     for _ in range(3):
         arrivals.bring(None, torch.ones(8, device="late:1"), lambda landed: landed.neg_())
     arrivals.land()

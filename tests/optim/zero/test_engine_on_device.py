@@ -23,6 +23,7 @@ def section(gradients, state="cpu", accumulation=1, params="none", **more):
     return {
         "zero_optimization": {
             "stage": 3,
+            "sub_group_size": 65536,
             "offload_optimizer": DRIVE if state == "nvme" else {"device": "cpu"},
             "offload_param": DRIVE if params == "nvme" else {"device": params},
         },
@@ -58,6 +59,7 @@ MORE = {
     "state on the device, bf16": section("none", "nvme", **BF16, device_budget="1GiB"),
     "state on the device, gradients in host memory, fp16": section("cpu", accumulation=2, **FP16, device_budget="1GiB"),
     "state on the device, gradients on nvme, fp32": section("nvme", "nvme", 2, device_budget="1GiB"),
+    "nothing can be pinned": section("nvme", "nvme", 2, "cpu", refusals=1000, **BF16),
     "nvme, nothing pinned": section("nvme", accumulation=2, **BF16)
     | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}}},
 }
@@ -75,12 +77,20 @@ def assert_all_same(results):
 def assert_same(expected, found):
     assert found["losses"] == expected["losses"]
     assert found["digest"] == expected["digest"]
-    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-12)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-12, nan_ok=True)
 
 
 def behind(schedule, *arguments, gradients="none", **more):
     clips = {} if schedule == "forward" else {"gradient_clipping": 0.0, "skip_non_finite": False}
     return section(gradients, *arguments, overlap_step=schedule, **{"model": {"num_layers": 6}, **more}) | clips
+
+
+def speculating(accumulation=1, period=1, **more):
+    """Steps of which one is clipped and one skipped; something is read in the middle of one in four."""
+    scales, model = [1, 1, 1, 1, 300, 1, 1, float("inf"), 1, 1, 1], {"width": 256, "slow": True}
+    chosen = section("none", "nvme", accumulation, scales=scales, model=model, overlap_step="speculate", **more)
+    chosen["zero_optimization"]["offload_optimizer"] = {**DRIVE, "durable": True, "rewrite_every": period}
+    return chosen | {"gradient_clipping": 10.0}
 
 
 SIZES = {
@@ -90,6 +100,8 @@ SIZES = {
 BEHIND = {
     "forward": behind("forward", "nvme"),
     "backward": behind("backward", "nvme", 2, **BF16),
+    "backward, several subgroups": behind("backward", "nvme", model={"width": 256, "slow": True}, **BF16),
+    "guessed": speculating(**BF16),
     "forward, gradients in host memory": behind("forward", "nvme", gradients="cpu", **BF16),
 }
 
@@ -132,13 +144,30 @@ def test_nothing_on_the_device_grows_with_the_model(results, name, itemsize):
         assert len({*few["waits"], *many["waits"]}) == 1, "of the host, in every step, however many layers there are"
 
 
-@pytest.mark.parametrize("schedule", BEHIND)
+@pytest.mark.parametrize("schedule", [name for name in BEHIND if name != "guessed"])
 def test_updates_behind_a_step_and_in_backward_wait_for_the_norm_alone(results, schedule):
     expected, found = results[schedule]
     assert_same(expected, found)
     assert max(found["waits"]) <= 1, "in each step"
     if schedule.startswith("forward"):
         assert found["updates_behind"] > 0
+
+
+def test_what_is_updated_with_a_guess_in_backward_is_taken_back(results):
+    expected, found = results["guessed"]
+    assert_same(expected, found)
+    assert found["updates_in_backward"] > found["updates_taken_back"] > 0
+    guesses, wrong, skipped = found["guesses"]
+    assert guesses > wrong >= 2
+    assert skipped == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [{}, FP16, BF16], ids=["fp32", "fp16", "bf16"])
+def test_guesses_in_other_precisions_with_accumulation_and_a_log(mode):
+    [(expected, found)] = trained([speculating(2, 3 if mode else 1, **mode)])
+    assert_same(expected, found)
+    assert found["updates_in_backward"] > found["updates_taken_back"] > 0
 
 
 @pytest.mark.slow
@@ -155,9 +184,6 @@ def test_schedules_of_updates():
     ]
     sections += [behind("forward", "nvme", gradients="cpu", **FP16)]
     sections += [behind("forward", "nvme", **FP16), behind("forward", "nvme", device_budget="40KiB", **BF16)]
-    durable = behind("forward", **BF16) | {"overlap_step": "speculate", "gradient_clipping": 1000.0}
-    durable["zero_optimization"]["offload_optimizer"] = {**DRIVE, "durable": True}
-    sections.append(durable)
     for number, (expected, found) in enumerate(trained(sections)):
         assert found["losses"] == expected["losses"], sections[number]
         assert_same(expected, found)
@@ -200,7 +226,7 @@ def test_all_mixes_of_tiers(params, mode):
 def test_other_mixes_of_tiers(name):
     [(expected, found)] = trained([MORE[name]])
     assert_same(expected, found)
-    if name.startswith("nothing"):
+    if name.startswith("nothing moved"):
         assert max(found["growth"]) > 4 * 48 * 48 * 2  # there they are; later ones take the place of those before
     assert (found["device_state_bytes"] > 0) == ("state on the device" in name)
 

@@ -637,7 +637,7 @@ class TestSoftware:
 
     @pytest.mark.parametrize(
         ("pin_memory", "works", "level"),
-        [(None, True, Level.OK), (None, False, Level.ERROR), (False, False, Level.NOTE)],
+        [(None, True, Level.OK), (True, False, Level.ERROR), (None, False, Level.NOTE), (False, False, Level.NOTE)],
     )
     def test_a_gpu(self, monkeypatch, pin_memory, works, level):
         def pin(region, device):

@@ -10,10 +10,12 @@ import hashlib
 import json
 import sys
 import tempfile
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -22,20 +24,24 @@ from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.late_device.module import install, late_device
 from tests.support.late_device.mutations import MUTATIONS
 from tests.support.late_device.queues import LATE
+from tests.support.tiers import be_eager, wait_for_guessed
 
 WIDTH, LAYERS, STEPS = 48, 4, 3
 
 
 class Model(torch.nn.Module):
-    """Layers of one size; with tied ends, or recomputed in backward, where a test asks for that."""
+    """Layers of one size; with tied ends, recomputed in backward, or slow there, where a test asks for that."""
 
-    def __init__(self, num_layers: int, *, tied: bool = False, recomputed: bool = False) -> None:
+    def __init__(
+        self, num_layers: int, *, width: int = WIDTH, tied: bool = False, recomputed: bool = False, slow: bool = False
+    ) -> None:
         super().__init__()
-        self.embed = torch.nn.Linear(WIDTH, WIDTH, bias=False) if tied else torch.nn.Identity()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
-        self.head = torch.nn.Linear(WIDTH, WIDTH, bias=False) if tied else torch.nn.Identity()
+        self.embed = torch.nn.Linear(width, width, bias=False) if tied else torch.nn.Identity()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(num_layers))
+        self.head = torch.nn.Linear(width, width, bias=False) if tied else torch.nn.Identity()
         self.tied = tied
         self.recomputed = recomputed
+        self.slow = slow
         self.tie()
 
     def tie(self) -> None:
@@ -44,10 +50,12 @@ class Model(torch.nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[samples, WIDTH] to the same."""
+        """[samples, width] to the same."""
         x = self.embed(x)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)
+            if self.slow and x.requires_grad:
+                x.register_hook(lambda grad: time.sleep(0.05))  # others have time for what is final
         return self.head(x)
 
 
@@ -57,10 +65,16 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
     Args:
         device: `cpu` or `late`.
         folder: what stands for DRIVE in the section.
-        section: for `initialize`; ``model`` in it is for `Model`, and ``meta`` there says where it is made.
+        section: for `initialize`; ``model`` in it is for `Model`, and ``meta`` there says where it is made;
+            ``refusals`` requests to page-lock memory are refused; losses of each step are multiplied by one of
+            ``scales``.
     """
     section = json.loads(json.dumps(section).replace("DRIVE", folder))
+    LATE.refusals = section.pop("refusals", 0) * (device == "late")
     how = {"num_layers": LAYERS, **section.pop("model", {})}
+    scales, guesses = section.pop("scales", [1] * STEPS), section.get("overlap_step") == "speculate"
+    if guesses:
+        be_eager(pytest.MonkeyPatch())
     if device == "cpu":
         section.pop("device_budget", None)  # it is for a device's memory
     is_born, mesh = how.pop("meta", False), None
@@ -79,17 +93,22 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
     with initialize(model, section, mesh=mesh) as engine:
         del model
         born_bytes, LATE.peak_bytes = LATE.peak_bytes, 0
-        for _ in range(STEPS):
+        for step, scale in enumerate(scales):
             waits.append(-LATE.num_waits)
             for _ in range(engine.gradient_accumulation_steps):
-                batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).to(device)
+                batch = torch.randn(8, how.get("width", WIDTH), generator=torch.Generator().manual_seed(number)).to(
+                    device
+                )
                 before, number = LATE.live_bytes, number + 1
-                loss = engine(batch).float().square().mean()
+                loss = engine(batch).float().square().mean() * scale
                 engine.backward(loss)
                 losses.append(loss.detach())
                 del loss
                 growth.append(LATE.live_bytes - before)
-                if section.get("overlap_step") not in ("backward", "speculate"):  # which would refuse it
+                if guesses:
+                    wait_for_guessed(engine.optimizer)
+                # Who guesses takes back for a reader, and who does not would refuse it.
+                if section.get("overlap_step") != "backward" and not (guesses and step % 4):
                     with torch.no_grad():
                         losses.append(engine(batch).float().square().mean())  # somebody else reads, too
                 engine.step()
@@ -111,6 +130,9 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         "waits": waits,
         "device_state_bytes": stats.device_state_bytes,
         "updates_behind": stats.updates_behind,
+        "updates_in_backward": stats.updates_in_backward,
+        "updates_taken_back": stats.updates_taken_back,
+        "guesses": [stats.guesses, stats.wrong_guesses, stats.skipped_steps],
     }
 
 
