@@ -29,6 +29,7 @@ R = TypeVar("R")
 # ``torch.utils._pytree``: how every tensor subclass in torch itself walks the arguments of an operator.
 __all__ = [
     "METADATA_GLOBALS",
+    "TakingTurns",
     "base_of",
     "compute_on_shards",
     "drop_unsharded_grads",
@@ -245,6 +246,120 @@ def _take_unsharded_grad(fsdp_param: Any) -> torch.Tensor | None:
     if earlier is None or latest is None:
         return latest if earlier is None else earlier
     return earlier.add_(latest)
+
+
+class TakingTurns:
+    """Let the passes of several micro-batches go through one FSDP2 model by turns, block by block.
+
+    FSDP2 (2.11 to 2.15) knows of one forward at a time (``FSDPState._training_state``, ``_modules_to_run_forward``,
+    ``FSDPStateContext.iter_forward_root``), frees what it gathered after every call (``FSDPParamGroup.reshard``), and
+    reduces what any group has at the end of every backward (``FSDPState._root_post_backward_final_callback``, unless
+    ``FSDPStateContext.post_backward_final_callback_queued``). While turns are taken, a forward that waits is put aside,
+    and whoever takes them says when a group is freed, and when it is reduced.
+
+    Args:
+        root: the whole model, after ``fully_shard``.
+        blocks: the parts that turns are taken in.
+    """
+
+    def __init__(self, root: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
+        others = {root, *(module for block in blocks for module in block.modules())}
+        parts = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        self.units: list[Any] = [module for module in parts if module not in others]
+        """Modules that gather by themselves and are neither the root nor in a block."""
+        self._root: Any = root
+        self._is_under_way = False
+        for group in {id(group): group for module in root.modules() for group in _param_groups(module)}.values():
+            group.reshard = partial(self._reshard, group.reshard)
+
+    def _reshard(self, reshard: Callable[[], None]) -> None:
+        if not self._is_under_way:
+            reshard()
+
+    @property
+    def _context(self) -> Any:
+        return self._root._get_fsdp_state()._state_ctx
+
+    def begin(self) -> None:
+        """From here on nothing is freed or reduced by itself."""
+        self._is_under_way = True
+        self._context.post_backward_final_callback_queued = True
+
+    def end(self) -> None:
+        """All passes are done: do what FSDP2 does after the last backward of a step."""
+        self._is_under_way = False
+        self._root._get_fsdp_state()._root_post_backward_final_callback()
+
+    def stop(self) -> None:
+        """Leave FSDP2 to itself again, wherever an exception came; ``reset_iter_state`` does the rest. Idempotent."""
+        self._is_under_way = False
+        self._context.post_backward_final_callback_queued = False
+
+    def put_aside(self) -> Any:
+        """Take FSDP2's record of the forward that runs, for `take_up`. Another one may begin."""
+        owners = [self._root._get_fsdp_state(), *_param_groups(self._root)]
+        for module in self.units:
+            owners += [module._get_fsdp_state(), *_param_groups(module)]
+        record = [(one, one._training_state, set(getattr(one, "_modules_to_run_forward", ()))) for one in owners]
+        began, context = self._context.iter_forward_root, self._context
+        for one in owners:
+            one._training_state = type(one._training_state).IDLE
+            getattr(one, "_modules_to_run_forward", set()).clear()
+        context.iter_forward_root = None
+        return record, began
+
+    def take_up(self, aside: Any) -> None:
+        """Go on with the forward that was put aside."""
+        record, self._context.iter_forward_root = aside
+        for one, training_state, to_run in record:
+            one._training_state = training_state
+            getattr(one, "_modules_to_run_forward", set()).update(to_run)
+
+    def end_pass(self, modules: Sequence[torch.nn.Module], *, reduces: bool) -> None:
+        """These modules' part in a pass is over. With `reduces` their gradients are whole, for one micro-batch."""
+        for module in modules:
+            for group in _param_groups(module):
+                if reduces and group._training_state.name != "POST_BACKWARD":  # else it reduced by itself
+                    group.post_backward()
+                group._training_state = type(group._training_state).IDLE
+            if isinstance(module, FSDPModule):
+                state: Any = module._get_fsdp_state()
+                state._training_state = type(state._training_state).IDLE
+        # What FSDP2 would gather ahead is what came before in a forward: here something else comes next.
+        for module in (*modules, *self.units, self._root):
+            for group in _param_groups(module):
+                group._post_forward_indices.clear()
+        self._root._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+
+    def free(self, modules: Sequence[torch.nn.Module], *, after_forward: bool) -> None:
+        """Free what was gathered for these modules, where their stage frees it after a forward, or after a backward."""
+        for group in (group for module in modules for group in _param_groups(module)):
+            if group._reshard_after_forward if after_forward else group.reshard_after_backward:
+                group._to_sharded()
+
+    def gathered(self, module: torch.nn.Module) -> list[tuple[Any, torch.Tensor]]:
+        """FSDP2's records of what a module gathers (not its children), with the gathered parameters, which have graphs.
+
+        ``FSDPParam._unsharded_param``: autograd adds to the gradient of this one.
+        """
+        records = fsdp_params(module)
+        return [(record, record._unsharded_param) for record in records if hasattr(record, "_unsharded_param")]
+
+    @torch.no_grad()
+    def exchange(self, gradients: Sequence[tuple[Any, torch.Tensor | None]]) -> list[tuple[Any, torch.Tensor | None]]:
+        """Give gathered parameters these gradients, which are not reduced yet, in place of theirs; returns theirs."""
+        before = [(record, record._unsharded_param.grad) for record, _ in gradients]
+        for record, grad in gradients:
+            record._unsharded_param.grad = grad
+        return before
+
+    @torch.no_grad()
+    def add_up(self, earlier: Sequence[tuple[Any, torch.Tensor | None]]) -> None:
+        """Add what gathered parameters have now to these gradients of earlier micro-batches; they get the sum."""
+        for record, grad in earlier:
+            latest = record._unsharded_param.grad
+            if grad is not None:
+                record._unsharded_param.grad = grad if latest is None else grad.add_(latest)
 
 
 def hook_outputs(module: torch.nn.Module, tensors_in: Callable[[object], Iterable[torch.Tensor]]) -> None:

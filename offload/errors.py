@@ -23,6 +23,8 @@ mean what they mean elsewhere::
         CorruptionError    what was read back is not what was written
         CheckpointError    a checkpoint cannot be loaded: which file, and why; nothing has changed
         ResumeError        a durable run cannot be taken up: which, and why; nothing has changed
+    TypeError
+      BlockOrderError      a model cannot be computed block by block: what it does, and perhaps what to write instead
     UserWarning
       ConfigWarning        a key of the configuration section has no meaning here
 
@@ -241,6 +243,10 @@ class PeerError(OffloadError):
 
     def __str__(self) -> str:
         return f"{self.said}; this rank cannot go on without it: end all ranks and resume from a checkpoint"
+
+
+class BlockOrderError(TypeError):
+    """A model cannot be computed block by block. The message says what it does, and perhaps what to write instead."""
 
 
 class CorruptionError(OffloadError):

@@ -26,7 +26,8 @@ IMPORT = re.compile(r"^ *from (?P<module>nvme_offload[\w.]*) import (?P<names>\(
 
 def test_names():
     assert nvme_offload.__all__ == [
-        "CheckpointError",
+        "BlockOrderError",
+    "CheckpointError",
         "CheckpointWriteError",
         "ClosedError",
         "ConfigError",

@@ -341,7 +341,7 @@ MANY_ATTRIBUTES = {
     "ExtentRing": 16,
     "FinalGradients": 16,
     "Meter": 20,
-    "OffloadConfig": 20,
+    "OffloadConfig": 21,
     "OffloadEngine": 15,
     "OptimizerParams": 13,
     "OptimizerStats": 52,

@@ -45,6 +45,12 @@ def test_train_large_trains_and_writes_weights_that_transformers_loads(train_lar
         assert torch.equal(model.state_dict()[name], value)
 
 
+def test_train_large_takes_several_micro_batches_with_everything_on_nvme(train_large, tmp_path, capsys):
+    places = [argument for argument in arguments(tmp_path) if argument != "--keep-parameters"]
+    train_large.main([*places, "--steps", "1", "--micro-batches", "3", "--memory-limit", "64"])
+    assert "step 1, loss 10." in capsys.readouterr().out
+
+
 def test_train_large_refuses_too_little_disk_and_memory_in_words(train_large, tmp_path):
     with pytest.raises(SystemExit, match=r"too little disk: .* are needed and .* are free; free space, choose other"):
         train_large.main([*arguments(tmp_path), "--size", "900000B"])

@@ -45,7 +45,8 @@ def options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--size", type=parameters, default=parameters("2B"), help="at least so many; 2B, 350M")
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--sequence", type=int, default=256, help="tokens of the one sequence of a batch")
+    parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--micro-batches", type=int, default=1, help="sequences of a step, which go block by block")
     parser.add_argument("--memory-limit", type=float, default=4, help="GiB; stop as soon as resident memory was larger")
     parser.add_argument("--keep-parameters", action="store_true", help="only optimizer state on NVMe")
     parser.add_argument("--checkpoint", type=Path, help="folder for a full checkpoint besides")
@@ -91,6 +92,7 @@ def section(chosen: argparse.Namespace) -> dict[str, Any]:
         **PRECISIONS[chosen.precision],
         "optimizer": optimizer,
         "gradient_clipping": 1,
+        "gradient_accumulation_steps": chosen.micro_batches,
         **more,
     }
 
@@ -125,8 +127,8 @@ def check_memory(limit_gib: float, after: str) -> None:
         sys.exit(f"resident memory was {gib(peak)} in {after}: the limit is {limit_gib} GiB")
 
 
-def build(shape: Mapping[str, int], sequence: int) -> nn.Module:
-    """The model, on meta."""
+def build(shape: Mapping[str, int], sequence: int, *, checkpointing: bool = True) -> nn.Module:
+    """The model, on meta. Micro-batches that go block by block need no checkpointing."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -134,7 +136,8 @@ def build(shape: Mapping[str, int], sequence: int) -> nn.Module:
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model.activation_checkpointing_enable()
+    if checkpointing:
+        model.activation_checkpointing_enable()
     return model
 
 
@@ -153,17 +156,17 @@ def main(arguments: list[str]) -> None:
         print(f"{time.perf_counter() - start:7.1f} s  {phase}; peak {gib(peak_resident_bytes())}", flush=True)
 
     try:
-        model = build(shape, chosen.sequence)
+        model = build(shape, chosen.sequence, checkpointing=chosen.micro_batches == 1 or chosen.keep_parameters)
         engine = initialize(model, section(chosen))
     except ConfigError as error:
         sys.exit(f"{error}\nWith --keep-parameters only optimizer state goes to NVMe.")
     with engine:
         report("born")
         for step in range(chosen.steps):
-            tokens = torch.randint(VOCABULARY, (1, chosen.sequence))
-            loss = engine(tokens, labels=tokens).loss
-            engine.backward(loss)
+            sequences = torch.randint(VOCABULARY, (chosen.micro_batches, 1, chosen.sequence))
+            losses = engine.accumulate(lambda tokens: engine(tokens, labels=tokens).loss, sequences)
             engine.step()
+            loss = torch.stack(losses).mean()
             pace = engine.optimizer.stats().iteration or "begun"  # seconds, share of the ideal, what limits
             report(f"step {step + 1}, loss {loss.item():.3f}, norm {engine.get_global_grad_norm():.3f}, {pace}")
         files = engine.export_safetensors(chosen.output, "bf16", max_shard_bytes="1GiB")

@@ -294,6 +294,12 @@ class OffloadConfig(Section):
     """Samples of one forward and backward on one rank, 1 or more."""
     gradient_accumulation_steps: Count | None = key(None, "a whole number, 1 or more", "same", "micro-batches")
     """Forwards and backwards for one optimizer step, 1 or more; 1 where nothing says otherwise."""
+    micro_batch_order: Literal["auto", "horizontal", "vertical"] = key("auto", "one of these")
+    """The order in which `engine.accumulate` takes the micro-batches of a step. `horizontal`: one after the other.
+    `vertical`: all through one block of the model, then all through the next, so that a block is gathered twice in a
+    step and not twice for each; what enters a block is kept, and its inside computed again. `auto`: vertical where
+    parameters or gradients are on NVMe and there are several micro-batches, if the model allows it; a warning says what
+    does not. The bits are the same, but for dropout. See `docs/block_by_block.md`."""
     bf16: Bf16Config = Bf16Config()
     """Forward and backward in bf16 with fp32 master weights."""
     fp16: Fp16Config = Fp16Config()

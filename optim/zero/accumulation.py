@@ -25,10 +25,13 @@ class Accumulation:
         """Micro-batches that ended since the latest boundary."""
         self.has_backward = False
         """Whether there was a backward since the latest ``engine.step()``."""
+        self.is_whole = False
+        """Whether ``engine.accumulate`` goes, or has gone, through all micro-batches of this step."""
         self.boundary: bool | None = None
         """Whether the micro-batch under way is the last one, where the loop says so itself."""
         self._is_pipelined = is_pipelined
-        self._reduces_once = reduces_once
+        self.reduces_once = reduces_once
+        """Whether gradients wait for the last micro-batch of a step."""
         self._waits = False
 
     @property
@@ -41,11 +44,52 @@ class Accumulation:
     @property
     def reduces_late(self) -> bool:
         """Whether gradients of the next backward may wait for another one before they are reduced."""
-        return self._waits or (self._reduces_once and not self.is_boundary)
+        return self._waits or (self.reduces_once and not self.is_boundary)
 
     def begin_step(self) -> None:
         """The next micro-batch is the first of a step."""
-        self.micro_steps, self.has_backward = 0, False
+        self.micro_steps, self.has_backward, self.is_whole = 0, False, False
+
+    def begin_whole(self, num_micro_batches: int) -> None:
+        """Look whether ``engine.accumulate`` may go through so many micro-batches now.
+
+        Raises:
+            ValueError: a step has another number of them.
+            RuntimeError: the step has begun already, or something else decides when gradients are reduced.
+        """
+        if num_micro_batches != self.num_micro_batches:
+            raise ValueError(
+                f"engine.accumulate was given {num_micro_batches} micro-batches, and gradient_accumulation_steps = "
+                f"{self.num_micro_batches}: hand in all micro-batches of a step, or change that key"
+            )
+        if self._is_pipelined or self._waits or self.boundary is not None:
+            reason = "within engine.no_sync" if self._waits else "after engine.set_gradient_accumulation_boundary"
+            reason = "in a mesh with a dimension 'pp', whose schedule runs all passes" if self._is_pipelined else reason
+            raise RuntimeError(f"engine.accumulate was called {reason}: it goes through a whole step by itself")
+        if self.progress:
+            raise RuntimeError(
+                f"engine.accumulate was called with {self.progress}: it goes through all of a step. Call engine.step() "
+                "first, or engine.zero_grad() to give these up; engine.backward and engine.accumulate do not mix"
+            )
+        if not torch.is_grad_enabled():
+            raise RuntimeError("engine.accumulate was called without gradients: call it outside of torch.no_grad()")
+        self.is_whole = True
+
+    def end_whole(self) -> None:
+        """Note that all micro-batches of the step are done: ``engine.step()`` acts."""
+        self.micro_steps, self.has_backward = self.num_micro_batches - 1, True
+
+    def is_complete(self) -> bool:
+        """Whether nothing but ``engine.step()`` is missing."""
+        return self.is_boundary and self.has_backward
+
+    def check_backward(self) -> None:
+        """Raise RuntimeError for a backward in a step of ``engine.accumulate``."""
+        if self.is_whole:
+            raise RuntimeError(
+                "engine.backward was called in a step of engine.accumulate, which does it for all micro-batches: call "
+                "engine.step() first"
+            )
 
     def end_micro_batch(self) -> None:
         """Another micro-batch of the same step follows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from nvme_offload.optim.zero.accumulation import Accumulation, check_loss
 from nvme_offload.optim.zero.checkpoints import CheckpointEngine
 from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
 from nvme_offload.optim.zero.meshes import MeshRoles
+from nvme_offload.optim.zero.micro_batches import MicroBatches
 from nvme_offload.optim.zero.passes import Passes
 from nvme_offload.optim.zero.schedulers import take_on_groups
 from nvme_offload.optim.zero.update import Update
@@ -55,7 +56,8 @@ class OffloadEngine(CheckpointEngine):
                 engine.step()
 
     `backward` divides by the number of accumulation steps and scales the loss where fp16 asks for it; a micro-batch of
-    several losses calls it for each. `step` ends the micro-batch, and acts at the accumulation boundary only. The parts
+    several losses calls it for each. `step` ends the micro-batch, and acts at the accumulation boundary only.
+    `accumulate` goes through all micro-batches of a step in one call, block by block where that saves bytes. The parts
     (`module`, `optimizer`, `lr_scheduler`) work alone too.
 
     In a mesh with a dimension ``pp`` the module is a stage, and the schedule of ``torch.distributed.pipelining`` runs
@@ -75,6 +77,7 @@ class OffloadEngine(CheckpointEngine):
         config: OffloadConfig,
         mesh: DeviceMesh,
         precision_plan: PrecisionPlan,
+        units: Sequence[nn.Module] = (),
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -86,19 +89,18 @@ class OffloadEngine(CheckpointEngine):
         self.global_steps = 0
         """Accumulation boundaries passed: steps taken and steps skipped."""
         roles = MeshRoles.of(mesh)
-        self.gradient_accumulation_steps = config.batch_sizes(roles.num_data_parallel_ranks).gradient_accumulation_steps
-        """Micro-batches of one step."""
         self.is_pipelined = roles.pipeline is not None
         """Whether a schedule runs forward and backward, and `step` follows it directly."""
         stage = config.zero_optimization.stage
         self._accumulation = Accumulation(
-            self.gradient_accumulation_steps,
+            config.batch_sizes(roles.num_data_parallel_ranks).gradient_accumulation_steps,
             is_pipelined=self.is_pipelined,
             reduces_once=stage == 1 or (stage == 0 and roles.num_data_parallel_ranks > 1),
         )
         self._stages = roles.pipeline_group
         self._peers = Peers(mesh.mesh.flatten().tolist())
         self._passes = Passes(module, optimizer, mesh.size(), self._peers)
+        self._micro_batches = MicroBatches(config, module, units, mesh, self._accumulation, self._passes)
         self._update = Update(optimizer, self._peers)
         self._part = EnginePart(module, LossScaler.of(config.fp16) if precision_plan.loss_scaling else None)
         if optimizer.is_durable:
@@ -150,6 +152,11 @@ class OffloadEngine(CheckpointEngine):
         """The module's parameters with their qualified names."""
         self._drop_gathered()  # FSDP2 shows gathered copies in the place of parameters
         return self.module.named_parameters(prefix, recurse)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one step."""
+        return self._accumulation.num_micro_batches
 
     @property
     def micro_steps(self) -> int:
@@ -209,6 +216,7 @@ class OffloadEngine(CheckpointEngine):
         Raises:
             TypeError, ValueError: as `backward`.
         """
+        self._accumulation.check_backward()
         check_loss(loss)
         self._accumulation.has_backward = True
         return self._scaled(loss, self.gradient_accumulation_steps)
@@ -240,8 +248,13 @@ class OffloadEngine(CheckpointEngine):
                 "engine.backward was called in a mesh with a dimension 'pp': the schedule runs backward there; call "
                 "schedule.step(...) and then engine.step()"
             )
-        check_loss(loss)
+        self._accumulation.check_backward()
         share = self.gradient_accumulation_steps if scale_wrt_gas else 1
+        self._backward(loss, share, retain_graph=retain_graph)
+        return loss.detach() / share
+
+    def _backward(self, loss: torch.Tensor, share: int, *, retain_graph: bool = False) -> None:
+        check_loss(loss)
         # From the first gradient that is final there is no way back: Ctrl-C is heard when `step` can complete the step.
         begins_updates = self.config.overlap_step == "backward" and self._accumulation.is_boundary
         # Somebody's autocast context around this call is none of backward's.
@@ -255,7 +268,59 @@ class OffloadEngine(CheckpointEngine):
             self._set_sync()  # once more: an exception may have come before the call that belongs here
             torch.autograd.backward(self._scaled(loss, share), retain_graph=retain_graph)
             self._accumulation.has_backward = True
-        return loss.detach() / share
+
+    def accumulate(self, loss_of: Callable[[Any], torch.Tensor], micro_batches: Iterable[Any]) -> list[torch.Tensor]:
+        """Run forward and backward of all micro-batches of a step; `step` comes next, and acts.
+
+        They go block by block where ``micro_batch_order`` says so: then each block of the model is gathered twice in a
+        step, however many they are. The bits are those of the loop of `backward` and `step`, but for random numbers
+        (dropout), which are drawn in another order, the same in every run. ``docs/block_by_block.md`` says what a model
+        must not do. An exception leaves no gradients: do the step again.
+
+        Args:
+            loss_of: called with each micro-batch, calls the engine and returns a scalar. In block order it runs in a
+                thread of its own, and all of them go on by turns.
+            micro_batches: all of the step, ``gradient_accumulation_steps`` of them.
+
+        Returns:
+            The losses, without their graphs, neither divided nor scaled.
+
+        Raises:
+            TypeError, ValueError: as `backward`, or another number of micro-batches.
+            RuntimeError: the step has begun with `backward`, the mesh has a dimension ``pp``, or gradients are off.
+            BlockOrderError: ``micro_batch_order`` is "vertical", and the model cannot be computed block by block.
+            SwapIOError, CorruptionError, StateError, KeyboardInterrupt: as `backward`.
+        """
+        batches = list(micro_batches)
+        try:
+            self._accumulation.begin_whole(len(batches))
+        except ValueError as error:
+            self._peers.tell("accumulate", error, goes_on=True)
+            raise
+        losses = self._micro_batches.go_through(loss_of, batches, self._begin_backward, self._drop_gradients)
+        return self._one_by_one(loss_of, batches) if losses is None else losses
+
+    def _begin_backward(self, loss: torch.Tensor | None, is_last: bool, is_final: bool) -> torch.Tensor | None:
+        """Before backward through a part of the model: see `MicroBatches.go_through`."""
+        self.optimizer.expect_step(is_last and is_final)
+        self._set_sync(waits=self._accumulation.reduces_once and not is_last)
+        if loss is None:
+            return None
+        check_loss(loss)
+        return self._scaled(loss, self.gradient_accumulation_steps)
+
+    def _one_by_one(self, loss_of: Callable[[Any], torch.Tensor], micro_batches: Sequence[Any]) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        with self._passes.run("accumulate", self._drop_gradients, self._accumulation.is_complete):
+            self._accumulation.begin_whole(len(micro_batches))
+            for batch in micro_batches:
+                if losses:
+                    self._accumulation.end_micro_batch()
+                    self._set_sync()
+                loss = loss_of(batch)
+                self._backward(loss, self.gradient_accumulation_steps)
+                losses.append(loss.detach())
+        return losses
 
     def pipeline_loss(self, loss_fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """The loss function to hand to a pipeline's schedule: `loss_fn`, scaled where fp16 asks for it.
@@ -513,9 +578,10 @@ class OffloadEngine(CheckpointEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _set_sync(self) -> None:
+    def _set_sync(self, *, waits: bool | None = None) -> None:
         """Stages 0 and 1 reduce gradients at the boundary only, where that loses nothing (the module itself knows)."""
+        waits = self._accumulation.reduces_late if waits is None else waits
         if self.is_pipelined:  # its schedule decides, and the module knows here, too
             return
         if self.config.zero_optimization.stage < 2 and isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(not self._accumulation.reduces_late)
+            self.module.set_requires_gradient_sync(not waits)

@@ -114,7 +114,7 @@ def initialize(
     with ExitStack() as undo:
         made = on_every_rank(partial(making.shard, roles, plan, undo), *groups)
         scheduler = on_every_rank(partial(making.fill, roles, made, lr_scheduler), *groups)
-        engine = OffloadEngine(model, made, scheduler, making.config, mesh, plan)
+        engine = OffloadEngine(model, made, scheduler, making.config, mesh, plan, making.blocks)
         undo.pop_all()
     return engine
 

@@ -32,19 +32,28 @@ class Passes:
         self._way_on = ""
         """The way on after a pass that could not be given up, in words."""
 
-    def run(self, where: str, begin_anew: Callable[[], None]) -> AbstractContextManager[None]:
+    @property
+    def can_go_on(self) -> bool:
+        """Whether every pass that was cut off could be given up."""
+        return not self._way_on
+
+    def run(
+        self, where: str, begin_anew: Callable[[], None], is_done: Callable[[], bool] | None = None
+    ) -> AbstractContextManager[None]:
         """Leave FSDP2 and the gradients as before the step, after an I/O error or Ctrl-C inside forward or backward.
 
         Where that cannot be, no other pass begins, and the other ranks are told. Any other exception out of a backward
         leaves gradients of which nobody knows how much is in them: on one rank, the same.
 
         Args:
-            where: ``forward`` or ``backward``, for messages.
+            where: ``forward``, ``backward``, or ``accumulate``, for messages. Nobody goes on within the last, after
+                any exception.
             begin_anew: drops the gradients of the step.
+            is_done: whether the pass is whole, whatever is raised then.
         """
         if self._way_on:
             raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
-        return _Pass(self, where, begin_anew)
+        return _Pass(self, where, begin_anew, is_done)
 
     def end(self, where: str, begin_anew: Callable[[], None], error: BaseException) -> None:
         """An exception came out of a pass; see `run`.
@@ -59,16 +68,19 @@ class Passes:
                 raise said from error
             return
         is_of_tier = isinstance(error, SwapIOError | CorruptionError)
-        if not is_of_tier and (self._num_ranks > 1 or (where == "forward" and isinstance(error, Exception))):
+        may_go_on = self._num_ranks > 1 or (where == "forward" and isinstance(error, Exception))
+        if self._way_on or (not is_of_tier and may_go_on and where != "accumulate"):
             return
-        if self._num_ranks > 1:
+        if is_of_tier and self._num_ranks > 1:
             self._way_on = "Other ranks wait for this one in a collective: end them all and resume from a checkpoint."
             self._peers.tell(where, error, goes_on=False)
         elif not reset_pass(self._module):
             self._way_on = "FSDP2 of this torch cannot leave a pass halfway: make a new engine, load a checkpoint."
         else:
             begin_anew()
-        error.add_note(self._way_on or self._what_dropping_left())
+        note = self._way_on or self._what_dropping_left()
+        if note not in getattr(error, "__notes__", ()):  # a forward within `accumulate` may have said it
+            error.add_note(note)
 
     def _what_dropping_left(self) -> str:
         """Say what is left of the step. Where subgroups were updated in backward, it cannot be done again."""
@@ -81,9 +93,11 @@ class Passes:
 class _Pass(AbstractContextManager[None]):
     """See `Passes.run`. A generator that an exception left behind would drop the gradients of a later step."""
 
-    def __init__(self, passes: Passes, where: str, begin_anew: Callable[[], None]) -> None:
-        self._passes, self._where, self._begin_anew = passes, where, begin_anew
+    def __init__(
+        self, passes: Passes, where: str, begin_anew: Callable[[], None], is_done: Callable[[], bool] | None
+    ) -> None:
+        self._passes, self._where, self._begin_anew, self._is_done = passes, where, begin_anew, is_done
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None:
+        if error is not None and not (self._is_done is not None and self._is_done()):
             self._passes.end(self._where, self._begin_anew, error)

@@ -7,6 +7,7 @@ from nvme_offload.aio_native.engine import EngineUnavailable
 from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.offload.config import OffloadConfig
 from nvme_offload.offload.errors import (
+    BlockOrderError,
     CheckpointError,
     CheckpointWriteError,
     ClosedError,
@@ -56,6 +57,7 @@ from nvme_offload.optim.zero.initialize import initialize
 __version__: str
 
 __all__ = [
+    "BlockOrderError",
     "CheckpointError",
     "CheckpointWriteError",
     "ClosedError",

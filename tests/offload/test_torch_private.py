@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload import _torch_private
 from nvme_offload.offload._torch_private import (
     METADATA_GLOBALS,
+    TakingTurns,
     base_of,
     compute_on_shards,
     drop_unsharded_grads,
@@ -408,6 +409,50 @@ def test_state_dict_hooks():
     optimizer.register_state_dict_pre_hook(before)
     optimizer.register_state_dict_post_hook(after)
     assert state_dict_hooks(optimizer) == ([before], [after])
+
+
+def test_forwards_and_backwards_take_turns(alone):
+    """Two forwards under way at a time; nothing is freed or reduced until it is said; then all is as it was."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    mesh = init_device_mesh("cpu", (1,))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3, bias=False))
+    for layer in (model[0], model[1]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    compute_on_shards(model)
+    unit, block = model[0], model[1]
+    state = model._get_fsdp_state()
+    turns = TakingTurns(model, [block])
+    assert turns.units == [unit]
+    asides = []
+    turns.begin()
+    for _ in range(2):
+        state._pre_forward(model, (torch.ones(1, 3),), {})
+        assert state._state_ctx.iter_forward_root is state
+        asides.append(turns.put_aside())
+        assert state._state_ctx.iter_forward_root is None
+    for number, aside in enumerate(asides):
+        turns.take_up(aside)
+        output = model.forward(torch.ones(1, 3))
+        state._post_forward(model, None, output)
+        assert block._get_fsdp_state()._fsdp_param_group.is_unsharded
+        output.sum().backward()
+        [(root, weight)] = turns.gathered(model)
+        reduced = root.sharded_param.grad
+        assert reduced is None if number == 0 else torch.equal(reduced.to_local(), torch.full((3, 3), 2.0))
+        assert turns.exchange([(root, torch.ones(3, 3))])[0][1] is not None
+        turns.add_up([(root, torch.ones(3, 3))])
+        assert torch.equal(weight.grad, torch.full((3, 3), 2.0))
+        turns.end_pass([unit, block, model], reduces=True)
+        assert weight.grad is None
+    turns.free([block], after_forward=False)
+    assert block._get_fsdp_state()._fsdp_param_group.is_sharded
+    assert num_backwards_left(block) == 0
+    turns.end()
+    assert torch.equal(root.sharded_param.grad.to_local(), torch.full((3, 3), 4.0))
+    assert state._fsdp_param_group.is_sharded
+    turns.stop()
+    model(torch.ones(1, 3)).sum().backward()
 
 
 def test_every_function_is_named_here():

@@ -1,0 +1,352 @@
+"""All micro-batches of a step go through one block before the next block is gathered.
+
+So a block is gathered twice in a step, once for the forwards and once for the backwards of all micro-batches, however
+many they are. A model need not be a stack: what is between its blocks is its own code. Each forward runs in a thread
+of its own and asks for each block that it calls (`Runner`); of all threads and the caller's one runs at any time, and
+blocks are computed in the caller's.
+
+1. **Forward.** Block after block, each computed for micro-batch 0, 1, ... Of it stay its inputs, and no graph.
+2. **Tail.** When a micro-batch's forward is at its end, backward goes from its loss to what the last block gave. So the
+   logits of one micro-batch exist at a time.
+3. **Backward.** Block before block, each computed again for micro-batch 0, 1, ... and gone through. Then comes what is
+   between it and the block before, as far as it is not yet gone through.
+
+Invariants:
+
+- A parameter gets its gradients in the order of micro-batches, each whole. What is in no block may be used in several
+  places. Then its gradients are put aside until backward has come to the last of these, and only then reduced
+  (`_Forward.gradients`). So they have the bits of the plain loop: those of a tied head and embedding, too.
+- A gradient is final when the last micro-batch has gone backward through its block, or through its last place.
+- Nothing is reduced or freed by FSDP2 itself meanwhile (`TakingTurns`).
+- What a model does that would make this wrong raises `BlockOrderError`, before any gradient is final.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from nvme_offload.aio_native.interrupt import DeferredInterrupt
+from nvme_offload.offload._torch_private import TakingTurns, is_compiled
+from nvme_offload.offload.errors import BlockOrderError
+from nvme_offload.optim.zero.block_call import Arriving, BlockCall, Keeper, Kept
+from nvme_offload.optim.zero.relay import Runner
+
+BeginBackward = Callable[[torch.Tensor | None, bool], torch.Tensor | None]
+"""It gets the loss, where backward begins with that, and whether the micro-batch is the last one. It returns the loss
+as backward needs it."""
+
+_thread = threading.local()
+"""Its `forward` is the micro-batch whose forward runs in this thread."""
+
+
+class BlockByBlock:
+    """Takes micro-batches through the blocks of a model by turns: `forward`, then `backward`, for those of one step.
+
+    Args:
+        root: the whole model, sharded.
+        blocks: the parts that are computed one after the other.
+        device: that it computes on.
+        keeper: of boundaries and their gradients.
+
+    Raises:
+        BlockOrderError: the model is compiled as a whole.
+    """
+
+    def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], device: torch.device, keeper: Keeper) -> None:
+        if is_compiled(root):
+            raise BlockOrderError(
+                RuntimeError("the whole model is compiled: compile its blocks one by one, with block.compile()")
+            )
+        names = {module: name for name, module in root.named_modules()}
+        self._root = root
+        self._names = {block: names[block] for block in blocks}
+        self._parts = {block: [part for part in block.modules() if isinstance(part, FSDPModule)] for block in blocks}
+        self._turns = TakingTurns(root, blocks)
+        self._device = device
+        self._keeper = keeper
+        self._forwards: list[_Forward] = []
+        self._runners: list[Runner] = []
+        self.has_looked = False
+        """Whether a step has shown that the blocks are functions of their arguments."""
+        for block in blocks:
+            block.__class__ = _asking(type(block))  # type: ignore[arg-type]  # a class is hashable
+
+    def forward(
+        self,
+        loss_of: Callable[[Any], torch.Tensor],
+        micro_batches: Sequence[Any],
+        begin_backward: BeginBackward,
+    ) -> None:
+        """Run all forwards, and for all but the last micro-batch backward through its tail.
+
+        Args:
+            loss_of: the loss of one of them, a scalar.
+            micro_batches: all of a step.
+            begin_backward: called before each backward through a part of the model.
+
+        Raises:
+            BlockOrderError: the model cannot be computed so. After this and any other exception, call `stop`.
+        """
+        self.stop()
+        self._begin_backward = begin_backward
+        self._forwards = [_Forward(self._names, self._keeper) for _ in micro_batches]
+        self._runners = [
+            Runner(partial(forward.run, loss_of, batch, self._free_unasked), self._device)
+            for forward, batch in zip(self._forwards, micro_batches, strict=True)
+        ]
+        self._turns.begin()
+        block: nn.Module | None = None
+        asides = [self._turns.put_aside() for _ in self._forwards]
+        while True:
+            calls: list[BlockCall | None] = []
+            for number, forward in enumerate(self._forwards):
+                answer = self._computed(forward.calls[-1], forward) if block is not None else _nothing
+                self._turns.take_up(asides[number])
+                calls.append(self._runners[number].advance(answer))
+                asides[number] = self._turns.put_aside()
+                if calls[-1] is not None:
+                    forward.calls.append(calls[-1])
+                elif number < len(self._forwards) - 1:
+                    self._go_through_tail(forward)
+            if block is not None:
+                self._turns.end_pass(self._parts[block], reduces=False)
+                self._turns.free(self._parts[block], after_forward=True)
+            block = self._same_block(calls)
+            if block is None:
+                return
+            self._turns.end_pass(self._turns.units, reduces=False)
+            self._turns.free(self._turns.units, after_forward=True)
+
+    def backward(self) -> list[torch.Tensor]:
+        """Run backward through the last micro-batch's tail, and through all blocks.
+
+        Returns:
+            The losses, without their graphs.
+
+        Raises:
+            BlockOrderError: a block gave something else when it was computed again, in the first step. As `forward`.
+        """
+        self._go_through_tail(self._forwards[-1])
+        self._turns.free(self._turns.units, after_forward=False)
+        for at in reversed(range(len(self._forwards[0].calls))):
+            block = self._forwards[0].calls[at].block
+            for forward in self._forwards:
+                is_last = forward is self._forwards[-1]
+                self._begin_backward(None, is_last)
+                call = forward.calls.pop()
+                if is_last and at and forward.calls[-1].is_trained and isinstance(forward.calls[-1].block, FSDPModule):
+                    forward.calls[-1].block.unshard(async_op=True)
+                if call.is_trained:
+                    call.backward()
+                self._turns.end_pass(self._parts[block], reduces=True)
+            self._turns.free(self._parts[block], after_forward=False)
+            for forward in self._forwards:
+                if ends := forward.pop_ends(at):
+                    self._begin_backward(None, forward is self._forwards[-1])
+                    self._go_through(forward, ends, at)
+            self._turns.free(self._turns.units, after_forward=False)
+        self._turns.end()
+        losses = [forward.loss for forward in self._forwards]
+        self._forwards, self._runners, self.has_looked = [], [], True
+        return losses
+
+    @property
+    def names_of_calls(self) -> list[str]:
+        """The blocks that each micro-batch has gone through, in order, between `forward` and `backward`."""
+        return [self._names[call.block] for call in self._forwards[0].calls]
+
+    def stop(self) -> None:
+        """Leave nothing of what an exception ended: no thread, nothing kept. Idempotent."""
+        with DeferredInterrupt():
+            for runner in self._runners:
+                runner.stop()
+            self._forwards, self._runners = [], []
+            self._turns.stop()
+
+    def _computed(self, call: BlockCall, forward: _Forward) -> Callable[[], Any]:
+        """Compute the block that a micro-batch waits for; what is returned gives the result there, or its error."""
+        try:
+            output = call.forward(self._keeper, looks=not self.has_looked)
+        except Exception as error:
+            return partial(_raise, error)
+        forward.note_outputs(call, output)
+        return lambda: output
+
+    def _free_unasked(self, block: nn.Module) -> None:
+        """Free a block that was called without gradients, as an evaluation inside a loss does."""
+        self._turns.end_pass(self._parts[block], reduces=False)
+        self._turns.free(self._parts[block], after_forward=True)
+
+    def _same_block(self, calls: Sequence[BlockCall | None]) -> nn.Module | None:
+        """Return the block that all micro-batches have come to; None: they are at the end."""
+        places = ["the end" if call is None else f"block {self._names[call.block]}" for call in calls]
+        for number, place in enumerate(places):
+            if place != places[0]:
+                both = f"micro-batch 0 came to {places[0]} where micro-batch {number} came to {place}"
+                raise BlockOrderError(f"{both}: all have to go through the same blocks, without layer drop")
+        if calls[0] is None and not self._forwards[0].calls:
+            raise BlockOrderError("no block was called: the loss has to call the engine, with gradients")
+        return calls[0].block if calls[0] is not None else None
+
+    def _go_through_tail(self, forward: _Forward) -> None:
+        loss = self._begin_backward(forward.loss, forward is self._forwards[-1])
+        forward.find_last_uses()
+        forward.loss = forward.loss.detach()
+        self._go_through(forward, [Arriving(self._keeper, loss)], len(forward.calls))
+
+    def _go_through(self, forward: _Forward, ends: Sequence[Arriving], at: int) -> None:
+        """Backward through code between blocks, with what is gathered in no block.
+
+        Args:
+            forward: its micro-batch.
+            ends: what backward begins with.
+            at: the number of the call that this code comes before.
+        """
+        turns, modules = self._turns, [*self._turns.units, self._root]
+        earlier = turns.exchange([(record, kept.take()) for record, kept in forward.gradients])
+        is_loss = at == len(forward.calls)
+        found = [(end.tensor, grad) for end in ends if (grad := end.take()) is not None or is_loss]
+        with torch.autocast(self._device.type, enabled=False):
+            torch.autograd.backward([one for one, _ in found if one is not None], [grad for _, grad in found])
+        last = {module: forward.last_use(param for _, param in turns.gathered(module)) for module in modules}
+        unfinished = [pair for module in modules if last[module] < at for pair in turns.gathered(module)]
+        partial_sums = [(record, param.grad) for record, param in unfinished if param.grad is not None]
+        turns.exchange([(record, None) for record, _ in partial_sums])
+        forward.gradients = [(record, self._keeper.keep(grad)) for record, grad in partial_sums]
+        turns.add_up(earlier)
+        for module in modules:
+            turns.end_pass([module], reduces=last[module] == at)
+
+
+class _End(NamedTuple):
+    """Backward goes on between blocks with this tensor's gradient, when the first call that uses it is done."""
+
+    at: int
+    """The number of that call."""
+    arriving: Arriving
+
+
+class _Forward:
+    """The forward of one micro-batch, and what it leaves for backward.
+
+    Args:
+        names: of the blocks.
+        keeper: of gradients.
+    """
+
+    def __init__(self, names: dict[nn.Module, str], keeper: Keeper) -> None:
+        self.calls: list[BlockCall] = []
+        self.ends: list[_End] = []
+        """Tensors that code between blocks made and blocks were given."""
+        self.loss = torch.empty(0, device="cpu")
+        self.gradients: list[tuple[Any, Kept]] = []
+        """Gradients that are not whole, each with FSDP2's record of its parameter."""
+        self._last_uses: dict[int, int] = {}
+        self._end = 0
+        self._names = names
+        self._keeper = keeper
+        self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], Arriving]] = {}
+
+    def run(
+        self,
+        loss_of: Callable[[Any], torch.Tensor],
+        batch: Any,
+        free: Callable[[nn.Module], None],
+        runner: Runner,
+    ) -> None:
+        """Run in a thread, which asks for each block; `free` is called with one that ran without being asked for."""
+        _thread.forward, _thread.runner, _thread.free = self, runner, free
+        self.loss = loss_of(batch)
+
+    def call_of(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
+        """Note that a block is called. In the thread, whose autocast state counts."""
+        name = self._names[block]
+        if any(call.block is block for call in self.calls):
+            why = "is called twice in one micro-batch: its gradients would be added up in another order"
+            raise BlockOrderError(f"block {name} {why}")
+        return BlockCall(block, name, args, kwargs, self._source_of)
+
+    def note_outputs(self, call: BlockCall, output: Any) -> None:
+        """Know the leaves that a block gave when another one is given them."""
+        for leaf, arriving in call.outputs(output):
+            self._outputs[id(leaf)] = weakref.ref(leaf), arriving
+
+    def pop_ends(self, at: int) -> list[Arriving]:
+        """Take out those with which backward goes on after a call."""
+        found = [end.arriving for end in self.ends if end.at == at]
+        self.ends = [end for end in self.ends if end.at != at]
+        return found
+
+    def find_last_uses(self) -> None:
+        """Look where parameters are used last on the way back, and whether code between blocks is gone through once.
+
+        Raises:
+            BlockOrderError: something that is computed before a block is used after it, past the block.
+        """
+        parts: dict[int, list[torch.Tensor]] = {len(self.calls): [self.loss]}
+        for end in sorted(self.ends, key=lambda end: -end.at):
+            assert end.arriving.tensor is not None
+            parts.setdefault(end.at, []).append(end.arriving.tensor)
+        self._end = min(parts)
+        owners: dict[Any, int] = {}
+        for at, tensors in parts.items():
+            left = [tensor.grad_fn for tensor in tensors]
+            while left:
+                node: Any = left.pop()
+                if hasattr(node, "variable"):  # a leaf, which takes gradients as often as they come
+                    self._last_uses[id(node.variable)] = at
+                elif node is not None and node not in owners:
+                    owners[node] = at
+                    left += [following for following, _ in node.next_functions]
+                elif node is not None and owners[node] != at:
+                    name = self._names[self.calls[at].block]
+                    why = f"what block {name} is given, or goes into that, is used past the block, too"
+                    raise BlockOrderError(why)
+
+    def last_use(self, params: Iterable[torch.Tensor]) -> int:
+        """Return the number of the call before which backward comes to these parameters last; the end, if unknown."""
+        return min((self._last_uses[id(param)] for param in params if id(param) in self._last_uses), default=self._end)
+
+    def _source_of(self, tensor: torch.Tensor) -> Arriving:
+        known, arriving = self._outputs.get(id(tensor), (None, None))
+        if known is not None and arriving is not None and known() is tensor:
+            return arriving
+        for end in self.ends:
+            if end.arriving.tensor is tensor:
+                return end.arriving
+        self.ends.append(_End(len(self.calls), Arriving(self._keeper, tensor)))
+        return self.ends[-1].arriving
+
+
+@cache
+def _asking(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of modules that ask for their result where a micro-batch takes turns, and compute it elsewhere."""
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = getattr(_thread, "forward", None)
+        if forward is None:
+            return kind.__call__(module, *args, **kwargs)
+        if torch.is_grad_enabled():
+            return _thread.runner.ask(forward.call_of(module, args, kwargs))
+        try:
+            return kind.__call__(module, *args, **kwargs)
+        finally:
+            _thread.free(module)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+def _nothing() -> None:
+    """Answer the first turn, which nobody asked for."""
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -1,0 +1,268 @@
+"""One block's part in one micro-batch: it is computed in forward, of which no graph stays, and once more for backward.
+
+Between the two stay its inputs (the boundary) and what it takes to do the same again. Gradients of what it gave come
+together in `Arriving`, and those of its inputs go to where they came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, version_of
+from nvme_offload.offload.devices.device import is_host
+from nvme_offload.offload.errors import BlockOrderError
+
+_PLAIN = (
+    *(torch.Tensor, int, float, complex, bool, str, bytes, Enum, type(None)),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice),
+)
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Kept(Protocol):
+    """A tensor that is kept for later."""
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor, once: it is kept no longer."""
+
+
+class Keeper(Protocol):
+    """Boundaries and their gradients stay here until backward comes to them."""
+
+    def keep(self, tensor: torch.Tensor) -> Kept:
+        """Keep a tensor that nobody changes."""
+
+
+class KeptInMemory:
+    """Keeps tensors where they are."""
+
+    def keep(self, tensor: torch.Tensor) -> Kept:
+        """Keep a tensor that nobody changes."""
+        return _Here(tensor)
+
+
+class _Here:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensors = [tensor]
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor, once."""
+        return self._tensors.pop()
+
+
+class Arriving:
+    """The gradient of a tensor, from all that used it, in the order in which backward comes to them.
+
+    Args:
+        keeper: of what has come so far.
+        tensor: where backward goes on with it; None: of what a block gave, which is computed again first.
+    """
+
+    def __init__(self, keeper: Keeper, tensor: torch.Tensor | None = None) -> None:
+        self.tensor = tensor
+        self._keeper = keeper
+        self._sum: Kept | None = None
+
+    def give(self, grad: torch.Tensor) -> None:
+        """Add a gradient."""
+        before = self.take()
+        self._sum = self._keeper.keep(grad if before is None else before + grad)
+
+    def take_from(self, leaf: torch.Tensor) -> None:
+        """Add what autograd left in a leaf: a hook of the leaf, which must not depend on who holds it."""
+        if leaf.grad is not None:
+            self.give(leaf.grad)
+            leaf.grad = None
+
+    def take(self) -> torch.Tensor | None:
+        """Return what has come, which is None where nothing has."""
+        kept, self._sum = self._sum, None
+        return kept.take() if kept is not None else None
+
+
+class BlockCall:
+    """A block is called in a micro-batch.
+
+    Args:
+        block: the module.
+        name: of the block, for messages.
+        args: its positional arguments.
+        kwargs: the others.
+        source_of: where the gradient of an argument that needs one goes.
+
+    Raises:
+        BlockOrderError: an argument is something that computing twice may change.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        source_of: Callable[[torch.Tensor], Arriving],
+    ) -> None:
+        self.block = block
+        self._name = name
+        for value in (args, kwargs):
+            self._check(value, "is given")
+        self._leaves, self._layout = tree_flatten((args, kwargs))
+        self._check_leaves(self._leaves, "is given")
+        self._sources = {at: source_of(leaf) for at, leaf in enumerate(self._leaves) if _needs_grad(leaf)}
+        self._boundary: dict[int, Kept] = {}
+        self._arriving: dict[int, Arriving] = {}
+        self._random: Sequence[torch.Tensor] | None = None
+        self._sums: list[int] | None = None
+        device = next((leaf.device for leaf in self._tensors()), None) or next(block.parameters()).device
+        self._device = device
+        is_cast = torch.is_autocast_enabled(device.type)
+        self._autocast = torch.get_autocast_dtype(device.type) if is_cast else None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether backward comes through it."""
+        return bool(self._sources) or any(param.requires_grad for param in self.block.parameters())
+
+    def forward(self, keeper: Keeper, *, looks: bool) -> Any:
+        """Compute the block, leave no graph, and keep what it takes to do so again.
+
+        Args:
+            keeper: of boundaries.
+            looks: whether to look if the block is a function of its arguments, now and when it is computed again.
+
+        Returns:
+            What the block gave; tensors in it that need a gradient are leaves.
+
+        Raises:
+            BlockOrderError: it changes an argument or a buffer, or gives something in which no tensor would be found.
+        """
+        # With a graph, which ends here: operators choose kernels by whether somebody will need a gradient.
+        leaves = [
+            leaf.detach().requires_grad_() if at in self._sources else leaf for at, leaf in enumerate(self._leaves)
+        ]
+        watched = [("an argument", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        watched += [(f"its buffer {name}", buffer) for name, buffer in self.block.named_buffers()] if looks else []
+        versions = [version_of(tensor) for _, tensor in watched]
+        before = random_states(self._device)
+        output = self._compute(leaves)
+        if any(not torch.equal(*pair) for pair in zip(before, random_states(self._device), strict=True)):
+            self._random = before
+        if changed := [what for (what, one), then in zip(watched, versions, strict=True) if version_of(one) != then]:
+            raise self._refusal(f"changes {changed[0]}, and would do so twice")
+        given, layout = tree_flatten(output)
+        self._check_leaves(given, "gives")
+        if not self.is_trained:
+            self._leaves, self._sources = [], {}
+            return output
+        self._boundary = {at: keeper.keep(leaves[at].detach()) for at in self._sources}
+        self._leaves = [None if at in self._sources else leaf for at, leaf in enumerate(leaves)]
+        self._sums = _sums_of_bits(given) if looks else None
+        for at, value in enumerate(given):
+            if _needs_grad(value):
+                self._arriving[at] = Arriving(keeper)
+                given[at] = value.detach().requires_grad_()
+                given[at].register_post_accumulate_grad_hook(self._arriving[at].take_from)
+        return tree_unflatten(given, layout)
+
+    def outputs(self, output: Any) -> Iterator[tuple[torch.Tensor, Arriving]]:
+        """Return the leaves in what `forward` returned, each with where its gradient comes together."""
+        given, _ = tree_flatten(output)
+        return ((given[at], arriving) for at, arriving in self._arriving.items())
+
+    def backward(self) -> None:
+        """Compute the block again and go backward through it. Gradients of its arguments go where they came from.
+
+        Raises:
+            BlockOrderError: it gave something else this time.
+        """
+        leaves = list(self._leaves)
+        for at, kept in self._boundary.items():
+            leaves[at] = kept.take().detach().requires_grad_()
+        with _Random(self._device, self._random):
+            output = self._compute(leaves)
+        given, _ = tree_flatten(output)
+        if self._sums is not None and _sums_of_bits(given) != self._sums:
+            why = "gives something else when it is computed again: it keeps something, or draws random numbers that "
+            raise self._refusal(f"{why}torch does not know of")
+        pairs = [(given[at], arriving.take()) for at, arriving in self._arriving.items()]
+        found = [(one, grad) for one, grad in pairs if grad is not None]
+        with torch.autocast(self._device.type, enabled=False):
+            torch.autograd.backward([one for one, _ in found], [grad for _, grad in found])
+        for at, source in self._sources.items():
+            if leaves[at].grad is not None:
+                source.give(leaves[at].grad)
+
+    def _compute(self, leaves: Sequence[Any]) -> Any:
+        """Call the block in the autocast state of its call, which remembers no weights that it has cast."""
+        args, kwargs = tree_unflatten(list(leaves), self._layout)
+        dtype, kind = self._autocast, self._device.type
+        with torch.enable_grad(), torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False):
+            return self.block(*args, **kwargs)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        return (leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor))
+
+    def _check(self, value: object, verb: str) -> None:
+        """Raise BlockOrderError for a value that may hold tensors out of sight, or be changed by who gets it."""
+        if isinstance(value, list | tuple):
+            for item in value:
+                self._check(item, verb)
+        elif isinstance(value, dict):
+            self._check([*value, *value.values()], verb)
+        else:
+            self._check_leaves([value], verb)
+
+    def _check_leaves(self, values: Sequence[object], verb: str) -> None:
+        for value in values:
+            if not isinstance(value, _PLAIN):
+                why = f"{verb} a {type(value).__name__}, which is filled twice if the block is computed twice"
+                raise self._refusal(f"{why}. If it is a key-value cache, call the model with use_cache=False")
+
+    def _refusal(self, why: str) -> BlockOrderError:
+        return BlockOrderError(f"block {self._name} {why}")
+
+
+class _Random:
+    """Inside, random numbers are those of a noted state; afterwards they go on as before. None: nothing is drawn."""
+
+    def __init__(self, device: torch.device, states: Sequence[torch.Tensor] | None) -> None:
+        self._device = device
+        self._states = states
+
+    def __enter__(self) -> None:
+        if self._states is not None:
+            self._before = random_states(self._device)
+            set_random_states(self._device, self._states)
+
+    def __exit__(self, *error: object) -> None:
+        if self._states is not None:
+            set_random_states(self._device, self._before)
+
+
+def _needs_grad(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the generators that a computation on a device draws from."""
+    states = [torch.get_rng_state()]
+    return states if is_host(device) else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+def set_random_states(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    """Set what `random_states` returned."""
+    torch.set_rng_state(states[0])
+    if not is_host(device):
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
+def _sums_of_bits(values: Sequence[object]) -> list[int]:
+    """Sums of the bits of each tensor, as whole numbers."""
+    tensors = [value.detach().contiguous() for value in values if isinstance(value, torch.Tensor)]
+    kinds = [_BITS.get(tensor.element_size(), torch.int64) for tensor in tensors]
+    return [int(one.view(kind).sum(dtype=torch.int64)) for one, kind in zip(tensors, kinds, strict=True)]

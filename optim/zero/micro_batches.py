@@ -1,0 +1,146 @@
+"""The order in which ``engine.accumulate`` goes through the micro-batches of a step: one by one, or block by block."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from nvme_offload.aio_native.interrupt import DeferredInterrupt
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import current_of
+from nvme_offload.offload.errors import BlockOrderError
+from nvme_offload.optim.ranks.collective import gather
+from nvme_offload.optim.telemetry.warn import warn_user
+from nvme_offload.optim.zero.accumulation import Accumulation
+from nvme_offload.optim.zero.block_by_block import BlockByBlock
+from nvme_offload.optim.zero.block_call import KeptInMemory, random_states, set_random_states
+from nvme_offload.optim.zero.passes import Passes
+
+logger = logging.getLogger(__name__)
+
+
+class MicroBatches:
+    """Goes through the micro-batches of a step block by block, where the section asks for that and the model allows it.
+
+    Args:
+        config: the whole section.
+        root: the whole model, sharded.
+        units: what is gathered one by one.
+        mesh: its ranks.
+        accumulation: counts them.
+        passes: gives up what an exception cut off.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        root: nn.Module,
+        units: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        accumulation: Accumulation,
+        passes: Passes,
+    ) -> None:
+        # An embedding or a head by itself is code between blocks: nobody wants the logits of all micro-batches at once.
+        layers = [unit for unit in units if not isinstance(unit, nn.Embedding | nn.Linear)] or list(units)
+        asked = config.micro_batch_order
+        self._is_asked = asked == "vertical"
+        pays = config.has_block_tiers and accumulation.num_micro_batches > 1 and bool(layers)
+        self.is_vertical = self._is_asked or (asked == "auto" and pays)
+        """Whether the next step goes block by block."""
+        self._root = root
+        self._layers = layers
+        self._mesh = mesh
+        self._accumulation = accumulation
+        self._passes = passes
+        self._hides_in_backward = config.overlap_step == "backward"
+        self._blocks: BlockByBlock | None = None
+
+    def go_through(
+        self,
+        loss_of: Callable[[Any], torch.Tensor],
+        micro_batches: Sequence[Any],
+        begin_backward: Callable[[torch.Tensor | None, bool, bool], torch.Tensor | None],
+        begin_anew: Callable[[], None],
+    ) -> list[torch.Tensor] | None:
+        """Run forward and backward of all micro-batches block by block.
+
+        Args:
+            loss_of: the loss of one.
+            micro_batches: all of a step.
+            begin_backward: see `BeginBackward`; with whether gradients are final where the micro-batch is the last.
+            begin_anew: drops the gradients of the step.
+
+        Returns:
+            The losses; None if the model has to be computed in the other order. Nothing has happened then.
+
+        Raises:
+            BlockOrderError: the section asks for this order, and the model cannot be computed so.
+        """
+        if not self.is_vertical:
+            return None
+        device = current_of(self._mesh.device_type)
+        states = random_states(device)
+        try:
+            return self._block_by_block(loss_of, micro_batches, begin_backward, begin_anew, device)
+        except BlockOrderError as error:
+            if self._is_asked or not self._passes.can_go_on:
+                error.add_note('micro_batch_order = "horizontal" computes the model as it is')
+                raise
+            reason = str(error)
+        self.is_vertical, self._blocks = False, None
+        set_random_states(device, states)
+        warn_user(
+            f"micro-batches go one after the other, and every block is gathered for each of them: {reason}. Write "
+            'micro_batch_order = "horizontal" if that is meant'
+        )
+        return None
+
+    def _block_by_block(
+        self,
+        loss_of: Callable[[Any], torch.Tensor],
+        micro_batches: Sequence[Any],
+        begin_backward: Callable[[torch.Tensor | None, bool, bool], torch.Tensor | None],
+        begin_anew: Callable[[], None],
+        device: torch.device,
+    ) -> list[torch.Tensor]:
+        with self._passes.run("accumulate", begin_anew, self._accumulation.is_complete):
+            if self._blocks is None:
+                self._blocks = BlockByBlock(self._root, self._layers, device, KeptInMemory())
+                logger.info("micro-batches go block by block, through %d blocks", len(self._layers))
+            blocks = self._blocks
+            has_looked = blocks.has_looked  # no update begins before it is known that nothing is to be done again
+            with _Stopping(blocks):
+                blocks.forward(loss_of, micro_batches, lambda loss, last: begin_backward(loss, last, has_looked))
+                if not has_looked:
+                    self._check_ranks(blocks.names_of_calls)
+                is_final = has_looked and self._hides_in_backward
+                with DeferredInterrupt() if is_final else nullcontext():
+                    losses = blocks.backward()
+                    self._accumulation.end_whole()
+        return losses
+
+    def _check_ranks(self, names: Sequence[str]) -> None:
+        """Raise BlockOrderError where another rank has gone through other blocks. Collective."""
+        found = gather(list(names), *self._mesh.get_all_groups())
+        for rank, others in found.items():
+            if others != list(names):
+                raise BlockOrderError(
+                    RuntimeError(f"rank {rank} has gone through other blocks: {others} and not {list(names)}")
+                )
+
+
+class _Stopping(AbstractContextManager[None]):
+    """After an exception nothing of a run is left."""
+
+    def __init__(self, blocks: BlockByBlock) -> None:
+        self._blocks = blocks
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._blocks.stop()

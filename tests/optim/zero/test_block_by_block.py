@@ -1,0 +1,489 @@
+"""Micro-batches that go block by block: the bits of the plain loop, half the gathers, and words for what cannot be."""
+
+import contextlib
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from nvme_offload import BlockOrderError, ConfigError, StateError, SwapIOError, initialize
+from tests.support.failing_drive import Failing, Op
+from tests.support.interrupts import EACH, SLOW, STRIKES, Struck, every, raise_struck
+from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
+from tests.support.tiers import EVERYTHING, VOCABULARY, Layer, Model, make, section
+
+PRECISIONS = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "fp32": {},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+}
+CAN_GO_ON = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 of this torch cannot leave a pass halfway"
+)
+
+
+def config_of(path, order, count=2, precision="bf16", **more):
+    keys = {key: more.pop(key) for key in ("gradient_clipping", "overlap_step", "skip_non_finite") if key in more}
+    config = section(path, accumulation=count, **more) | keys | {"micro_batch_order": order}
+    del config["bf16"]
+    return config | PRECISIONS[precision]
+
+
+def micro_batches(step, count, rank=0):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randint(0, VOCABULARY, (3, 7), generator=generator) for _ in range(count)]
+
+
+def loss_of(model, tokens):
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), (tokens * 7 + 3).flatten() % VOCABULARY)
+
+
+def step_of(engine, number, rank=0, loss_of=loss_of):
+    """One step in the order of the section; `horizontal` is the plain loop. Returns losses and norm."""
+    batches = micro_batches(number, engine.gradient_accumulation_steps, rank)
+    if engine.config.micro_batch_order != "horizontal":
+        losses = engine.accumulate(partial(loss_of, engine), batches)
+        assert not any(loss.requires_grad for loss in losses)
+        engine.step()
+    else:
+        losses = []
+        for tokens in batches:
+            losses.append(loss_of(engine, tokens))
+            engine.backward(losses[-1])
+            engine.step()
+    return [*(loss.item() for loss in losses), engine.get_global_grad_norm()]
+
+
+def train(config, steps=3, rank=0, model=None, loss_of=loss_of, **shape):
+    with initialize(model(), config) if model else make(config, **{"num_layers": 3, **shape}) as engine:
+        seen = [step_of(engine, number, rank, loss_of) for number in range(steps)]
+        return full_state(engine.module, engine.optimizer), seen
+
+
+def compare(first, second):
+    assert_same(second[0], first[0])
+    assert second[1] == first[1]
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "nvme_offload: micro-batch"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "count", "tied", "tiers"),
+    [
+        ("bf16", 1, True, EVERYTHING),
+        ("bf16", 8, True, EVERYTHING),
+        ("bf16", 3, False, {"param": "cpu", "grads": "cpu"}),
+        ("fp16", 2, True, {"param": "nvme"}),
+        ("fp16", 3, False, EVERYTHING),
+        ("fp32", 2, True, {"grads": "nvme"}),
+        ("fp32", 3, False, EVERYTHING),
+        ("autocast", 3, True, EVERYTHING),
+        ("autocast", 2, False, {"state": "nvme"}),
+    ],
+)
+def test_the_bits_are_those_of_the_plain_loop(alone, tmp_path, precision, count, tied, tiers):
+    wanted = train(config_of(None, "horizontal", count, precision), tied=tied)
+    assert max(norms[-1] for norms in wanted[1]) > 0.5, "clipping acts"
+    compare(wanted, train(config_of(tmp_path, "vertical", count, precision, **tiers), tied=tied))
+    assert not threads()
+    assert not list(tmp_path.iterdir())
+
+
+def train_on_ranks(rank, world_size, path):
+    for stage in (1, 2, 3):
+        for tied in (True, False):
+            wanted = train(config_of(None, "horizontal", 3, stage=stage), 2, rank, tied=tied)
+            compare(wanted, train(config_of(path, "vertical", 3, stage=stage, **EVERYTHING), 2, rank, tied=tied))
+    wanted = train(config_of(None, "horizontal", 3, "fp16", stage=1), 2, rank)
+    compare(wanted, train(config_of(path, "vertical", 3, "fp16", stage=1), 2, rank))
+
+
+def test_the_bits_are_the_same_on_two_ranks_in_every_stage(tmp_path):
+    run_ranks(train_on_ranks, 2, tmp_path)
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward", "speculate"])
+def test_steps_are_hidden_as_ever(alone, tmp_path, overlap):
+    """In the first step, in which the model is looked at, no update begins in backward; then all of them may."""
+    more = {"state": "nvme", "overlap_step": overlap}
+    if overlap == "backward":
+        more |= {"gradient_clipping": 0.0, "skip_non_finite": False}
+    plain = {key: value for key, value in more.items() if key not in ("state", "overlap_step")}
+    wanted = train(config_of(None, "horizontal", 3, **plain), 8, tied=False)
+    config = config_of(tmp_path, "vertical", 3, **more)
+    config["zero_optimization"]["offload_optimizer"]["durable"] = overlap == "speculate"
+    with make(config, num_layers=3, tied=False) as engine:
+        seen = [step_of(engine, number) for number in range(8)]
+        compare(wanted, (full_state(engine.module, engine.optimizer), seen))
+        stats = engine.optimizer.stats()
+    assert stats.updates_behind > 0
+    assert (stats.updates_in_backward > 0) == (overlap == "backward") or overlap == "speculate"
+
+
+def llama(tied):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=tied, **sizes))
+
+
+def t5(tied):
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    config = T5Config(vocab_size=VOCABULARY, tie_word_embeddings=tied, decoder_start_token_id=0, **sizes)
+    return T5ForConditionalGeneration(config)
+
+
+def labelled(model, tokens, **more):
+    return model(input_ids=tokens, labels=tokens, use_cache=False, **more).loss
+
+
+@pytest.mark.parametrize("model", [llama, t5])
+@pytest.mark.parametrize("tied", [True, False])
+def test_models_of_hugging_face(alone, tmp_path, model, tied):
+    """A T5 has two stacks of blocks, the first one's output goes to every block of the second, and ends are shared."""
+    ends = [
+        train(config_of(tmp_path, order, 3, **tiers), 2, model=partial(model, tied), loss_of=labelled)
+        for order, tiers in (("horizontal", {}), ("vertical", EVERYTHING))
+    ]
+    compare(*ends)
+
+
+def test_a_block_is_gathered_twice_however_many_micro_batches_there_are(alone, tmp_path):
+    uses = {}
+    for count in (1, 2, 8):
+        with make(config_of(tmp_path, "vertical", count, **EVERYTHING), num_layers=4, tied=False) as engine:
+            for number in range(3):
+                step_of(engine, number)
+                if number == 0:
+                    before = engine.optimizer.stats()
+            after = engine.optimizer.stats()
+            uses[count] = (
+                after.param_uses - before.param_uses,
+                after.grad_bytes_written - before.grad_bytes_written,
+            )
+    assert uses[1] == uses[2] == uses[8]
+
+
+class Dropping(Model):
+    """Dropout within blocks and between them."""
+
+    def __init__(self):
+        super().__init__(num_layers=3)
+        for layer in self.layers:
+            layer.down = nn.Sequential(layer.down, nn.Dropout(0.2))
+
+
+def dropping():
+    torch.manual_seed(0)
+    return Dropping()
+
+
+def test_dropout_is_the_same_in_every_run_and_when_a_block_is_computed_again(alone, tmp_path):
+    """With one micro-batch the masks are drawn in the order of the plain loop."""
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        runs.append(train(config_of(tmp_path, "vertical", 3), model=dropping))
+    compare(*runs)
+    ends = []
+    for order in ("horizontal", "vertical"):
+        torch.manual_seed(5)
+        ends.append(train(config_of(tmp_path, order, 1), model=dropping))
+    compare(*ends)
+
+
+def test_frozen_parts_and_evaluations_between_and_inside_losses(alone, tmp_path):
+    def frozen():
+        torch.manual_seed(0)
+        model = Model(num_layers=4, tied=False)
+        for part in (model.embedding, model.layers[0], model.layers[2].up):
+            part.requires_grad_(False)
+        return model
+
+    def with_evaluation(model, tokens):
+        with torch.no_grad():
+            weight = 1 + loss_of(model, tokens + 0)
+        return loss_of(model, tokens) * weight
+
+    ends = [
+        train(config_of(tmp_path, order, 3, **tiers), model=frozen, loss_of=with_evaluation)
+        for order, tiers in (("horizontal", {}), ("vertical", EVERYTHING))
+    ]
+    compare(*ends)
+
+
+def test_compiled_blocks(alone, tmp_path):
+    ends = []
+    for order in ("horizontal", "vertical"):
+        with make(config_of(tmp_path, order, 2, **EVERYTHING), num_layers=2) as engine:
+            for layer in engine.module.layers:
+                layer.compile(backend="eager")
+            seen = [step_of(engine, number) for number in range(2)]
+            ends.append((full_state(engine.module, engine.optimizer), seen))
+    compare(*ends)
+
+
+# What cannot be
+
+
+class SkippingLayer(Layer):
+    def forward(self, hidden, odd=None):
+        if isinstance(odd, list):
+            odd[0].append(1)
+        return super().forward(hidden)
+
+
+class Stateful(Layer):
+    calls = 0
+
+    def forward(self, hidden):
+        Stateful.calls += 1
+        return super().forward(hidden) * Stateful.calls
+
+
+class InPlace(Layer):
+    def forward(self, hidden):
+        return super().forward(hidden.mul_(2))
+
+
+class Counting(Layer):
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, hidden):
+        self.count += 1
+        return super().forward(hidden)
+
+
+class Cache:
+    """As a key-value cache, it is filled by whoever gets it."""
+
+
+class Odd(Model):
+    def __init__(self, kind):
+        super().__init__(num_layers=3, tied=False)
+        layer = {"state": Stateful, "in place": InPlace, "buffer": Counting}.get(kind, SkippingLayer)
+        self.layers = nn.ModuleList(layer(33) for _ in range(3))
+        self.kind, self.calls = kind, 0
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens) * 1.0
+        self.calls += 1
+        layers = list(self.layers)
+        if self.kind == "layer drop" and self.calls % 2 == 0:
+            layers = layers[1:]
+        if self.kind == "twice":
+            layers = [*layers, layers[0]]
+        if self.kind == "no block":
+            layers = []
+        for layer in layers:
+            before = hidden
+            if self.kind in ("cache", "set"):
+                hidden = layer(hidden, Cache() if self.kind == "cache" else {"nested": ({3},)})
+            else:
+                hidden = layer(hidden)
+            if self.kind == "past":
+                hidden = hidden + before
+        return self.head(hidden) * 1.0
+
+
+ODD = {
+    "cache": r"block layers\.0 is given a Cache, .*use_cache=False",
+    "set": r"block layers\.0 is given a set, ",
+    "layer drop": r"micro-batch 0 came to block layers\.0 where micro-batch 1 came to block layers\.1",
+    "twice": r"block layers\.0 is called twice in one micro-batch",
+    "no block": "no block was called",
+    "past": r"what block layers\.\d is given, or goes into that, is used past the block, too",
+    "state": r"block layers\.2 gives something else when it is computed again",
+    "buffer": r"block layers\.0 changes its buffer count",
+}
+
+
+@CAN_GO_ON
+@pytest.mark.parametrize("kind", ODD)
+def test_what_cannot_be_is_an_error_where_it_is_asked_for(alone, tmp_path, kind):
+    torch.manual_seed(0)
+    with initialize(Odd(kind), config_of(tmp_path, "vertical", 2, **EVERYTHING)) as engine:
+        with pytest.raises(BlockOrderError, match=ODD[kind]) as raised:
+            step_of(engine, 0)
+        assert 'micro_batch_order = "horizontal"' in "".join(raised.value.__notes__)
+        assert not threads()
+        assert engine.micro_steps == 0
+        assert all(param.grad is None for param in engine.parameters())
+        engine.module.kind = "plain"
+        if kind not in ("state", "buffer"):
+            step_of(engine, 0)
+
+
+@CAN_GO_ON
+@pytest.mark.parametrize("kind", ["cache", "twice", "past"])
+def test_what_cannot_be_is_said_once_where_it_is_not_asked_for(alone, tmp_path, kind):
+    ends = []
+    for order in ("horizontal", "auto"):
+        torch.manual_seed(0)
+        with initialize(Odd(kind), config_of(tmp_path, order, 2, **EVERYTHING)) as engine:
+            if order == "auto":
+                with pytest.warns(RuntimeWarning, match=f"go one after the other.*{ODD[kind]}"):
+                    seen = [step_of(engine, 0)]
+            else:
+                seen = [step_of(engine, 0)]
+            seen += [step_of(engine, number) for number in range(1, 3)]
+            ends.append((full_state(engine.module, engine.optimizer), seen))
+    compare(*ends)
+
+
+def test_wrong_use_gets_words(alone, tmp_path):
+    with make(config_of(tmp_path, "auto", 2), num_layers=2) as engine:
+        batches, loss = micro_batches(0, 2), partial(loss_of, engine)
+        with pytest.raises(ValueError, match="given 3 micro-batches, and gradient_accumulation_steps = 2"):
+            engine.accumulate(loss, [*batches, batches[0]])
+        with (
+            torch.no_grad(),
+            pytest.raises(RuntimeError, match=r"without gradients: call it outside of torch\.no_grad"),
+        ):
+            engine.accumulate(loss, batches)
+        engine.backward(loss(batches[0]))
+        with pytest.raises(RuntimeError, match="with 1 of 2 micro-batches done: it goes through all of a step"):
+            engine.accumulate(loss, batches)
+        engine.zero_grad()
+        assert len(engine.accumulate(loss, iter(batches))) == 2
+        for call in (engine.backward, engine.scale):
+            with pytest.raises(RuntimeError, match=r"in a step of engine\.accumulate.*call engine\.step\(\) first"):
+                call(loss(batches[0]))
+        with pytest.raises(RuntimeError, match="with 2 of 2 micro-batches done"):
+            engine.accumulate(loss, batches)
+        engine.step()
+        assert engine.global_steps == 1
+        engine.set_gradient_accumulation_boundary(False)
+        with pytest.raises(RuntimeError, match=r"after engine\.set_gradient_accumulation_boundary"):
+            engine.accumulate(loss, batches)
+        engine.set_gradient_accumulation_boundary(None)
+        with pytest.raises(TypeError, match=r"outputs\.loss"):
+            engine.accumulate(lambda tokens: {"loss": loss(tokens)}, batches)
+        step_of(engine, 1)
+    with pytest.raises(ConfigError, match="micro_batch_order"):
+        make(config_of(tmp_path, "diagonal"))
+
+
+# Exceptions
+
+
+def check_buffers(engine):
+    engine.optimizer.synchronize()
+    blocks = engine.optimizer.store.blocks
+    for cache in (blocks.params.cache, blocks.grads.cache):
+        assert not any(block.holds for block in cache.blocks)
+
+
+class Trouble:
+    """A layer's forward, or a loss, that fails once, in one call of many."""
+
+    def __init__(self, at, error):
+        self.at, self.error, self.calls = at, error, 0
+
+    def __call__(self, *unused):
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error
+
+
+@CAN_GO_ON
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+@pytest.mark.parametrize("error", [ValueError("trouble"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+@pytest.mark.parametrize("at", [1, 4, 8, 10, 14, 17])
+def test_after_an_exception_in_a_block_the_step_is_done_again(alone, tmp_path, order, error, at):
+    """In block order calls 1 to 9 of the blocks are those of forward, 10 to 18 those of backward."""
+    wanted = train(config_of(None, "horizontal", 3), 2)
+    with make(config_of(tmp_path, order, 3, **EVERYTHING), num_layers=3) as engine:
+        seen = [step_of(engine, 0)]
+        trouble = Trouble(at, error)
+        hooks = [layer.register_forward_pre_hook(trouble) for layer in engine.module.layers]
+        if order == "horizontal":
+            engine.config = engine.config.model_copy(update={"micro_batch_order": "auto"})
+        if trouble.at <= (9 if order == "horizontal" else 18):
+            with pytest.raises(type(error)) as raised:
+                step_of(engine, 1)
+            assert sum("gradients of this step were dropped" in note for note in raised.value.__notes__) == 1
+            assert not threads()
+            assert engine.micro_steps == 0
+            assert all(param.grad is None for param in engine.parameters())
+            check_buffers(engine)
+        for hook in hooks:
+            hook.remove()
+        seen.append(step_of(engine, 1))
+        compare(wanted, (full_state(engine.module, engine.optimizer), seen))
+
+
+def go_on(engine, number):
+    """The step, or what is left of it."""
+    before, losses = engine.global_steps, []
+    while engine.global_steps == before:
+        if not engine._accumulation.has_backward:
+            losses = engine.accumulate(partial(loss_of, engine), micro_batches(number, 3))
+        engine.step()
+    return [*(loss.item() for loss in losses), engine.get_global_grad_norm()]
+
+
+@CAN_GO_ON
+@pytest.mark.parametrize("first", [1, 2, 4])
+@pytest.mark.parametrize(("kind", "op"), [("params", Op.READ), ("grads", Op.WRITE)])
+def test_after_an_io_error_the_step_is_done_again(alone, tmp_path, monkeypatch, kind, op, first):
+    wanted = train(config_of(None, "horizontal", 3), 2, num_layers=6)
+    with make(config_of(tmp_path, "vertical", 3, **EVERYTHING), num_layers=6) as engine:
+        seen = [step_of(engine, 0)]
+        engine.optimizer.synchronize()
+        drive = Failing(getattr(engine.optimizer.store.blocks, kind).cache.tier, monkeypatch, op, first)
+        with contextlib.suppress(SwapIOError):
+            step_of(engine, 1)
+        assert drive.left <= 0, "it failed"
+        drive.healthy = True
+        assert not threads()
+        if engine.global_steps == 1:
+            seen.append(go_on(engine, 1))
+            check_buffers(engine)
+            compare(wanted, (full_state(engine.module, engine.optimizer), seen))
+
+
+@CAN_GO_ON
+@pytest.mark.usefixtures("quick_collections")
+@STRIKES
+@pytest.mark.parametrize("stride", [4001, pytest.param(EACH, marks=SLOW)])
+def test_a_step_is_done_again_or_refused_wherever_it_is_cut_off(alone, tmp_path, stride, strike):
+    config, of_twin = config_of(tmp_path / "drive", "vertical", 3, **EVERYTHING), config_of(None, "horizontal", 3)
+    (tmp_path / "drive").mkdir()
+    engine = make(config, num_layers=2)
+    with make(of_twin, num_layers=2) as twin:
+        for number, interrupt in enumerate(every(stride, strike)):
+            step_of(twin, number)
+            before = engine.global_steps
+            try:
+                with interrupt:
+                    step_of(engine, number)
+            except (Struck, KeyboardInterrupt):
+                torch.set_grad_enabled(True)  # which a cut constructor of torch.no_grad leaves off
+            try:
+                if engine.global_steps == before:
+                    go_on(engine, number)
+                state = full_state(engine.module, engine.optimizer)
+            except (StateError, AssertionError, RuntimeError):
+                assert strike is raise_struck, interrupt.place
+                twin.save_checkpoint(tmp_path / "checkpoints")
+                engine.load_checkpoint(tmp_path / "checkpoints")
+                state = full_state(engine.module, engine.optimizer)
+            try:
+                assert_same(state, full_state(twin.module, twin.optimizer))
+                assert not threads()
+            except BaseException as error:
+                error.add_note(f"struck at {interrupt.place}")
+                raise
+            interrupt.kept = None
+    engine.close()
