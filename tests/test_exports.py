@@ -27,7 +27,7 @@ IMPORT = re.compile(r"^ *from (?P<module>nvme_offload[\w.]*) import (?P<names>\(
 def test_names():
     assert nvme_offload.__all__ == [
         "BlockOrderError",
-    "CheckpointError",
+        "CheckpointError",
         "CheckpointWriteError",
         "ClosedError",
         "ConfigError",
