@@ -99,7 +99,8 @@ class OwnerThread(ABC):
         self._opened.put(None)
         code = errno.EIO
         try:
-            self._serve()
+            while self._issue():
+                self._absorb(self._reap(self._injector.patience() if self._injector else None))
         except OSError as error:  # the system refuses what it used to allow: every operation says so
             code = error.errno or code
         finally:
@@ -109,10 +110,6 @@ class OwnerThread(ABC):
         """Called by every thread of the engine as it starts."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._cpu_clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
-
-    def _serve(self) -> None:
-        while self._issue():
-            self._absorb(self._reap(self._patience()))
 
     def _issue(self) -> bool:
         """Start what the queue depth allows; False when the engine is closing and nothing is left."""
@@ -129,9 +126,6 @@ class OwnerThread(ABC):
                 request.asked_bytes = self._injector.ask(request.size_bytes)
             self._start(request)
         return True
-
-    def _patience(self) -> float | None:
-        return self._injector.patience() if self._injector else None
 
     def _absorb(self, completions: Iterable[Completion]) -> None:
         if self._injector:

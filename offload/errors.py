@@ -104,9 +104,9 @@ class SwapIOError(OSError):
         errno: int,
         *,
         path: str | os.PathLike[str],
-        offset: int,
-        size_bytes: int,
         direction: Direction,
+        offset: int = 0,
+        size_bytes: int = 0,
         extent: str = "",
     ) -> None:
         super().__init__(errno, os.strerror(errno), os.fspath(path))
@@ -172,7 +172,7 @@ class ForeignFolderError(SwapIOError):
     """A run's folder is not this user's alone, or a link is in it: nothing of it was used or changed."""
 
     def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
-        super().__init__(errno_names.EPERM, path=path, offset=0, size_bytes=0, direction="allocate")
+        super().__init__(errno_names.EPERM, path=path, direction="allocate")
         self.problem = problem
 
     @property

@@ -7,32 +7,38 @@ All kernels are exact: every ISA, any number of threads and the twins in `optim.
 from __future__ import annotations
 
 import enum
+import math
 import os
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
 import nvme_offload.optim._kernels as _kernels
-from nvme_offload.offload.devices.numa import num_processors_of_rank
-from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.optim._kernels import LoggedStep, Segment, SummedMemory
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, num_tiles
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, TILE_NUMEL, num_tiles
 from nvme_offload.optim.rules.rule import UpdateRule
 
 REVISION = 1
 """The revision of the kernels, to the bit: a run that goes on with another one would not be the run it was. Count it up
 whenever an update gives other bits."""
 
+CHUNK_NUMEL = 256 * TILE_NUMEL
+"""Elements that a device works on at a time: seven fp32 tensors of them are needed besides."""
+
+_INF_BITS, _QUIET_BIT, _UPPER, _MAGNITUDE = 0x7F800000, 0x00400000, -0x10000, 0x7FFFFFFF
+
 __all__ = [
+    "CHUNK_NUMEL",
     "REVISION",
     "GradDtype",
     "KernelPool",
     "LoggedStep",
+    "OnAccelerator",
     "Segment",
     "available_isas",
     "make_logged_step",
     "make_segment",
-    "num_threads_of_rank",
     "ordered_sum",
 ]
 
@@ -186,13 +192,6 @@ def ordered_sum(values: torch.Tensor) -> float:
         ValueError: if ``values`` is not contiguous fp64 on the CPU.
     """
     return _kernels.ordered_sum(_address("values", values, torch.float64, values.numel()), values.numel())
-
-
-def num_threads_of_rank() -> int:
-    """As many as torch uses; under torchrun, which sets that to 1, this rank's share of the CPUs."""
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        return max(torch.get_num_threads(), num_processors_of_rank(ranks_on_host()))
-    return torch.get_num_threads()
 
 
 class KernelPool:
@@ -441,3 +440,52 @@ def _address(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, numel: 
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous; pass tensor.contiguous() or write the result back yourself")
     return tensor.data_ptr()
+
+
+class OnAccelerator:
+    """It does what `KernelPool` does to parameters, in torch's operators: for memory of a device."""
+
+    def tile_checksums(self, param: torch.Tensor) -> torch.Tensor:
+        """Checksum each tile; the sums are others than the kernel's.
+
+        Each element counts with an odd weight of its own, modulo 2^64: that a single one changed always shows, of other
+        changes about one in 2^64 does not.
+        """
+        weights = _weights(param.device)
+        sums = []
+        for start in range(0, param.numel(), CHUNK_NUMEL):
+            bits = param[start : start + CHUNK_NUMEL].view(torch.int16).to(torch.int64)
+            whole = bits.numel() // TILE_NUMEL * TILE_NUMEL
+            sums.append((bits[:whole].view(-1, TILE_NUMEL) * weights).sum(1))
+            if whole < bits.numel():
+                sums.append((bits[whole:] * weights[: bits.numel() - whole]).sum(0, keepdim=True))
+        return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=param.device)
+
+    def join(self, hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
+        """Undo `divide`: bf16 and uint16 [numel] to fp32."""
+        upper = hi.view(torch.int16).to(torch.int32)
+        lower = lo.view(torch.int16).to(torch.int32) & 0xFFFF
+        return ((upper - (lower >> 15)) << 16 | lower).view(torch.float32)
+
+    def divide(self, master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor | None) -> None:
+        """Round to the nearest: for bf16 ties away from zero, for fp16 to even."""
+        if lower is None:
+            return
+        if lower.dtype is not torch.uint16:
+            param.copy_(master)
+            param.masked_fill_(master.isnan(), math.nan)
+            return
+        bits = master.view(torch.int32)
+        is_nan = (bits & _MAGNITUDE) > _INF_BITS
+        upper = torch.where(is_nan, (bits | _QUIET_BIT) & _UPPER, bits + 0x8000) >> 16
+        param.view(torch.int16).copy_(upper)
+        lower.view(torch.int16).copy_(bits.masked_fill(is_nan, 0))  # conversion keeps the lower half
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd numbers without a pattern, int64 [TILE_NUMEL]: of splitmix64, but for the sign in its shifts."""
+    mixed = torch.arange(1, TILE_NUMEL + 1, dtype=torch.int64, device="cpu") * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return (mixed ^ (mixed >> 31) | 1).to(device)

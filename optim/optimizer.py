@@ -29,8 +29,9 @@ from nvme_offload.optim.durable.wear import Wear
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
 from nvme_offload.optim.state.condition import Need, StepPhase
 from nvme_offload.optim.state.store import StateStore
-from nvme_offload.optim.step.groups import check_group, follow, take_on
+from nvme_offload.optim.step.groups import follow, take_on
 from nvme_offload.optim.step.plain_modules import PlainModules
+from nvme_offload.optim.step.scalars import check_group
 from nvme_offload.optim.step.stepper import Stepper
 from nvme_offload.optim.telemetry.run_record import RunRecord, place_in_words, said
 from nvme_offload.optim.telemetry.stats import DriveTotals, Meter, OptimizerStats, Span
@@ -140,7 +141,7 @@ class OffloadOptimizer(Optimizer):
         try:
             super().add_param_group(param_group)
             added = take_on(self.store, self.rule, self.param_groups[-1], number)
-            if self.store.is_settled:
+            if self.store.is_placed:
                 self._stepper.schedules.forget()
                 self.store.place_trainable(added)
             if self._complete:
@@ -169,9 +170,9 @@ class OffloadOptimizer(Optimizer):
 
     def _note_groups(self) -> None:
         """Look at groups that are new: what has no place yet must find one, what has is watched."""
-        if not self.store.is_settled:
+        if not self.store.is_placed:
             self.store.foresee()
-        if self.store.is_settled:
+        if self.store.is_placed:
             self._stepper.watch(self.param_groups)
 
     def _follow(self) -> None:

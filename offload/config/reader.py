@@ -191,7 +191,9 @@ class _Reader:
             if key not in homes:
                 yield key, value
             elif key in model.model_fields:
-                moved = [rest for rest in value if f"{key}.{rest}" in model.SPELLINGS] if _is_section(value) else []
+                moved = (
+                    [rest for rest in value if f"{key}.{rest}" in model.SPELLINGS] if isinstance(value, Mapping) else []
+                )
                 yield key, {rest: inner for rest, inner in value.items() if rest not in moved} if moved else value
                 yield from ((f"{key}.{rest}", value[rest]) for rest in moved)
             elif value is not None:
@@ -261,10 +263,6 @@ class _Reader:
                 key, value = f"{key}.{part}", value.get(part) if isinstance(value, Mapping) else None
         what = str(error.get("ctx", {}).get("error", error["msg"])).replace("Input should", "should")
         self.problems.append(f"{key} = {_show(value)}: {what}; {written.remedy}")
-
-
-def _is_section(value: object) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(value, Mapping)
 
 
 def _says(value: object, only: object) -> bool:

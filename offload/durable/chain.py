@@ -102,6 +102,29 @@ class RingSlot:
     target: tuple[Size, Extent] | None = None
     """The place of its next write, with the size, until that is noted."""
 
+    def aim(self, size: Size, extent: Extent) -> Extent:
+        """Have the next write go to an extent of this size."""
+        self.target = size, extent
+        return extent
+
+    def drop_target(self) -> tuple[Size, Extent] | None:
+        """Have no place for the next write; returns the one there was."""
+        target, self.target = self.target, None
+        return target
+
+    def become(self, chain: Chain) -> Chain:
+        """Have another chain as of the newest write, which was made, or will count no more; returns the one before."""
+        before = self.current
+        # No call in between: a signal handler sees the extent with one owner.
+        self.target = None
+        self.current = chain
+        return before
+
+    def commit(self, chain: Chain) -> Chain:
+        """Note that the newest committed manifest refers to this chain; returns what the one before referred to."""
+        before, self.committed = self.committed, chain
+        return before
+
     def extents(self, chain: Chain) -> Iterator[tuple[Size, Extent]]:
         """Return what a chain of this slot lies in, with the sizes."""
         for written in chain:

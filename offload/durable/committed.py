@@ -92,9 +92,7 @@ class CommittedRank:
 
     def extents(self, alignment: int) -> ExtentRing:
         """Return where slots are that were laid out with this alignment, for reading alone."""
-        ring = ExtentRing(self.space, incarnation=0, sequence=1)
-        ring.alignment = alignment
-        return ring
+        return ExtentRing(self.space, incarnation=0, sequence=1, alignment=alignment)
 
     def close(self) -> None:
         """Close the files. Idempotent."""

@@ -121,9 +121,7 @@ class DurableDirectory:
             raise
         except OSError as error:
             code = error.errno or errno.EIO
-            raise SwapIOError(
-                code, path=path, offset=0, size_bytes=0, direction="allocate", extent="nvme_path"
-            ) from error
+            raise SwapIOError(code, path=path, direction="allocate", extent="nvme_path") from error
 
     def open_swap(self, direct: DirectPolicy) -> SwapFile:
         """Open the swap file, or make it, and lock it; waits for the last transfers of a process that died.

@@ -29,10 +29,6 @@ class ExtentPool:
         """Return what nobody uses, with its size; the one that waits longest first."""
         return [(size, extent) for size, extents in self._idle.items() for extent in extents]
 
-    def num_used(self, size: Size) -> int:
-        """Extents of this size that are in use."""
-        return self._used[size]
-
     def num_held(self, size: Size) -> int:
         """Extents of this size, used or idle."""
         return self._used[size] + len(self._idle[size])

@@ -100,11 +100,8 @@ class Manifest:
         described = json.dumps(about).encode()
         parts = [struct.pack("<Q", len(described)), described, *(table.tobytes() for table in tables.values())]
         body = b"".join([*parts, self.blob])
-        return self._header(body) + body
-
-    def _header(self, body: bytes) -> bytes:
         fields = (_MAGIC, self.sequence, self.incarnation, self.step, len(body))
-        return _HEADER.pack(*fields, _digest(_HEADER.pack(*fields, bytes(32)), body))
+        return _HEADER.pack(*fields, _digest(_HEADER.pack(*fields, bytes(32)), body)) + body
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Manifest | None:
@@ -221,7 +218,8 @@ class ManifestFiles:
         newest = next((held for held in self.newest_first()), None)
         if newest is not None and manifest.sequence <= newest.sequence:
             raise ValueError(f"manifest {manifest.sequence} is not newer than {newest.sequence}")
-        place = min(range(len(self._held)), key=self._sequence_at)
+        sequences = [0 if held is None else held.sequence for held in self._held]
+        place = sequences.index(min(sequences))
         content = manifest.encode()
         size_bytes = -(-len(content) // _BLOCK_BYTES) * _BLOCK_BYTES
         self._make_room(place, size_bytes)
@@ -233,10 +231,6 @@ class ManifestFiles:
                 self._write(place, b"", _BLOCK_BYTES)
             raise
         self._held[place] = manifest
-
-    def _sequence_at(self, place: int) -> int:
-        held = self._held[place]
-        return 0 if held is None else held.sequence
 
     def destroy(self, manifest: Manifest) -> None:
         """Make a manifest none, so that nobody takes it up any more. It is gone for good when this returns."""

@@ -18,7 +18,7 @@ further step that can be gone back to there is besides what one step sets free.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -54,11 +54,14 @@ class ExtentRing:
         incarnation: of this life of the run.
         sequence: of the manifest that comes next.
         steps_back: how many manifests before the newest stay whole between two steps; at least 1.
+        alignment: of slots that were laid out elsewhere, and are read alone; None: that of the space.
     """
 
-    def __init__(self, space: SwapSpace, incarnation: int, sequence: int, *, steps_back: int = 1) -> None:
+    def __init__(
+        self, space: SwapSpace, incarnation: int, sequence: int, *, steps_back: int = 1, alignment: int | None = None
+    ) -> None:
         self.steps_back = steps_back
-        self.alignment = space.alignment
+        self.alignment = alignment or space.alignment
         self.incarnation = incarnation
         self.sequence = sequence
         """The number of the manifest that the next writes are for."""
@@ -100,6 +103,10 @@ class ExtentRing:
         self._rows.grow(len(slots), max(slot.layout.period for slot in slots) - 1)
         _take_turns(slots)
         self.slots = slots
+
+    def lay_out(self, layouts: Iterable[SlotLayout]) -> None:
+        """Know how slots are laid out, for reading alone: they have no space."""
+        self.slots = [RingSlot(layout, 0) for layout in layouts]
 
     def drop(self, first: int) -> None:
         """Forget the slots from `first` on, as far as `add` took them on; nothing may have been committed of them."""
@@ -163,9 +170,7 @@ class ExtentRing:
 
     def drop_target(self, slot: int) -> None:
         """Nothing is written where `to_rewrite` or `to_append` said, unless it was sealed."""
-        record = self.slots[slot]
-        if record.target is not None:
-            target, record.target = record.target, None
+        if (target := self.slots[slot].drop_target()) is not None:
             self._pool.give_back([target])
 
     def seal_base(self, slot: int, memory: Memory, sums: Sums) -> None:
@@ -269,13 +274,20 @@ class ExtentRing:
         free: list[tuple[Size, Extent]] = []
         for record in self.slots:
             if record.current is not record.committed:
-                before, record.committed = record.committed, record.current
-                free += self._set_free(record, before)
+                free += self._set_free(record, record.commit(record.current))
         self._waiting.append(free)
         num_older = max(0, len(self._waiting) + 1 - self.steps_back)
         self._given_up = [self._waiting.popleft() for _ in range(num_older)]
         self._pool.give_back(pair for pairs in self._given_up for pair in pairs)
+        self.count_manifest()
+
+    def count_manifest(self) -> None:
+        """Note that a manifest was written: what is written from here on is for the next one."""
         self.sequence += 1
+
+    def suspect_uncommitted(self) -> None:
+        """Note that a sync has failed: what no committed manifest refers to may be lost."""
+        self.suspects = set(self.uncommitted)
 
     def take_back_commit(self, tables: Mapping[str, np.ndarray]) -> None:
         """Go back to the manifest before: what it refers to is spared, and what was written since is not committed.
@@ -288,8 +300,7 @@ class ExtentRing:
         chains = self._rows.read(tables, layouts, known, where="the manifest before")
         chains += [Chain()] * (len(self.slots) - len(chains))
         for record, chain in zip(self.slots, chains, strict=True):
-            before, record.committed = record.committed, record.current.where_equal(chain)
-            self._release(record, before)
+            self._release(record, record.commit(record.current.where_equal(chain)))
         again = {extent.stripes for record in self.slots for _, extent in record.extents(record.committed)}
         if self._waiting:
             self._pool.give_back(pair for pair in self._waiting.pop() if pair[1].stripes not in again)
@@ -304,8 +315,7 @@ class ExtentRing:
         while self._waiting:
             self._pool.give_back(self._waiting.popleft())
         for record in self.slots:
-            before, record.committed = record.committed, Chain()
-            self._release(record, before)
+            self._release(record, record.commit(Chain()))
 
     def claim(self, tables: Mapping[str, np.ndarray]) -> None:
         """Keep what a found manifest refers to, until `adopt` or `forget_commits`."""
@@ -432,9 +442,7 @@ class ExtentRing:
         record = self.slots[slot]
         if record.target is not None and record.target[0] != size:
             self.drop_target(slot)
-        if record.target is None:
-            record.target = size, self._pool.take(size)
-        return record.target[1]
+        return record.target[1] if record.target is not None else record.aim(size, self._pool.take(size))
 
     def _is_kept(self, record: RingSlot, extent: Extent) -> bool:
         """Whether a manifest refers to an extent that a slot has."""
@@ -443,11 +451,7 @@ class ExtentRing:
 
     def _become(self, slot: int, chain: Chain) -> None:
         record = self.slots[slot]
-        before = record.current
-        # No call in between: a signal handler sees the extent with one owner.
-        record.target = None
-        record.current = chain
-        self._release(record, before)
+        self._release(record, record.become(chain))
 
     def _release(self, record: RingSlot, chain: Chain) -> None:
         """Let others have what a chain had."""

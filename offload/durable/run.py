@@ -28,7 +28,7 @@ from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.sync import sync_data
 
 _INCARNATION_BITS = 62
-_HELD, _DAMAGED = "(held)", "(damaged)"  # which are no names of snapshots
+_PINNED, _DAMAGED = "(pinned)", "(damaged)"  # which are no names of snapshots
 
 
 class DurableRun:
@@ -187,7 +187,7 @@ class DurableRun:
         previous = manifest.previous_id or NO_COMMIT
         copy = replace(manifest, sequence=self.extents.sequence, previous_id=previous, is_first=False)
         self._files.write(copy)
-        self.extents.sequence += 1
+        self.extents.count_manifest()
         return copy
 
     def adopt(self, manifest: Manifest, layouts: Sequence[SlotLayout]) -> None:
@@ -214,6 +214,15 @@ class DurableRun:
         for other in reversed(held):
             if other not in kept:
                 self._files.destroy(other)
+        self.found = []
+
+    def write_over_found(self, layouts: Sequence[SlotLayout]) -> None:
+        """Have other state take the place of what was found, which is left as it is until the next commit.
+
+        Raises:
+            ResumeError: it is not of such slots.
+        """
+        self.extents.adopt(self.found[0].tables, layouts, where=str(self.folder))
         self.found = []
 
     def forget_commits(self) -> None:
@@ -257,12 +266,10 @@ class DurableRun:
             try:
                 sync_data(fd)
             except OSError as error:
-                self.extents.suspects = set(self.extents.uncommitted)
+                self.extents.suspect_uncommitted()
                 path = self.space.path_of(fd)
                 code = error.errno or errno.EIO
-                raise SwapIOError(
-                    code, path=path, offset=0, size_bytes=0, direction="write", extent="a sync of it failed"
-                ) from error
+                raise SwapIOError(code, path=path, direction="write", extent="a sync of it failed") from error
         before = self.committed
         manifest = Manifest(
             step=step,
@@ -331,19 +338,19 @@ class DurableRun:
             else:
                 self.delete_prepared(name)
 
-    def hold(self) -> Manifest:
+    def pin_newest(self) -> Manifest:
         """Pin the newest committed step for as long as this process has it: one at a time, and nothing is written.
 
         Raises:
             OutOfSpaceError: there is no room for what later steps write in place of it; nothing has changed.
         """
         newest = self.committed[0]
-        self.extents.pin(_HELD, newest.tables)
+        self.extents.pin(_PINNED, newest.tables)
         return newest
 
-    def let_go(self) -> None:
-        """Unpin what `hold` pinned."""
-        self._unpin(_HELD)
+    def unpin_newest(self) -> None:
+        """Unpin what `pin_newest` pinned."""
+        self._unpin(_PINNED)
 
     def _unpin(self, name: str) -> None:
         self.extents.unpin(name)

@@ -28,6 +28,14 @@ class Departure:
     mark: Event | None = None
     """Behind the copying; None where an exception came before that was known."""
 
+    def send(self, memory: Memory, device: torch.device) -> None:
+        """Start the copy."""
+        self.copy, self.mark = sent(memory.view(torch.uint8, 0, self.block.size_bytes), device)
+
+    def let_go(self) -> None:
+        """Keep the copy for nobody any more."""
+        self.copy = None
+
 
 class Departures:
     """Copies blocks to a device, one at a time for each gather, on the stream on which FSDP2 gathers.
@@ -108,7 +116,7 @@ class Departures:
             self._release(block, departure)
             self._on_way.remove(departure)
             raise
-        departure.copy, departure.mark = sent(memory.view(torch.uint8, 0, block.size_bytes), self.device)
+        departure.send(memory, self.device)
         self._giving[block] = departure
         while len(self._giving) > _MAX_GIVING:  # a gather of it was given up halfway
             self._give_no_more(next(iter(self._giving)))
@@ -116,7 +124,7 @@ class Departures:
 
     def _give_no_more(self, block: Block | HostBlock) -> None:
         if (departure := self._giving.pop(block, None)) is not None:
-            departure.copy = None
+            departure.let_go()
 
     def _end_finished(self) -> None:
         while self._on_way and (mark := self._on_way[0].mark) is not None and mark.query():

@@ -16,18 +16,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 import torch
 
 from nvme_offload.offload.config.tiers import OffloadParamConfig
 from nvme_offload.offload.devices.device import HOST, is_host
-from nvme_offload.offload.errors import ClosedError, ConfigError, StateError
+from nvme_offload.offload.errors import ClosedError, ConfigError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.shards.departures import Departure, Departures
 from nvme_offload.offload.shards.host_block import HostBlock, host_blocks
-from nvme_offload.offload.shards.stand_in import StandIn
+from nvme_offload.offload.shards.stored import Padded, StoredShard, TieredShard, UnbornShard
 from nvme_offload.offload.staging.block_cache import Block, BlockCache, Holding, View
 from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.offload.units import format_bytes
@@ -39,161 +38,6 @@ _KEY = "zero_optimization.offload_param"
 BUFFER_SIZE_KEY = f"{_KEY}.buffer_size"
 
 _ALIGNMENT = 64  # bytes: every parameter starts at a cache line
-
-
-class Padded(NamedTuple):
-    """A shard is stored like this: the shape that FSDP2 gathers, padding included, and the dtype."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        """Elements, padding included."""
-        return self.shape.numel()
-
-
-class StoredShard(Protocol):
-    """The kept part of a shard, which is gathered: the upper half, a copy in fp16, or all of it in fp32."""
-
-    device: torch.device
-    """The device that computes with it."""
-    form: Padded
-
-    def gather(self) -> torch.Tensor:
-        """The padded tensor, for FSDP2 to copy; valid until `end_gather`, or until another group is gathered."""
-
-    def end_gather(self) -> None:
-        """Let it go: FSDP2 has copied it."""
-
-    def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
-        """The elements, 1D with the padding; what is done to them with `change` is kept."""
-
-    def declared(self, shape: torch.Size) -> torch.Tensor:
-        """A tensor of the shard's shape that has the dtype, strides and device; its data only where it is resident."""
-
-
-class ResidentShard:
-    """Stored where it is computed with.
-
-    Args:
-        values: padded, contiguous.
-    """
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
-        self.device = values.device
-        self.form = Padded(values.shape, values.dtype)
-
-    def gather(self) -> torch.Tensor:
-        """Hand FSDP2 the tensor itself, which is there."""
-        return self.values
-
-    def end_gather(self) -> None:
-        """Do nothing: a gather holds nothing of a tensor in memory."""
-
-    def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
-        """Give the tensor itself, 1D, for the time of the block."""
-        return nullcontext(self.values.view(-1))
-
-    def declared(self, shape: torch.Size) -> torch.Tensor:
-        """Give a view of the tensor without the padding."""
-        return self.values.view(-1)[: shape.numel()].view(shape)
-
-
-class UnbornShard:
-    """A shard that has no place yet, because nothing has a value yet.
-
-    Args:
-        form: what FSDP2 will gather.
-        device: where it will be computed with.
-    """
-
-    def __init__(self, form: Padded, device: torch.device = HOST) -> None:
-        self.form = form
-        self.device = device
-
-    def gather(self) -> torch.Tensor:
-        """There is nothing to gather.
-
-        Raises:
-            StateError: always.
-        """
-        raise StateError("a parameter", "an optimizer that gives it a place", "none yet")
-
-    def end_gather(self) -> None:
-        """Do nothing: a gather holds nothing of a tensor without data."""
-
-    def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
-        """Refuse, as `gather` does: there is no data to hold."""
-        return nullcontext(self.gather())
-
-    def declared(self, shape: torch.Size) -> torch.Tensor:
-        """Give a stand-in without data, of this shape."""
-        like = torch.empty(shape, device="meta")
-        name, remedy = "a parameter without a value", "give it one first"
-        return StandIn(like, self.form.dtype, name=name, remedy=remedy, device=self.device)
-
-
-class TieredShard:
-    """Stored in a block of a `ParamTier`.
-
-    Args:
-        tier: where the block is.
-        block: which.
-        byte_offset: of the first element in the block.
-        form: what FSDP2 gathers.
-        device: where it is computed with.
-    """
-
-    def __init__(
-        self, tier: ParamTier, block: Block | HostBlock, byte_offset: int, form: Padded, device: torch.device
-    ) -> None:
-        self.block = block
-        self.device = device
-        self.form = form
-        self._tier = tier
-        self._byte_offset = byte_offset
-        self._declared: torch.Tensor | None = None
-
-    def gather(self) -> torch.Tensor:
-        """A view of the staging buffer, or of its copy on a device; see the module's first lines."""
-        if not is_host(self.device):
-            return self._in(self._tier.sent(self)).view(self.form.shape)
-        self._tier.begin_gather(self)
-        return self.view().view(self.form.shape)
-
-    def end_gather(self) -> None:
-        """Let the block go: FSDP2 has copied it."""
-        self._tier.end_gather(self)
-
-    def held(
-        self, *, change: bool, view: Callable[[], torch.Tensor] | None = None
-    ) -> AbstractContextManager[torch.Tensor]:
-        """A view of the staging buffer, 1D, or another. For accesses from outside forward, backward and step."""
-        return self._tier.holding(self.block, view or self.view, change=change, in_order=False)
-
-    def view(self) -> torch.Tensor:
-        """1D with the padding, over the staging buffer. The block must be held."""
-        assert self.block.buffer is not None
-        return self.block.buffer.view(self.form.dtype, self._byte_offset, self.form.numel)
-
-    def _in(self, block: torch.Tensor) -> torch.Tensor:
-        """1D with the padding, of all bytes of the block."""
-        size_bytes = self.form.numel * self.form.dtype.itemsize
-        return block[self._byte_offset : self._byte_offset + size_bytes].view(self.form.dtype)
-
-    def declared(self, shape: torch.Size) -> torch.Tensor:
-        """Give a stand-in without data, of this shape."""
-        if self._declared is None:
-            self._declared = StandIn(
-                torch.empty(shape, device="meta"),
-                self.form.dtype,
-                name=self.block.name,
-                remedy="read the parameter itself, which is an fp32 tensor that fetches its data",
-                device=self.device,
-            )
-        return self._declared
 
 
 @dataclass(eq=False)
@@ -246,13 +90,14 @@ class ParamTier:
         self._closed = False
 
     def reserve(
-        self, groups: Sequence[tuple[str, Sequence[Padded]]], device: torch.device = HOST
+        self, groups: Sequence[tuple[str, Sequence[Padded]]], device: torch.device = HOST, *, in_memory: bool = False
     ) -> list[list[TieredShard]]:
         """Blocks for groups of parameters, with all of their space promised.
 
         Args:
             groups: the name of each, and how its parameters are stored.
             device: where they are computed with.
+            in_memory: the blocks stay in host memory.
 
         Returns:
             A place for each parameter; `put` its values there before anything else.
@@ -260,48 +105,27 @@ class ParamTier:
         Raises:
             ConfigError: a block is larger than a staging buffer may be.
             OutOfSpaceError: names bytes needed and free.
-            Nothing was reserved then.
+            MemoryError, RuntimeError: host memory cannot be had, or not be pinned. Nothing was reserved then.
         """
-        check_block_sizes([(name, forms) for name, forms in groups], self._config.buffer_size, BUFFER_SIZE_KEY)
-        self._prepare_for(device)
-        layouts = [block_layout((form.numel, form.dtype) for form in forms) for _, forms in groups]
-        sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
-        return self._divide(self.cache.add(sizes), layouts, groups, device)
-
-    def reserve_in_memory(
-        self, groups: Sequence[tuple[str, Sequence[Padded]]], device: torch.device
-    ) -> list[list[TieredShard]]:
-        """Blocks as of `reserve` that stay in host memory.
-
-        Raises:
-            MemoryError, RuntimeError: it cannot be had, or not be pinned. Nothing was reserved then.
-        """
-        self._prepare_for(device)
-        layouts = [block_layout((form.numel, form.dtype) for form in forms) for _, forms in groups]
-        sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
-        return self._divide(host_blocks(sizes, device, self._locks, _KEY), layouts, groups, device)
-
-    def _lock(self, buffers: BufferPool) -> None:
-        if self._departures is not None:
-            self._locks.lock(buffers, self._departures.device, f"lower {_KEY}.buffer_count")
-
-    def _prepare_for(self, device: torch.device) -> None:
+        if not in_memory:
+            check_block_sizes(groups, self._config.buffer_size, BUFFER_SIZE_KEY)
         if self._departures is None and not is_host(device):
             self._departures = Departures(device, self._hold_for, self._release_for)
-
-    def _divide(
-        self,
-        blocks: Sequence[Block | HostBlock],
-        layouts: Sequence[tuple[list[int], int]],
-        groups: Sequence[tuple[str, Sequence[Padded]]],
-        device: torch.device,
-    ) -> list[list[TieredShard]]:
+        layouts = [block_layout((form.numel, form.dtype) for form in forms) for _, forms in groups]
+        sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
+        blocks: Sequence[Block | HostBlock] = (
+            host_blocks(sizes, device, self._locks, _KEY) if in_memory else self.cache.add(sizes)
+        )
         made = [
             [TieredShard(self, block, at, form, device) for at, form in zip(offsets, forms, strict=True)]
             for block, (offsets, _), (_, forms) in zip(blocks, layouts, groups, strict=True)
         ]
         self._shards.update(zip(blocks, made, strict=True))
         return made
+
+    def _lock(self, buffers: BufferPool) -> None:
+        if self._departures is not None:
+            self._locks.lock(buffers, self._departures.device, f"lower {_KEY}.buffer_count")
 
     def drop(self, blocks: Sequence[Block | HostBlock]) -> None:
         """Forget the latest blocks, which nothing was gathered from, and free their space."""

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import record_function
 
 from nvme_offload.offload._torch_private import is_view, make_wrapper, tree_flatten, tree_unflatten, written_tensors
-from nvme_offload.offload.shards.memoryless import MemorylessTensor
+from nvme_offload.offload.shards.stand_in import MemorylessTensor
 
 
 class Parts(Protocol):

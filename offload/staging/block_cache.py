@@ -38,6 +38,18 @@ class Block(Slot):
     deferred: bool = field(default=False, init=False)
     """DIRTY, and written when something else is needed: the next change may be to the same block."""
 
+    def note_use(self, used: bool = True) -> None:
+        """Note whether it has been used since it was read ahead."""
+        self.unused = not used
+
+    def defer(self, deferred: bool = True) -> None:
+        """Have it written when something else is needed; or, once that is, no longer."""
+        self.deferred = deferred
+
+    def note_unreadable(self, unreadable: bool) -> None:
+        """Note whether its latest read failed, or may yet."""
+        self.unreadable = unreadable
+
     @property
     def held_buffer(self) -> StagingBuffer:
         """Its buffer, while somebody holds it."""
@@ -64,6 +76,11 @@ class CacheStats:
     """Reads ahead whose block was given up again unused: the order was not as it had been."""
     wait_seconds: float = 0.0
     """Time that users spent waiting for reads, or for a buffer."""
+
+    def count(self, **more: float) -> None:
+        """Add to counters, by name."""
+        for name, number in more.items():
+            setattr(self, name, getattr(self, name) + number)
 
 
 class BlockCache:
@@ -180,12 +197,12 @@ class BlockCache:
         """
         self._settle_finished()
         self._write_deferred(block)
-        self.stats.uses += load and is_new
+        self.stats.count(uses=load and is_new)
         try:
             block.holders.add(by)  # nothing that follows takes its buffer, or gives it one
             self._bring(block, change=change, load=load, in_order=in_order)
             assert block.buffer is not None
-            block.unused = False
+            block.note_use()
             self._staging.touch(block)
             if in_order:
                 self._read_ahead()
@@ -221,7 +238,7 @@ class BlockCache:
         """
         block.holders.discard(by)
         if changed and block.residency is Residency.DIRTY:
-            block.deferred = not in_order or self.order.is_next_in_step(block.index)
+            block.defer(not in_order or self.order.is_next_in_step(block.index))
             if not block.deferred:
                 self._start_writing(block)
         self._settle_finished()
@@ -278,7 +295,8 @@ class BlockCache:
         self._lock(larger)
         self.tier.register([larger])
         self._pool.close()
-        self._pool = self._staging.pool = larger
+        self._pool = larger
+        self._staging.use_pool(larger)
 
     def _read_ahead(self) -> None:
         """Fill the buffers with what is needed soonest. A hint: what fails here is tried again when it is needed."""
@@ -339,12 +357,11 @@ class BlockCache:
 
     def _start_reading(self, block: Block, *, ahead: bool = False) -> None:
         self._staging.start_read(block)
-        block.unused = ahead
-        self.stats.reads += 1
-        self.stats.reads_ahead += ahead
+        block.note_use(not ahead)
+        self.stats.count(reads=1, reads_ahead=ahead)
 
     def _start_writing(self, block: Block) -> None:
-        block.deferred = False
+        block.defer(False)
         self._staging.start_write(block)
 
     def _write_again(self) -> None:
@@ -355,14 +372,13 @@ class BlockCache:
     def _write_deferred(self, wanted: Block) -> None:
         for block in self.residents:
             if block.deferred and block is not wanted and not block.holds:
-                block.deferred = False
                 with suppress(OSError):  # tried again, and said, by who needs the buffer or waits for all
                     self._start_writing(block)
 
     def _await_completion(self) -> None:
         start = time.monotonic_ns()
         self._staging.wait()
-        self.stats.wait_seconds += (time.monotonic_ns() - start) / 1e9
+        self.stats.count(wait_seconds=(time.monotonic_ns() - start) / 1e9)
 
     def _settle_finished(self, wanted: Block | None = None, *, report_writes: bool = False) -> None:
         """Take note of finished transfers; raise for a failed read of `wanted` and, if asked to, for failed writes.
@@ -374,10 +390,11 @@ class BlockCache:
         for block in self.residents:
             if block.transfer is None or not block.transfer.done():
                 continue
-            reading = block.unreadable = block.residency is Residency.READING
+            reading = block.residency is Residency.READING
+            block.note_unreadable(reading)
             try:
                 self._staging.settle(block)
-                block.unreadable = False
+                block.note_unreadable(False)
             except FAILURES as error:
                 if block is wanted or (report_writes and not reading):
                     failure = failure or error
@@ -385,8 +402,8 @@ class BlockCache:
             raise failure
 
     def _give_up_buffer(self, block: Block) -> None:
-        self.stats.reads_unused += block.unused
-        block.unused = False
+        self.stats.count(reads_unused=block.unused)
+        block.note_use()
         self._staging.give_up(block)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.offload.storage.tier_plan import Tier as TierName
+
+TierName = Literal["device", "host", "nvme"]
+"""See `tier_plan.Tier`."""
 
 
 class Home:

@@ -1,9 +1,8 @@
 """One unit on a tier that visits staging buffers, and the machine that moves it. Policy is left to who uses it.
 
-What may come between two instructions
---------------------------------------
-Ctrl-C, a signal handler that raises and a MemoryError strike between any two steps of this code, and nobody can catch
-all of them everywhere. So nothing here has to be undone. Five rules make every state in between a known one:
+What may come between two instructions -------------------------------------- Ctrl-C, a signal handler that raises and a
+MemoryError strike between any two steps of this code, and nobody can catch all of them everywhere. So nothing here has
+to be undone. Five rules make every state in between a known one:
 
 1. CPython runs handlers after a call, at the entry of a function and at a jump back, and nowhere else. Fields that must
    agree are set by assignments with no call between them: `Slot.become` sets residency and transfer so, and
@@ -116,6 +115,14 @@ class Slot:
         self.transfer = None
         self.residency = residency
 
+    def lie_in(self, extent: Extent) -> None:
+        """Note where its bytes are on the tier from here on."""
+        self.extent = extent
+
+    def note_checksums(self, checksums: torch.Tensor | None) -> None:
+        """Note those of the bytes that are in its extent, or about to be; None: nobody knows them."""
+        self.checksums = checksums
+
     @property
     def needs_read(self) -> bool:
         """Whether its bytes are in its extent only, and nothing brings them."""
@@ -169,7 +176,7 @@ class Staging(Generic[S]):
     Args:
         kind: what the bytes are counted as, for example "optimizer state".
         tier: where the extents are; None where no slot has one.
-        pool: staging buffers, each large enough for any slot; may be exchanged while no slot holds one.
+        pool: staging buffers, each large enough for any slot.
         checksum: 1D int32 to its checksums, int64; what is read must have those of what was written. None: no checks.
     """
 
@@ -235,6 +242,10 @@ class Staging(Generic[S]):
         slot.transfer = self.tier.read(slot.extent, slot.buffer, what=slot.name, kind=self.kind, size_bytes=size_bytes)
         self._ring_for(slot.transfer)
 
+    def use_pool(self, pool: BufferPool) -> None:
+        """Exchange the staging buffers, none of which a slot may hold."""
+        self.pool = pool
+
     def complete(self, slot: S) -> None:
         """Complete what is in the buffer of a changed slot, as it is now: for who starts to write it later."""
         if self.sealer is not None:
@@ -270,7 +281,9 @@ class Staging(Generic[S]):
     def halt(self, slot: S) -> None:
         """Wait until nothing touches the buffer of a slot. What was on the way counts as not moved."""
         if slot.residency in _ON_THE_WAY:
-            self._quiesce(slot)
+            assert self.tier is not None
+            if slot.buffer is not None:
+                self.tier.quiesce(slot.buffer)
             slot.become(Residency.ON_TIER if slot.residency is Residency.READING else Residency.DIRTY)
 
     def wait(self, seconds: float | None = _PAUSE_SECONDS) -> None:
@@ -327,7 +340,8 @@ class Staging(Generic[S]):
 
     def adopt(self, slot: S, extent: Extent) -> None:
         """Take the bytes of an extent, which a run that ended has left, for those of a slot that was forgotten."""
-        slot.extent, slot.checksums = extent, None
+        slot.lie_in(extent)
+        slot.note_checksums(None)
         slot.become(Residency.ON_TIER)
 
     def drop_spare(self) -> None:
@@ -343,11 +357,6 @@ class Staging(Generic[S]):
             pool.close()
         self._own_pools.clear()
 
-    def _quiesce(self, slot: S) -> None:
-        assert self.tier is not None
-        if slot.buffer is not None:
-            self.tier.quiesce(slot.buffer)
-
     def _checksums_of(self, slot: S) -> torch.Tensor | None:
         if self._checksum is None or slot.buffer is None:
             return None
@@ -355,7 +364,7 @@ class Staging(Generic[S]):
 
     def _target_of(self, slot: S) -> WriteTarget:
         assert slot.extent is not None
-        slot.checksums = self._checksums_of(slot)
+        slot.note_checksums(self._checksums_of(slot))
         return WriteTarget(slot.extent)
 
     def _verify(self, slot: S) -> None:

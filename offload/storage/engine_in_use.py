@@ -105,9 +105,7 @@ def _open(name: str, options: EngineOptions, path: Path) -> OpenedEngine:
     except SwapIOError:
         raise
     except OSError as error:
-        raise SwapIOError(
-            error.errno or errno.EIO, path=path, offset=0, size_bytes=0, direction="allocate", extent="the I/O engine"
-        ) from error
+        raise SwapIOError(error.errno or errno.EIO, path=path, direction="allocate", extent="the I/O engine") from error
 
 
 _said: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,16 +54,14 @@ class Extent:
 class FreeList:
     """First-fit allocation of byte ranges in a file that grows at its end. Neighbouring free ranges are joined."""
 
-    def __init__(self) -> None:
-        self.end = 0
+    def __init__(self, end: int = 0, free: Iterable[tuple[int, int]] = ()) -> None:
+        self.end = end
         """First byte after the last range ever handed out."""
-        self._free: list[tuple[int, int]] = []  # (offset, size), by offset
+        self._free = list(free)  # (offset, size), by offset
 
     def copy(self) -> FreeList:
         """The ranges as they are now, to go back to."""
-        copy = FreeList()
-        copy.end, copy._free = self.end, list(self._free)
-        return copy
+        return FreeList(self.end, self._free)
 
     def take(self, size_bytes: int) -> int:
         """Offset of a free range of this size, from a hole if one is large enough, else from the end."""

@@ -15,6 +15,7 @@ import torch
 from nvme_offload.aio_native import EngineStats, Op
 from nvme_offload.aio_native.operation import PythonOperation
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
+from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.extent import Extent, Stripe
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.offload.storage.transfer import Transfer
@@ -132,6 +133,45 @@ class MemoryTier(ABC):
     def _done(self, op: Op, buffer: StagingBuffer, kind: str, size_bytes: int) -> Transfer[StagingBuffer]:
         self._bytes_by_kind[op, kind] += size_bytes
         return done_at_once(op, buffer)
+
+
+class HostTier(MemoryTier):
+    """Anonymous memory of the host, in pages, which are zero and take no memory until they are written."""
+
+    name = "host memory"
+
+    def _region(self, size_bytes: int) -> HostRegion:
+        return HostRegion(size_bytes)
+
+
+class DeviceRegion:
+    """Memory of a device."""
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self.size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._bytes = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
+
+    def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
+        """1D tensor [numel] of `dtype` over the bytes from `byte_offset`, on the device."""
+        return self._bytes[byte_offset : byte_offset + numel * dtype.itemsize].view(dtype)
+
+
+class DeviceTier(MemoryTier):
+    """Memory of one device. Whoever works there queues it on his stream, as with any tensor of the device."""
+
+    name = "device memory"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def _region(self, size_bytes: int) -> DeviceRegion:
+        try:
+            return DeviceRegion(size_bytes, self.device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(
+                f"{self.device} has no {format_bytes(size_bytes)} left for optimizer state: lower device_budget"
+            ) from error
 
 
 def done_at_once(op: Op, buffer: StagingBuffer) -> Transfer[StagingBuffer]:

@@ -54,6 +54,16 @@ class _Submission:
     operation: Operation | None = None
     """The operation; None: not known. The engine may have it all the same, if an exception came before its answer."""
 
+    def submit(self) -> Operation | None:
+        """Hand it to the engine; None where that has no room for it now."""
+        self.operation = self.engine.submit(self.op, self.segments)
+        return self.operation
+
+    def renew(self, engine: Engine) -> None:
+        """Let another engine do it, which has not been asked yet."""
+        self.operation = None
+        self.engine = engine
+
     def over(self) -> bool:
         """Whether nothing touches the buffer, nor will: what a broken engine lost may be begun again."""
         if self.operation is None or not self.operation.done():
@@ -266,10 +276,8 @@ class NvmeTier:
         return Transfer(operation, to_error, buffer, partial(self._begin_again, submission))
 
     def _submit(self, submission: _Submission) -> Operation:
-        submission.operation = operation = submission.engine.submit(submission.op, submission.segments)
-        while operation is None:
+        while (operation := submission.submit()) is None:
             self._wait_for_any()
-            submission.operation = operation = submission.engine.submit(submission.op, submission.segments)
         return operation
 
     def _begin_again(self, submission: _Submission, lost: Operation) -> Operation | None:
@@ -288,8 +296,7 @@ class NvmeTier:
                 self._forget([submission])
                 return None
             # Intent first, as in `_start`.
-            submission.operation = None
-            submission.engine = self.engine
+            submission.renew(self.engine)
             return self._submit(submission)
 
     def quiesce(self, buffer: StagingBuffer) -> None:

@@ -48,6 +48,31 @@ class _Claim:
         self.lock: Descriptor | None = None
         """The lock file, locked, of the last of `names`, which is ours from then on."""
 
+    def make_locked(self, path: Path) -> Path:
+        """Make a new directory with a lock file that is locked.
+
+        It is made under a hidden name, which whoever looks for dead runs may take away before it is locked: then
+        another one is made.
+        """
+        failure: OSError | None = None
+        for _ in range(_MOST_ATTEMPTS):
+            name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
+            hidden = path / f"{_UNLOCKED}{name}"
+            self.names = (hidden, path / name)
+            try:
+                hidden.mkdir(mode=0o700)
+            except FileExistsError as error:
+                failure = error
+                continue
+            try:
+                self.lock = _lock_and_rename(hidden, path / name)
+                return path / name
+            except (FileExistsError, FileNotFoundError, BlockingIOError) as error:
+                failure = error
+                with contextlib.suppress(OSError):
+                    _delete(hidden)
+        raise failure or FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
     def give_up(self) -> None:
         """Delete the directory, or what there is of it, and drop the lock."""
         if self.lock is None:
@@ -85,11 +110,9 @@ class RunDirectory:
         self._finalizer = finalize(self, _give_up, self._claim, self._owner_pid)
         try:
             remove_leftovers(path)
-            self.path = _make_locked(path.absolute(), self._claim)
+            self.path = self._claim.make_locked(path.absolute())
         except OSError as error:
-            raise SwapIOError(
-                error.errno or 0, path=path, offset=0, size_bytes=0, direction="allocate", extent="nvme_path"
-            ) from error
+            raise SwapIOError(error.errno or 0, path=path, direction="allocate", extent="nvme_path") from error
         _live.add(self)
 
     def open_swap(self, direct: DirectPolicy) -> SwapFile:
@@ -108,11 +131,11 @@ class RunDirectory:
             self._finalizer.detach()
         _live.discard(self)
 
-    def _drop_in_child(self) -> None:
-        # A lock taken by flock belongs to the open file, which a forked child shares: as long as the child kept it
-        # open, a run killed with SIGKILL would look alive.
-        self._finalizer.detach()
-        self._claim.drop_lock()
+    def drop_in_child(self) -> None:
+        """Close the lock file, unless it is. A forked child shares it: with it open, a killed run would look alive."""
+        if self._finalizer.alive:
+            self._finalizer.detach()
+            self._claim.drop_lock()
 
 
 _live: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
@@ -120,8 +143,7 @@ _live: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 def _drop_all_in_child() -> None:
     for directory in list(_live):
-        if directory._finalizer.alive:
-            directory._drop_in_child()
+        directory.drop_in_child()
 
 
 os.register_at_fork(after_in_child=_drop_all_in_child)
@@ -178,32 +200,6 @@ def _delete(directory: Path) -> None:
     for name in FILE_NAMES:
         (directory / name).unlink(missing_ok=True)
     directory.rmdir()
-
-
-def _make_locked(path: Path, claim: _Claim) -> Path:
-    """A new directory with a lock file that is locked, all of it noted in the claim.
-
-    It is made under a hidden name, which whoever looks for dead runs may take away before it is locked: then another
-    one is made.
-    """
-    failure: OSError | None = None
-    for _ in range(_MOST_ATTEMPTS):
-        name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
-        hidden = path / f"{_UNLOCKED}{name}"
-        claim.names = (hidden, path / name)
-        try:
-            hidden.mkdir(mode=0o700)
-        except FileExistsError as error:
-            failure = error
-            continue
-        try:
-            claim.lock = _lock_and_rename(hidden, path / name)
-            return path / name
-        except (FileExistsError, FileNotFoundError, BlockingIOError) as error:
-            failure = error
-            with contextlib.suppress(OSError):
-                _delete(hidden)
-    raise failure or FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
 
 def _lock_and_rename(hidden: Path, final: Path) -> Descriptor:

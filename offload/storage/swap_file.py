@@ -66,6 +66,10 @@ class SwapFile:
         """First byte after the last range handed out."""
         return self.ranges.end
 
+    def go_back_to(self, ranges: FreeList) -> None:
+        """Hand out what was handed out when `ranges` was copied, and no more."""
+        self.ranges = ranges
+
     def take(self, size_bytes: int) -> Stripe:
         """A range of this file, not promised yet: `reserve` everything up to `end` before it is used."""
         return Stripe(self.fd, self.ranges.take(size_bytes), size_bytes)
@@ -182,12 +186,7 @@ def _open(path: Path, direct: DirectPolicy, how: int) -> tuple[Descriptor, int |
         return opened
     if direct == "required":
         raise SwapIOError(
-            errno.EINVAL,
-            path=path,
-            offset=0,
-            size_bytes=0,
-            direction="allocate",
-            extent="this file system has no direct I/O (O_DIRECT)",
+            errno.EINVAL, path=path, direction="allocate", extent="this file system has no direct I/O (O_DIRECT)"
         )
     file = _open_or_raise(path, how)
     if (device := os.fstat(file.fileno()).st_dev) not in _said_buffered:
@@ -230,7 +229,7 @@ def _open_or_raise(path: Path, flags: int) -> Descriptor:
 
 
 def _allocation_error(error: OSError, path: Path) -> SwapIOError:
-    return SwapIOError(error.errno or errno.EIO, path=path, offset=0, size_bytes=0, direction="allocate")
+    return SwapIOError(error.errno or errno.EIO, path=path, direction="allocate")
 
 
 def reported_alignment(fd: int) -> tuple[int, int] | None:

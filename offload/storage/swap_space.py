@@ -281,7 +281,7 @@ class _AllOrNothing:
             for stripes in [stripes for stripes, serial in self._owned.items() if serial > self._last]:
                 del self._owned[stripes]
             for file, ranges in zip(self._files, self._before, strict=True):
-                file.ranges = ranges
+                file.go_back_to(ranges)
 
 
 def _append(stripes: list[Stripe], stripe: Stripe) -> None:

@@ -154,7 +154,6 @@ class _Export:
         self._stored = stored or (lambda name, tensor, dtype: tensor)
         self._group = group
         self._shards = shards
-        self._total = sum(shard.size_bytes for shard in shards)
         self._written = 0
         self._file: BinaryIO | None = None
         self._digest = hashlib.sha256()
@@ -229,6 +228,10 @@ class _Export:
             self._file.close()
         if self._staging is not None:
             self._staging.remove()
+
+    @property
+    def _total(self) -> int:
+        return sum(shard.size_bytes for shard in self._shards)
 
     @property
     def _temporary(self) -> HiddenFolder:

@@ -19,7 +19,7 @@ from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.state.pipeline import HeldState
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.tiers.gatherers import drop_gathered
+from nvme_offload.optim.tiers.parts import drop_gathered
 
 
 def read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[int, dict[str, torch.Tensor]]:
@@ -126,7 +126,7 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
             body.note_half_written()
     for index, named in entries.items():
         if "step" in named:
-            body.table[index].steps = int(named["step"])
+            body.table.count_steps({index: int(named["step"])})
         if "master" in named:
             drop_gathered(body.table[index].leaf)
 

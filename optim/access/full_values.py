@@ -10,12 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor, shard_offsets, sharded_like
 from nvme_offload.optim.access.entries import read_entries, set_entries
+from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.ranks.collective import on_every_rank, reachable
 from nvme_offload.optim.state.body import StateBody, body_of
 from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.tiers.gatherers import drop_gathered
-from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
-from nvme_offload.optim.tiers.parts import split_shard
+from nvme_offload.optim.tiers.parts import drop_gathered, split_shard
 
 T = TypeVar("T")
 
@@ -77,7 +76,7 @@ def get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(local, PartitionStandIn):
         return _gathered(param.grad)
     assert isinstance(param, DTensor)
-    return _gathered(sharded_like(_on_ranks_of(param, local.copy), param))
+    return _gathered(sharded_like(_on_ranks_of(param, local.partition.copy), param))
 
 
 @torch.no_grad()
@@ -93,7 +92,7 @@ def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
         raise ValueError("set_full_grad: the parameter has no gradient; call it between backward and step")
     part, local = _own_part(param, value, "set_full_grad"), local_tensor(param.grad)
     if isinstance(local, PartitionStandIn):
-        local.set(part)
+        local.partition.set(part)
     else:
         local.copy_(part)
 

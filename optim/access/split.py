@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from nvme_offload.offload._torch_private import local_tensor
-from nvme_offload.offload.shards.param_tier import ResidentShard, TieredShard
+from nvme_offload.offload.shards.stored import ResidentShard, TieredShard
 from nvme_offload.optim.access.entries import fresh_entry, read_entries, set_entries
 from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.state.body import StateBody

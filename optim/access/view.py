@@ -17,10 +17,9 @@ from nvme_offload.optim.state.condition import Need
 class ParamState(MutableMapping[str, Any]):
     """State of one parameter: ``step``, the states of its rule and, beside a 16-bit parameter, ``master``.
 
-    Reading a key fetches a copy from the tier: fp32 tensors in the parameter's shape on the CPU (of a sharded one
-    whose ranks can only gather on a device, there), ``step`` an fp32
-    scalar as in torch. Assigning to a key writes through to the tier, ``master`` also to the parameter. Changing a
-    fetched tensor in place changes nothing but the copy.
+    Reading a key fetches a copy from the tier: fp32 tensors in the parameter's shape on the CPU (of a sharded one whose
+    ranks can only gather on a device, there), ``step`` an fp32 scalar as in torch. Assigning to a key writes through to
+    the tier, ``master`` also to the parameter. Changing a fetched tensor in place changes nothing but the copy.
     """
 
     def __init__(self, body: StateBody, index: int) -> None:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from nvme_offload.offload._torch_private import give_shard, local_tensor
 from nvme_offload.offload.progress import tracked
-from nvme_offload.offload.shards.param_tier import Padded, ResidentShard, StoredShard, UnbornShard
 from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.offload.shards.stored import Padded, ResidentShard, StoredShard, UnbornShard
 from nvme_offload.optim.access.split import StateParts
 from nvme_offload.optim.access.values import LiveValues
 from nvme_offload.optim.birth.initializers import Init, Initializers, SharedRandomNumbers, check_initializers

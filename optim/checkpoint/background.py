@@ -22,7 +22,7 @@ from nvme_offload.optim.checkpoint.others import Others
 from nvme_offload.optim.checkpoint.run_state import TrainingParts
 from nvme_offload.optim.checkpoint.save_load import AgreedSave, PartialFolder, PlannedItems, agree, finish, plan_items
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.overlap.flag import Flag
+from nvme_offload.optim.overlap.worker import Flag
 from nvme_offload.optim.ranks.collective import on_every_rank
 from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.updates.logs import SlotLogs

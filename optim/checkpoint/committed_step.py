@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nvme_offload.offload.durable.chain import RingSlot
 from nvme_offload.offload.durable.committed import CommittedRank
 from nvme_offload.offload.durable.inventory import RunFound, locked
 from nvme_offload.offload.durable.manifest import Manifest
@@ -119,7 +118,7 @@ def _commits_of(rank: CommittedRank, snapshot: str | None) -> dict[str | int, _F
 def _check_all_there(name: str, recorded: Mapping[int, RecordedRun]) -> None:
     num_ranks = max(run.num_ranks for run in recorded.values())
     if missing := sorted(set(range(num_ranks)) - set(recorded)):
-        listed = _listed([str(rank) for rank in missing])
+        listed = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         raise ResumeError(
             name,
             f"is a run of {num_ranks} ranks, and of {listed} no directory is here: name the folders that they had, or "
@@ -140,12 +139,8 @@ def _check_stages(name: str, recorded: Mapping[int, RecordedRun]) -> None:
                 )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"
-
-
 def _values_of(rank: CommittedRank, run: RecordedRun, manifest: Manifest) -> CommittedValues:
     extents = rank.extents(run.alignment)
     logs = SlotLogs(extents, run.log_dtype_of, KernelPool(1), run.period)
-    extents.slots = [RingSlot(logs.layout_of(slot.subgroup), phase=0) for slot in run.slots]
+    extents.lay_out(logs.layout_of(slot.subgroup) for slot in run.slots)
     return CommittedValues(run.slots, logs, rank.space, manifest)

@@ -115,9 +115,8 @@ def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
     Raises:
         ValueError: the optimizer has parameters that the model has not, or the model's state dict holds no tensors.
     """
-    contents = Contents()
     tensors, tied = named_tensors(model)
-    contents.tied = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in tied.items()}
+    contents = Contents(tied={f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in tied.items()})
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"the model's state dict holds {name!r}, a {type(value).__name__}; only tensors are saved")
@@ -128,12 +127,12 @@ def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
             contents.steps[record.index] = torch.tensor(float(record.steps), device="cpu")
             contents.add_param(name, value.shape, contents.steps[record.index], record.rule)
         else:  # a buffer, or frozen from the start: it has no state
-            contents.items += plain_items(contents.add(Kind(value.shape, value.dtype), MODEL, name), value)
+            contents.items.extend(plain_items(contents.add(Kind(value.shape, value.dtype), MODEL, name), value))
     for record in body.table:
         if record.is_placed and record.index not in contents.names:
             raise ValueError(f"{record.name} of the optimizer is not in the model's state dict")
     parts = {index: Part.of(body.table[index].leaf) for index in contents.names}
-    contents.items += tier_items(values, parts, contents.names)
+    contents.items.extend(tier_items(values, parts, contents.names))
     return contents
 
 

@@ -41,11 +41,11 @@ def take_on_stages(contents: Contents, stages: list[Contents]) -> None:
                     "name once: let stages have the names of the whole model, as ModuleDict({'4': ...}) gives them, "
                     "and register buffers that all stages have with persistent=False"
                 )
-    contents.group_names = [
+    contents.group_names[:] = [
         [name for names in of_stages for name in names]
         for of_stages in zip(*(stage.group_names for stage in stages), strict=True)
     ]
     for stage in stages:
-        contents.kinds |= stage.kinds
-        contents.paths |= stage.paths
-        contents.tied |= stage.tied
+        contents.kinds.update(stage.kinds)
+        contents.paths.update(stage.paths)
+        contents.tied.update(stage.tied)

@@ -155,17 +155,17 @@ def _contents_of(step: CommittedStep) -> Contents:
     """All of a checkpoint, in the order in which the subgroups of one rank after the other are read."""
     contents = Contents(group_names=[[] for _ in step.ranks[0].content.groups])
     for rank in step.ranks:
-        contents.tied |= {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in rank.run.tied.items()}
+        contents.tied.update({f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in rank.run.tied.items()})
         for param, steps in zip(rank.run.params, rank.content.steps, strict=True):
             if f"{MODEL}.{param.name}" not in contents.kinds:
                 contents.add_param(param.name, param.part.whole, steps.float(), param.rule)
                 contents.group_names[param.group].append(param.name)
     for name, buffer in _buffers_of(step).items():
-        contents.items += plain_items(contents.add(Kind(buffer.shape, buffer.dtype), MODEL, name), buffer)
+        contents.items.extend(plain_items(contents.add(Kind(buffer.shape, buffer.dtype), MODEL, name), buffer))
     found = {(item.name, item.chunk.saved.offsets): item for item in contents.items}
     for item in chain.from_iterable(map(_items_of, step.ranks)):
         found.setdefault((item.name, item.chunk.saved.offsets), item)  # ranks may have copies
-    contents.items = list(found.values())
+    contents.items[:] = found.values()
     numels = Counter[str]()
     for item in contents.items:
         numels[item.name] += item.chunk.numel

@@ -276,8 +276,7 @@ def _load(
         store.pipeline.synchronize()
 
     on_every_rank(finish, group)
-    for index, step in contents.steps.items():
-        store.table[index].steps = int(step)
+    store.table.count_steps({index: int(step) for index, step in contents.steps.items()})
     apply_state(state, training)
     loaded = Loaded(folder, state.client_state, state.global_steps)
     take_over(loaded)
@@ -287,7 +286,7 @@ def _load(
 
 def _contents_of(training: TrainingParts, values: Values) -> Contents:
     contents = contents_of(training.model, training.optimizer.store, values)
-    contents.group_names = names_of_groups(training.optimizer, contents)
+    contents.group_names.extend(names_of_groups(training.optimizer, contents))
     return contents
 
 

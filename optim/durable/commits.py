@@ -53,7 +53,7 @@ class _Agreed(NamedTuple):
 
 
 class Background(Protocol):
-    """Something that is written in the background, of a step that `hold` keeps."""
+    """Something that is written in the background, of a step that `pin` keeps."""
 
     @property
     def progress(self) -> float:
@@ -183,8 +183,9 @@ class Commits:
                 latest.take_back(elsewhere)
                 self._say_failed(elsewhere)
             return False
-        if state is CommitState.LASTING:
-            self._note_lasting()
+        if state is CommitState.LASTING and self._said is not None:
+            self._said = None
+            logger.warning("commits succeed again: %s", self._last)
         return lasts
 
     def _wait(self) -> CommitState:
@@ -192,7 +193,7 @@ class Commits:
         latest, store = self.durable.latest, self.store
         if latest.state is CommitState.PENDING and not store.is_closed:
             store.worker.wait_until(lambda: store.record_in(StepPhase.BEHIND) is None)
-            with store.worker.kept_away():  # in the midst of a turn a step may be done, and the state not yet whole
+            with store.worker.kept_away():  # in the midst of a shift a step may be done, and the state not yet whole
                 self.begin_pending()
                 latest.give_up("updates that an error has stopped")
         return latest.wait()
@@ -238,8 +239,8 @@ class Commits:
         assert step is not None
         return step
 
-    def hold(self, groups: Groups, engine: Mapping[str, Any] | None = None, step: int | None = None) -> Manifest:
-        """Have what there is now committed, and keep it until `let_go`, or until the process ends.
+    def pin(self, groups: Groups, engine: Mapping[str, Any] | None = None, step: int | None = None) -> Manifest:
+        """Have what there is now committed, and keep it until `unpin`, or until the process ends.
 
         Every rank must call it; it holds on all of them, or on none. Arguments as of `commit`.
 
@@ -256,26 +257,26 @@ class Commits:
                 self.commit(groups, engine, step)
             problem, held = None, None
             try:
-                held = self.run.hold()
+                held = self.run.pin_newest()
             except OSError as error:
                 problem = error
             if not self.ranks().all(held is not None):
                 if held is not None:
-                    self.run.let_go()
-                raise problem or StateError("hold", "room for a pinned step on every rank", "none on another one")
+                    self.run.unpin_newest()
+                raise problem or StateError("pin", "room for a pinned step on every rank", "none on another one")
             assert held is not None
             return held
 
     def watch(self, background: Background) -> None:
-        """Say in `stats` how far this is, until `let_go`."""
+        """Say in `stats` how far this is, until `unpin`."""
         self._background = background
 
-    def let_go(self) -> None:
-        """Give up what `hold` kept."""
+    def unpin(self) -> None:
+        """Give up what `pin` kept."""
         self._background = None
         with self.store.at_rest():
             self.durable.latest.wait()
-            self.run.let_go()
+            self.run.unpin_newest()
 
     def remove_snapshot(self, name: str) -> None:
         """Give up what `snapshot` kept, on every rank.
@@ -353,11 +354,6 @@ class Commits:
                 "tried; what fails for the same reason is not said again"
             )
 
-    def _note_lasting(self) -> None:
-        if self._said is not None:
-            self._said = None
-            logger.warning("commits succeed again: %s", self._last)
-
     def explain(self, error: BaseException) -> None:
         """Add to an error that a step ends with what commits that fail have to do with it."""
         failure = self.durable.latest.failure
@@ -381,7 +377,8 @@ class Commits:
         if self.run.extents.suspects:
             with store.at_rest():
                 for index in sorted(self.run.extents.suspects):
-                    self._write_again(store.slots[index])
+                    with HeldState(store.pipeline, store.slots[index], change=True):
+                        pass  # it is written again
 
     def _rewrite_and_take(self, groups: Groups, engine: Mapping[str, Any]) -> None:
         self._prepare()
@@ -407,10 +404,6 @@ class Commits:
             for run in slot.subgroup.runs:
                 master = read_master(run, slot, memory, store.table, store.kernels)
                 write_master(run, master, slot, memory, store.table, store.kernels)
-
-    def _write_again(self, slot: SlotRecord) -> None:
-        with HeldState(self.store.pipeline, slot, change=True):
-            pass
 
 
 def _cause_of(failure: BaseException) -> tuple[object, ...]:

@@ -19,7 +19,7 @@ from nvme_offload.optim.durable.commits import Commits, random_id
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.telemetry.warn import warn_user
-from nvme_offload.optim.tiers.gatherers import drop_gathered
+from nvme_offload.optim.tiers.parts import drop_gathered
 
 Check = Callable[[Mapping[str, Any], int], None]
 """Looks whether hyperparameters can take the place of those of the group with this number."""
@@ -291,9 +291,9 @@ class Resumption:
 
     def _go_on_from(self, content: Content) -> None:
         store = self._store
-        for record, steps in zip(store.table, content.steps.tolist(), strict=True):
-            record.steps = steps
-            drop_gathered(record.leaf)
+        store.table.count_steps(dict(enumerate(content.steps.tolist())))
+        for leaf in store.table.leaves:
+            drop_gathered(leaf)
         for group, options in zip(self._groups, content.groups, strict=True):
             group.update(options)
         content.restore_generators()

@@ -13,12 +13,13 @@ from nvme_offload.offload.staging.slot import WriteTarget
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.durable.latest import LatestCommit
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm
-from nvme_offload.optim.layout.subgroup import Subgroup, section_view
+from nvme_offload.optim.layout.subgroup import section_view
 from nvme_offload.optim.state.durability import Ground
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.updates.entry import PartOfMemory
-from nvme_offload.optim.updates.logs import Draft, LogState, SlotLogs
+from nvme_offload.optim.updates.log_state import Draft, LogState
+from nvme_offload.optim.updates.logs import SlotLogs
 
 _NO_SUMS = torch.zeros(0, dtype=torch.int64, device="cpu")
 
@@ -51,10 +52,6 @@ class Sealing:
         """Return how many bytes of a slot's extent are read; None: all."""
         return _log_of(slot).read_bytes
 
-    def _least_bytes_of(self, subgroup: Subgroup) -> int:
-        """Return how much of a base a step reads. At least a page, also where the rule has no state."""
-        return self.logs.base_of(subgroup).state_span or self.run.space.alignment
-
     def seal(self, slot: SlotRecord) -> WriteTarget:
         """Choose what of a slot's buffer is written where, and complete it for that: an entry of its log, or all."""
         log = _log_of(slot)
@@ -74,11 +71,10 @@ class Sealing:
         """Say where the newest of a slot is read from."""
         chain = self._chain_of(slot)
         assert chain.base is not None
-        if chain.log:
-            slot.extent = chain.reading(base_bytes=chain.base.content.size_bytes)
-        else:
-            slot.extent = chain.base.extent
-        _log_of(slot).point(len(chain.log), None if chain.log else self._least_bytes_of(slot.subgroup))
+        slot.lie_in(chain.reading(base_bytes=chain.base.content.size_bytes) if chain.log else chain.base.extent)
+        # Of a base at least a page, also where the rule has no state.
+        least_bytes = self.logs.base_of(slot.subgroup).state_span or self.run.space.alignment
+        _log_of(slot).point(len(chain.log), None if chain.log else least_bytes)
 
     def _seal_entry(self, slot: SlotRecord, memory: Memory, draft: Draft) -> WriteTarget:
         part, extents = PartOfMemory(memory, draft.start), self.run.extents
@@ -91,7 +87,7 @@ class Sealing:
         sums = log.sums or self._completed(slot, log, memory)
         extent = self.run.extents.to_rewrite(slot.index)
         self.run.extents.seal_base(slot.index, memory, sums)
-        slot.checksums = sums.state
+        slot.note_checksums(sums.state)
         self._note_tail(slot, sums)
         return WriteTarget(extent)
 
@@ -139,7 +135,7 @@ class Sealing:
         """
         if slot.checksums is None or slot.buffer is None:  # who takes it up looks at all of it
             return
-        if _log_of(slot).is_behind:
+        if _log_of(slot).needs_replay:
             self.logs.check(slot.subgroup, self._chain_of(slot), slot.buffer)
             return
         base = self._chain_of(slot).base
@@ -189,7 +185,7 @@ class Sealing:
         sums = self.logs.check(slot.subgroup, self._chain_of(slot), memory)
         self.replay(slot)
         self._restore(slot, memory)
-        slot.checksums = sums.state
+        slot.note_checksums(sums.state)
         self._note_tail(slot, sums)
         self.point(slot)
 

@@ -23,7 +23,10 @@ from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.telemetry.warn import warn_user
-from nvme_offload.optim.updates.logs import LogState, SlotLogs
+from nvme_offload.optim.updates.log_state import LogState
+from nvme_offload.optim.updates.logged import DurableMeans
+from nvme_offload.optim.updates.logs import SlotLogs
+from nvme_offload.optim.updates.updater import Means
 
 
 def open_durability(config: OffloadConfig, rule: UpdateRule, ground: Ground) -> Durability:
@@ -62,7 +65,7 @@ class DurableState(Durability):
         self.run = run
         self.period = period
         self.latest = LatestCommit(run, ground.meter)
-        self.logs: SlotLogs = SlotLogs(run.extents, lambda index: ground.table[index].log_dtype, ground.kernels, period)
+        self.logs = SlotLogs(run.extents, lambda index: ground.table[index].log_dtype, ground.kernels, period)
         self.seal: Sealing = Sealing(run, self.logs, self.latest, ground)
         self._ground = ground
 
@@ -75,6 +78,10 @@ class DurableState(Durability):
     def may_write(self) -> bool:  # type: ignore[override]
         """See `Durability`."""
         return self.latest.may_write
+
+    def means(self, ground: Ground) -> Means:
+        """See `Durability`."""
+        return DurableMeans(ground.kernels, ground.param_of, logs=self.logs, begin_writing=self.begin_writing)
 
     def new_log(self) -> LogState:
         """See `Durability`."""
@@ -155,9 +162,7 @@ class DurableState(Durability):
         run = self.run
         self.latest.give_up("a load in their place")
         if run.is_under_way:
-            layouts = [self.logs.layout_of(subgroup) for subgroup in subgroups]
-            run.extents.adopt(run.found[0].tables, layouts, where=str(run.folder))
-            run.found = []
+            run.write_over_found([self.logs.layout_of(subgroup) for subgroup in subgroups])
         elif run.found:
             run.forget_commits()
 

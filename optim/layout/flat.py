@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -162,3 +162,29 @@ def flat_grad(leaf: torch.Tensor, name: str) -> torch.Tensor | None:
     if grad.requires_grad or not grad.is_contiguous():
         return flat_view(grad)
     return grad if grad.dim() == 1 else grad.view(-1)
+
+
+class StoredGrad(Protocol):
+    """A gradient on a tier is this to who finds a stand-in for it."""
+
+    num_changes: int
+    """Number of gradients that arrived, and of changes in place."""
+
+    @property
+    def landed_sums(self) -> torch.Tensor:
+        """Return the fp64 sums of squares of its tiles, which the norm needs."""
+
+    def view(self) -> torch.Tensor:
+        """Return it in memory, 1D, while its block is held."""
+
+    def copy(self) -> torch.Tensor:
+        """Copy it into memory of its own."""
+
+    def set(self, values: torch.Tensor) -> None:
+        """Overwrite it with values of its shape."""
+
+
+class PartitionStandIn(StandIn):
+    """``p.grad`` is this while the gradient partition is on the tier."""
+
+    partition: StoredGrad

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -167,7 +167,7 @@ def plan_subgroups(
             capacity = min(max_bytes // max(itemsize, 1), _round_up(max_numel, TILE_NUMEL))
         start = 0
         while start < param.numel:
-            at = _end_of(pending)
+            at = pending[-1].at + _round_up(pending[-1].numel, _RUN_ALIGNMENT) if pending else 0
             numel = param.numel if param.rule.whole else _fitting(param.numel - start, capacity - at)
             if numel == 0:
                 close()
@@ -183,10 +183,6 @@ def _fitting(wanted: int, room: int) -> int:
     if _round_up(wanted, _RUN_ALIGNMENT) <= room:
         return wanted
     return max(0, room) // TILE_NUMEL * TILE_NUMEL
-
-
-def _end_of(runs: Sequence[Run]) -> int:
-    return runs[-1].at + _round_up(runs[-1].numel, _RUN_ALIGNMENT) if runs else 0
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -1,9 +1,9 @@
-"""A thread that takes turns at a job, and whom others wait for, hurry, or keep away.
+"""A thread that works at a job in shifts, and whom others wait for, hurry, or keep away.
 
 Who owns what the job works on (the pipeline of the state, its staging buffers, the records) at which moment:
 
-- In a turn the worker, which holds the lock for as long. It never waits for a drive in a turn.
-- Between two turns nobody, or who is in `kept_away`: that one waits for drives as long as he likes.
+- In a shift the worker, which holds the lock for as long. It never waits for a drive in a shift.
+- Between two shifts nobody, or who is in `kept_away`: that one waits for drives as long as he likes.
 
 Signals arrive in the main thread alone, and may raise out of anything it does. So nothing here has to be undone there:
 a job begins with one assignment, who waits only waits, and the lock is taken and given back by C alone. CPython runs
@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -28,19 +28,42 @@ from nvme_offload.aio_native.bell import Bell
 from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.devices.device import HOST, begin_thread
-from nvme_offload.optim.overlap.flag import Flag
 
 _LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a change and the word of it
 
 
+class Flag:
+    """A `threading.Event` for one thread that waits, made of assignments and calls to C alone.
+
+    An Event takes a lock in Python: a signal handler that raises there leaves it taken, and whoever waits waits on.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        """Whether somebody has called `set`."""
+        self._told: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        """Wake who waits, now and from now on. From any thread."""
+        self.is_set = True
+        self._told.put(None)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it is set, or so long at most; whether it is."""
+        with suppress(Empty):
+            if not self.is_set:
+                self._told.get(timeout=seconds)
+        return self.is_set
+
+
 class WorkerJob(Protocol):
-    """Something to be done behind the scenes, turn by turn."""
+    """Something to be done behind the scenes, shift by shift."""
 
     @property
     def must_end(self) -> bool:
         """Whether it is done to its end also where everybody has let go of the worker."""
 
-    def turn(self) -> bool:
+    def shift(self) -> bool:
         """Do what can be done now, and wait for nothing; whether there is more that can be done at once."""
 
     @property
@@ -48,7 +71,7 @@ class WorkerJob(Protocol):
         """Whether nothing is left to do."""
 
     def give_up(self, error: BaseException) -> None:
-        """Note that a turn ended with this error, and that no other follows."""
+        """Note that a shift ended with this error, and that no other follows."""
 
 
 class Worker:
@@ -70,7 +93,7 @@ class Worker:
         self.bell = Bell()
         """Ring it when there may be something to do, as `wake` does."""
         self.job: WorkerJob | None = None
-        """Its job. Assign it, then `wake` the worker; None again when it is done or given up."""
+        """Its job; None where there is none, or it is done or given up."""
         self.failure: BaseException | None = None
         """The error that ended the latest job, until somebody takes it with `raise_failure`."""
         self.wait_seconds = 0.0
@@ -78,7 +101,7 @@ class Worker:
         self._counted = counted
         self._device = device
         self.lock = threading.RLock()
-        """Held in each turn; take it with `kept_away`."""
+        """Held in each shift; take it with `kept_away`."""
         self._waiting: list[SimpleQueue[None]] = []
         self._started = _Started(self.bell)
         self._finalizer: weakref.finalize[..., Worker] | None = None
@@ -93,14 +116,14 @@ class Worker:
 
     def _start(self) -> None:
         if self._finalizer is None:
-            # Made after the tiers, and so before them when the interpreter ends: no turn finds its buffers gone.
+            # Made after the tiers, and so before them when the interpreter ends: no shift finds its buffers gone.
             self._finalizer = finalize(self, _end, self._started)
         arguments, name = (weakref.ref(self), self._started, self._device()), "nvme_offload: updates"
         self._started.threads.append(threading.Thread(target=_work, args=arguments, name=name, daemon=True))
         start(self._started.threads[-1])
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds, which is looked at after every turn. Signals are handled."""
+        """Wait until `condition` holds, which is looked at after every shift. Signals are handled."""
         if condition():
             return
         start = time.monotonic()
@@ -113,15 +136,27 @@ class Worker:
                     try:
                         told.get(timeout=_LOOK_AGAIN_SECONDS)
                     except Empty:
-                        self.wake()  # not after every turn: it would have nothing to do, and tell of that turn, too
+                        self.wake()  # not after every shift: it would have nothing to do, and tell of that shift, too
         finally:
             if told in self._waiting:
                 self._waiting.remove(told)
             self.wait_seconds += time.monotonic() - start
 
     def kept_away(self) -> AbstractContextManager[object]:
-        """Have no turn taken during the block: ``with worker.kept_away():``. Re-entrant."""
+        """Have no shift begin during the block: ``with worker.kept_away():``. Re-entrant."""
         return self.lock
+
+    def take_on(self, job: WorkerJob) -> None:
+        """Have this done in place of the job before. `wake` it then."""
+        self.job = job
+
+    def drop_job(self) -> None:
+        """Have nothing to do: its job is done otherwise, or not at all."""
+        self.job = None
+
+    def note_failure(self, failure: BaseException | None) -> None:
+        """Have this raised by `raise_failure`; None: whatever failed was made good."""
+        self.failure = failure
 
     def raise_failure(self) -> None:
         """Raise what ended the latest job, once."""
@@ -141,14 +176,14 @@ class Worker:
         """Whether there is nothing to do."""
         return self.job is None
 
-    def turn(self) -> bool:
-        """One turn at the job; whether another can follow at once."""
+    def shift(self) -> bool:
+        """One shift at the job; whether another can follow at once."""
         with self.lock:
             job = self.job
             if job is None:
                 return False
             try:
-                more = job.turn()
+                more = job.shift()
                 is_over = job.is_done
             except BaseException as error:
                 self.failure = error  # first: who waits for the job looks for it then
@@ -178,18 +213,18 @@ class _Started:
         self.at_work = threading.Lock()
         """Held by the thread as long as it works."""
         self.threads: list[threading.Thread] = []
-        """The thread. After a start that was cut short there may be another: it takes no turn before this one ends."""
+        """The thread. After a start that was cut short there may be another: it does nothing before this one ends."""
 
 
 def _work(of: weakref.ref[Worker], started: _Started, device: torch.device) -> None:
-    """The thread: turns, and sleep when there is nothing to do."""
+    """The thread: shifts, and sleep when there is nothing to do."""
     begin_thread(device)
     with started.at_work, torch.no_grad():
         while not started.end.is_set:
             worker = of()
             if worker is None:
                 return
-            more, idle = worker.turn(), worker.is_idle
+            more, idle = worker.shift(), worker.is_idle
             if worker.job is None or not worker.job.must_end:
                 del worker
             if not more and not started.end.is_set:

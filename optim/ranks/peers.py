@@ -15,7 +15,7 @@ from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import start
 from nvme_offload.offload._torch_private import store_of_all_ranks
 from nvme_offload.offload.errors import OffloadError, PeerError
-from nvme_offload.optim.overlap.flag import Flag
+from nvme_offload.optim.overlap.worker import Flag
 
 logger = logging.getLogger(__name__)
 

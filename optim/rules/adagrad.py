@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_offload.optim.rules.operators import decayed, rooted
-from nvme_offload.optim.rules.rule import State, UpdateRule, check_numbers, rounded
+from nvme_offload.optim.rules.rule import State, UpdateRule, rounded
 
 
 class AdagradScalars(NamedTuple):
@@ -28,21 +28,13 @@ class Adagrad(UpdateRule):
     states: tuple[State, ...] = (State("sum"),)
 
     name = kernel = "Adagrad"
+    numbers = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
     refused = ("differentiable",)
     shaping = ("initial_accumulator_value",)
 
     def of(self, group: Mapping[str, Any]) -> Adagrad:
         """The rule of a parameter group, whose hyperparameters `check` has passed."""
         return Adagrad((State("sum", birth=float(group["initial_accumulator_value"])),))
-
-    def check(self, group: Mapping[str, Any], number: int) -> None:
-        """Check the hyperparameters of a parameter group.
-
-        Raises:
-            ValueError: names the group, the key, the value and what is allowed.
-        """
-        check_numbers(group, number, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
-        super().check(group, number)
 
     def scalars(self, group: Mapping[str, Any], step: int) -> AdagradScalars:
         """Scalars that the kernel takes of a step, each exactly an fp32 number."""

@@ -10,7 +10,7 @@ import torch
 
 from nvme_offload.optim.rules.adamw import moment_scalars
 from nvme_offload.optim.rules.operators import change_by_moments, decayed
-from nvme_offload.optim.rules.rule import State, UpdateRule, check_betas, check_numbers, rounded
+from nvme_offload.optim.rules.rule import State, UpdateRule, rounded
 
 
 class AdamScalars(NamedTuple):
@@ -34,18 +34,9 @@ class Adam(UpdateRule):
     """Two moments with bias correction, of a gradient that the weight decay was added to."""
 
     name = kernel = "Adam"
+    numbers = ("lr", "eps", "weight_decay", "betas")
     states = (State("exp_avg"), State("exp_avg_sq"))
     refused = ("amsgrad", "capturable", "differentiable", "decoupled_weight_decay")
-
-    def check(self, group: Mapping[str, Any], number: int) -> None:
-        """Check the hyperparameters of a parameter group.
-
-        Raises:
-            ValueError: names the group, the key, the value and what is allowed.
-        """
-        check_numbers(group, number, "lr", "eps", "weight_decay")
-        check_betas(group, number)
-        super().check(group, number)
 
     def scalars(self, group: Mapping[str, Any], step: int) -> AdamScalars:
         """Scalars that the kernel takes of a step, each exactly an fp32 number."""

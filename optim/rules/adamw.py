@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_offload.optim.rules.operators import change_by_moments
-from nvme_offload.optim.rules.rule import State, UpdateRule, check_betas, check_numbers, rounded
+from nvme_offload.optim.rules.rule import State, UpdateRule, rounded
 
 
 class AdamWScalars(NamedTuple):
@@ -34,6 +34,7 @@ class AdamW(UpdateRule):
     """Two moments with bias correction, and a weight decay beside them."""
 
     name = kernel = "AdamW"
+    numbers = ("lr", "eps", "weight_decay", "betas")
     states = (State("exp_avg"), State("exp_avg_sq"))
     refused = ("amsgrad", "capturable", "differentiable")
 
@@ -43,8 +44,6 @@ class AdamW(UpdateRule):
         Raises:
             ValueError: names the group, the key, the value and what is allowed.
         """
-        check_numbers(group, number, "lr", "eps", "weight_decay")
-        check_betas(group, number)
         super().check(group, number)
         if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvme_offload.optim.rules.rule import State, UpdateRule, check_betas, check_numbers, rounded
+from nvme_offload.optim.rules.rule import State, UpdateRule, rounded
 
 
 class LionScalars(NamedTuple):
@@ -31,17 +31,8 @@ class Lion(UpdateRule):
     """The sign of a mean of gradients, and a weight decay beside it."""
 
     name = kernel = "Lion"
+    numbers = ("lr", "weight_decay", "betas")
     states = (State("exp_avg"),)
-
-    def check(self, group: Mapping[str, Any], number: int) -> None:
-        """Check the hyperparameters of a parameter group.
-
-        Raises:
-            ValueError: names the group, the key, the value and what is allowed.
-        """
-        check_numbers(group, number, "lr", "weight_decay")
-        check_betas(group, number)
-        super().check(group, number)
 
     def scalars(self, group: Mapping[str, Any], step: int) -> LionScalars:
         """Scalars that the kernel takes of a step, each exactly an fp32 number."""

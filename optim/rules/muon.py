@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_offload.optim.rules.adamw import AdamW
-from nvme_offload.optim.rules.rule import State, ThroughWhole, UpdateRule, check_numbers, number_of
+from nvme_offload.optim.rules.rule import State, ThroughWhole, UpdateRule, number_of
 
 RULES = ("Muon", "AdamW")
 """``rule`` of a parameter group may say one of these."""
@@ -43,6 +43,7 @@ class Muon(UpdateRule):
     """A momentum that is orthogonalized as a matrix. Parameter groups with ``rule = "AdamW"`` have AdamW instead."""
 
     name = "Muon"
+    numbers = ("lr", "momentum", "weight_decay", "eps")
     states = (State("momentum_buffer"),)
     refused = ()
     shaping = ("rule",)
@@ -70,7 +71,6 @@ class Muon(UpdateRule):
         if group["rule"] == "AdamW":
             AdamW().check(group, number)
             return
-        check_numbers(group, number, "lr", "momentum", "weight_decay", "eps")
         super().check(group, number)
         coefficients = group["ns_coefficients"]
         if len(coefficients) != 3 or any(math.isnan(number_of(each)) for each in coefficients):

@@ -52,6 +52,8 @@ class UpdateRule:
     """States in the order in which the update takes them. Two groups whose states differ have two rules, see `of`."""
     kernel: str = ""
     """Which native kernel does the update; empty: `update` does."""
+    numbers: ClassVar[tuple[str, ...]] = ()
+    """Hyperparameters that must be finite numbers, 0 or more; ``betas`` are two of them, each below 1."""
     refused: ClassVar[tuple[str, ...]] = ("capturable", "differentiable")
     """Options of torch's optimizer of that name that must be false here."""
     shaping: ClassVar[tuple[str, ...]] = ()
@@ -78,6 +80,9 @@ class UpdateRule:
         Raises:
             ValueError: names the group, the key, the value and what is allowed.
         """
+        check_numbers(group, number, *(key for key in self.numbers if key != "betas"))
+        if "betas" in self.numbers:
+            _check_betas(group, number)
         for key in self.refused:
             if group.get(key):
                 raise ValueError(f"{_where(number, group, key)}: is not supported; leave it out")
@@ -155,7 +160,7 @@ def check_numbers(group: Mapping[str, Any], number: int, *keys: str) -> None:
             raise ValueError(f"{_where(number, group, key)}: must be a finite number, 0 or more")
 
 
-def check_betas(group: Mapping[str, Any], number: int) -> None:
+def _check_betas(group: Mapping[str, Any], number: int) -> None:
     """Raise ValueError unless ``betas`` are two numbers, each 0 or more and below 1."""
     betas = group["betas"]
     given = [number_of(beta) for beta in betas] if isinstance(betas, Iterable) else []

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_offload.optim.rules.operators import decayed
-from nvme_offload.optim.rules.rule import State, UpdateRule, check_numbers, rounded
+from nvme_offload.optim.rules.rule import State, UpdateRule, rounded
 
 
 class SGDScalars(NamedTuple):
@@ -41,6 +41,7 @@ class SGD(UpdateRule):
     kernel: str = "SGD with momentum"
 
     name = "SGD"
+    numbers = ("lr", "momentum", "dampening", "weight_decay")
     refused = ("differentiable",)
     shaping = ("momentum",)
 
@@ -54,7 +55,6 @@ class SGD(UpdateRule):
         Raises:
             ValueError: names the group, the key, the value and what is allowed.
         """
-        check_numbers(group, number, "lr", "momentum", "dampening", "weight_decay")
         super().check(group, number)
         if group["nesterov"] and not (group["momentum"] and group["dampening"] == 0):
             raise ValueError(

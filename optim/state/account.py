@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
-from nvme_offload.offload.shards.param_tier import Padded
+from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 from nvme_offload.optim.layout.subgroup import ParamToPlace

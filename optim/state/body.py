@@ -16,14 +16,14 @@ from nvme_offload.offload.errors import ClosedError, CorruptionError, ForkError,
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.overlap.order import FirstUses
 from nvme_offload.optim.overlap.worker import Worker, WorkerJob
+from nvme_offload.optim.state.asked import Blocks, Commitments, StepSettings
 from nvme_offload.optim.state.condition import Condition, LoadingState, Need, StepPhase, WholeState
 from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
-from nvme_offload.optim.tiers.block_tiers import BlockTiers
-from nvme_offload.optim.tiers.parts import ShardParts
 from nvme_offload.optim.updates.mirrored import DeviceMirror
+from nvme_offload.optim.updates.updater import Means
 
 _BEHIND = StepPhase.BEHIND  # to look an enum's member up would call Python
 
@@ -46,14 +46,14 @@ class StateBody(ABC):
         table: ParamTable,
         kernels: KernelPool,
         pipeline: StepPipeline,
-        blocks: BlockTiers,
+        blocks: Blocks,
         mirror: DeviceMirror,
     ) -> None:
         self.owner = owner
         self.table = table
         self.kernels = kernels
         self.pipeline = pipeline
-        self.blocks = blocks
+        self.blocks: Blocks = blocks
         self.mirror = mirror
         self.slots: list[SlotRecord] = []
         """Records of all subgroups that have a place."""
@@ -66,7 +66,7 @@ class StateBody(ABC):
         self.uses = FirstUses()
         """In which order the latest forward used the parameters."""
         self._owner_pid = os.getpid()
-        _remember(self)
+        _bodies[:] = [known for known in _bodies if known() is not None] + [weakref.ref(self)]
 
     @abstractmethod
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
@@ -77,8 +77,7 @@ class StateBody(ABC):
         Raises:
             OutOfSpaceError: names bytes needed and free.
             ConfigError: the host budget does not hold what must be in host memory.
-            SwapIOError: what is in host memory could not be written to its tier.
-            Nothing was placed then.
+            SwapIOError: what is in host memory could not be written to its tier. Nothing was placed then.
         """
 
     def place_trainable(self, records: Iterable[ParamRecord] | None = None) -> None:
@@ -91,7 +90,7 @@ class StateBody(ABC):
         self.ensure_placed([record for record in wanted if record.leaf.requires_grad])
 
     @property
-    def is_settled(self) -> bool:
+    def is_placed(self) -> bool:
         """Whether any state has its place. Until then whoever shards the model may exchange all parameters."""
         return bool(self.slots)
 
@@ -102,7 +101,7 @@ class StateBody(ABC):
 
     def has_state(self, record: ParamRecord) -> bool:
         """Whether a parameter has state: it has a place, or will have when the first one gets its own."""
-        return record.is_placed or (not self.is_settled and record.leaf.requires_grad)
+        return record.is_placed or (not self.is_placed and record.leaf.requires_grad)
 
     @property
     def _trainable(self) -> list[ParamRecord]:
@@ -179,7 +178,7 @@ class StateBody(ABC):
 
         worker.wait_until(is_done)
         if forgiving:
-            worker.failure = None
+            worker.note_failure(None)
         worker.raise_failure()
         self.mirror.end_step()
 
@@ -225,11 +224,11 @@ class StateBody(ABC):
         if record is None:
             return
         with self.worker.kept_away():
-            self.worker.job = None
+            self.worker.drop_job()
             try:
                 self._goes_back(record)
             except (OSError, CorruptionError) as error:
-                self.worker.failure = error
+                self.worker.note_failure(error)
 
     def _goes_back(self, begun: StepRecord) -> bool:
         """Take back what has begun in backward, where that is possible: somebody needs what was before."""
@@ -265,6 +264,19 @@ class StateBody(ABC):
             raise error
 
 
+class StepState(StateBody):
+    """The state as a step finds it, with what it asks of all that the state is placed in."""
+
+    config: StepSettings
+    durability: Commitments
+    means: Means
+    """The updaters of subgroups work with these."""
+
+    @abstractmethod
+    def updated_inside(self, record: ParamRecord) -> str:
+        """Say why a parameter is updated inside `step()`, wherever it is; empty: it need not be: `Updater.inside`."""
+
+
 class _AtRest(AbstractContextManager[None]):
     """See `StateBody.at_rest`. As in `optim.overlap.worker` nothing is called with the lock held, and C gives it back.
 
@@ -291,17 +303,9 @@ class _AtRest(AbstractContextManager[None]):
         return self._lock.__exit__
 
 
-NewParts = Callable[[StateBody, int, ShardParts], ShardParts]
-"""Makes the parts of a split parameter: the state, the index of the parameter in it, and the parts until now."""
-
-
 # Neither attributes of the parameters, which would be copied and pickled with them, nor weak references to them, with
 # which `Module.to` cannot exchange a sharded parameter.
 _bodies: list[weakref.ref[StateBody]] = []
-
-
-def _remember(body: StateBody) -> None:
-    _bodies[:] = [known for known in _bodies if known() is not None] + [weakref.ref(body)]
 
 
 def known_bodies() -> list[StateBody]:

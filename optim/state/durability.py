@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.kernels import KernelPool
@@ -13,8 +15,9 @@ from nvme_offload.optim.state.pipeline import Seal, StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.telemetry.stats import Meter
-from nvme_offload.optim.updates.logs import LogState, SlotLogs
+from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.mirrored import DeviceMirror
+from nvme_offload.optim.updates.updater import Means
 
 
 class Ground(NamedTuple):
@@ -24,6 +27,10 @@ class Ground(NamedTuple):
     kernels: KernelPool
     mirror: DeviceMirror
     meter: Meter
+
+    def param_of(self, index: int) -> torch.Tensor:
+        """Give what is in this process's memory of a parameter."""
+        return self.table[index].param
 
 
 class Durability:
@@ -46,13 +53,15 @@ class Durability:
     """A subgroup is rewritten at least every so many steps."""
     seal: Seal | None = None
     """Completes what is written, so that another process can go on with it."""
-    logs: SlotLogs | None = None
-    """Reads and replays the logs of subgroups."""
 
     def __init__(self, tier: NvmeTier | None) -> None:
         self.tier = tier
 
     # Placing.
+
+    def means(self, ground: Ground) -> Means:
+        """Return what the updaters of an optimizer work with."""
+        return Means(ground.kernels, ground.param_of)
 
     def new_log(self) -> LogState | None:
         """Return what a slot needs besides, if anything."""
@@ -105,7 +114,7 @@ class Durability:
         raise AssertionError("nothing is as committed where nothing is committed")
 
     def end_updates(self, pipeline: StepPipeline, bell: Bell) -> None:
-        """Note that the updates behind a step are done. Called in a turn of the worker, or with it away.
+        """Note that the updates behind a step are done. Called in a shift of the worker, or with it away.
 
         Args:
             pipeline: may still write.

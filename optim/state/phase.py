@@ -20,9 +20,9 @@ import torch
 
 from nvme_offload.offload._torch_private import version_of
 from nvme_offload.offload.errors import StateError
+from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.state.condition import Condition, Need, StepPhase, checkpoint_text
 from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
 from nvme_offload.optim.updates.whole_params import WholeParams
 from nvme_offload.optim.updates.work import StepScalars
 

@@ -90,12 +90,12 @@ class StepPipeline:
 
     @property
     def pool(self) -> BufferPool | None:
-        """The staging buffers. May be exchanged after `drop_copies`."""
+        """The staging buffers."""
         return self._staging.pool
 
-    @pool.setter
-    def pool(self, pool: BufferPool | None) -> None:
-        self._staging.pool = pool
+    def use_pool(self, pool: BufferPool) -> None:
+        """Exchange the staging buffers, after `drop_copies`."""
+        self._staging.use_pool(pool)
 
     @property
     def residents(self) -> list[SlotRecord]:
@@ -119,7 +119,7 @@ class StepPipeline:
             for_change: first write again what could not be written. Readers do not insist: a drive that takes no more
                 writes must not keep them from state that is still in memory.
             load: False when all of the state is about to be overwritten; then a copy on the tier is not read.
-            replay: False for who does himself what the log has that is read with the state: see `LogState.is_behind`.
+            replay: False for who does himself what the log has that is read with it: see `LogState.needs_replay`.
 
         Raises:
             SwapIOError: the read failed, or a write that ran behind did. What could not be written is still in its
@@ -143,7 +143,7 @@ class StepPipeline:
                 self._read_ahead(window, load)
         if slot.residency is Residency.UNBORN:
             self._give_birth(slot, slot.buffer)
-        if replay and slot.log is not None and slot.log.is_behind:
+        if replay and slot.log is not None and slot.log.needs_replay:
             self._catch_up(slot)
         return slot.buffer
 
@@ -230,7 +230,7 @@ class StepPipeline:
         """Ring this bell whenever a transfer is done that begins from here on."""
         self._staging.listener = bell
 
-    def open_for_change(self, slot: SlotRecord) -> None:
+    def begin_change(self, slot: SlotRecord) -> None:
         """Let what is done to the acquired memory from here on count from `will_change` on; without it it is forgotten.
 
         In host memory there is one copy, and nothing to go back to.
@@ -247,7 +247,7 @@ class StepPipeline:
         """
         if slot.home.memory is None:
             if slot.log is not None:
-                slot.log.open_version(frozenset(updated))
+                slot.log.begin_version(frozenset(updated))
             slot.become(Residency.DIRTY)
 
     def release(self, slot: SlotRecord) -> None:
@@ -341,7 +341,7 @@ class StepPipeline:
     def _catch_up(self, slot: SlotRecord) -> None:
         """Do what the log has. Where an exception cuts that short, it is read again: it must not be done twice."""
         assert self._seal is not None
-        self.open_for_change(slot)
+        self.begin_change(slot)
         self._seal.replay(slot)
         slot.become(Residency.STAGED)
 
@@ -418,7 +418,7 @@ class HeldState(AbstractContextManager[Memory]):
     def __enter__(self) -> Memory:
         memory = self._pipeline.acquire([self._slot], 0, for_change=self._change, load=self._load)
         if self._change:
-            self._pipeline.open_for_change(self._slot)
+            self._pipeline.begin_change(self._slot)
         return memory
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,27 +13,27 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
+from nvme_offload.offload.devices.numa import num_processors_of_rank
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.offload.host.available_memory import auto_host_budget
+from nvme_offload.offload.host.available_memory import auto_host_budget, ranks_on_host
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.staging.home import VISITING, Resident, Staying
-from nvme_offload.offload.storage.device_tier import DeviceTier
-from nvme_offload.offload.storage.host_tier import HostTier
+from nvme_offload.offload.storage.memory_tier import DeviceTier, HostTier
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan, Unit, plan_tiers
 from nvme_offload.offload.storage.tier_plan import Tier as TierName
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.optim.kernels import KernelPool, num_threads_of_rank
+from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.account import account_of
-from nvme_offload.optim.state.body import NewParts, StateBody, check_sole
+from nvme_offload.optim.state.body import StateBody, StepState, check_sole
 from nvme_offload.optim.state.condition import StepPhase, UnresumedRun
-from nvme_offload.optim.state.durability import Ground, OpenDurability
+from nvme_offload.optim.state.durability import Durability, Ground, OpenDurability
 from nvme_offload.optim.state.masters import give_birth
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.placement import StatePlacement
@@ -41,13 +42,15 @@ from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.tiers.block_tiers import Admission, BlockTiers
-from nvme_offload.optim.tiers.parts import OwnParts, parts_of, split_shard
-from nvme_offload.optim.updates.choice import updater_of
+from nvme_offload.optim.tiers.parts import OwnParts, ShardParts, parts_of, split_shard
+from nvme_offload.optim.updates.choice import updater_of, way_of
 from nvme_offload.optim.updates.mirrored import DeviceMirror
-from nvme_offload.optim.updates.updater import Means
+
+NewParts = Callable[[StateBody, int, ShardParts], ShardParts]
+"""Makes the parts of a split parameter: the state, the index of the parameter in it, and the parts until now."""
 
 
-class StateStore(StateBody):
+class StateStore(StepState):
     """Subgroups of all parameters on the tier that the configuration names.
 
     Args:
@@ -72,7 +75,7 @@ class StateStore(StateBody):
         open_durability: OpenDurability,
         new_parts: NewParts,
     ) -> None:
-        self.config = config
+        self.config: OffloadConfig = config
         self._new_parts = new_parts
         self._placement = StatePlacement(config, rule)  # what is refused leaves no files behind
         self._tiers: dict[TierName, Tier] = {"host": HostTier()}
@@ -82,19 +85,18 @@ class StateStore(StateBody):
         """The plan of what lives where."""
         self._arrived: list[ParamRecord] = []
         """Placed, with something still where it was before: see `_tidy_up`."""
-        table, kernels = ParamTable(), KernelPool(num_threads_of_rank())
+        table, kernels = ParamTable(), KernelPool(_num_threads())
         locks = PageLocks(config.zero_optimization.offload_optimizer.pin_memory, warn_user)
         mirror = DeviceMirror(meter, locks)
-        self.durability = durability = open_durability(Ground(table, kernels, mirror, meter))
+        ground = Ground(table, kernels, mirror, meter)
+        self.durability: Durability = open_durability(ground)
+        durability = self.durability
         try:
             if durability.tier is not None:
                 self._tiers["nvme"] = durability.tier
                 self.pool = BufferPool(1, 1)
             self._placement = StatePlacement(config, rule, durability.period, durability.size_in_buffer)
-            self.means = Means(
-                kernels, lambda index: table[index].param, durability.logs, begin_writing=durability.begin_writing
-            )
-            """The updaters of subgroups work with these."""
+            self.means = durability.means(ground)
             pipeline = StepPipeline(
                 # Not methods of this object, which would live until the garbage collector runs.
                 lambda slot, memory: give_birth(slot, memory, table, kernels),
@@ -104,9 +106,10 @@ class StateStore(StateBody):
                 kernels.tile_checksums if config.aio.checksums else None,
                 durability.seal,
             )
-            super().__init__(owner, table, kernels, pipeline, BlockTiers(config, kernels, locks), mirror)
+            self.blocks: BlockTiers = BlockTiers(config, kernels, locks)
+            super().__init__(owner, table, kernels, pipeline, self.blocks, mirror)
             if durability.run_found is not None:
-                self.condition = UnresumedRun(owner, durability.run_found)
+                self.enter(UnresumedRun(owner, durability.run_found))
         except BaseException:
             durability.close()
             raise
@@ -115,6 +118,10 @@ class StateStore(StateBody):
     def tier(self) -> NvmeTier | None:
         """The drives of the state; None where none of it is on NVMe."""
         return self.durability.tier
+
+    def updated_inside(self, record: ParamRecord) -> str:
+        """Say why a parameter is updated inside `step()`: see `StateBody`."""
+        return way_of(record.rule, is_durable=self.durability.takes_all, on_device=False).inside
 
     def begin_load(self) -> None:
         """Begin a load: see `StateBody.begin_load`. A run that was found and not resumed is left as it is until then.
@@ -134,7 +141,7 @@ class StateStore(StateBody):
         self._tidy_up()
         self._fix_budget()
         wanted = {record.index for record in records}
-        if wanted and not self.is_settled:
+        if wanted and not self.is_placed:
             wanted |= {record.index for record in self._trainable}
         missing = [record for record in self.table if record.index in wanted and not record.is_placed]
         check_sole(self, missing)
@@ -145,11 +152,9 @@ class StateStore(StateBody):
             plan = self._place(missing, admitted, slots)
             self._write_rests(slots)
             self.blocks.take(admitted)
-            for record in missing:
-                record.is_placed = True
+            self.table.note_placed(missing, True)
         except BaseException:
-            for record in missing:
-                record.is_placed = False
+            self.table.note_placed(missing, False)
             self._give_up(slots)
             self.blocks.drop(admitted)
             raise
@@ -191,7 +196,7 @@ class StateStore(StateBody):
 
     def _fix_budget(self) -> None:
         """Until something has its place, a budget of "auto" is what is left beside what these parameters will take."""
-        if not self.is_settled:
+        if not self.is_placed:
             self._placement.fix_budget(lambda: auto_host_budget() - account_of(self.config, self.table).to_come())
 
     def _check_room(self, sizes: Sequence[int]) -> None:
@@ -203,7 +208,9 @@ class StateStore(StateBody):
         if not self._arrived:
             return
         for record in self._arrived:
-            self._let_go_of_rest(record)
+            split = split_shard(record.leaf)
+            if split is not None and isinstance(split.parts, OwnParts):  # not where this was cut short before
+                split.use_parts(self._new_parts(self, record.index, split.parts))
         for record in self.table:
             record.note_place()
         self.table.look_again()  # lets go of what was resident
@@ -236,8 +243,9 @@ class StateStore(StateBody):
         if moving:
             self.pipeline.synchronize()  # a write that failed says so before anything is promised
             self._fit_pool([slot.subgroup for slot in moving])
-        if len(on["device"]) < len(subgroups):
-            self._fit_mirror(set(there.values()), [slot.subgroup for slot in (*on["host"], *moving)])
+        if there and len(on["device"]) < len(subgroups):
+            largest = self._largest_numel([slot.subgroup for slot in (*on["host"], *moving)])
+            self.mirror.fit(_only(set(there.values())), largest)
         # Last, because it is what would have to be given back.
         if self.durability.takes_all:  # what a host budget has room for is never read again
             self.durability.promise([slot.subgroup for slot in slots])
@@ -335,12 +343,6 @@ class StateStore(StateBody):
             self.pipeline.release(slot)
         self.pipeline.synchronize()
 
-    def _let_go_of_rest(self, record: ParamRecord) -> None:
-        """From now on the one in the state counts."""
-        split = split_shard(record.leaf)
-        if split is not None and isinstance(split.parts, OwnParts):  # not where this was cut short before
-            split.use_parts(self._new_parts(self, record.index, split.parts))
-
     def _cut(self, records: Sequence[ParamRecord], blocks: Sequence[Unit]) -> list[Subgroup]:
         places = [
             ParamToPlace(
@@ -413,14 +415,17 @@ class StateStore(StateBody):
         self.tier.register([larger])
         before = self.pool
         # In this order: an exception in between leaves nobody with a pool that is closed, and it is done again.
-        self.pipeline.pool = larger
+        self.pipeline.use_pool(larger)
         self.pool = larger
         if before is not None:
             before.close()
 
-    def _fit_mirror(self, devices: set[torch.device], subgroups: Sequence[Subgroup]) -> None:
-        if devices:
-            self.mirror.fit(_only(devices), self._largest_numel(subgroups))
+
+def _num_threads() -> int:
+    """As many as torch uses; under torchrun, which sets that to 1, this rank's share of the CPUs."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return max(torch.get_num_threads(), num_processors_of_rank(ranks_on_host()))
+    return torch.get_num_threads()
 
 
 def _only(devices: set[torch.device]) -> torch.device:

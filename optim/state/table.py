@@ -11,14 +11,13 @@ import torch
 
 from nvme_offload.offload._torch_private import without_torch_function
 from nvme_offload.offload.devices.device import HOST, is_device
-from nvme_offload.offload.shards.param_tier import TieredShard
-from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.offload.shards.stored import TieredShard
+from nvme_offload.optim.kernels import KernelPool, OnAccelerator
 from nvme_offload.optim.layout.flat import Layout, flat_view, storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, TILE_NUMEL, MasterForm, num_tiles
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.tiers.parts import OwnParts, parts_of, split_shard
-from nvme_offload.optim.updates.in_torch import OnAccelerator
 
 _tile_sums = OnAccelerator().tile_checksums
 
@@ -83,6 +82,14 @@ class ParamRecord:
         """The masters of a split shard without state have this besides what is stored; None where that says all."""
         parts = parts_of(self.leaf)
         return parts.rest if isinstance(parts, OwnParts) else None
+
+    def look_again(self) -> None:
+        """Look where the parameter is now; what it was in before is let go."""
+        self.param = storage_of(self.leaf)
+
+    def let_wait(self, is_awaited: bool) -> None:
+        """Note whether the forwards of a plain module wait until it is updated."""
+        self.is_awaited = is_awaited
 
     def note_place(self) -> None:
         """Look whether the parameter is on the parameter tier now."""
@@ -220,7 +227,7 @@ class ParamTable:
     def look_again(self) -> None:
         """Look where parameters are now; what they were in before is let go."""
         for record in self._records:
-            record.param = storage_of(record.leaf)
+            record.look_again()
 
     def check_layouts(self) -> None:
         """Look where parameters are now; raise ValueError for one that no longer lies in memory as it did."""
@@ -230,6 +237,11 @@ class ParamTable:
                 raise ValueError(
                     f"{record.name} was {record.layout} and is now {found}: make the optimizer after converting a model"
                 )
+
+    def note_placed(self, records: Iterable[ParamRecord], is_placed: bool) -> None:
+        """Note whether the state of these has its place."""
+        for record in records:
+            record.is_placed = is_placed
 
     def count_steps(self, counts: Mapping[int, int]) -> None:
         """Set how many updates parameters have had, by index. It may be cut short and done once more."""

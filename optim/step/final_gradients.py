@@ -15,10 +15,10 @@ from nvme_offload.offload.devices.device import Event, is_host, queued
 from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.state.body import StepState
 from nvme_offload.optim.state.condition import StepPhase
 from nvme_offload.optim.state.phase import Claims, StepInputs, StepRecord, count_parts
 from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.step.guess import Guess, Guesses
 from nvme_offload.optim.step.hiding import Schedules
@@ -57,7 +57,7 @@ class Inbox:
     """
 
     def __init__(
-        self, store: StateStore, expected: Collection[int], order: Sequence[SlotRecord], guess: Guess | None
+        self, store: StepState, expected: Collection[int], order: Sequence[SlotRecord], guess: Guess | None
     ) -> None:
         self.guess = guess
         self.sums: dict[int, torch.Tensor] = {}
@@ -141,7 +141,7 @@ class FinalGradients:
 
     def __init__(
         self,
-        store: StateStore,
+        store: StepState,
         meter: Meter,
         rule: UpdateRule,
         schedules: Schedules,
@@ -174,6 +174,10 @@ class FinalGradients:
             if record.index not in self._hooked and param.requires_grad:
                 self._hooked.add(record.index)
                 param.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
+
+    def expect_step(self, after_next_backward: bool) -> None:
+        """See `OffloadOptimizer.expect_step`."""
+        self.is_last_backward = after_next_backward
 
     @property
     def must_agree(self) -> bool:
@@ -334,7 +338,7 @@ class FinalGradients:
             if begun is None or guess is None:
                 return
             self._is_taken_back = True  # first: an exception leaves some of it to be taken back once more
-            store.worker.job = None
+            store.worker.drop_job()
             store.durability.take_back(list(guess.updated), store.pipeline)
             self._meter.count_updates(taken_back=len(guess.updated))
             store.be_whole()
@@ -357,7 +361,7 @@ class FinalGradients:
             begun = self._begun
             if begun is None:
                 return
-            store.worker.job = None
+            store.worker.drop_job()
             if begun.done:
                 begun.become(StepPhase.SPOILT)
             else:

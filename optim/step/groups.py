@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,32 +12,6 @@ from nvme_offload.optim.layout.flat import check_no_overlap, check_no_repeats, c
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
-
-
-def check_group(
-    rule: UpdateRule, group: Mapping[str, Any], number: int, records: Iterable[ParamRecord], owner: str
-) -> None:
-    """Check hyperparameters of parameters that have been taken on.
-
-    Args:
-        rule: the optimizer's.
-        group: hyperparameters by name.
-        number: of the group.
-        records: the parameters in it.
-        owner: the optimizer's name.
-
-    Raises:
-        ValueError: one cannot be used, or asks for other states than a parameter has.
-    """
-    rule.check(group, number)
-    other = rule.of(group)
-    for record in records:
-        if record.rule != other:
-            asked = ", ".join(f"{key} = {group[key]!r}" for key in rule.shaping)
-            raise ValueError(
-                f"parameter group {number}: {asked}: its state is then {_listed(other)}, and it was made with "
-                f"{_listed(record.rule)}; make a new {owner} for that"
-            )
 
 
 def new_params(rule: UpdateRule, group: Mapping[str, Any], number: int, table: ParamTable) -> dict[torch.Tensor, str]:
@@ -81,7 +55,7 @@ def follow(store: StateStore, rule: UpdateRule, groups: Sequence[Mapping[str, An
     Raises:
         ValueError: one of the others cannot be used; names it.
     """
-    if store.is_settled:
+    if store.is_placed:
         return
     leaves = dict.fromkeys(leaf for group in groups for leaf in group["params"])
     if [*map(id, leaves)] == [*map(id, store.table.leaves)]:
@@ -89,7 +63,3 @@ def follow(store: StateStore, rule: UpdateRule, groups: Sequence[Mapping[str, An
     store.table.drop(0)
     for number, group in enumerate(groups):
         take_on(store, rule, group, number)
-
-
-def _listed(rule: UpdateRule) -> str:
-    return ", ".join(f"{state.name} (from {state.birth:g})" for state in rule.states) or "none"

@@ -12,8 +12,8 @@ import math
 
 import torch
 
+from nvme_offload.optim.state.body import StepState
 from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.step.norm import clip_coefficient
 
 _LEAST_RUN, _LONGEST_RUN = 4, 1024
@@ -59,7 +59,7 @@ class Guess:
         max_norm: the largest norm that is not clipped; 0: none is.
     """
 
-    def __init__(self, store: StateStore, factor: float, max_norm: float) -> None:
+    def __init__(self, store: StepState, factor: float, max_norm: float) -> None:
         self.factor = factor
         self.is_off = False
         """Whether it is wrong for certain: nothing more is updated with it."""

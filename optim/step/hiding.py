@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nvme_offload.offload.devices.device import is_device, is_host
-from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.state.body import StepState
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.step.schedule import OverlapStep, hindrance, schedule_of
 from nvme_offload.optim.tiers.parts import parts_of
-from nvme_offload.optim.updates.choice import way_of
 
 
 class Schedules:
@@ -19,7 +18,7 @@ class Schedules:
         store: the optimizer's state.
     """
 
-    def __init__(self, store: StateStore) -> None:
+    def __init__(self, store: StepState) -> None:
         self._store = store
         self._of: dict[int, OverlapStep] = {}
 
@@ -40,7 +39,7 @@ class Schedules:
         return self._of.get(index, "off")
 
 
-def schedule_in(store: StateStore, record: ParamRecord) -> OverlapStep:
+def schedule_in(store: StepState, record: ParamRecord) -> OverlapStep:
     """Return the schedule by which a parameter is updated."""
     return schedule_of(
         store.config.overlap_step,
@@ -50,11 +49,11 @@ def schedule_in(store: StateStore, record: ParamRecord) -> OverlapStep:
     )
 
 
-def hindrance_in(store: StateStore, record: ParamRecord) -> str | None:
+def hindrance_in(store: StepState, record: ParamRecord) -> str | None:
     """Say why a placed parameter has to be updated inside `step()`; None where whoever reads it finds it updated."""
     return hindrance(
         store.owner,
-        inside=way_of(record.rule, is_durable=store.means.logs is not None, on_device=False).inside,
+        inside=store.updated_inside(record),
         through_buffers=store.blocks.pass_through_buffers,
         # Parts of what is placed are `StateParts`, or will be when the model is born.
         readers_wait=parts_of(record.leaf) is not None or (record.is_awaited and is_host(record.param.device)),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from nvme_offload.optim.state.body import StepState
 from nvme_offload.optim.state.condition import StepPhase
 from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.step.schedule import Schedule, ahead, next_update
 from nvme_offload.optim.step.update import read_update_write
 from nvme_offload.optim.step.waiting_parameter import let_read
@@ -45,7 +45,7 @@ class StepJob:
 
     def __init__(
         self,
-        store: StateStore,
+        store: StepState,
         meter: Meter,
         record: StepRecord,
         schedule: Schedule[SlotRecord],
@@ -72,7 +72,7 @@ class StepJob:
         window = self._window
         return window is not None and self._num_read == len(window) and self._store.pipeline.is_quiet
 
-    def turn(self) -> bool:
+    def shift(self) -> bool:
         """Update the first subgroup that is in memory, if any is; when all are updated, read for the next step."""
         if self.record.phase is StepPhase.DONE:
             self._read_first()

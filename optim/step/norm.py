@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.optim.kernels import KernelPool, ordered_sum
+from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.ranks.collective import device_of
-from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
 
 _SQUARED_AT_ONCE = 256 * TILE_NUMEL
 
@@ -117,7 +117,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 def tile_sums(grad: torch.Tensor, pool: KernelPool) -> torch.Tensor:
     """Sums of squares of the tiles of a flat gradient in host memory, fp64 [tiles] on the CPU."""
-    return grad.tile_sums if isinstance(grad, PartitionStandIn) else pool.tile_sq_sums(grad)
+    return grad.partition.landed_sums if isinstance(grad, PartitionStandIn) else pool.tile_sq_sums(grad)
 
 
 def _sums_of(grads: Mapping[int, torch.Tensor], pool: KernelPool, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _sums_of(grads: Mapping[int, torch.Tensor], pool: KernelPool, known: Mapping
     parts: list[torch.Tensor] = []
     unknown: list[torch.Tensor] = []
     for index, grad in grads.items():
-        taken = grad.tile_sums if isinstance(grad, PartitionStandIn) else known.get(index)
+        taken = grad.partition.landed_sums if isinstance(grad, PartitionStandIn) else known.get(index)
         if taken is None:
             unknown.append(grad)
             continue

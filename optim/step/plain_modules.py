@@ -88,12 +88,12 @@ class PlainModules:
                 self._handles.append(module.register_forward_pre_hook(wait, prepend=True))
                 awaited.update(indices)
         for index in awaited:  # last: before, whoever interrupts this finds updates inside the step
-            table[index].is_awaited = True
+            table[index].let_wait(True)
 
     def _forget(self) -> None:
         let_read(self._body.table)
         for record in self._body.table:
-            record.is_awaited = False
+            record.let_wait(False)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from nvme_offload.optim.rules.rule import UpdateRule, rounded
-from nvme_offload.optim.state.store import StateStore
-from nvme_offload.optim.step.groups import check_group
+from nvme_offload.optim.state.body import StepState
+from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.updates.work import StepScalars
 
 
 def scalars_of(
-    store: StateStore,
+    store: StepState,
     rule: UpdateRule,
     groups: Sequence[Mapping[str, Any]],
     indices: Collection[int],
@@ -45,3 +45,33 @@ def scalars_of(
                 by_step[key] = StepScalars(own.scalars(group, key[1]), scale)
             scalars[record.index] = by_step[key]
     return scalars
+
+
+def check_group(
+    rule: UpdateRule, group: Mapping[str, Any], number: int, records: Iterable[ParamRecord], owner: str
+) -> None:
+    """Check hyperparameters of parameters that have been taken on.
+
+    Args:
+        rule: the optimizer's.
+        group: hyperparameters by name.
+        number: of the group.
+        records: the parameters in it.
+        owner: the optimizer's name.
+
+    Raises:
+        ValueError: one cannot be used, or asks for other states than a parameter has.
+    """
+    rule.check(group, number)
+    other = rule.of(group)
+    for record in records:
+        if record.rule != other:
+            asked = ", ".join(f"{key} = {group[key]!r}" for key in rule.shaping)
+            raise ValueError(
+                f"parameter group {number}: {asked}: its state is then {_listed(other)}, and it was made with "
+                f"{_listed(record.rule)}; make a new {owner} for that"
+            )
+
+
+def _listed(rule: UpdateRule) -> str:
+    return ", ".join(f"{state.name} (from {state.birth:g})" for state in rule.states) or "none"

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, filterfalse, islice
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
+from nvme_offload.optim.state.asked import OverlapStep as OverlapStep
 from nvme_offload.optim.state.slots import SlotRecord
 
 S = TypeVar("S")
 """A subgroup: its slot, or whatever stands for it."""
 S_co = TypeVar("S_co", covariant=True)
-
-OverlapStep = Literal["off", "forward", "backward", "speculate"]
-"""The name of a schedule, as the section's ``overlap_step`` has it."""
 
 LOOK_AHEAD = 256  # subgroups; most of them may be in host memory, past which the reads go on
 

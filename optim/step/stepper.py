@@ -17,10 +17,10 @@ from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.state.body import StepState
 from nvme_offload.optim.state.condition import Need, StepPhase
 from nvme_offload.optim.state.phase import StepInputs, StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.step.final_gradients import FinalGradients, StepCommits
 from nvme_offload.optim.step.guess import Guesses
@@ -49,7 +49,7 @@ class Stepper:
 
     def __init__(
         self,
-        store: StateStore,
+        store: StepState,
         rule: UpdateRule,
         meter: Meter,
         norm_group: dist.ProcessGroup | None,
@@ -91,7 +91,7 @@ class Stepper:
         if after_next_backward and self.final.must_agree:
             with self._store.at_rest():
                 self._settle_commit()
-        self.final.is_last_backward = after_next_backward
+        self.final.expect_step(after_next_backward)
 
     def _settle_commit(self) -> None:
         """Know of the commit of the step before whether it lasts. Collective where several ranks step together."""
@@ -119,11 +119,13 @@ class Stepper:
         number, has_begun = self._meter.steps + 1, False
         try:
             with DeferredInterrupt() as interrupt, self._meter.stepping(), self._between_steps(interrupt):
-                self._check_begins()
+                if (refusal := self._store.condition.refuses(Need.NEXT_STEP)) is not None:
+                    self._store.worker.raise_failure()
+                    raise refusal
                 has_begun = True
                 self._note_changed_on_device()
                 self._report_changed()
-                self._step(number, groups, self._settled(groups), loss_scale, found_inf, interrupt)
+                self._step(number, groups, self._placed(groups), loss_scale, found_inf, interrupt)
         except BaseException as error:
             if has_begun or not isinstance(error, Exception):  # else it is a refusal
                 error.add_note(self._where_it_stands(number))
@@ -137,12 +139,7 @@ class Stepper:
         has_begun = store.record_in(StepPhase.BEGUN) is not None
         return store.worker.kept_away() if has_begun else store.at_rest(meanwhile=interrupt.deliver)
 
-    def _check_begins(self) -> None:
-        if (refusal := self._store.condition.refuses(Need.NEXT_STEP)) is not None:
-            self._store.worker.raise_failure()
-            raise refusal
-
-    def _settled(self, groups: Sequence[Mapping[str, Any]]) -> list[ParamRecord]:
+    def _placed(self, groups: Sequence[Mapping[str, Any]]) -> list[ParamRecord]:
         """Return the parameters of the groups. Those that have a gradient have their place from here on."""
         store = self._store
         members = store.table.members(groups)
@@ -249,7 +246,7 @@ class Stepper:
         known = dict(self.final.sums) if self.final is not None else {}
         if not all(is_host(grad.device) for grad in grads.values()):  # backward is still under way: this waits for it
             with self._meter.waiting("device"):
-                store.blocks.settle_gradients()
+                store.blocks.land_gradients()
                 known |= sums_from_device({index: grad for index, grad in grads.items() if index not in known})
         with self._meter.computing("norm", -1), record_function("nvme_offload: norm"):
             return total_norm(
@@ -401,20 +398,17 @@ class Stepper:
         record.keep_pending_only()
         let_read(store.table[index] for index in record.inputs.counts if not record.concerns(index))
         let_wait(store.table[index] for index in record.inputs.counts if record.concerns(index))
-        following = self._following(record)
+        # Subgroups as the next step will probably go through them.
+        following = forward_order(record.order, store.uses.ranks) if self.final is not None else list(record.order)
         begins = self.final is not None and self.final.begins_next
         first = first_of_next(following, begins_in_backward=begins)
         schedule = Behind(following, began_in_backward=bool(record.done))
         job = StepJob(store, self._meter, record, schedule, first=first)
         # In this order, so that whoever interrupts it leaves a step that can be finished, or one that somebody does.
-        store.worker.job = job
+        store.worker.take_on(job)
         self._meter.count_step(record.number)
         record.become(StepPhase.BEHIND)
         store.worker.wake()
-
-    def _following(self, record: StepRecord) -> list[SlotRecord]:
-        """Subgroups as the next step will probably go through them."""
-        return forward_order(record.order, self._store.uses.ranks) if self.final is not None else list(record.order)
 
     def _note_changed_on_device(self) -> None:
         """Ask the device what the step before found there: this step waits for it anyway, for the norm."""

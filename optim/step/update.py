@@ -9,17 +9,17 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.optim.layout.flat import PartitionStandIn
+from nvme_offload.optim.state.body import StepState
 from nvme_offload.optim.state.phase import StepInputs, StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamTable, PlacesInTable
 from nvme_offload.optim.telemetry.stats import Meter
-from nvme_offload.optim.tiers.grad_tier import PartitionStandIn
 from nvme_offload.optim.updates.work import SubgroupStep
 
 
 def read_update_write(
-    store: StateStore,
+    store: StepState,
     meter: Meter,
     record: StepRecord,
     order: Sequence[SlotRecord],
@@ -68,4 +68,4 @@ def _work_of(slot: SlotRecord, memory: Memory, inputs: StepInputs, table: ParamT
 
 def _flat(grad: torch.Tensor) -> torch.Tensor:
     """Return a gradient in memory, 1D. Where it is on a tier, its block must be held."""
-    return grad.flat if isinstance(grad, PartitionStandIn) else grad
+    return grad.partition.view() if isinstance(grad, PartitionStandIn) else grad

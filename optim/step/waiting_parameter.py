@@ -1,13 +1,12 @@
 """A parameter of a plain module while its update is done behind a step: whoever reads it waits.
 
-What may come between two instructions
---------------------------------------
+What may come between two instructions --------------------------------------
 The class of a parameter says whether its readers wait, and nothing else: one that is of the waiting class, and has no
 update before it, is read at once. So the class may stay too long, and nothing has to be undone. Too early it must not
 go:
 
 1. It comes before the update can begin: before the worker gets the job, or the gradient.
-2. It goes when the update is done, and only by who owns the state: in a turn of the worker, or where that is kept away.
+2. It goes when the update is done, and only by who owns the state: in a shift of the worker, or with that kept away.
    A reader never puts it back: another step may have begun between his look and that.
 """
 
@@ -89,13 +88,13 @@ def let_wait(records: Iterable[ParamRecord]) -> None:
 
 
 def let_read(records: Iterable[ParamRecord]) -> None:
-    """Have nobody wait for these parameters any more. Call it in a turn of the worker, or with that kept away."""
+    """Have nobody wait for these parameters any more. Call it in a shift of the worker, or with that kept away."""
     for record in records:
         if isinstance(record.leaf, WaitingParameter):
             record.leaf.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def _settle() -> None:
+def _end_updates() -> None:
     """A forked child has nobody who does what is left: its parameters are those of now."""
     for body in known_bodies():
         if body.is_own_process and any(isinstance(leaf, WaitingParameter) for leaf in body.table.leaves):
@@ -106,4 +105,4 @@ def _has_nothing_left(worker: Worker) -> bool:
     return worker.job is None or not worker.job.must_end
 
 
-os.register_at_fork(before=_settle)
+os.register_at_fork(before=_end_updates)

@@ -39,7 +39,7 @@ def trace_events(spans: Iterable[Span]) -> list[dict[str, Any]]:
     for name, kinds in TRACKS.items():
         for lane in _lanes([span for span in spans if span.kind in kinds]):
             number += 1
-            events.append(_name_of(number, name))
+            events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}})
             events += [_event(span, number, zero) for span in lane]
     return events
 
@@ -61,10 +61,6 @@ def _lanes(spans: list[Span]) -> list[list[Span]]:
             lanes.append([span])
             open_in.append([span.end_ns])
     return lanes
-
-
-def _name_of(number: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}}
 
 
 def _event(span: Span, number: int, zero: int) -> dict[str, Any]:

@@ -48,9 +48,15 @@ class _Arrival:
             self.failure = error
         self.has_landed.set()
 
+    def let_go(self, queue: CopyQueue) -> None:
+        """Have the device's memory used again, behind the copy, by the stream that brought the gradient."""
+        if self.grad is not None:  # else it has landed
+            queue.let_current_come_after(self.mark)
+            self.grad = None
+
     def forget_what_follows(self) -> None:
         """Land and do nothing more."""
-        self.then = _do_nothing
+        self.then = lambda: None
 
 
 class Arrivals:
@@ -141,10 +147,7 @@ class Arrivals:
         self._on_way.append(arrival)  # first: whatever stops what follows, nobody takes the memory before it is over
         self._kept.append(arrival)
         while len(self._kept) > _NUM_KEPT:
-            oldest = self._kept[0]
-            if oldest.grad is not None:  # else it has landed
-                self._queue.let_current_come_after(oldest.mark)
-                oldest.grad = None
+            self._kept[0].let_go(self._queue)
             self._kept.popleft()
         self._queue.come_after()
         self._queue.copy(target, arrival.grad, kept=True)
@@ -171,10 +174,6 @@ class Arrivals:
         room = HostRegion(size_bytes)
         self._locks.lock(room, self.device, 'write "none" for offload_gradients.device')
         return room
-
-
-def _do_nothing() -> None:
-    """Do nothing: this follows for a gradient that nobody needs any more."""
 
 
 def _land_each(handed: _Handed, device: torch.device) -> None:

@@ -17,17 +17,19 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.shards.host_block import HostBlock
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
-from nvme_offload.offload.shards.param_tier import ParamTier, ResidentShard, TieredShard, UnbornShard
+from nvme_offload.offload.shards.param_tier import ParamTier
+from nvme_offload.offload.shards.stored import ResidentShard, TieredShard, UnbornShard
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
-from nvme_offload.offload.storage.host_tier import HostTier
+from nvme_offload.offload.storage.memory_tier import HostTier
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Tier as StorageTier
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
-from nvme_offload.optim.tiers.grad_tier import GradTier, PartitionStandIn
+from nvme_offload.optim.tiers.grad_tier import GradTier
 from nvme_offload.optim.tiers.parts import GatherGroup, parts_of
 from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
 
@@ -87,11 +89,10 @@ class BlockTiers:
         self._numbers: dict[GatherGroup, int] = {}
         self._param_places: dict[GatherGroup, list[TieredShard]] = {}
         self._param_blocks: dict[int, Block | HostBlock] = {}
-        self._grad_blocks: dict[int, Block] = {}
+        self._grad_blocks: dict[int, Block | HostBlock] = {}
+        """Blocks in host memory are of parameters on a device."""
         self.beside: list[torch.Tensor] = []
         """Frozen shards in parts that the optimizer has not, because of their dtype: a quantized base has such."""
-        self._host_grads: dict[int, HostBlock] = {}
-        """Gradients of parameters on a device that are kept in host memory."""
         self._placed: dict[str, dict[GatherGroup, Unit]] = {cache.kind: {} for cache, _ in self._caches()}
         """The units of blocks that have a place, by kind."""
 
@@ -133,7 +134,7 @@ class BlockTiers:
         Gradients in host memory beside a device have one place for good. What comes there next is of a parameter that
         was gathered, and so updated, before.
         """
-        return self.params is not None or bool(self._grad_blocks)
+        return self.params is not None or any(isinstance(block, Block) for block in self._grad_blocks.values())
 
     def takes_gradient(self, leaf: torch.Tensor) -> bool:
         """Whether the gradient of a parameter comes to a tier when it arrives."""
@@ -148,8 +149,7 @@ class BlockTiers:
         """Whether nothing of a parameter that is computed with on a device is there during a step."""
         if parts_of(leaf) is None or self._config.zero_optimization.offload_param.device == "none":
             return False
-        has_no_room = self.number_of(leaf) in self._grad_blocks.keys() | self._host_grads.keys()
-        takes = self.takes_gradient(leaf) or not has_no_room
+        takes = self.takes_gradient(leaf) or self.number_of(leaf) not in self._grad_blocks
         return self._config.offload_gradients.device != "none" and takes
 
     def admit(self, trained: Iterable[torch.Tensor], frozen: Iterable[torch.Tensor]) -> Admission:
@@ -188,8 +188,8 @@ class BlockTiers:
         """Gradients of these parameters, which have none yet, may have no room in the block of their group."""
         if self.grads is None:
             return
-        known = self._grad_blocks.keys() | self._host_grads.keys()
-        late = [leaf for leaf in leaves if self.number_of(leaf) in known and not self.grads.takes(leaf)]
+        grads, blocks = self.grads, self._grad_blocks
+        late = [leaf for leaf in leaves if self.number_of(leaf) in blocks and not grads.takes(leaf)]
         if late:
             names = sorted({group.name for group in _groups_of(late)})
             warn_user(
@@ -228,32 +228,21 @@ class BlockTiers:
             units = [unit for unit in placed if unit.kind == kind]
             self._placed[kind] = dict(zip([*before, *admitted.groups_of(kind)], units, strict=True))
         if self.params is not None:
-            moving = self._moving(admitted, PARAMS)
-            staying = [group for group in admitted.params if group not in moving and group.is_on_device]
             device = next((group.device for group in admitted.params), HOST)
-            self._note(moving, self.params.reserve([(group.name, group.forms) for group in moving], device))
-            self._note(staying, self.params.reserve_in_memory([(group.name, group.forms) for group in staying], device))
+            for groups, in_memory in self._divided(admitted, PARAMS):
+                forms = [(group.name, group.forms) for group in groups]
+                for group, places in zip(groups, self.params.reserve(forms, device, in_memory=in_memory), strict=True):
+                    self._param_places[group] = places
+                    self._param_blocks[self._numbers[group]] = places[0].block
         if self.grads is not None:
-            moving = self._moving(admitted, GRADS)
-            blocks = self.grads.reserve([(group.name, group.partitions) for group in moving])
-            for group, block in zip(moving, blocks, strict=True):
-                self._grad_blocks[self._numbers[group]] = block
-            staying = [group for group in admitted.grads if group not in moving and group.is_on_device]
-            kept = self.grads.reserve_in_memory([(group.name, group.partitions) for group in staying])
-            for group, host_block in zip(staying, kept, strict=True):
-                self._host_grads[self._numbers[group]] = host_block
-
-    def _note(self, groups: Sequence[GatherGroup], places: Sequence[list[TieredShard]]) -> None:
-        for group, stored in zip(groups, places, strict=True):
-            self._param_places[group] = stored
-            self._param_blocks[self._numbers[group]] = stored[0].block
+            for groups, in_memory in self._divided(admitted, GRADS):
+                blocks = self.grads.reserve([(group.name, group.partitions) for group in groups], in_memory=in_memory)
+                self._grad_blocks.update(zip((self._numbers[group] for group in groups), blocks, strict=True))
 
     def drop(self, admitted: Admission) -> None:
         """Undo `admit`, `reserve` and a `take` that failed, as far as they came."""
         for group in reversed(admitted.grads):
-            number = self._numbers[group]
-            block = self._grad_blocks.pop(number, None) or self._host_grads.pop(number, None)
-            if self.grads is not None and block is not None:
+            if self.grads is not None and (block := self._grad_blocks.pop(self._numbers[group], None)) is not None:
                 self.grads.drop([block])
             self._placed[GRADS].pop(group, None)
         for group in reversed(admitted.params):
@@ -276,11 +265,10 @@ class BlockTiers:
                 self._take_params(group)
         except BaseException:
             for parts, stored in before:
-                parts.stored = stored
+                parts.store_in(stored)
             raise
         if self.grads is not None:
-            numbers = [self._numbers[group] for group in admitted.grads]
-            found = [self._grad_blocks.get(number) or self._host_grads.get(number) for number in numbers]
+            found = (self._grad_blocks.get(self._numbers[group]) for group in admitted.grads)
             self.grads.take([block for block in found if block is not None])
 
     def _take_params(self, group: GatherGroup) -> None:
@@ -289,12 +277,11 @@ class BlockTiers:
             places = self._param_places[group]
             self.params.put(places, [parts.stored for parts in all_parts])
             for parts, place in zip(all_parts, places, strict=True):
-                parts.stored = place
+                parts.store_in(place)
         for parts in all_parts:
             if isinstance(parts.stored, UnbornShard):
-                parts.stored = ResidentShard(
-                    torch.zeros(parts.stored.form.shape, dtype=parts.stored.form.dtype, device="cpu")
-                )
+                form = parts.stored.form
+                parts.store_in(ResidentShard(torch.zeros(form.shape, dtype=form.dtype, device="cpu")))
 
     def begin_step(self, order: Sequence[Subgroup]) -> None:
         """A step will go through these subgroups in this order: read their blocks ahead."""
@@ -321,7 +308,7 @@ class BlockTiers:
         """
         number = subgroup.block
         with ExitStack() as held:
-            if self.grads is not None and (block := self._grad_blocks.get(number)) is not None:
+            if self.grads is not None and isinstance(block := self._grad_blocks.get(number), Block):
                 self.grads.cache.order.note_in_step(block.index)
                 if not self.grads.cache.order.is_next_in_step(block.index):
                     self.grads.end_use(block)
@@ -381,7 +368,7 @@ class BlockTiers:
             if tier is not None:
                 tier.close()
 
-    def settle_gradients(self) -> None:
+    def land_gradients(self) -> None:
         """Wait for gradients that are on their way from a device, and take their sums."""
         if self.grads is not None:
             self.grads.land()
@@ -399,9 +386,11 @@ class BlockTiers:
         sizes = [(local_tensor(leaf).numel(), dtype) for leaf, dtype in group.partitions]
         return grad_unit(self._config, group.name, sizes, page=page)
 
-    def _moving(self, admitted: Admission, kind: str) -> list[GatherGroup]:
-        """The groups whose blocks of a kind are on NVMe."""
-        return [group for group in admitted.groups_of(kind) if self._placed[kind][group].tiers == ("nvme",)]
+    def _divided(self, admitted: Admission, kind: str) -> list[tuple[list[GatherGroup], bool]]:
+        """Return the groups whose blocks of a kind are on NVMe, then those whose are kept in memory beside a device."""
+        groups = {group: self._placed[kind][group].tiers == ("nvme",) for group in admitted.groups_of(kind)}
+        moving = [group for group, moves in groups.items() if moves]
+        return [(moving, False), ([group for group, moves in groups.items() if not moves and group.is_on_device], True)]
 
     def _refuse(self) -> None:
         name = "zero_optimization.offload_param" if self.params is not None else "offload_gradients"

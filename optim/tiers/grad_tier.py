@@ -25,9 +25,9 @@ from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.shards.host_block import HostBlock, host_blocks
 from nvme_offload.offload.shards.param_tier import block_layout
-from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
 from nvme_offload.offload.storage.tier import Tier
+from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.tiers.arrivals import Arrivals
 
 KIND = "gradients"
@@ -85,10 +85,32 @@ class Partition:
         """Whether ``p.grad`` is what is kept here: else it was dropped, or has just arrived."""
         return self.leaf.grad is not None and local_tensor(self.leaf.grad) is self.stand_in
 
+    def note_change(self) -> None:
+        """Note that a gradient arrives, or the one there is changes."""
+        self.num_changes += 1
+
+    def take_sums(self, tile_sums: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Take `tile_sums` of the gradient as it is. The block must be held."""
+        self.tile_sums = tile_sums(self.view())
+
     def view(self) -> torch.Tensor:
         """The gradient as a 1D view of the staging buffer. The block must be held."""
         assert self.block.buffer is not None
         return self.block.buffer.view(self._dtype, self._byte_offset, self.shape.numel())
+
+    @property
+    def landed_sums(self) -> torch.Tensor:
+        """Return `tile_sums` of all gradients there are: those on their way from a device have landed."""
+        self.tier.land()
+        return self.tile_sums
+
+    def copy(self) -> torch.Tensor:
+        """Copy the gradient into memory of its own."""
+        return self.tier.copy_of(self)
+
+    def set(self, values: torch.Tensor) -> None:
+        """Overwrite the gradient with values of its shape."""
+        self.tier.change(self, torch.Tensor.copy_, values)
 
     def shaped(self) -> torch.Tensor:
         """The gradient in the shard's shape, as a view of the staging buffer. The block must be held."""
@@ -100,31 +122,6 @@ class Partition:
         self.stand_in = self._make_stand_in()
         self.stand_in.partition = self
         self.leaf.grad = sharded_like(self.stand_in, self.leaf.grad)  # type: ignore[arg-type]
-
-
-class PartitionStandIn(StandIn):
-    """``p.grad`` is this while the gradient partition is on the tier."""
-
-    partition: Partition
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """The partition, 1D, while its block is held."""
-        return self.partition.view()
-
-    @property
-    def tile_sums(self) -> torch.Tensor:
-        """The partition's fp64 sums of squares, which the norm needs."""
-        self.partition.tier.land()
-        return self.partition.tile_sums
-
-    def copy(self) -> torch.Tensor:
-        """Copy the gradient into memory of its own."""
-        return self.partition.tier.copy_of(self.partition)
-
-    def set(self, values: torch.Tensor) -> None:
-        """Overwrite the gradient with values of its shape."""
-        self.partition.tier.change(self.partition, torch.Tensor.copy_, values)
 
 
 class GradTier:
@@ -168,61 +165,38 @@ class GradTier:
         self._hooks: list[Any] = []
         self._closed = False
 
-    def reserve(self, groups: Sequence[tuple[str, Sequence[tuple[torch.Tensor, torch.dtype]]]]) -> list[Block]:
+    def reserve(
+        self, groups: Sequence[tuple[str, Sequence[tuple[torch.Tensor, torch.dtype]]]], *, in_memory: bool = False
+    ) -> Sequence[Block | HostBlock]:
         """Blocks for groups of parameters, with all of their space promised. No gradient is taken yet; see `take`.
 
         Args:
             groups: the name of each, and its parameters with what their gradients are accumulated in.
+            in_memory: the blocks stay in host memory.
 
         Raises:
-            OutOfSpaceError: names bytes needed and free. Nothing was reserved then.
+            OutOfSpaceError: names bytes needed and free.
+            MemoryError, RuntimeError: host memory cannot be had, or not be pinned. Nothing was reserved then.
         """
         self.flush()
-        self._prepare_for(groups)
-        layouts = [_layout(params) for _, params in groups]
-        blocks = self.cache.add(
-            [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
+        devices = {local_tensor(leaf).device for _, params in groups for leaf, _ in params}
+        device = next((device for device in devices if is_device(device)), None)
+        if device is not None and self._arrivals is None:
+            self._arrivals = Arrivals(device, self._locks)
+        layouts = [block_layout((local_tensor(leaf).numel(), dtype) for leaf, dtype in params) for _, params in groups]
+        sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
+        blocks: Sequence[Block | HostBlock] = (
+            host_blocks(sizes, device, self._locks, _KEY) if in_memory else self.cache.add(sizes)
         )
         for block, (_, params), (offsets, _) in zip(blocks, groups, layouts, strict=True):
-            self._divide(block, params, offsets)
-        return blocks
-
-    def reserve_in_memory(
-        self, groups: Sequence[tuple[str, Sequence[tuple[torch.Tensor, torch.dtype]]]]
-    ) -> list[HostBlock]:
-        """Blocks as of `reserve` that stay in host memory.
-
-        Raises:
-            MemoryError, RuntimeError: it cannot be had, or not be pinned. Nothing was reserved then.
-        """
-        device = self._prepare_for(groups)
-        layouts = [_layout(params) for _, params in groups]
-        sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
-        blocks = host_blocks(sizes, device, self._locks, _KEY)
-        for block, (_, params), (offsets, _) in zip(blocks, groups, layouts, strict=True):
-            self._divide(block, params, offsets)
+            self._by_block[block] = [
+                Partition(self, leaf, block, at, dtype) for (leaf, dtype), at in zip(params, offsets, strict=True)
+            ]
         return blocks
 
     def _lock(self, buffers: BufferPool) -> None:
         if self._arrivals is not None:
             self._locks.lock(buffers, self._arrivals.device, f"lower {_KEY}.buffer_count")
-
-    def _prepare_for(
-        self, groups: Sequence[tuple[str, Sequence[tuple[torch.Tensor, torch.dtype]]]]
-    ) -> torch.device | None:
-        """The device that gradients of these groups come from, with what it takes to copy them."""
-        devices = {local_tensor(leaf).device for _, params in groups for leaf, _ in params}
-        device = next((device for device in devices if is_device(device)), None)
-        if device is not None and self._arrivals is None:
-            self._arrivals = Arrivals(device, self._locks)
-        return device
-
-    def _divide(
-        self, block: Block | HostBlock, params: Sequence[tuple[torch.Tensor, torch.dtype]], offsets: Sequence[int]
-    ) -> None:
-        self._by_block[block] = [
-            Partition(self, leaf, block, at, dtype) for (leaf, dtype), at in zip(params, offsets, strict=True)
-        ]
 
     def take(self, blocks: Sequence[Block | HostBlock]) -> None:
         """Take gradients from now on, when they arrive."""
@@ -251,7 +225,7 @@ class GradTier:
         if not partition.is_valid:
             raise StateError(partition.block.name, "the present gradient", "one that was dropped")
         self._hold_open(partition.block)
-        partition.num_changes += 1
+        partition.note_change()
         if (
             self._arrivals is not None
             and args
@@ -347,7 +321,7 @@ class GradTier:
             return
         arrived = local_tensor(leaf.grad)
         self._hold_open(partition.block)
-        partition.num_changes += 1
+        partition.note_change()
         if self._arrivals is None or is_host(arrived.device):
             partition.shaped().copy_(arrived)
             self._take_sums(partition)
@@ -356,7 +330,7 @@ class GradTier:
         partition.become_grad()
 
     def _take_sums(self, partition: Partition) -> None:
-        partition.tile_sums = self._tile_sums(partition.view())
+        partition.take_sums(self._tile_sums)
 
     def _hold_open(self, block: Block | HostBlock) -> None:
         if self._closed:
@@ -377,8 +351,3 @@ class GradTier:
 
     def _is_needed(self, block: Block) -> bool:
         return any(partition.is_valid for partition in self._by_block[block])
-
-
-def _layout(params: Sequence[tuple[torch.Tensor, torch.dtype]]) -> tuple[list[int], int]:
-    """Byte offsets of gradients in their block, and its bytes."""
-    return block_layout((local_tensor(param).numel(), dtype) for param, dtype in params)

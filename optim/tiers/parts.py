@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import (
     fsdp_groups,
+    fsdp_params,
     install_extension,
     local_tensor,
     refuse_conversion,
@@ -28,11 +29,10 @@ from nvme_offload.offload._torch_private import (
 )
 from nvme_offload.offload.devices.device import HOST, KINDS, is_device, is_host
 from nvme_offload.offload.errors import StateError
-from nvme_offload.offload.shards.param_tier import Padded, ResidentShard, StoredShard
 from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.offload.shards.stored import Padded, ResidentShard, StoredShard
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE
-from nvme_offload.optim.tiers.gatherers import remember_gatherers
 
 ROOT = "the root module"
 """The block of parameters that is in no named part of the model is called this."""
@@ -120,6 +120,10 @@ class ShardParts(ABC):
         self.stored = stored
         self.accumulate = accumulate
         """Dtype of the gradient partition."""
+
+    def store_in(self, stored: StoredShard) -> None:
+        """Have what is stored, which is the same, elsewhere."""
+        self.stored = stored
 
     @property
     def device(self) -> torch.device:
@@ -407,3 +411,26 @@ def keep_grad_in(param: torch.Tensor, dtype: torch.dtype) -> None:
     param.requires_grad_(True)  # torch takes no such hook otherwise
     param.register_post_accumulate_grad_hook(to_partition)  # type: ignore[no-untyped-call]
     param.requires_grad_(trainable)
+
+
+# Neither attributes of the parameters, which would be copied and pickled with them, nor weak references to them, with
+# which `Module.to` cannot exchange a sharded parameter.
+_gatherers: dict[int, weakref.ref[Any]] = {}
+
+
+def remember_gatherers(model: nn.Module) -> None:
+    """Note which part of a model gathers which parameter; call it after ``fully_shard``."""
+    for gone in [key for key, known in _gatherers.items() if known() is None]:
+        del _gatherers[gone]
+    for module in model.modules():
+        for record in fsdp_params(module):
+            _gatherers[id(record.sharded_param)] = weakref.ref(module)
+
+
+def drop_gathered(param: torch.Tensor) -> None:
+    """Free what FSDP2 still holds gathered of a parameter and its neighbours: it has the old value."""
+    known = _gatherers.get(id(param))
+    module = known() if known else None
+    gathers = module is not None and any(record.sharded_param is param for record in fsdp_params(module))
+    if gathers and isinstance(module, FSDPModule):
+        module.reshard()

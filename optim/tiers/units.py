@@ -8,7 +8,8 @@ import torch
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
-from nvme_offload.offload.shards.param_tier import Padded, block_layout
+from nvme_offload.offload.shards.param_tier import block_layout
+from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 

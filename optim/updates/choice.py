@@ -5,8 +5,8 @@ from __future__ import annotations
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.updates.in_torch import InTorch, OnDevice, WholeMatrix
+from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.logged import LoggedKernel
-from nvme_offload.optim.updates.logs import LogState
 from nvme_offload.optim.updates.mirrored import DeviceMirror, Mirrored
 from nvme_offload.optim.updates.native import NativeKernel
 from nvme_offload.optim.updates.updater import Means, Updater

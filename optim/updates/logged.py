@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -14,9 +15,19 @@ from nvme_offload.optim.kernels import Segment
 from nvme_offload.optim.layout.master import num_tiles
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.updates.entry import MAX_SCALARS, PartOfMemory
-from nvme_offload.optim.updates.logs import Draft, LogState, Parts
+from nvme_offload.optim.updates.log_state import Draft, LogState
+from nvme_offload.optim.updates.logs import BaseTensors, SlotLogs
 from nvme_offload.optim.updates.updater import Means, Updater
 from nvme_offload.optim.updates.work import RunTensors, SubgroupStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class DurableMeans(Means):
+    """The means that the updaters of a durable optimizer share."""
+
+    logs: SlotLogs
+    begin_writing: Callable[[], None]
+    """Waits until extents may be chosen."""
 
 
 class LoggedKernel(Updater):
@@ -27,15 +38,15 @@ class LoggedKernel(Updater):
 
     def __init__(self, subgroup: Subgroup, means: Means, log: LogState | None) -> None:
         super().__init__(subgroup, means, log)
-        assert means.logs is not None
+        assert isinstance(means, DurableMeans)
         assert log is not None
-        self._logs, self._log = means.logs, log
+        self._logs, self._log, self._begin_writing = means.logs, log, means.begin_writing
 
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
         """See `Updater.prepare`."""
-        self.means.begin_writing()
+        self._begin_writing()
         subgroup, memory, logs = self.subgroup, work.memory, self._logs
-        steps = logs.steps(subgroup, self._chain if self._log.is_behind else Chain(), memory)
+        steps = logs.steps(subgroup, self._chain if self._log.needs_replay else Chain(), memory)
         entry = self._begin_entry(memory, work.runs)
         completes = entry is None and all(run.param in work.runs for run in subgroup.runs)
         segments = []
@@ -54,7 +65,7 @@ class LoggedKernel(Updater):
     def _chain(self) -> Chain:
         return self._logs.extents.slots[self.subgroup.index].current
 
-    def _update(self, segments: list[Segment], parts: Parts | None) -> int:
+    def _update(self, segments: list[Segment], parts: BaseTensors | None) -> int:
         """Update; with the state and the tail take the sums that they are written with."""
         if parts is None:
             changed, sums = self._logs.kernels.update(segments), None
@@ -95,7 +106,7 @@ class LoggedKernel(Updater):
 
     def _end_of_log(self) -> int:
         """Return where the next entry begins in the buffer: behind those that an update still needs."""
-        log = self._chain.log if self._log.is_behind else ()
+        log = self._chain.log if self._log.needs_replay else ()
         return self._logs.base_of(self.subgroup).size_bytes + sum(written.content.size_bytes for written in log)
 
     def _note(self, entry: PartOfMemory, number: int, run: RunTensors) -> torch.Tensor:

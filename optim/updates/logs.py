@@ -2,100 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import torch
 
 from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
 from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.seal import ExtentLayout, Sums, check_sums
-from nvme_offload.offload.staging.slot import WriteTarget
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.kernels import KernelPool, LoggedStep, Segment, make_segment
 from nvme_offload.optim.layout.master import DTYPE_OF_FORM, MasterForm
 from nvme_offload.optim.layout.subgroup import Run, Subgroup, section_view, state_views
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.updates.entry import EntryFormat, PartOfMemory
+from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.work import RunTensors, StepScalars
 
-Parts = tuple[torch.Tensor, torch.Tensor]
+BaseTensors = tuple[torch.Tensor, torch.Tensor]
 """State and tail of a base, 1D int32 each."""
-
-
-class Draft(NamedTuple):
-    """The entry of a log in a slot's buffer, which nobody has sealed yet."""
-
-    start: int
-    """Byte of the buffer at which it begins."""
-    size_bytes: int
-    """Without its trailer."""
-    place: int
-    """Which entry of the log it is."""
-
-
-class LogState:
-    """A subgroup of a durable run has this besides a slot: a base on the drive, and a log of the updates since."""
-
-    def __init__(self) -> None:
-        self.num_logged = 0
-        """Entries of the log that are read along with the base."""
-        self.read_bytes: int | None = None
-        """The number of the first bytes of the extent that are read; None: all."""
-        self.is_behind = False
-        """Whether the state in the buffer is that of the base: the updates in the log are still to be done."""
-        self.updated: Container[int] = ()
-        """Parameters that had a gradient in the update that the buffer is to be written for, by index."""
-        self.draft: Draft | None = None
-        """That update appends this to the log; None: all of the buffer is written."""
-        self.sums: Sums | None = None
-        """Sums of what is in the buffer, which that update has completed; None: it is to be completed for writing."""
-        self.target: WriteTarget | None = None
-        """The place for which the buffer was sealed; None: it has changed since."""
-
-    def point(self, num_logged: int, read_bytes: int | None) -> None:
-        """Note what is read next.
-
-        Args:
-            num_logged: entries of the log behind the base.
-            read_bytes: how many of the first bytes of the extent; None: all.
-        """
-        self.num_logged = num_logged
-        self.read_bytes = read_bytes
-
-    def begin_read(self, *, load: bool) -> None:
-        """Note that a base is read, with its log; without `load` both are about to be overwritten."""
-        self.is_behind = load and self.num_logged > 0
-
-    def open_version(self, updated: Container[int] = ()) -> None:
-        """Note that what was to be written is not what comes next.
-
-        Args:
-            updated: parameters that have a gradient in the update that comes, by index.
-        """
-        self.target = None
-        self.draft = None
-        self.sums = None
-        self.updated = updated
-
-    def end_version(self, target: WriteTarget) -> None:
-        """Note where the buffer was sealed for."""
-        # No call in between: a signal handler sees what is sealed, or what is to be, which is then sealed once more.
-        self.draft = self.sums = None
-        self.target = target
-
-    def end_update(self, *, draft: Draft | None = None, sums: Sums | None = None) -> None:
-        """Note that the state is the newest, and as what it is to be written."""
-        # No call in between: a signal handler sees state with what it is written as.
-        self.is_behind = False
-        self.draft = draft
-        self.sums = sums
-
-    def begin_anew(self, num_logged: int = 0) -> None:
-        """Keep nothing of what it was."""
-        self.open_version()
-        self.point(num_logged, None)
-        self.is_behind = False
 
 
 class SlotLogs:
@@ -141,9 +65,9 @@ class SlotLogs:
         Raises:
             CorruptionError: the log is not what was written.
         """
-        if log.is_behind:
+        if log.needs_replay:
             self.replay_chain(subgroup, self.extents.slots[subgroup.index].current, memory)
-        log.is_behind = False
+            log.end_update()
 
     def replay_chain(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> None:
         """`replay` of a chain that was read into any memory: all of its base, then each entry."""
@@ -207,13 +131,13 @@ class SlotLogs:
         for run, end in zip(subgroup.runs, ends, strict=True):
             yield run, memory.view(dtype, at + run.at * dtype.itemsize, end - run.at)
 
-    def parts(self, subgroup: Subgroup, memory: Memory) -> Parts:
+    def parts(self, subgroup: Subgroup, memory: Memory) -> BaseTensors:
         """State and tail, in which nothing is left of what was between runs before."""
         for run, tail in self.tails(subgroup, memory):
             tail[run.numel :].zero_()
         return self._state_and_tail(subgroup, memory)
 
-    def _state_and_tail(self, subgroup: Subgroup, memory: Memory) -> Parts:
+    def _state_and_tail(self, subgroup: Subgroup, memory: Memory) -> BaseTensors:
         layout = self.base_of(subgroup)
         state = memory.view(torch.int32, 0, layout.state_bytes // 4)
         return state, memory.view(torch.int32, layout.tail_at, layout.tail_bytes // 4)

@@ -51,6 +51,14 @@ class MirroredRuns:
         """The copy of a run of a gradient, 1D."""
         return self._region.view(dtype, self._grads_at + run.at * dtype.itemsize, run.numel)
 
+    def arrive(self, queue: CopyQueue, pairs: Pairs) -> None:
+        """Start copies from the device."""
+        self.arrived = queue.copy_all(pairs)
+
+    def leave(self, queue: CopyQueue, pairs: Pairs) -> None:
+        """Start copies to the device."""
+        self.left = queue.copy_all(pairs)
+
     def close(self) -> None:
         """Unpin it. No copy may be under way."""
         self._region.unpin()
@@ -152,7 +160,7 @@ class DeviceMirror:
         mirror = self._unused()
         if mirror.left is not None:
             self._down.come_after(mirror.left)
-        mirror.arrived = self._down.copy_all(_down_pairs(mirror, subgroup, param_of, grads))
+        mirror.arrive(self._down, _down_pairs(mirror, subgroup, param_of, grads))
         self._ready[subgroup.index] = mirror
 
     def _unused(self) -> MirroredRuns:
@@ -174,11 +182,12 @@ class DeviceMirror:
 
     def copy_back(self, subgroup: Subgroup, mirror: MirroredRuns, param_of: ParamOf, grads: Container[int]) -> None:
         """Start copying the updated parameters back to the device; the mirror is free after it."""
-        mirror.left = self._up.copy_all(
+        pairs = (
             (flat_view(param)[run.start : run.stop], mirror.param(run, param.dtype))
             for run in subgroup.runs
             if run.param in grads and _is_there(param := param_of(run.param))
         )
+        mirror.leave(self._up, pairs)
 
     def close(self) -> None:
         """Wait for the copies under way and unpin. Idempotent."""

@@ -8,7 +8,7 @@ import torch
 
 from nvme_offload.optim.kernels import GradDtype, Segment, make_segment
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
-from nvme_offload.optim.updates.logs import LogState
+from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.updater import Means, Updater
 from nvme_offload.optim.updates.work import RunTensors, SubgroupStep
 

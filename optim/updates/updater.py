@@ -10,7 +10,7 @@ import torch
 
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.updates.logs import LogState, SlotLogs
+from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.work import SubgroupStep
 
 
@@ -21,10 +21,6 @@ class Means:
     kernels: KernelPool
     param_of: Callable[[int], torch.Tensor]
     """Gives what is in this process's memory of a parameter, by index."""
-    logs: SlotLogs | None = None
-    """The logs of a durable run; None: nothing outlives the process."""
-    begin_writing: Callable[[], None] = lambda: None
-    """Waits until a durable run may choose extents."""
     found_changed: list[torch.Tensor] = field(default_factory=list)
     """Gets the numbers of tiles that updates on a device found changed, int64 there: the host asks a step later."""
 

@@ -13,7 +13,8 @@ from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.host.available_memory import auto_host_budget
-from nvme_offload.offload.shards.param_tier import BUFFER_SIZE_KEY, Padded, check_block_sizes
+from nvme_offload.offload.shards.param_tier import BUFFER_SIZE_KEY, check_block_sizes
+from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.optim.birth.birth import is_on_meta
 from nvme_offload.optim.layout.subgroup import plan_subgroups
 from nvme_offload.optim.precision.plan import PrecisionPlan

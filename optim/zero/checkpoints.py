@@ -125,11 +125,11 @@ class CheckpointEngine(ABC):
         self, root: Path, tag: str | None, client_state: Mapping[str, Any] | None, share: float
     ) -> None:
         commits = self.optimizer.durable.commits
-        manifest = commits.hold(self.optimizer.param_groups, self._part.taken(self.lr_scheduler), self.global_steps)
+        manifest = commits.pin(self.optimizer.param_groups, self._part.taken(self.lr_scheduler), self.global_steps)
         try:
             save = begin_save(self._training, manifest, root, tag, client_state, share)
         except BaseException:
-            commits.let_go()
+            commits.unpin()
             raise
         self._background = save
         commits.watch(save)
@@ -140,5 +140,5 @@ class CheckpointEngine(ABC):
         if save is None:
             return None
         save.join()
-        self.optimizer.durable.commits.let_go()
+        self.optimizer.durable.commits.unpin()
         return save.failure

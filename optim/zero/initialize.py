@@ -108,7 +108,7 @@ def initialize(
     groups = mesh.get_all_groups()
     making = making or on_every_rank(read, *groups)
     on_every_rank(partial(check_same_on_ranks, mesh, MeshRoles.of(mesh), making.config, model), *groups)
-    mesh = _mesh_for(making.config, mesh)
+    mesh = replicated(mesh) if making.config.zero_optimization.stage == 0 else mesh
     roles = MeshRoles.of(mesh)
     plan = on_every_rank(partial(making.plan, roles, dtypes_of_stages(model, roles)), *groups)
     with ExitStack() as undo:
@@ -212,10 +212,6 @@ def _check_is_on(model: nn.Module, current: torch.device) -> None:
             f"initialize: the model is on {device}, and this process computes on {current}: move the model there, or "
             f"call torch.{device.type}.set_device({device.index}) before the process group is made"
         )
-
-
-def _mesh_for(config: OffloadConfig, mesh: DeviceMesh) -> DeviceMesh:
-    return replicated(mesh) if config.zero_optimization.stage == 0 else mesh
 
 
 def _params_of(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -35,8 +35,15 @@ from nvme_offload.optim.precision.casts import (
 from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.precision.watch import say_what_is_lowered
-from nvme_offload.optim.tiers.gatherers import remember_gatherers
-from nvme_offload.optim.tiers.parts import CONVERTED, Storage, StorageOf, keep_grad_in, split_shard, take_apart
+from nvme_offload.optim.tiers.parts import (
+    CONVERTED,
+    Storage,
+    StorageOf,
+    keep_grad_in,
+    remember_gatherers,
+    split_shard,
+    take_apart,
+)
 from nvme_offload.optim.zero.host_collectives import gather_in_kept_memory
 from nvme_offload.optim.zero.outputs import train_through_any_output
 

@@ -12,7 +12,7 @@ import torch
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.available_memory import auto_budget
-from nvme_offload.offload.shards.param_tier import Padded
+from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit
 from nvme_offload.offload.units import MiB
 from nvme_offload.optim.layout.master import TILE_NUMEL, sealed_itemsize, state_itemsize

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from nvme_offload import ClosedError, ConfigError, OffloadConfig, StateError
-from nvme_offload.offload.shards.param_tier import Padded, ParamTier, ResidentShard, UnbornShard
+from nvme_offload.offload.shards.param_tier import ParamTier
+from nvme_offload.offload.shards.stored import Padded, ResidentShard, UnbornShard
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 
 SHAPES = [torch.Size([3, 5]), torch.Size([7])]
@@ -26,8 +27,8 @@ def make_tier(tmp_path):
         section = config.zero_optimization.offload_param
         tier = ParamTier(section, NvmeTier(config, paths=section.nvme_path))
         tiers.append(tier)
-        reserve = tier.reserve_in_memory if in_memory else tier.reserve
-        places = reserve([(f"layer {number}", FORMS) for number in range(num_blocks)], torch.device(device))
+        groups = [(f"layer {number}", FORMS) for number in range(num_blocks)]
+        places = tier.reserve(groups, torch.device(device), in_memory=in_memory)
         for number, shards in enumerate(places):
             tier.put(shards, [ResidentShard(numbers(number, place)) for place in range(2)])
         return tier, places

@@ -6,8 +6,7 @@ import torch
 from nvme_offload.aio_native import Op
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.staging.block_cache import BlockCache
-from nvme_offload.offload.storage.device_tier import DeviceTier
-from nvme_offload.offload.storage.host_tier import HostTier
+from nvme_offload.offload.storage.memory_tier import DeviceTier, HostTier
 
 SIZE = 3 * HostTier.alignment
 

@@ -17,10 +17,10 @@ class Stuck:
 
     must_end = False
     is_done = False
-    turns = 0
+    shifts = 0
 
-    def turn(self):
-        self.turns += 1
+    def shift(self):
+        self.shifts += 1
         return False
 
     def give_up(self, error):
@@ -42,7 +42,7 @@ def test_a_job_that_waits_takes_no_turns_because_somebody_waits_for_it():
     seconds = time.monotonic() - start
     timer.join()
     worker.stop()
-    assert 1 <= job.turns < 100 * seconds  # not one after the other: that were some 10,000 in a second
+    assert 1 <= job.shifts < 100 * seconds  # not one after the other: that were some 10,000 in a second
 
 
 def test_three_who_wake_it_at_once_find_one_thread(monkeypatch):

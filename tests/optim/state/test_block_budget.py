@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nvme_offload import ConfigError, OffloadAdamW, initialize
-from nvme_offload.offload.shards.param_tier import ResidentShard
+from nvme_offload.offload.shards.stored import ResidentShard
 from nvme_offload.optim.tiers.parts import parts_of
 from tests.support.ranks import be_alone
 from tests.support.sharded_model import assert_same, backward, full_state, sharded_model

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvme_offload import ConfigError, FaultSpec, OffloadConfig, OffloadMuon
 from nvme_offload.offload.host.page_locks import PageLocks
-from nvme_offload.optim.kernels import KernelPool, make_segment
+from nvme_offload.optim.kernels import CHUNK_NUMEL, KernelPool, OnAccelerator, make_segment
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.step.norm import sums_from_device
 from nvme_offload.optim.telemetry.stats import Meter
-from nvme_offload.optim.updates.in_torch import CHUNK_NUMEL, OnAccelerator, update_run
+from nvme_offload.optim.updates.in_torch import update_run
 from nvme_offload.optim.updates.mirrored import DeviceMirror, MirroredRuns
 from nvme_offload.optim.updates.work import RunTensors, StepScalars
 from tests.support.late_device.mutations import OF_MIRROR

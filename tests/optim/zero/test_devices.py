@@ -129,7 +129,7 @@ class Copying:
     must_end = False
     is_done = False
 
-    def turn(self):
+    def shift(self):
         CopyQueue(torch.device("late", 1)).copy(torch.empty(8), torch.ones(8, device="late:1"))
         self.is_done = True
         return False

@@ -1,0 +1,85 @@
+"""A step asks these of what its state is placed in: it knows no tier, no section and no run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
+
+import torch
+
+from nvme_offload.aio_native.bell import Bell
+from nvme_offload.optim.layout.subgroup import Subgroup
+from nvme_offload.optim.state.pipeline import StepPipeline
+from nvme_offload.optim.state.slots import SlotRecord
+
+OverlapStep = Literal["off", "forward", "backward", "speculate"]
+"""The name of a schedule, as the section's ``overlap_step`` has it."""
+
+
+class StepSettings(Protocol):
+    """The section says this of steps; see `OffloadConfig`."""
+
+    overlap_step: OverlapStep | None
+    gradient_clipping: float
+    gradient_accumulation_steps: int | None
+    skip_non_finite: bool
+
+    def hides_steps(self, *, on_device: bool) -> bool:
+        """Whether updates go on behind a step, as far as who reads the parameters can wait for them."""
+
+
+class Blocks(Protocol):
+    """The tiers of parameters and gradients, if there are any; see `BlockTiers`."""
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is one."""
+
+    @property
+    def pass_through_buffers(self) -> bool:
+        """Whether an update needs a block that may have to be read first, or that a gather has."""
+
+    def number_of(self, leaf: torch.Tensor) -> int:
+        """The block of a parameter; -1 where there is no tier for such."""
+
+    def takes_gradient(self, leaf: torch.Tensor) -> bool:
+        """Whether the gradient of a parameter comes to a tier when it arrives."""
+
+    def land_gradients(self) -> None:
+        """Wait for gradients that are on their way from a device."""
+
+    def begin_step(self, order: Sequence[Subgroup]) -> None:
+        """A step will go through these subgroups in this order: read their blocks ahead."""
+
+    def held_for_update(self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor]) -> AbstractContextManager[object]:
+        """Keep the parameters and gradients of a subgroup in memory while a step updates it."""
+
+    def advance(self) -> None:
+        """Start reads that have become possible."""
+
+    def synchronize(self) -> None:
+        """Wait for what is being read and written."""
+
+    def end_step(self, order: Sequence[Subgroup]) -> None:
+        """Note that a step has gone in this order."""
+
+
+class Commitments(Protocol):
+    """The life of the state that its process may not end; see `Durability`."""
+
+    @property
+    def may_write(self) -> bool:
+        """Whether a write would begin at once."""
+
+    def in_order_of_reading(self, slots: Sequence[SlotRecord]) -> list[SlotRecord]:
+        """Return subgroups in the order in which a step had better go through them."""
+
+    def is_as_committed(self, slot: SlotRecord) -> bool:
+        """Whether the latest commit has all of a subgroup as it is now."""
+
+    def take_back(self, slots: Sequence[SlotRecord], pipeline: StepPipeline) -> None:
+        """Bring subgroups that `is_as_committed` held for back to that."""
+
+    def end_updates(self, pipeline: StepPipeline, bell: Bell) -> None:
+        """Note that the updates behind a step are done."""
