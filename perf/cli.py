@@ -18,20 +18,51 @@ class Command(NamedTuple):
     module: str
     help: str
     """The first paragraph of its docstring."""
+    example: str = ""
 
 
-_HELP = {
-    "doctor": "Examine this machine and the given folders, and say what stands in the way of NVMe offload.",
-    "init": "Write a section for this machine and a model: the fastest that fits, with an aio section measured here.",
-    "plan": "Predict memory, traffic, time and wear of a training step, and the largest model that fits.",
-    "bench": "Measure bandwidth, IOPS, latency and processor time of reading, writing and both.",
-    "report": "Write one page of HTML about a run or a benchmark, with its pictures in it.",
-    "runs": "List the durable runs below the given folders: model, step, age, bytes, and whether they are alive.",
-    "top": "Watch a run: where its bytes are, how fast they move, what it waits for, and how its drives are.",
-    "tune": "Search block size, depth, rings and engine for the best `aio` section, on a step's 1:1 pattern.",
-    "verify": "Verify bits and speed of training on this machine's GPU, or on its CPU where it has none.",
+_ABOUT = {
+    "doctor": (
+        "Examine this machine and the given folders, and say what stands in the way of NVMe offload.",
+        "/mnt/nvme0 --config offload.json",
+    ),
+    "init": (
+        "Write a section for this machine and a model: the fastest that fits, with an aio section measured here.",
+        "--model llama-7b/config.json --path /mnt/nvme0",
+    ),
+    "plan": (
+        "Predict memory, traffic, time and wear of a training step, and the largest model that fits.",
+        "--params 7e9 --layers 32 --hidden 4096 --host-memory 64GiB --drive gen4-consumer --flops 1e14",
+    ),
+    "bench": (
+        "Measure bandwidth, IOPS, latency and processor time of reading, writing and both.",
+        "--path /mnt/nvme0 --size 4GiB",
+    ),
+    "report": (
+        "Write one page of HTML about a run or a benchmark, with its pictures in it.",
+        "run.jsonl --output run.html",
+    ),
+    "runs": (
+        "List the durable runs below the given folders: model, step, age, bytes, and whether they are alive.",
+        "/mnt/nvme0",
+    ),
+    "top": (
+        "Watch a run: where its bytes are, how fast they move, what it waits for, and how its drives are.",
+        "/mnt/nvme0",
+    ),
+    "tune": (
+        "Search block size, depth, rings and engine for the best `aio` section, on a step's 1:1 pattern.",
+        "--path /mnt/nvme0 --seconds 60 --output aio.json",
+    ),
+    "verify": (
+        "Verify bits and speed of training on this machine's GPU, or on its CPU where it has none.",
+        "--path /mnt/nvme0",
+    ),
 }
-COMMANDS = {name: Command(f"nvme_offload.perf.{name}.command", text) for name, text in _HELP.items()}
+COMMANDS = {
+    name: Command(f"nvme_offload.perf.{name}.command", text, f"offload {name} {arguments}")
+    for name, (text, arguments) in _ABOUT.items()
+}
 
 
 def group_of(commands: Mapping[str, Command]) -> type[TyperGroup]:
@@ -53,11 +84,14 @@ def group_of(commands: Mapping[str, Command]) -> type[TyperGroup]:
 def load(name: str, commands: Mapping[str, Command] = COMMANDS) -> Any:
     """Load the command called `name`, with its options."""
     found = getattr(import_module(commands[name].module), name.replace("-", "_"))
-    if isinstance(found, typer.Typer):
-        return typer.main.get_command(found)
-    alone = typer.Typer(add_completion=False)
-    alone.command(name)(found)
-    return typer.main.get_command(alone)
+    if not isinstance(found, typer.Typer):
+        alone = typer.Typer(add_completion=False)
+        alone.command(name)(found)
+        found = alone
+    command = typer.main.get_command(found)
+    if example := commands[name].example:
+        command.epilog = f"Example: {example}"
+    return command
 
 
 app = typer.Typer(name="offload", cls=group_of(COMMANDS), no_args_is_help=True, add_completion=False)

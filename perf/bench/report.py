@@ -112,18 +112,14 @@ def comparison_lines(document: dict[str, Any]) -> list[str]:
 def summarized(document: dict[str, Any]) -> dict[str, Any]:
     """A document of `offload bench` without single passes and runs: what is kept in a file."""
     kept = without_passes(document)
-    if "comparison" in document:
-        kept["comparison"] = {name: _without_rates(value) for name, value in document["comparison"].items()}
+    for rw, compared in document.get("comparison", {}).items():
+        if isinstance(compared, dict):
+            quads = {"ratios": compared["quads"], "control_ratios": compared["controls"]}
+            figures = {name: value for name, value in compared.items() if name not in ("quads", "controls")}
+            ratios = {name: [round(Quad(tuple(rates)).ratio, 4) for rates in its] for name, its in quads.items()}
+            compared = {**figures, **ratios}
+        kept["comparison"] = {**kept["comparison"], rw: compared}
     return kept
-
-
-def _without_rates(compared: Any) -> Any:
-    if not isinstance(compared, dict):
-        return compared
-    figures = {name: value for name, value in compared.items() if name not in ("quads", "controls")}
-    for name, quads in (("ratios", compared["quads"]), ("control_ratios", compared["controls"])):
-        figures[name] = [round(Quad(tuple(rates)).ratio, 4) for rates in quads]
-    return figures
 
 
 def markdown(document: dict[str, Any]) -> str:

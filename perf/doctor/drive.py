@@ -26,7 +26,25 @@ _WARNINGS = {1: "its spare blocks run out", 4: "it is not reliable any more", 8:
 def check_drive(drive: Drive, config: OffloadConfig) -> Iterator[Finding]:
     """Return what kind of drive it is, and whether its queue suits the requests."""
     yield _kind(drive)
-    yield from filter(None, (_scheduler(drive), _request_size(drive, config), _depth(drive, config)))
+    queue, harmless = f"/sys/block/{drive.name}/queue", {None, "none"}
+    harmless |= set() if drive.name.startswith("nvme") else {"mq-deadline"}
+    if drive.rotational is False and drive.scheduler not in harmless:
+        meaning = "it orders requests for drives that need it, and costs processor time for each one on this one"
+        remedy = f"echo none | sudo tee {queue}/scheduler"
+        yield saw("scheduler", f"{drive.scheduler} on a solid-state drive").note(meaning, remedy)
+    largest, block = (drive.max_sectors_kb or 0) * KiB, config.aio.block_size
+    if 0 < largest < block:
+        remedy = "nothing needs to be done; the drive takes no larger ones"
+        if (hardware := drive.max_hw_sectors_kb or 0) * KiB > largest:
+            remedy = f"echo {min(hardware, block // KiB)} | sudo tee {queue}/max_sectors_kb"
+        meaning = f"the kernel splits each request of {format_bytes(block)} into {-(-block // largest)}"
+        yield saw("request size", f"the drive takes {format_bytes(largest)} at once").note(meaning, remedy)
+    asked = config.aio.queue_depth * config.aio.rings * -(-block // (largest or block))
+    if drive.nr_requests is not None and asked > drive.nr_requests:
+        found = f"{asked} requests in flight are configured, the queue holds {drive.nr_requests}"
+        meaning = "the rest waits in the kernel: a deeper queue brings nothing"
+        remedy = f"write a smaller aio.queue_depth, or echo {asked} | sudo tee {queue}/nr_requests"
+        yield saw("queue depth", found).note(meaning, remedy)
 
 
 def _kind(drive: Drive) -> Finding:
@@ -54,61 +72,30 @@ def _kind(drive: Drive) -> Finding:
     return found
 
 
-def _scheduler(drive: Drive) -> Finding | None:
-    harmless = (None, "none") if drive.name.startswith("nvme") else (None, "none", "mq-deadline")
-    if drive.rotational is not False or drive.scheduler in harmless:
-        return None
-    meaning = "it orders requests for drives that need it, and costs processor time for each one on this one"
-    remedy = f"echo none | sudo tee /sys/block/{drive.name}/queue/scheduler"
-    return saw("scheduler", f"{drive.scheduler} on a solid-state drive").note(meaning, remedy)
-
-
-def _request_size(drive: Drive, config: OffloadConfig) -> Finding | None:
-    largest, block = (drive.max_sectors_kb or 0) * KiB, config.aio.block_size
-    if not largest or block <= largest:
-        return None
-    hardware = drive.max_hw_sectors_kb or 0
-    if hardware * KiB > largest:
-        wanted = min(hardware, block // KiB)
-        remedy = f"echo {wanted} | sudo tee /sys/block/{drive.name}/queue/max_sectors_kb"
-    else:
-        remedy = "nothing needs to be done; the drive takes no larger ones"
-    meaning = f"the kernel splits each request of {format_bytes(block)} into {-(-block // largest)}"
-    return saw("request size", f"the drive takes {format_bytes(largest)} at once").note(meaning, remedy)
-
-
-def _depth(drive: Drive, config: OffloadConfig) -> Finding | None:
-    largest = (drive.max_sectors_kb or 0) * KiB or config.aio.block_size
-    asked = config.aio.queue_depth * config.aio.rings * -(-config.aio.block_size // largest)
-    if drive.nr_requests is None or asked <= drive.nr_requests:
-        return None
-    found = f"{asked} requests in flight are configured, the queue holds {drive.nr_requests}"
-    meaning = "the rest waits in the kernel: a deeper queue brings nothing"
-    remedy = f"write a smaller aio.queue_depth, or echo {asked} | sudo tee /sys/block/{drive.name}/queue/nr_requests"
-    return saw("queue depth", found).note(meaning, remedy)
-
-
 def check_health(drive: Drive) -> Iterator[Finding]:
     """Each disk of a drive, and where it is in the machine."""
     for disk in drive.disks:
         if not disk.startswith(_NO_DRIVES):
             yield _health_of(disk)
-    if (finding := _numa(drive)) is not None:
-        yield finding
+    if drive.numa_node is None:  # the machine has one node, or nobody says
+        return
+    found = saw("NUMA", f"{drive.name} is on node {drive.numa_node}", numa_node=drive.numa_node)
+    near = drive.near_cpus
+    if near and not os.sched_getaffinity(0) & near:
+        meaning = "this process may only run on other nodes: every byte crosses between sockets"
+        remedy = f"numactl --cpunodebind={drive.numa_node} --membind={drive.numa_node} for the ranks that use this path"
+        found = found.note(meaning, remedy)
+    yield found
 
 
 def _health_of(disk: str) -> Finding:
     warmth = temperature(disk)
     try:
-        health = read_health(disk)
+        return judged(disk, read_health(disk), warmth)
     except HealthError as error:
-        found = f"{disk}: SMART not known ({error})"
-        if warmth is not None:
-            found += f"; {warmth:.0f} °C"
-        meaning = "its wear and its errors were not looked at"
-        remedy = f"sudo nvme smart-log {shlex.quote(f'/dev/{disk}')}" if disk.startswith("nvme") else ""
-        return saw("health", found, disk=disk, temperature=warmth).note(meaning, remedy)
-    return judged(disk, health, warmth)
+        found = f"{disk}: SMART not known ({error})" + ("" if warmth is None else f"; {warmth:.0f} °C")
+    remedy = f"sudo nvme smart-log {shlex.quote(f'/dev/{disk}')}" if disk.startswith("nvme") else ""
+    return saw("health", found, disk=disk, temperature=warmth).note("its wear and errors were not looked at", remedy)
 
 
 def judged(disk: str, health: Health, warmth: float | None = None) -> Finding:
@@ -140,16 +127,3 @@ def judged(disk: str, health: Health, warmth: float | None = None) -> Finding:
         remedy = "offload bench --duration 600 shows if it is now"
         return found.note(f"it has been {slow} for heat in its life", remedy)
     return found
-
-
-def _numa(drive: Drive) -> Finding | None:
-    """Whether this process runs near the drive; None where the machine has one node, or nobody says."""
-    if drive.numa_node is None:
-        return None
-    found = saw("NUMA", f"{drive.name} is on node {drive.numa_node}", numa_node=drive.numa_node)
-    near, own = drive.near_cpus, os.sched_getaffinity(0)
-    if not near or own & near:
-        return found
-    meaning = "this process may only run on other nodes: every byte crosses between sockets"
-    remedy = f"numactl --cpunodebind={drive.numa_node} --membind={drive.numa_node} for the ranks that use this path"
-    return found.note(meaning, remedy)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 
@@ -122,37 +120,15 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """A table on a terminal; elsewhere lines that can be searched, one finding after the other, never wrapped."""
-    width = max((len(finding.check) for group in report.groups for finding in group.findings), default=0)
-    for group in report.groups:
-        console.print(Text(group.title, style="bold"), soft_wrap=True)
-        if console.is_terminal:
-            console.print(Padding(_table(group, width), (0, 0, 1, 1)))
-        else:
-            console.print(Text("\n".join([*_lines(group), ""])), soft_wrap=True)
-    console.print(Text(report.summary(), style=_STYLES[report.level]), soft_wrap=True)
-
-
-def _table(group: Group, check_width: int) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(width=max(map(len, Level)), no_wrap=True)
-    table.add_column(width=check_width, no_wrap=True)
-    table.add_column(overflow="fold")
-    for finding in group.findings:
-        text = Text(finding.found)
-        if finding.meaning:
-            text.append(f"\n{finding.meaning}", style="dim")
-        if finding.remedy:
-            text.append("\n→ ", style="dim").append(finding.remedy, style="cyan")
-        table.add_row(Text(finding.level, style=_STYLES[finding.level]), finding.check, text)
-    return table
-
-
-def _lines(group: Group) -> Iterator[str]:
+    """Print lines that can be searched, one finding after the other, never wrapped."""
     width = max(map(len, Level))
-    for finding in group.findings:
-        yield f"  {finding.level:{width}}  {finding.check}: {finding.found}"
-        if finding.meaning:
-            yield f"  {'':{width}}  means: {finding.meaning}"
-        if finding.remedy:
-            yield f"  {'':{width}}  to do: {finding.remedy}"
+    for group in report.groups:
+        text = Text.assemble((group.title, "bold"))
+        for finding in group.findings:
+            text.append("\n  ").append(f"{finding.level:{width}}", style=_STYLES[finding.level])
+            text.append(f"  {finding.check}: {finding.found}")
+            for name, said in (("means", finding.meaning), ("to do", finding.remedy)):
+                if said:
+                    text.append(f"\n  {'':{width}}  {name}: {said}", style="dim" if name == "means" else "cyan")
+        console.print(text.append("\n"), soft_wrap=True)
+    console.print(Text(report.summary(), style=_STYLES[report.level]), soft_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import resource
 from collections.abc import Iterator
 
@@ -11,7 +10,7 @@ import torch
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.available_memory import available_bytes, cgroup_limit
-from nvme_offload.offload.host.proc import CAP_IPC_LOCK, SYS, has_capability, meminfo, read, read_sysctl
+from nvme_offload.offload.host.proc import meminfo, read_sysctl
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.units import GiB, MiB, format_bytes
 from nvme_offload.perf.doctor.engines import first_numbers
@@ -24,13 +23,11 @@ OLDEST_TORCH = (2, 11)
 
 
 def check_memory(config: OffloadConfig) -> Iterator[Finding]:
-    """Memory, overcommit, huge pages, swap, and the limits of this process."""
+    """Memory, overcommit, swap, and the limits of this process."""
     yield check_available(config)
     yield check_overcommit(config)
-    yield check_huge_pages()
     yield check_swap()
     yield check_open_files()
-    yield check_locked_memory(config)
 
 
 def check_available(config: OffloadConfig) -> Finding:
@@ -80,14 +77,6 @@ def check_overcommit(config: OffloadConfig) -> Finding:
     return found.at(level, meaning, "sudo sysctl -w vm.overcommit_memory=0")
 
 
-def check_huge_pages() -> Finding:
-    """Whether anonymous memory may come in huge pages."""
-    text = read(SYS / "kernel/mm/transparent_hugepage/enabled") or ""
-    match = re.search(r"\[(\w+)\]", text)
-    policy = match[1] if match else None
-    return saw("huge pages", f"transparent huge pages: {policy or 'not in this kernel'}", policy=policy)
-
-
 def check_swap() -> Finding:
     """Whether the kernel moves memory to a drive behind our back."""
     facts = meminfo()
@@ -112,36 +101,14 @@ def check_open_files() -> Finding:
     return found.warning("swap files, rings and data loaders may not get a file descriptor", "ulimit -n 4096")
 
 
-def check_locked_memory(config: OffloadConfig) -> Finding:
-    """RLIMIT_MEMLOCK, which bounds registered buffers. What follows from it is said where registering is tried."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    budget = config.zero_optimization.offload_optimizer.staging_budget
-    values = {"soft_bytes": None if soft == resource.RLIM_INFINITY else soft, "staging_budget_bytes": budget}
-    if soft == resource.RLIM_INFINITY:
-        found = "unlimited"
-    elif has_capability(CAP_IPC_LOCK):
-        found = f"{format_bytes(soft)}, which does not bind this process (CAP_IPC_LOCK)"
-    elif soft < budget:
-        found = f"{format_bytes(soft)}, less than the staging buffers ({format_bytes(budget)})"
-    else:
-        found = format_bytes(soft)
-    return saw("locked memory", found, **values)
-
-
 def check_software(config: OffloadConfig) -> Iterator[Finding]:
     """Versions of what matters, and whether the GPU takes pinned memory."""
-    yield check_versions()
+    versions = {name: version_of(name) for name in ("nvme-offload", "pyuring", "aiofiles")}
+    versions["python"] = platform.python_version()
+    listed = ", ".join(f"{name} {number or 'not installed'}" for name, number in versions.items())
+    yield saw("versions", listed, **versions)
     yield check_torch(torch.__version__)
     yield check_gpu(config)
-
-
-def check_versions() -> Finding:
-    """Check the versions of this package, of Python and of the io_uring binding."""
-    values = {name: version_of(name) for name in ("nvme-offload", "pyuring", "aiofiles")}
-    values["python"] = platform.python_version()
-    return saw(
-        "versions", ", ".join(f"{name} {number or 'not installed'}" for name, number in values.items()), **values
-    )
 
 
 def check_torch(release: str) -> Finding:

@@ -306,16 +306,14 @@ def find_runs(path: Path) -> list[FoundRun]:
 
 def _state(run: Path) -> State:
     try:
-        lock = open_in(run, LOCK_NAME, os.O_RDONLY)
+        with open_in(run, LOCK_NAME, os.O_RDONLY) as fd:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "live"
     except FileNotFoundError:
         return "dead"  # it died between making its directory and its lock
     except OSError:
         return "unknown"
-    with lock as fd:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return "live"
     return "dead"
 
 
@@ -335,7 +333,11 @@ def check_runs(path: Path) -> Finding:
     except OSError as error:
         return saw("other runs", f"cannot be looked for: {error.strerror}").note("a run will fail here, too")
     by_state = {state: [run for run in runs if run.state == state] for state in _WORDS}
-    said = "; ".join(f"{_WORDS[state]}: {_list(its)}" for state, its in by_state.items() if its) or "none"
+    listed = {
+        state: ", ".join(f"{run.name} ({format_bytes(run.size_bytes)})" for run in its)
+        for state, its in by_state.items()
+    }
+    said = "; ".join(f"{_WORDS[state]}: {names}" for state, names in listed.items() if names) or "none"
     found = saw("other runs", said, runs=[asdict(run) for run in runs])
     if dead := by_state["dead"]:
         size = format_bytes(sum(run.size_bytes for run in dead))
@@ -343,7 +345,3 @@ def check_runs(path: Path) -> Finding:
         remedy = f"to have the space now: rm -r {' '.join(shlex.quote(str(path / run.name)) for run in dead)}"
         return found.note(meaning, remedy)
     return found
-
-
-def _list(runs: list[FoundRun]) -> str:
-    return ", ".join(f"{run.name} ({format_bytes(run.size_bytes)})" for run in runs)

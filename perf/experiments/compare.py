@@ -17,7 +17,6 @@ import typer
 from nvme_offload.perf.experiments.peers.result import (
     BY_NAME,
     CONTENDERS,
-    HEAD,
     ITERATIONS,
     MEMORY,
     OURS,
@@ -54,7 +53,7 @@ def compare(
     with TemporaryDirectory(prefix="nvme-offload-compare-", dir=path) as folder:
         compared, say = _compared(others, order, Path(folder), quads), partial(notes, order)
         kept: dict[str, Any] = {"save_to": save_to, "asked": {"order": asdict(order)}}
-        run_experiment("compare", "Beside others", HEAD, compared, say, path=path, **kept)
+        run_experiment("compare", "Beside others", compared, say, path=path, **kept)
 
 
 def _others(names: Sequence[str] | None) -> list[Contender]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -19,8 +18,8 @@ from nvme_offload import OffloadAdamW, OffloadOptimizer
 from nvme_offload.offload.durable.inventory import find_runs, remove_run
 from nvme_offload.perf.experiments.hidden_step import Setup, compute_for
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
-from nvme_offload.perf.measure.comparison import HEAD, Case, Comparison
-from nvme_offload.perf.measure.experiment import Column, Figures, run_experiment
+from nvme_offload.perf.measure.comparison import Case, Comparison
+from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.machine import storage_bytes
 from nvme_offload.perf.measure.sections import section
 
@@ -35,28 +34,6 @@ Period = Annotated[int, typer.Option(min=1, help="Steps from one rewriting of a 
 Compute = Annotated[float, typer.Option(min=0, help="Seconds of each iteration in which nothing is computed.")]
 
 
-@dataclass(frozen=True)
-class Moved(Figures):
-    """Bytes per parameter and step, as the kernel counts them, and seconds of a step, after the first steps."""
-
-    name: str
-    read: float
-    written: float
-    step_seconds: float
-    commits: int
-    commit_wait_seconds: float
-    """Seconds of all measured steps in which a commit was waited for."""
-
-    COLUMNS = (
-        Column("", "name"),
-        Column("B read", "read", ".2f"),
-        Column("B written", "written", ".2f"),
-        Column("seconds", "step_seconds", ".3f"),
-        Column("waited for commits", "commit_wait_seconds", ".3f"),
-        Column("commits", "commits"),
-    )
-
-
 @durable.command("bytes")
 def moved(
     path: Folder,
@@ -67,20 +44,25 @@ def moved(
 ) -> None:
     """Count the bytes that durable steps and steps in place move."""
 
-    def measured(name: str, period: int) -> Moved:
+    def measured(name: str, period: int) -> Row:
+        """Give bytes per parameter and step, as the kernel counts them, after the first steps."""
         with optimizer_of(path, millions, period) as optimizer:
             _seconds(optimizer, max(_WARM_STEPS, rewrite_every))  # until all take turns
-            before, waited = _block_io(), optimizer.stats().commit_wait_seconds
+            before, waited = storage_bytes(), optimizer.stats().commit_wait_seconds
             seconds = _seconds(optimizer, steps)
-            after, stats = _block_io(), optimizer.stats()
-        elements = steps * (millions * 1_000_000 // _TENSORS) * _TENSORS
+            after, stats = storage_bytes(), optimizer.stats()
+        if before is None or after is None:
+            raise RuntimeError("the kernel does not count here what the block layer moves: see proc(5), /proc/pid/io")
+        elements, waited = steps * (millions * 1_000_000 // _TENSORS) * _TENSORS, stats.commit_wait_seconds - waited
         read, written = ((b - a) / elements for a, b in zip(before, after, strict=True))
-        return Moved(name, read, written, seconds, stats.commits, stats.commit_wait_seconds - waited)
+        shown = {"": name, "B read": f"{read:.2f}", "B written": f"{written:.2f}", "seconds": f"{seconds:.3f}"}
+        shown |= {"waited for commits": f"{waited:.3f}", "commits": f"{stats.commits}"}
+        return Row(shown, {"read": read, "written": written, "step_seconds": seconds, "commit_wait_seconds": waited})
 
     both = (measured(name, period) for name, period in (("in place", 0), ("durable", rewrite_every)))
-    title = "Bytes per parameter and step of durable steps"
     with _runs_removed(path):
-        run_experiment("durable-bytes", title, Moved.head(), both, path=path, save_to=save_to)
+        title = "Bytes per parameter and step of durable steps"
+        run_experiment("durable-bytes", title, both, path=path, save_to=save_to)
 
 
 @durable.command()
@@ -107,12 +89,15 @@ def steps(
                 waited[:] = [(made[0].stats().commit_wait_seconds - before) / total]
                 yield found
 
-    def notes(found: list[Comparison]) -> list[str]:
-        return [f"commits were waited for in {waited[0]:.1%} of the time"]
-
-    title = "Durable steps beside steps in place"
     with _runs_removed(path):
-        run_experiment("durable-steps", title, HEAD, compared(), notes, path=path, save_to=save_to)
+        run_experiment(
+            "durable-steps",
+            "Durable steps beside steps in place",
+            compared(),
+            lambda found: [f"commits were waited for in {waited[0]:.1%} of the time"],
+            path=path,
+            save_to=save_to,
+        )
 
 
 @durable.command()
@@ -150,12 +135,15 @@ def checkpoint(
             name = f"beside a checkpoint, a share of {share:g}"
             yield from Case(name=name, ours=partial(turn, True), reference=partial(turn, False)).measure(quads)
 
-    def notes(found: list[Comparison]) -> list[str]:
-        return [f"{median(written):.0%} of a checkpoint was written meanwhile"]
-
-    title = "Iterations beside a checkpoint in the background"
     with _runs_removed(path):
-        run_experiment("durable-checkpoint", title, HEAD, compared(), notes, path=path, save_to=save_to)
+        run_experiment(
+            "durable-checkpoint",
+            "Iterations beside a checkpoint in the background",
+            compared(),
+            lambda found: [f"{median(written):.0%} of a checkpoint was written meanwhile"],
+            path=path,
+            save_to=save_to,
+        )
 
 
 def optimizer_of(path: Path, millions: int, period: int) -> OffloadAdamW:
@@ -185,12 +173,6 @@ def _seconds(optimizer: OffloadAdamW, steps: int, compute: float = 0.0) -> float
         optimizer.step()
     settle(optimizer)
     return (time.perf_counter() - start) / steps
-
-
-def _block_io() -> tuple[int, int]:
-    if (counted := storage_bytes()) is None:
-        raise RuntimeError("the kernel does not count here what the block layer moves: see proc(5), /proc/pid/io")
-    return counted
 
 
 def _name() -> str:

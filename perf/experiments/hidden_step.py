@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -19,7 +19,7 @@ from torch import nn
 from nvme_offload.optim.step.schedule import OverlapStep
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
 from nvme_offload.perf.measure.comparison import Case, Comparison
-from nvme_offload.perf.measure.experiment import Column, Figures, run_experiment
+from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
 from nvme_offload.perf.measure.sections import MODES, section
 from nvme_offload.perf.measure.training import BACKWARD_SHARE, Iteration, Shape, SleepingModel, Training, layered_model
@@ -47,6 +47,7 @@ ITERATIONS = 2
 
 hidden_step = typer.Typer(no_args_is_help=True, help="Measure how much of a step each schedule hides.")
 Buffers = Annotated[int, typer.Option(min=2, help="Staging buffers.")]
+Taken = Sequence[Iteration]
 Schedule = Annotated[OverlapStep | None, typer.Option(help="One schedule; by default each in turn.")]
 Width = Annotated[int, typer.Option(min=64, help="Width of the matrices, each of which is a subgroup.")]
 Subgroups = Annotated[int, typer.Option(min=8, help="Number of matrices.")]
@@ -118,60 +119,32 @@ def _written(overlap_step: OverlapStep) -> int:
     return WRITTEN_PER_PARAMETER + (DURABLE_PER_PARAMETER if overlap_step == "speculate" else 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell(Figures):
-    """Iterations of one schedule at one ratio. Seconds are medians."""
+def row_of(overlap_step: OverlapStep, ratio: float, nvme: float, compute: float, bound: float, taken: Taken) -> Row:
+    """Show iterations of one schedule at one ratio. Seconds are medians.
 
-    overlap_step: OverlapStep
-    ratio: float
-    compute: float
-    """Seconds of an iteration over a drive that takes no time."""
-    nvme: float
-    """Seconds in which the drive moves every subgroup there and back: what ``off`` moves, no more and no less."""
-    iterations: tuple[Iteration, ...]
-    bound: float
-    """An iteration has to be so many times as long as the ideal, by the model of `offload plan`."""
-
-    @property
-    def seconds(self) -> float:
-        """Median seconds of an iteration."""
-        return median(iteration.seconds for iteration in self.iterations)
-
-    @property
-    def of_ideal(self) -> float:
-        """Return how many times as long as the ideal an iteration is."""
-        return self.seconds / max(self.compute, self.nvme)
-
-    @property
-    def quotient(self) -> float:
-        """Return how much longer an iteration is than the bound says."""
-        return self.of_ideal / self.bound
-
-    @property
-    def is_disturbed(self) -> bool:
-        """Whether computing alone did not take what it should have."""
-        return abs(self.compute * self.ratio / self.nvme - 1) > TOLERANCE
-
-    @property
-    def name(self) -> str:
-        """Schedule and ratio."""
-        return f"{self.overlap_step}, {self.ratio:g}{' (disturbed)' if self.is_disturbed else ''}"
-
-    @property
-    def parts(self) -> str:
-        """Median seconds of forward, backward and step."""
-        parts = (median(getattr(one, part) for one in self.iterations) for part in ("forward", "backward", "step"))
-        return " + ".join(f"{part:.3f}" for part in parts)
-
-    COLUMNS = (
-        Column("overlap_step, I/O : compute", "name"),
-        Column("iteration s", "seconds", ".3f"),
-        Column("of the ideal", "of_ideal", ".2f"),
-        Column("bound", "bound", ".2f"),
-        Column("quotient", "quotient", ".3f"),
-        Column("forward + backward + step", "parts"),
-    )
-    BESIDES = ("is_disturbed",)
+    Args:
+        overlap_step: the schedule.
+        ratio: seconds of the drive over those of computing, as asked for.
+        nvme: seconds in which the drive moves every subgroup there and back: what ``off`` moves.
+        compute: seconds of an iteration over a drive that takes no time.
+        bound: seconds of an iteration by the model of `offload plan`.
+        taken: the iterations.
+    """
+    seconds, ideal = median(one.seconds for one in taken), max(compute, nvme)
+    figures = {"ratio": ratio, "nvme": nvme, "compute": compute, "seconds": seconds, "of_ideal": seconds / ideal}
+    figures |= {"bound": bound / ideal, "quotient": seconds / bound}
+    is_disturbed = abs(compute * ratio / nvme - 1) > TOLERANCE
+    parts = (median(getattr(one, part) for one in taken) for part in ("forward", "backward", "step"))
+    shown = {
+        "overlap_step, I/O : compute": f"{overlap_step}, {ratio:g}{' (disturbed)' if is_disturbed else ''}",
+        "iteration s": f"{seconds:.3f}",
+        "of the ideal": f"{seconds / ideal:.2f}",
+        "bound": f"{bound / ideal:.2f}",
+        "quotient": f"{seconds / bound:.3f}",
+        "forward + backward + step": " + ".join(f"{part:.3f}" for part in parts),
+    }
+    more = {"overlap_step": overlap_step, "is_disturbed": is_disturbed, "iterations": [asdict(one) for one in taken]}
+    return Row(shown, {**figures, **more})
 
 
 @hidden_step.command()
@@ -195,8 +168,8 @@ def paced(
         "the bound is what the model of `offload plan` says of it",
     ]
 
-    def with_verdict(found: list[Cell]) -> list[str]:
-        within = sum(cell.quotient <= LIMIT for cell in found)
+    def with_verdict(found: list[Row]) -> list[str]:
+        within = sum(row.figures["quotient"] <= LIMIT for row in found)
         return [*notes, f"at most {LIMIT:g} times the bound: {within} of {len(found)}"]
 
     with TemporaryDirectory() as folder:
@@ -204,10 +177,10 @@ def paced(
             setup, OVERLAPS if overlap_step is None else [overlap_step], io_seconds, iterations, Path(folder)
         )
         title = "Iterations over a paced drive"
-        run_experiment(f"hidden-step-{shape}", title, Cell.head(), cells, with_verdict, save_to=save_to)
+        run_experiment(f"hidden-step-{shape}", title, cells, with_verdict, save_to=save_to)
 
 
-def _cells(setup: Setup, overlaps: Sequence[OverlapStep], nvme: float, count: int, path: Path) -> Iterator[Cell]:
+def _cells(setup: Setup, overlaps: Sequence[OverlapStep], nvme: float, count: int, path: Path) -> Iterator[Row]:
     """Measure each schedule at each ratio, `count` iterations each: even, since directions of ``off`` alternate."""
     for overlap_step in overlaps:
         durable = overlap_step == "speculate"
@@ -222,17 +195,11 @@ def _cells(setup: Setup, overlaps: Sequence[OverlapStep], nvme: float, count: in
                     compute_for(training, max(0.0, nvme / ratio - own))
                     compute = median(one.seconds for one in training.iterations(3))
                     pace.rate = setup.bytes_moved(overlap_step) / nvme
-                    cell = Cell(
-                        overlap_step=overlap_step,
-                        ratio=ratio,
-                        compute=compute,
-                        nvme=nvme,
-                        iterations=tuple(training.iterations(1 + count)[1:]),
-                        bound=setup.bound(overlap_step, compute, nvme).seconds / max(compute, nvme),
-                    )
-                    if not cell.is_disturbed:
+                    taken, bound = training.iterations(1 + count)[1:], setup.bound(overlap_step, compute, nvme)
+                    row = row_of(overlap_step, ratio, nvme, compute, bound.seconds, taken)
+                    if not row.figures["is_disturbed"]:
                         break
-                yield cell
+                yield row
 
 
 @hidden_step.command()
@@ -254,13 +221,12 @@ def drive(
         f"{ITERATIONS} iterations each time, and all waited for between",
         f"left out: rounds in which an iteration in memory was off by more than {TOLERANCE:.0%}",
     ]
-    head = ("overlap_step", "over off (95 %)", "control", "quads", "its own s", "off s")
     title = "Iterations on a drive, beside the plain order"
     name = f"hidden-step-{'real' if real else 'sleeping'}"
     schedules = OVERLAPS[1:] if overlap_step is None else [overlap_step]
     with TemporaryDirectory(prefix="nvme-offload-hidden-step-", dir=path) as folder:
         compared = (found for schedule in schedules for found in on_drive(setup, schedule, quads, Path(folder)))
-        run_experiment(name, title, head, compared, lambda found: notes, path=path, save_to=save_to)
+        run_experiment(name, title, compared, lambda found: notes, path=path, save_to=save_to)
 
 
 def on_drive(setup: Setup, overlap_step: OverlapStep, quads: int, path: Path) -> Iterator[Comparison]:

@@ -9,7 +9,7 @@ memory, from before birth and sharding, beside the plan's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.measure.child import Child, Send
 from nvme_offload.perf.measure.command_line import Folder, Rw, SaveTo, Settings
-from nvme_offload.perf.measure.experiment import Column, Figures, run_experiment
+from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
 from nvme_offload.perf.measure.sections import MODES, section
 from nvme_offload.perf.measure.training import Training, layered_model
@@ -110,51 +110,7 @@ def memory_case(mode: str, layers: int, tiers: int = 0) -> Configuration:
 CASES = tuple(memory_case(mode, layers, tiers) for layers in (6, 48) for mode in MODES for tiers in (0, 2))
 
 
-@dataclass(frozen=True)
-class Iterations(Figures):
-    """One configuration: predicted and measured."""
-
-    configuration: Configuration
-    rates: dict[str, float]
-    """The rates that the machine reached in the same minute."""
-    predicted_bytes: float
-    measured_bytes: float
-    predicted_seconds: float
-    measured_seconds: tuple[float, ...]
-    limit: str
-
-    @property
-    def bytes_ratio(self) -> float:
-        """Ratio of the bytes predicted to those measured."""
-        return self.predicted_bytes / self.measured_bytes
-
-    @property
-    def time_ratio(self) -> float:
-        """Ratio of the seconds predicted to the median of those measured."""
-        return self.predicted_seconds / self.median_seconds
-
-    @property
-    def name(self) -> str:
-        """Name of the configuration."""
-        return self.configuration.name
-
-    @property
-    def median_seconds(self) -> float:
-        """Median of the seconds measured."""
-        return median(self.measured_seconds)
-
-    COLUMNS = (
-        Column("configuration", "name"),
-        Column("bytes predicted", "predicted_bytes", ".4g"),
-        Column("measured", "measured_bytes", ".4g"),
-        Column("ratio", "bytes_ratio", ".3f"),
-        Column("s predicted", "predicted_seconds", ".2f"),
-        Column("measured", "median_seconds", ".2f"),
-        Column("ratio", "time_ratio", ".2f"),
-    )
-
-
-def iterations_of(path: Path, configuration: Configuration) -> Iterations:
+def iterations_of(path: Path, configuration: Configuration) -> Row:
     """Measure rates, steps, and rates again; predict from the rates."""
     several, seconds, moved = [_rates(path, configuration)], list[float](), list[int]()
     with configuration.training(path, WARM_UP_STEPS) as training:
@@ -167,15 +123,14 @@ def iterations_of(path: Path, configuration: Configuration) -> Iterations:
     drives = Drives.of_rates(*(rates[rw] for rw in get_args(Rw)))
     prediction = configuration.predicted(path, drives=drives, flops=rates["flops"], update_rate=rates["update_rate"])
     assert prediction.time is not None
-    return Iterations(
-        configuration,
-        rates,
-        prediction.total_traffic.read + prediction.total_traffic.written,
-        sum(moved) / (ROUNDS * (1 + MEASURED_STEPS)),
-        prediction.time.seconds,
-        tuple(seconds),
-        prediction.time.limit,
-    )
+    moves, moved_bytes = prediction.total_traffic, sum(moved) / (ROUNDS * (1 + MEASURED_STEPS))
+    predicted, taken = prediction.time.seconds, median(seconds)
+    shown = {"configuration": configuration.name, "bytes predicted": f"{moves.read + moves.written:.4g}"}
+    shown |= {"measured": f"{moved_bytes:.4g}", "ratio": f"{(moves.read + moves.written) / moved_bytes:.3f}"}
+    shown |= {"s predicted": f"{predicted:.2f}", "s measured": f"{taken:.2f}", "s ratio": f"{predicted / taken:.2f}"}
+    figures: dict[str, Any] = {"configuration": asdict(configuration), "rates": rates, "limit": prediction.time.limit}
+    figures |= {"bytes_ratio": (moves.read + moves.written) / moved_bytes, "time_ratio": predicted / taken}
+    return Row(shown, figures | {"measured_bytes": moved_bytes, "measured_seconds": seconds})
 
 
 def _bytes(training: Training) -> int:
@@ -200,39 +155,16 @@ def _rates(path: Path, configuration: Configuration) -> dict[str, float]:
     return {**rates, "flops": operations / (seconds - updating), "update_rate": numel / updating}
 
 
-@dataclass(frozen=True)
-class MemoryGrowth(Figures):
-    """A run: the growth of its resident memory at the peak, predicted and measured, in bytes."""
-
-    case: Configuration
-    predicted: int
-    measured: int
-
-    @property
-    def within_plan(self) -> bool:
-        """Whether it took no more than the plan with its margin."""
-        return self.measured <= (1 + SHARE) * self.predicted + SLACK_BYTES
-
-    @property
-    def name(self) -> str:
-        """Name of the run."""
-        return self.case.name
-
-    @property
-    def numel(self) -> int:
-        """Parameters of its model."""
-        return self.case.layers * (8 * MEMORY_WIDTH**2 + 7 * MEMORY_WIDTH)
-
-    COLUMNS = (
-        Column("run", "name"),
-        Column("parameters", "numel", ","),
-        Column("bytes predicted", "predicted", ","),
-        Column("measured", "measured", ","),
-    )
-    BESIDES = ("within_plan",)
+def growth_row(case: Configuration, predicted: int, measured: int) -> Row:
+    """Show the growth of a run's resident memory at the peak, predicted and measured, in bytes."""
+    numel = case.layers * (8 * MEMORY_WIDTH**2 + 7 * MEMORY_WIDTH)
+    shown = {"run": case.name, "parameters": f"{numel:,}", "bytes predicted": f"{predicted:,}"}
+    within_plan = measured <= (1 + SHARE) * predicted + SLACK_BYTES
+    figures = {"case": asdict(case), "predicted": predicted, "measured": measured, "within_plan": within_plan}
+    return Row(shown | {"measured": f"{measured:,}"}, figures)
 
 
-def memory_of(path: Path, case: Configuration) -> MemoryGrowth:
+def memory_of(path: Path, case: Configuration) -> Row:
     """Run a case in a process of its own, and predict it.
 
     Raises:
@@ -241,7 +173,7 @@ def memory_of(path: Path, case: Configuration) -> MemoryGrowth:
     with TemporaryDirectory() as folder, Child(grow, Path(folder) / "log") as child:
         child.tell((case, path))
         measured: int = child.finish("growth")
-    return MemoryGrowth(case, case.predicted(path).peak_host_bytes, measured)
+    return growth_row(case, case.predicted(path).tiers.bytes_on("host"), measured)
 
 
 def grow(told: Iterator[Any], send: Send) -> None:
@@ -269,23 +201,23 @@ def plan_check(
 
     Exit status: 1 where a run takes more memory than the plan, 10 % and 64 MiB.
     """
+    to: dict[str, Any] = {"path": path, "save_to": save_to}
     if not memory_only:
-        title, all_iterations = "offload plan: predicted and measured", (iterations_of(path, c) for c in CONFIGURATIONS)
-        run_experiment("plan-check", title, Iterations.head(), all_iterations, _within, path=path, save_to=save_to)
+        title, measured = "offload plan: predicted and measured", (iterations_of(path, each) for each in CONFIGURATIONS)
+        run_experiment("plan-check", title, measured, _within, **to)
     title, growths = "offload plan: resident memory predicted and measured", (memory_of(path, case) for case in CASES)
-    runs = run_experiment("plan-memory", title, MemoryGrowth.head(), growths, _excessive, path=path, save_to=save_to)
-    if not all(one.within_plan for one in runs):
+    runs = run_experiment("plan-memory", title, growths, lambda found: [f"more than {BOUND}: {_beyond(found)}"], **to)
+    if _beyond(runs) != "none":
         raise typer.Exit(1)
 
 
-def _within(found: list[Iterations]) -> list[str]:
-    in_bytes = sum(abs(one.bytes_ratio - 1) <= WANTED_BYTES for one in found)
-    in_time = sum(abs(one.time_ratio - 1) <= WANTED_TIME for one in found)
-    return [
-        f"bytes within {WANTED_BYTES:.0%}: {in_bytes} of {len(found)}",
-        f"time within {WANTED_TIME:.0%}: {in_time} of {len(found)}",
-    ]
+def _within(found: list[Row]) -> list[str]:
+    wanted = {"bytes": WANTED_BYTES, "time": WANTED_TIME}
+    within = {
+        name: sum(abs(one.figures[f"{name}_ratio"] - 1) <= most for one in found) for name, most in wanted.items()
+    }
+    return [f"{name} within {wanted[name]:.0%}: {count} of {len(found)}" for name, count in within.items()]
 
 
-def _excessive(found: list[MemoryGrowth]) -> list[str]:
-    return [f"more than {BOUND}: {', '.join(one.name for one in found if not one.within_plan) or 'none'}"]
+def _beyond(found: list[Row]) -> str:
+    return ", ".join(one.cells()[0] for one in found if not one.figures["within_plan"]) or "none"

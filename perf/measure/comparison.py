@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from statistics import mean, median
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 Arm = Callable[[], float]
 """Measures once. Gives bytes per second, or seconds: the same in both arms of a case."""
@@ -64,6 +64,7 @@ class Comparison:
 
     name: str
     rounds: tuple[Round, ...]
+    head: ClassVar = ("", "over the other (95 %)", "control", "quads", "seconds", "the other's")
 
     @property
     def counted(self) -> list[Round]:
@@ -125,7 +126,7 @@ class Comparison:
         return {"name": self.name, "rounds": rounds, **self.as_dict()}
 
     def cells(self) -> list[str]:
-        """A row below `HEAD`, for arms that give seconds."""
+        """A row below `head`, for arms that give seconds."""
         low, high = self.interval
         times = [one.quad.rates for one in self.counted]
         own, other = (median(mean((t[i], t[j])) for t in times) for i, j in ((0, 3), (1, 2)))
@@ -137,9 +138,6 @@ class Comparison:
             f"{own:.3f}",
             f"{other:.3f}",
         ]
-
-
-HEAD = ("", "over the other (95 %)", "control", "quads", "seconds", "the other's")
 
 
 @dataclass(frozen=True, kw_only=True)

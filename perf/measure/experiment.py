@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from rich.console import Console
@@ -21,6 +21,10 @@ from nvme_offload.perf.measure.results import page, save
 class CaseOutcome(Protocol):
     """Measuring one case has found this."""
 
+    @property
+    def head(self) -> Sequence[str]:
+        """Heads of the columns of the table that it has a row of."""
+
     def cells(self) -> list[str]:
         """Its row of the table; the first cell says which case it is."""
 
@@ -28,36 +32,25 @@ class CaseOutcome(Protocol):
         """The outcome in plain types, for JSON."""
 
 
-class Column(NamedTuple):
-    """A column of a table, and the figure of each outcome that stands in it."""
+@dataclass(frozen=True)
+class Row:
+    """An outcome that is figures: those that stand in the table, written below their heads, and all of them."""
 
-    head: str
-    name: str
-    """The attribute of the outcome."""
-    spec: str = ""
-    """The format that it is written in, see `format`."""
+    shown: Mapping[str, str]
+    figures: Mapping[str, Any]
 
-
-class Figures:
-    """An outcome whose figures are the fields and properties of a dataclass."""
-
-    COLUMNS: ClassVar[Sequence[Column]]
-    BESIDES: ClassVar[Sequence[str]] = ()
-    """Properties that the document has and the table has not."""
-
-    @classmethod
-    def head(cls) -> list[str]:
-        """Return the heads of the columns."""
-        return [column.head for column in cls.COLUMNS]
+    @property
+    def head(self) -> Sequence[str]:
+        """See `CaseOutcome`."""
+        return list(self.shown)
 
     def cells(self) -> list[str]:
-        """Return the row of the table."""
-        return [format(getattr(self, column.name), column.spec) for column in self.COLUMNS]
+        """See `CaseOutcome`."""
+        return list(self.shown.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the outcome in plain types, for JSON."""
-        shown = [column.name for column in self.COLUMNS] + list(self.BESIDES)
-        return {**{name: getattr(self, name) for name in shown}, **asdict(self)}  # type: ignore[call-overload]
+        """See `CaseOutcome`."""
+        return {"name": self.cells()[0], **self.figures}
 
 
 Found = TypeVar("Found", bound=CaseOutcome)
@@ -66,7 +59,6 @@ Found = TypeVar("Found", bound=CaseOutcome)
 def run_experiment(
     name: str,
     title: str,
-    head: Sequence[str],
     outcomes: Iterable[Found],
     notes: Callable[[list[Found]], Sequence[str]] = lambda known: (),
     *,
@@ -82,7 +74,6 @@ def run_experiment(
     Args:
         name: of the files.
         title: of the page.
-        head: of the table.
         outcomes: measured one by one as they are asked for. A further one of a case takes the place of the last.
         notes: makes the sentences below the table.
         path: the folder on the drive; None: no drive is measured.
@@ -105,13 +96,13 @@ def run_experiment(
                 if save_to:
                     found = list(known.values())
                     document = {"environment": facts, **asked, "results": [each.to_dict() for each in found]}
-                    text = page(title, facts, head, [each.cells() for each in found], notes(found))
+                    text = page(title, facts, outcome.head, [each.cells() for each in found], notes(found))
                     files = save(save_to, name, json.loads(json.dumps(document)), text)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
     found, console = list(known.values()), Console()
-    table = Table(*head, box=None)
+    table = Table(*(found[0].head if found else ()), box=None)
     for outcome in found:
         table.add_row(*outcome.cells())
     console.print(table)

@@ -32,16 +32,12 @@ def _number(text: str) -> int:
     return int(number)
 
 
-def _bytes(text: str) -> int:
-    return to_bytes(text.removesuffix("/s"))
-
-
 def _count(*names: str, text: str) -> Any:
     return typer.Option(*names, parser=_number, metavar="NUMBER", help=text)
 
 
 def _size(*names: str, text: str) -> Any:
-    return byte_option(*names, text=text, parser=_bytes)
+    return byte_option(*names, text=text, parser=lambda said: to_bytes(said.removesuffix("/s")))
 
 
 def plan(
@@ -102,7 +98,16 @@ def plan(
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps(_document(prediction, choice, largest, durable=durable)))
+        document = prediction.to_dict()
+        if choice is not None:
+            document |= {"section": choice.section, "why": choice.why}
+        deepest = largest is not None and largest.num_layers <= MAX_LAYERS
+        document["largest_model"] = largest and {
+            "parameters": largest.numel,
+            "layers": largest.num_layers,
+            "deepest": deepest,
+        }
+        typer.echo(json.dumps(document | ({"durable": to_dict(prediction)} if durable else {})))
     else:
         console = Console()
         show(prediction, choice, largest, console)
@@ -148,19 +153,6 @@ def _planned(
     if machine.capacity is not None or not uses_nvme(job.config):
         largest = largest_model(shape, lambda other: fits(replace(job, shape=other), machine))
     return None, predict(job, machine), largest
-
-
-def _document(
-    prediction: Prediction, choice: ChosenSection | None, largest: ModelShape | None, *, durable: bool
-) -> dict[str, Any]:
-    found = largest and {
-        "parameters": largest.numel,
-        "layers": largest.num_layers,
-        "deepest": largest.num_layers <= MAX_LAYERS,
-    }
-    chosen = {"section": choice.section, "why": choice.why} if choice is not None else {}
-    kept = {"durable": to_dict(prediction)} if durable else {}
-    return {**chosen, **prediction.to_dict(), "largest_model": found, **kept}
 
 
 def _shape(

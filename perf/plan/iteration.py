@@ -11,7 +11,7 @@ from nvme_offload.offload.storage.tier_plan import Tier
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.step.schedule import OverlapStep
 from nvme_offload.optim.telemetry.stats import CLOSE, Limit
-from nvme_offload.perf.plan.machine import Drives, Machine
+from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.placing import PlacedJob
 from nvme_offload.perf.plan.traffic import PHASES, Phase, StepTraffic, Traffic
 
@@ -54,16 +54,6 @@ class SubgroupTime:
     write: float
     pcie: float = 0.0
     """Seconds that its parameters and gradients take to the host, or back: one comes, one is updated, one leaves."""
-
-    @property
-    def busy(self) -> float:
-        """Seconds from one update to the next when the drive is not waited for."""
-        return max(self.update, self.pcie)
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether its state is in host memory for good."""
-        return not (self.read or self.write)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,17 +213,13 @@ def on_one_processor(work: Work, overlap_step: OverlapStep) -> Work:
     )
 
 
-def seconds_of(drives: Drives, moved: Traffic) -> float:
-    """Seconds that drives need: as much in both directions as goes moves at the mixed rate, the rest alone."""
-    both = min(moved.read, moved.written)
-    return 2 * both / drives.mixed + (moved.read - both) / drives.read + (moved.written - both) / drives.write
-
-
 def _seconds(machine: Machine, tiers: Sequence[StepTraffic], phase: Phase) -> float:
     if machine.drives is None:
         return 0.0
-    moved = sum((kind.phases.get(phase, Traffic()) for kind in tiers), Traffic())
-    return seconds_of(machine.drives, moved * machine.ranks_per_node)
+    moved = sum((kind.phases.get(phase, Traffic()) for kind in tiers), Traffic()) * machine.ranks_per_node
+    drives, both = machine.drives, min(moved.read, moved.written)
+    # As much in both directions as goes moves at the mixed rate, the rest alone.
+    return 2 * both / drives.mixed + (moved.read - both) / drives.read + (moved.written - both) / drives.write
 
 
 def _subgroup_time(placed: PlacedJob, subgroup: Subgroup, tier: Tier, of_blocks: float) -> SubgroupTime:

@@ -52,13 +52,16 @@ class KeptState:
         section = config.zero_optimization.offload_optimizer
         if not section.durable:
             return None
-        precision, rule = precision_of(config), rule_of(config.optimizer)
-        period = section.rewrite_every
-        if period == "auto":
-            period = _suiting(config, machine)
-        return cls(
-            period if is_loggable(precision.master, rule) else 1, precision.accumulate.itemsize, section.rewind_steps
-        )
+        precision, rule, period = precision_of(config), rule_of(config.optimizer), section.rewrite_every
+        rates, grad_itemsize = rates_of(machine), precision.accumulate.itemsize
+        if not is_loggable(precision.master, rule) or (period == "auto" and rates is None):
+            period = 1
+        elif period == "auto" and rates is not None:
+            state = state_itemsize(precision.master, rule.states)
+            size = DurableBytes(state=state, tail=_tail_itemsize(precision.master), grad=grad_itemsize)
+            period = auto_period(size, rates, section.wear_limit and section.wear_limit / machine.ranks_per_node)
+        assert period != "auto"
+        return cls(period, grad_itemsize, section.rewind_steps)
 
     def size_of(self, subgroup: Subgroup) -> DurableBytes:
         """Return what there is of a subgroup."""
@@ -77,11 +80,6 @@ class KeptState:
         """Bytes that a subgroup takes in memory: its base, and the longest log that is read with it."""
         size = self.size_of(subgroup)
         return round(size.base + size.grad * (self.period - 1))
-
-    @property
-    def log_itemsize(self) -> int:
-        """Bytes of log that are read beside an element's state, at most."""
-        return self.grad_itemsize * (self.period - 1)
 
     def traffic(self, in_place: StepTraffic, subgroups: Sequence[Subgroup], tiers: Sequence[Tier]) -> StepTraffic:
         """Return what a step moves: all is written, and as much of what is on drives read as `in_place` reads of it.
@@ -128,19 +126,6 @@ def rates_of(machine: Machine) -> DurableRates | None:
     return DurableRates(
         read=drives.read / ranks, write=drives.write / ranks, mixed=drives.mixed / ranks, update=machine.update_rate
     )
-
-
-def _suiting(config: OffloadConfig, machine: Machine) -> int:
-    rates, precision, rule = rates_of(machine), precision_of(config), rule_of(config.optimizer)
-    if rates is None:
-        return 1
-    size = DurableBytes(
-        state=state_itemsize(precision.master, rule.states),
-        tail=_tail_itemsize(precision.master),
-        grad=precision.accumulate.itemsize,
-    )
-    limit = config.zero_optimization.offload_optimizer.wear_limit
-    return auto_period(size, rates, limit and limit / machine.ranks_per_node)
 
 
 def _tail_itemsize(form: MasterForm) -> int:

@@ -95,7 +95,9 @@ class PlacedJob:
         """Whether forward and backward compute on an accelerator."""
         logged = () if self.kept is None else (self.kept.period, self.kept.buffer_bytes)
         placement = self._placement = StatePlacement(config, self.rule, *logged)
-        placement.fix_budget(self._auto_budget)
+        # What a host budget of "auto" comes to, for a model that is not in memory yet.
+        free = auto_budget(machine.host_memory, machine.ranks_per_node) - job.baseline_bytes
+        placement.fix_budget(lambda: free - self.account.to_come(on_meta=True))
         blocks = self.account.blocks()
         fixed = sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
         max_bytes = placement.max_subgroup_bytes(fixed, self.copies.update > 0)
@@ -126,11 +128,6 @@ class PlacedJob:
             backward=max(stored * (params_leave and zero.stage == 3), accumulated * grads_leave),
             update=stored * (not params_leave) + accumulated * (not grads_leave),
         )
-
-    def _auto_budget(self) -> int:
-        """Return what a host budget of "auto" comes to, for a model that is not in memory yet."""
-        free = auto_budget(self.machine.host_memory, self.machine.ranks_per_node)
-        return free - self.job.baseline_bytes - self.account.to_come(on_meta=True)
 
     @property
     def num_buffers(self) -> int:
@@ -177,7 +174,7 @@ class PlacedJob:
 
     def _subgroups(self, placement: StatePlacement, max_bytes: int) -> tuple[list[Subgroup], int, int]:
         """Cut the state; give with it the bytes of an element, and the most elements of a subgroup in a run."""
-        logged = 0 if self.kept is None else self.kept.log_itemsize
+        logged = 0 if self.kept is None else self.kept.grad_itemsize * (self.kept.period - 1)
         places = self.account.places(logged)
         size_of, form = state_itemsize if self.kept is None else sealed_itemsize, self.precision.master
         for place in places:
@@ -220,11 +217,8 @@ def residents(job: Job, account: Account) -> Iterator[Unit]:
     yield Unit("process", "process", job.baseline_bytes, tiers=("host",))
     yield from account.residents()
     device: Tier = "device" if account.on_device else "host"
-    yield Unit("activations", "activations", _activation_bytes(job), tiers=(device,))
-
-
-def _activation_bytes(job: Job) -> int:
     shape, hidden = job.shape, job.tokens * job.shape.hidden_size
     inside = hidden * LAYER_BYTES * max(1.0, shape.intermediate_size / (4 * shape.hidden_size))
     layers = shape.num_layers * hidden * 2 + inside if job.checkpointing else shape.num_layers * inside
-    return round(layers + job.tokens * shape.vocab_size * LOGITS_BYTES)
+    activations = round(layers + job.tokens * shape.vocab_size * LOGITS_BYTES)
+    yield Unit("activations", "activations", activations, tiers=(device,))

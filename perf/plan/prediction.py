@@ -62,11 +62,6 @@ class Prediction:
         return sum((moved.total for moved in self.traffic.values()), Traffic())
 
     @property
-    def peak_host_bytes(self) -> int:
-        """Host memory of one rank, the process itself included."""
-        return self.tiers.bytes_on("host")
-
-    @property
     def written_per_day(self) -> float | None:
         """Bytes per node and day of steps one after another; None where their time is not known."""
         if self.time is None:
@@ -114,26 +109,26 @@ def predict(job: Job, machine: Machine) -> Prediction:
         ConfigError: a budget of the section is too small for what must be within it.
     """
     placed = PlacedJob(job, machine)
-    traffic = _traffic(placed)
+    traffic, state = _traffic(placed), dict[Tier, DurableBytes]()
+    kept = placed.kept or KeptState(1, placed.precision.accumulate.itemsize)
+    for subgroup, tier in zip(placed.subgroups, placed.state_on, strict=True):
+        size = kept.size_of(subgroup)
+        state[tier] = state[tier] + size if tier in state else size
+    work, times = work_of(placed, [moved for kind, moved in traffic.items() if kind != STATE]), {}
+    if work is not None:
+        possible = [name for name in OVERLAPS if name != "speculate" or placed.kept is not None]
+        its_work = {name: work if placed.on_device else on_one_processor(work, name) for name in possible}
+        times = {name: iteration_time(its_work[name], name) for name in possible}
     return Prediction(
         job=job,
         machine=machine,
         tiers=tier_plan(placed),
         traffic=traffic,
         overlap_step=placed.overlap_step,
-        times=_times(placed, traffic),
+        times=times,
         kept=placed.kept,
-        state=_bytes_by_tier(placed),
+        state=state,
     )
-
-
-def _bytes_by_tier(placed: PlacedJob) -> dict[Tier, DurableBytes]:
-    kept = placed.kept or KeptState(1, placed.precision.accumulate.itemsize)
-    found: dict[Tier, DurableBytes] = {}
-    for subgroup, tier in zip(placed.subgroups, placed.state_on, strict=True):
-        size = kept.size_of(subgroup)
-        found[tier] = found[tier] + size if tier in found else size
-    return found
 
 
 def fits(job: Job, machine: Machine) -> bool:
@@ -211,17 +206,6 @@ def _traffic(placed: PlacedJob) -> dict[str, StepTraffic]:
         has_root, twice = bool(job.shape.rest) and 0 in moving, zero.stage == 3
         traffic[kind] = of_parameters(sizes, buffers, job.micro_batches, steps, has_root=has_root, twice=twice)
     return traffic
-
-
-def _times(placed: PlacedJob, traffic: dict[str, StepTraffic]) -> dict[OverlapStep, IterationTime]:
-    """Seconds of an iteration with each schedule; empty where a rate is not known."""
-    work = work_of(placed, [moved for kind, moved in traffic.items() if kind != STATE])
-    if work is None:
-        return {}
-    is_durable = placed.job.config.zero_optimization.offload_optimizer.durable
-    possible = [name for name in OVERLAPS if name != "speculate" or is_durable]
-    alone = {name: work if placed.on_device else on_one_processor(work, name) for name in possible}
-    return {name: iteration_time(its_work, name) for name, its_work in alone.items()}
 
 
 def _without_repetitions(visits: list[int]) -> list[int]:

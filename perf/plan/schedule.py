@@ -72,7 +72,7 @@ class _Buffers:
     def __init__(self, work: Work, after: Callable[[float, Callable[[], None]], None]) -> None:
         self.residents: dict[int, None] = {}
         """Subgroups that have a buffer, the one that has it longest first."""
-        self.here = {i for i, subgroup in enumerate(work.subgroups) if subgroup.is_resident}
+        self.here = {i for i, subgroup in enumerate(work.subgroups) if not (subgroup.read or subgroup.write)}
         """Subgroups whose state is in memory, with nothing under way and nothing to be written."""
         self._at_home = frozenset(self.here)
         self._work, self._after = work, after
@@ -227,7 +227,7 @@ class _Worker:
             if isinstance(self._schedule, Behind) and not self.step.pending:
                 self._schedule = None
 
-        self._clock.after(self._work.subgroups[i].busy, done)
+        self._clock.after(max(self._work.subgroups[i].update, self._work.subgroups[i].pcie), done)
 
 
 class _Model:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,6 @@ class ModelShape:
     def numel(self) -> int:
         """Number of parameters of the whole model."""
         return sum(map(sum, self.groups))
-
-    @property
-    def rest_numel(self) -> int:
-        """Number of parameters outside layers and ends."""
-        return sum(self.rest)
-
-    @cached_property
-    def unit_numels(self) -> tuple[int, ...]:
-        """Number of parameters of each layer and end."""
-        return tuple(sum(unit) for unit in (*self.before, *self.layers, *self.after))
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:

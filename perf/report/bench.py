@@ -30,7 +30,11 @@ def bench_page(document: Mapping[str, Any]) -> str:
         section(
             "In short", sentences(about), table(HEAD, rows_of(document)), bar_chart("Bandwidth, median", rates, "GB/s")
         ),
-        *(_over_time(rw, result) for rw, result in document["results"].items() if "series" in result),
+        *(
+            section(f"{rw}, second by second", sentences(result["found"]["words"]), *_pictures(rw, result))
+            for rw, result in document["results"].items()
+            if "series" in result
+        ),
     ]
     return page(title, sections, describe(document["environment"]), without_passes(document))
 
@@ -59,14 +63,9 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _over_time(rw: str, result: Mapping[str, Any]) -> str:
-    series, found = result["series"], result["found"]
-    when = [point["at"] for point in series]
-    marks = {found["cliff"]["at"]: "cliff"} if found["cliff"] else {}
-    return section(f"{rw}, second by second", sentences(found["words"]), *_pictures(rw, series, when, marks))
-
-
-def _pictures(rw: str, series: list[dict[str, Any]], when: list[float], marks: dict[float, str]) -> Iterator[str]:
+def _pictures(rw: str, result: Mapping[str, Any]) -> Iterator[str]:
+    series, cliff = result["series"], result["found"]["cliff"]
+    when, marks = [point["at"] for point in series], {cliff["at"]: "cliff"} if cliff else {}
     rates = [point["bw_bytes"] / GB for point in series]
     yield line_chart(f"{rw}: bandwidth", when, [Line("bandwidth", rates)], "GB/s", marks=marks)
     latencies = [Line(name, [point[key] / 1e6 for point in series]) for name, key in PERCENTILES.items()]

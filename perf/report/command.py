@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -63,34 +64,32 @@ def page_of(file: Path) -> str:
         ValueError: it is neither the log of a run nor a result of `offload bench`; says so.
         OSError: it cannot be read.
     """
-    if (document := _bench_document(file)) is not None:
-        return bench_page(document)
-    records = read_records(file)
-    if not records:
+    with suppress(ValueError):  # several lines: perhaps a log
+        document = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(document, dict) and {"config", "environment", "engine", "results"} <= document.keys():
+            return bench_page(document)
+    if not (records := read_records(file)):
         raise ValueError(f"{file}: nothing noted yet; a run begins to with the first step after a second")
     return run_page(records)
-
-
-def _bench_document(file: Path) -> dict[str, Any] | None:
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        return None  # several lines: perhaps a log
-    is_bench = isinstance(document, dict) and {"config", "environment", "engine", "results"} <= document.keys()
-    return document if is_bench else None
 
 
 def run_page(records: Records) -> str:
     """The page of a run whose records these are, at least one, by time."""
     last = records[-1]
     title = f"{last['optimizer']}: {last['scalars']['steps']} steps on {last['host']}"
+    rows = [
+        [kind, *(format_bytes(sizes[tier]) if sizes[tier] else "" for tier in TIERS)]
+        for kind, sizes in last["tiers"].items()
+    ]
     sections = [
         section("In short", sentences(_summary(records))),
-        section("Where the bytes are", _tiers(last["tiers"])),
+        section("Where the bytes are", table(["what", *TIERS], rows)),
     ]
     if len(records) > 1:
         sections.append(section("Over time", *_pictures(records)))
-    if (parts := _typical_iteration(records)) is not None:
+    found = {words: _values(records, name) for words, name in PARTS.items()}
+    if all(found.values()):
+        parts = {words: median(values) for words, values in found.items()}
         words = "What the seconds of an iteration went to, median"
         sections.append(section("An iteration", bar_chart(words, parts, "s")))
     footer = [
@@ -120,13 +119,6 @@ def _summary(records: Records) -> list[str]:
     return lines
 
 
-def _tiers(tiers: Mapping[str, Mapping[str, int]]) -> str:
-    rows = [
-        [kind, *(format_bytes(sizes[tier]) if sizes[tier] else "" for tier in TIERS)] for kind, sizes in tiers.items()
-    ]
-    return table(["what", *TIERS], rows)
-
-
 def _pictures(records: Records) -> list[str]:
     """Rates between two records, and how near iterations came to the ideal."""
     pairs = [(early, late) for early, late in pairwise(records) if late["time"] > early["time"]]
@@ -149,11 +141,6 @@ def _pictures(records: Records) -> list[str]:
         line_chart("Iterations", when, longest, "s"),
         line_chart("Requests in flight", when, [Line("mean since the beginning", gauge("achieved_depth"))], ""),
     ]
-
-
-def _typical_iteration(records: Records) -> dict[str, float] | None:
-    found = {words: _values(records, name) for words, name in PARTS.items()}
-    return {words: median(values) for words, values in found.items()} if all(found.values()) else None
 
 
 def _values(records: Records, name: str) -> list[float]:

@@ -16,7 +16,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.inventory import RunFound, find_runs, remove_run, remove_snapshot
 from nvme_offload.offload.errors import ConfigError, OffloadError, StateError
 from nvme_offload.offload.units import format_bytes, parse_bytes
-from nvme_offload.optim.checkpoint.committed_step import CommittedStep, open_step
+from nvme_offload.optim.checkpoint.committed_step import open_step
 from nvme_offload.optim.checkpoint.run_export import export_checkpoint, export_weights
 from nvme_offload.perf.measure.command_line import Json
 
@@ -64,7 +64,7 @@ def list_runs(
     """List the durable runs below these folders. Nothing is changed, and a run that is alive is not disturbed."""
     found = _found(paths, config)
     if as_json:
-        typer.echo(json.dumps([_as_dict(run) for run in found], indent=2))
+        typer.echo(json.dumps([_as_dict(run) for run in found], indent=2, default=str))
     else:
         typer.echo(_table(found) if found else "no durable runs")
 
@@ -134,23 +134,20 @@ def export(
             if what == "checkpoint":
                 files = [*export_checkpoint(committed, folder).iterdir()]
             else:
-                _check_kept(committed, partly=partly)
+                missing = [] if partly else committed.missing
+                if missing:
+                    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+                    raise ValueError(
+                        f"{committed.name!r} does not keep {', '.join(missing[:_SHOWN])}{more}: parameters that were "
+                        "always frozen are no state. Say --partly to have all others, and take these from where the "
+                        "training had them"
+                    )
                 files = export_weights(committed, folder, dtype, parse_bytes(max_shard))
             size_bytes = sum(file.stat().st_size for file in files)
             typer.echo(f"exported step {committed.step} of {name}: {format_bytes(size_bytes)} in {len(files)} file(s)")
     except (OffloadError, OSError, ValueError) as error:
         typer.echo(f"{error}{_OF_ITS_OWN if run.is_alive and isinstance(error, StateError) else ''}", err=True)
         raise typer.Exit(1) from error
-
-
-def _check_kept(step: CommittedStep, *, partly: bool) -> None:
-    missing = step.missing
-    if missing and not partly:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise ValueError(
-            f"{step.name!r} does not keep {', '.join(missing[:_SHOWN])}{more}: parameters that were always frozen are "
-            "no state. Say --partly to have all others, and take these from where the training had them"
-        )
 
 
 def _named(name: str, paths: Sequence[Path] | None, config: Path | None, snapshot: str | None) -> RunFound:
@@ -228,8 +225,5 @@ def _said(run: RunFound) -> list[str]:
 
 def _as_dict(run: RunFound) -> dict[str, Any]:
     about = {"name": run.name, "step": run.step, "alive": run.is_alive, "size_bytes": run.size_bytes}
-    ranks = [dataclasses.asdict(rank) for rank in run.ranks]
-    for rank in ranks:
-        rank["folders"] = [str(folder) for folder in rank["folders"]]
-        rank["steps"] = list(rank["steps"].values())
+    ranks = [{**dataclasses.asdict(rank), "steps": list(rank.steps.values())} for rank in run.ranks]
     return {**about, "committed_at": run.committed_at, "ranks": ranks}

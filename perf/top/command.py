@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -48,17 +49,15 @@ class DriveTable:
             drive = drive_of(Path(path))
             for disk in drive.disks if drive else ():
                 name = f"{disk} ({drive.model})" if drive and drive.model and disk == drive.name else disk
-                yield path, name, *self._state_of(disk)
-
-    def _state_of(self, disk: str) -> tuple[str, str, str]:
-        warmth, health = temperature(disk), self._asked(disk)
-        if warmth is None and health is not None:
-            warmth = health.temperature
-        return (
-            "-" if warmth is None else f"{warmth:.0f} °C",
-            "-" if health is None else f"{health.percent_used} %",
-            "-" if health is None else f"{health.bytes_written / TB:.1f} TB",
-        )
+                warmth, health = temperature(disk), self._asked(disk)
+                if warmth is None and health is not None:
+                    warmth = health.temperature
+                told = (
+                    ("-", "-")
+                    if health is None
+                    else (f"{health.percent_used} %", f"{health.bytes_written / TB:.1f} TB")
+                )
+                yield path, name, "-" if warmth is None else f"{warmth:.0f} °C", *told
 
     def _asked(self, disk: str) -> Health | None:
         asked, health = self._health.get(disk, (float("-inf"), None))
@@ -89,18 +88,15 @@ def view(run: RunOnShow, limit: float | None, drives: DriveTable, now: float) ->
 
 def _title(run: RunOnShow, now: float) -> Text:
     record, state = run.record, run.state
-    words = {
-        "live": f"live, noted {max(0.0, now - record['time']):.0f} s ago",
-        "ended": f"ended {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record['time']))}",
-        "gone": f"gone, last heard of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record['time']))}",
-        "unknown": f"on another host, noted {max(0.0, now - record['time']):.0f} s ago",
-    }[state]
+    noted = f"noted {max(0.0, now - record['time']):.0f} s ago"
+    last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
+    words = {"live": f"live, {noted}", "ended": f"ended {last}", "gone": f"gone, last heard of {last}"}
     elapsed = timedelta(seconds=round(record["time"] - record["started"]))
     head = (
         f"{record['optimizer']}, rank {record['rank']} of {record['world_size']}, pid {record['pid']} on "
         f"{record['host']}: {record['scalars']['steps']} steps in {elapsed}, "
     )
-    return Text.assemble(head, (words, _STYLES[state]))
+    return Text.assemble(head, (words.get(state, f"on another host, {noted}"), _STYLES[state]))
 
 
 def _tiers(tiers: Mapping[str, Mapping[str, int]]) -> Table:
@@ -200,25 +196,16 @@ def _page(runs: list[RunOnShow], limit: float | None, drives: DriveTable) -> Ren
 
 
 def _watch(path: Path, runs: list[RunOnShow], limit: float | None, interval: float, console: Console) -> None:
-    """Look again and again, until every run is over or the user has seen enough."""
+    """Look again and again, until every run is over or the user has seen enough; those that are gone stay as last."""
     drives = DriveTable()
-    with Live(_page(runs, limit, drives), console=console, auto_refresh=False) as live:
-        try:
-            while not all(run.is_over for run in runs):
-                time.sleep(interval)
-                runs = _looked_again(path, runs)
-                live.update(_page(runs, limit, drives), refresh=True)
-        except KeyboardInterrupt:
-            return
-
-
-def _looked_again(path: Path, before: list[RunOnShow]) -> list[RunOnShow]:
-    """The runs as they are now; those that are gone as they were last."""
-    try:
-        found: dict[Any, RunOnShow] = {run.key: run for run in runs_of(path)}
-    except NoRunError:
-        found = {}
-    return [found.pop(run.key, replace(run, is_there=False)) for run in before] + list(found.values())
+    with Live(_page(runs, limit, drives), console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+        while not all(run.is_over for run in runs):
+            time.sleep(interval)
+            found = dict[Any, RunOnShow]()
+            with suppress(NoRunError):
+                found = {run.key: run for run in runs_of(path)}
+            runs = [found.pop(run.key, replace(run, is_there=False)) for run in runs] + list(found.values())
+            live.update(_page(runs, limit, drives), refresh=True)
 
 
 class NoRunError(RuntimeError):

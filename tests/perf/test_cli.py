@@ -53,9 +53,12 @@ def test_version():
 def test_help_that_is_known_up_front_is_that_of_the_command(name):
     loaded = cli.load(name)
     assert " ".join(loaded.help.split("\n\n")[0].split()) == cli.COMMANDS[name].help
-    done = CliRunner().invoke(cli.app, [name, "--help"])
+    done = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "160"})
     assert done.exit_code == 0, done.output
     assert f"Usage: offload {name} [OPTIONS]" in done.output
+    example = cli.COMMANDS[name].example
+    assert f"Example: {example}" in done.output
+    loaded.make_context(name, example.split()[2:])  # its options are known, and their values are read
 
 
 def test_a_command_that_is_not_there():

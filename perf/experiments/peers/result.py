@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ class Seen:
     """The distance of its weights from those of the run in memory, by how far those have moved; 0: the same bits."""
     bits_of_ours: bool = False
     """Whether its weights have the bits that ours on NVMe has."""
+    head: ClassVar = HEAD
 
     @property
     def times_ours(self) -> float | None:

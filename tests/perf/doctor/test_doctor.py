@@ -103,8 +103,8 @@ class TestHealthyFolder:
         assert document["engine"] in sample["found"]
 
     def test_every_question_of_the_page_is_answered(self, document):
-        asked = {"kernel", "io_uring", "engine", "memory", "overcommit", "huge pages", "swap", "open files"}
-        asked |= {"locked memory", "versions", "torch", "GPU", "folder", "file system", "direct I/O", "space"}
+        asked = {"kernel", "io_uring", "engine", "memory", "overcommit", "swap", "open files"}
+        asked |= {"versions", "torch", "GPU", "folder", "file system", "direct I/O", "space"}
         assert asked | {"other runs", "sample"} <= set(findings_of(document))
 
     def test_problems_say_what_they_mean(self, document):
@@ -138,14 +138,6 @@ class TestOutput:
             "",
             "NVMe offload works, with reservations: 1 warning, 1 note.",
         ]
-
-    def test_a_terminal_gets_a_table_that_fits(self):
-        stream = io.StringIO()
-        print_report(self.REPORT, Console(file=stream, width=40, force_terminal=True, color_system=None))
-        lines = stream.getvalue().splitlines()
-        assert max(map(len, lines)) <= 60
-        assert any("→ rm [x]" in line for line in lines)
-        assert any(line.startswith(" warning  space") for line in lines)
 
     @pytest.mark.parametrize(
         ("found", "status", "words"),
@@ -619,7 +611,6 @@ class TestEngines:
         assert (found["registered buffers"]["level"], document["level"] == "error") == ("note", False)
         assert found["registered buffers"]["found"] == "1 MiB of staging buffers are refused by RLIMIT_MEMLOCK"
         assert found["registered buffers"]["remedy"].startswith("ulimit -l 2048 ")
-        assert found["locked memory"]["found"] == "64 KiB, less than the staging buffers (1 MiB)"
 
     def test_a_build_without_liburing(self, monkeypatch):
         why = "the package was built without liburing. Install its development files"
