@@ -79,13 +79,6 @@ def parse_size(text: str) -> ModelSize:
     return size
 
 
-def rotary_tables(context: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary position embedding, each [context, HEAD_SIZE / 2]."""
-    frequencies = ROTARY_BASE ** (-torch.arange(0, HEAD_SIZE, 2, dtype=torch.float32) / HEAD_SIZE)
-    angles = torch.arange(context, dtype=torch.float32)[:, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns queries or keys by their position; `x` is [batch, heads, context, HEAD_SIZE]."""
     a, b = x.chunk(2, dim=-1)
@@ -155,9 +148,10 @@ class ByteGPT(nn.Module):
         self.blocks = nn.ModuleList(TransformerLayer(size.width) for _ in range(size.layers))
         self.norm = Norm(size.width)
         self.head = Linear(size.width, VOCABULARY)
-        cos, sin = rotary_tables(context)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        frequencies = ROTARY_BASE ** (-torch.arange(0, HEAD_SIZE, 2, dtype=torch.float32) / HEAD_SIZE)
+        angles = torch.arange(context, dtype=torch.float32)[:, None] * frequencies
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 last = name.endswith(("attention_out.weight", "feed_out.weight"))

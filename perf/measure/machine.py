@@ -55,18 +55,7 @@ def storage_bytes() -> tuple[int, int] | None:
 
 def num_cpus() -> int:
     """Processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_model() -> str:
-    """The processor's name."""
-    match = re.search(r"^model name\s*:\s*(.+)$", read(PROC / "cpuinfo") or "", re.MULTILINE)
-    return match[1] if match else platform.processor() or platform.machine()
-
-
-def memory_bytes() -> int:
-    """Physical memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return len(os.sched_getaffinity(0))
 
 
 def git_commit() -> str | None:
@@ -86,6 +75,7 @@ def git_commit() -> str | None:
 
 def environment(paths: list[Path]) -> dict[str, Any]:
     """Time, commit, versions, processor, memory, and for each path its file system and drive."""
+    model = re.search(r"^model name\s*:\s*(.+)$", read(PROC / "cpuinfo") or "", re.MULTILINE)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": git_commit(),
@@ -93,9 +83,9 @@ def environment(paths: list[Path]) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": version_of("torch"),
-        "cpu": cpu_model(),
+        "cpu": model[1] if model else platform.processor() or platform.machine(),
         "num_cpus": num_cpus(),
-        "memory_bytes": memory_bytes(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "storage": [storage(path) for path in paths],
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +25,13 @@ def page(
     return "\n".join(lines) + "\n"
 
 
-def readable_json(document: dict[str, Any]) -> str:
-    """A value as JSON, indented, but a list of numbers or words on one line."""
-    text = json.dumps(document, indent=1)
-    return _FLAT_LIST.sub(lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]", text) + "\n"
-
-
 def save(folder: Path, name: str, document: dict[str, Any], text: str) -> list[Path]:
     """Write a document as JSON, and its page, under a name that says when it was measured."""
     folder.mkdir(parents=True, exist_ok=True)
     stamp = document["environment"]["time"].replace(":", "").replace("+0000", "Z")
     paths = [folder / f"{stamp}-{name}.{suffix}" for suffix in ("json", "md")]
-    paths[0].write_text(readable_json(document), encoding="utf-8")
+    # A list of numbers or words takes one line.
+    said = _FLAT_LIST.sub(lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]", json.dumps(document, indent=1))
+    paths[0].write_text(said + "\n", encoding="utf-8")
     paths[1].write_text(text, encoding="utf-8")
     return paths
-
-
-NO_PICTURE = "no picture: matplotlib is not installed; type: pip install 'nvme-offload[pictures]'"
-
-
-def can_draw() -> bool:
-    """Whether matplotlib is there, which only pictures need."""
-    return find_spec("matplotlib") is not None

@@ -20,7 +20,6 @@ from nvme_offload.aio_native import (
     EngineOptions,
     EngineStats,
     EngineUnavailable,
-    Failure,
     Op,
     OpenedEngine,
     Operation,
@@ -167,7 +166,7 @@ class RawTarget(AbstractContextManager["RawTarget"]):
             self._slots = [_Slot(self._pool.acquire()) for _ in range(settings.num_buffers)]
             for slot in self._slots:
                 slot.buffer.view(torch.uint8, 0, step).zero_()  # makes the pages resident
-            self.registration = self.engine.engine.register(self._pool.regions, region.space.fds)
+            self.engine.engine.register(self._pool.regions, region.space.fds)
             self._undo = undo.pop_all()
 
     def __exit__(self, *exception: object) -> None:
@@ -231,17 +230,14 @@ class RawTarget(AbstractContextManager["RawTarget"]):
         if operation is None:
             return
         operation.wait()
-        if operation.failure:
-            raise self._error(slot.op, operation.failure)
-
-    def _error(self, op: Op, failure: Failure) -> SwapIOError:
-        return SwapIOError(
-            failure.errno,
-            path=self._region.space.path_of(failure.fd),
-            offset=failure.offset,
-            size_bytes=failure.size_bytes,
-            direction="read" if op is Op.READ else "write",
-        )
+        if failure := operation.failure:
+            raise SwapIOError(
+                failure.errno,
+                path=self._region.space.path_of(failure.fd),
+                offset=failure.offset,
+                size_bytes=failure.size_bytes,
+                direction="read" if slot.op is Op.READ else "write",
+            )
 
 
 def open_bench_engine(name: str, options: EngineOptions) -> OpenedEngine:

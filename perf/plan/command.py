@@ -98,16 +98,7 @@ def plan(
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        document = prediction.to_dict()
-        if choice is not None:
-            document |= {"section": choice.section, "why": choice.why}
-        deepest = largest is not None and largest.num_layers <= MAX_LAYERS
-        document["largest_model"] = largest and {
-            "parameters": largest.numel,
-            "layers": largest.num_layers,
-            "deepest": deepest,
-        }
-        typer.echo(json.dumps(document | ({"durable": to_dict(prediction)} if durable else {})))
+        typer.echo(json.dumps(_document(prediction, choice, largest, durable=durable)))
     else:
         console = Console()
         show(prediction, choice, largest, console)
@@ -153,6 +144,19 @@ def _planned(
     if machine.capacity is not None or not uses_nvme(job.config):
         largest = largest_model(shape, lambda other: fits(replace(job, shape=other), machine))
     return None, predict(job, machine), largest
+
+
+def _document(
+    prediction: Prediction, choice: ChosenSection | None, largest: ModelShape | None, *, durable: bool
+) -> dict[str, Any]:
+    found = largest and {
+        "parameters": largest.numel,
+        "layers": largest.num_layers,
+        "deepest": largest.num_layers <= MAX_LAYERS,
+    }
+    chosen = {"section": choice.section, "why": choice.why} if choice is not None else {}
+    kept = {"durable": to_dict(prediction)} if durable else {}
+    return {**chosen, **prediction.to_dict(), "largest_model": found, **kept}
 
 
 def _shape(

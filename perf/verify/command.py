@@ -68,7 +68,10 @@ def verify(
             runtime=runtime,
             large=on_device,
         )
-        names = _chosen(only, measure)
+        if unknown := set(only or ()) - CHECKS.keys():
+            raise KnobError("only", f"{', '.join(sorted(unknown))}: choose of {', '.join(CHECKS)}")
+        wanted = (check for name, check in CHECKS.items() if name in (only or CHECKS))
+        names = [check.name for check in wanted if measure or not check.measures]
         _check(site, names, save_to)
         accelerator = None if device is None else facts_of(device)
         say = Console(stderr=True)
@@ -88,12 +91,6 @@ def verify(
         if save_to is not None:
             say_saved(save(save_to, "verify", json.loads(json.dumps(document, default=str)), markdown(document)))
     raise typer.Exit(exit_status(outcomes))
-
-
-def _chosen(only: list[str] | None, measure: bool) -> list[str]:
-    if unknown := set(only or ()) - CHECKS.keys():
-        raise KnobError("only", f"{', '.join(sorted(unknown))}: choose of {', '.join(CHECKS)}")
-    return [name for name, check in CHECKS.items() if name in (only or CHECKS) and (measure or not check.measures)]
 
 
 def _check(site: Site, names: list[str], save_to: Path | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,7 +36,7 @@ LIMIT = 240
 def process(site: Site) -> Found:
     """Steps under a default device, and with workers forked between them; a refusal to pin that is over when told."""
     expected = trained("cpu", section(None)).bits
-    with site.drive() as drive, _default_device(site.device if site.has_device else "meta"):
+    with site.drive() as drive, torch.device(site.device if site.has_device else "meta"):
         must_equal(trained(site.device, section(drive)).bits, expected, "under a default device")
 
     def fork(params: Params, step: int) -> None:
@@ -48,15 +48,6 @@ def process(site: Site) -> Found:
     if site.has_device:
         _refuse_to_pin(current_of(site.device))
     return Found("the same bits under a default device and with forked workers", {})
-
-
-@contextmanager
-def _default_device(name: str) -> Iterator[None]:
-    torch.set_default_device(name)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
 
 
 def _refuse_to_pin(device: torch.device) -> None:
@@ -111,6 +102,7 @@ def races(site: Site) -> Found:
 
 def _train(site: Site, *, is_late: bool) -> tuple[torch.Tensor, list[tuple[float, float]]]:
     numel, sums = _NUMEL[site.large], []
+    waits = site.has_device and not is_late
     busy = torch.randn(_BUSY[site.large], _BUSY[site.large], device=site.device)
     param = nn.Parameter(torch.ones(numel, dtype=torch.bfloat16, device=site.device))
     ramp = torch.linspace(-1, 1, numel, device=site.device).bfloat16()
@@ -121,23 +113,20 @@ def _train(site: Site, *, is_late: bool) -> tuple[torch.Tensor, list[tuple[float
             for _ in range(_LINKS if is_late else 1):
                 product = (product @ busy) * 1e-3
             param.grad.copy_(ramp * (number + 1))
-            _calm(site, is_late)
+            if waits:
+                torch.get_device_module(site.device).synchronize()
             optimizer.step()
             first = param.detach().sum(dtype=torch.float64)
             param.grad = None
             # Takes the memory of the gradient again, which copies may still be reading.
             junk = [torch.full((numel // 4,), 7.0, dtype=torch.bfloat16, device=site.device) for _ in range(4)]
-            _calm(site, is_late)
+            if waits:
+                torch.get_device_module(site.device).synchronize()
             sums.append((first, param.detach().sum(dtype=torch.float64)))
             del junk, product
         if optimizer.stats().resplit_blocks:
             raise WrongError(f"{optimizer.stats().resplit_blocks} tiles looked as if somebody else had changed them")
         return param.detach().cpu(), [(first.item(), then.item()) for first, then in sums]
-
-
-def _calm(site: Site, is_late: bool) -> None:
-    if site.has_device and not is_late:
-        torch.get_device_module(site.device).synchronize()
 
 
 def ranks(site: Site) -> Found:

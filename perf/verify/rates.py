@@ -66,50 +66,46 @@ def iteration(site: Site) -> Found:
 
 
 def _timed(site: Site, engine: OffloadEngine, batch: torch.Tensor) -> dict[str, Any]:
-    def compute() -> None:
-        engine.backward(engine(batch).float().square().mean())
+    device = torch.get_device_module(site.device) if site.has_device else None
 
     def settle() -> None:
         engine.optimizer.synchronize()
-        if site.has_device:
-            torch.get_device_module(site.device).synchronize()
+        if device is not None:
+            device.synchronize()
 
-    for _ in range(WARM_UP):
-        compute()
-        engine.step()
-    alone = []
-    for _ in range(COUNTED):
+    def seconds_of(count: int, *, steps: bool) -> float:
+        """Seconds of forward and backward, and of steps too; what runs before and after is waited for."""
         settle()
         start = time.perf_counter()
-        compute()
-        if site.has_device:
-            torch.get_device_module(site.device).synchronize()
-        alone.append(time.perf_counter() - start)
-        engine.step()
-    settle()
-    before, start = engine.optimizer.stats(), time.perf_counter()
+        for _ in range(count):
+            engine.backward(engine(batch).float().square().mean())
+            if steps:
+                engine.step()
+        settle()
+        return time.perf_counter() - start
+
+    seconds_of(WARM_UP, steps=True)
+    alone = []
     for _ in range(COUNTED):
-        compute()
+        alone.append(seconds_of(1, steps=False))
         engine.step()
     settle()
-    seconds = (time.perf_counter() - start) / COUNTED
-    after = engine.optimizer.stats()
+    before, seconds, after = (
+        engine.optimizer.stats(),
+        seconds_of(COUNTED, steps=True) / COUNTED,
+        engine.optimizer.stats(),
+    )
     assert after.iteration is not None  # there were several
     moved = (after.bytes_read - before.bytes_read + after.bytes_written - before.bytes_written) / COUNTED
-    least = max(min(alone), after.iteration.drive_seconds)
+    peak = getattr(device, "max_memory_allocated", None)
     return {
         "seconds": seconds,
         "compute_seconds": min(alone),
         "drive_seconds": after.iteration.drive_seconds,
         "exposed_seconds": seconds - min(alone),
         "exposed_share": max(0.0, seconds - min(alone)) / seconds,
-        "share_of_ideal": min(1.0, least / seconds),
+        "share_of_ideal": min(1.0, max(min(alone), after.iteration.drive_seconds) / seconds),
         "limit": after.iteration.limit,
         "bytes_moved": moved,
-        **_peak_of(site),
+        **({} if peak is None else {"peak_device_bytes": peak()}),
     }
-
-
-def _peak_of(site: Site) -> dict[str, int]:
-    peak = getattr(torch.get_device_module(site.device), "max_memory_allocated", None) if site.has_device else None
-    return {} if peak is None else {"peak_device_bytes": peak()}

@@ -18,13 +18,11 @@ from nvme_offload.perf.measure.child import Child, ChildFailedError, Send, Work
 from nvme_offload.perf.verify import process, rates, training, updates
 from nvme_offload.perf.verify.outcome import Check, Found, LeftOutError, Outcome, Site, WrongError
 
-_WITHOUT_RANDOM_ORDER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""torch's deterministic algorithms ask for this on CUDA, before its context is made."""
-
 
 def work(told: Iterator[Any], send: Send) -> None:
     """Make the checks that are named, after a site."""
-    os.environ.update(_WITHOUT_RANDOM_ORDER)
+    # torch's deterministic algorithms ask for this on CUDA, before its context is made.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
     site: Site = next(told)
     for name in told:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
@@ -31,7 +32,6 @@ from nvme_offload.perf.measure.command_line import (
 from nvme_offload.perf.measure.comparison import by_turns
 from nvme_offload.perf.measure.gpt import PRESETS, parse_size
 from nvme_offload.perf.measure.machine import environment, mount_at, num_cpus
-from nvme_offload.perf.measure.results import NO_PICTURE, can_draw
 
 TURN_STEPS = 4
 """Steps that one run takes before the other goes on: an even number, since updates alternate in direction."""
@@ -64,15 +64,16 @@ class RunChild(Child):
 
     def train(self, steps: int) -> None:
         """Have the child take some steps, and wait until it has nothing left to do."""
-        self.tell(steps)
-        self.expect("turn ended", lambda kind, sample: self._note(sample))
 
-    def _note(self, sample: StepSample) -> None:
-        self.samples.append(sample)
-        done = len(self.samples)
-        if done in (1, self._steps) or done % max(1, self._steps // LINES) == 0:
-            said = f"{self._name}: step {done}/{self._steps}, loss {sample.loss:.3f}, {sample.pace}"
-            self._console.print(f"{said}, {time.monotonic() - self._started:.0f} s", highlight=False)
+        def note(kind: str, sample: StepSample) -> None:
+            self.samples.append(sample)
+            done = len(self.samples)
+            if done in (1, self._steps) or done % max(1, self._steps // LINES) == 0:
+                said = f"{self._name}: step {done}/{self._steps}, loss {sample.loss:.3f}, {sample.pace}"
+                self._console.print(f"{said}, {time.monotonic() - self._started:.0f} s", highlight=False)
+
+        self.tell(steps)
+        self.expect("turn ended", note)
 
 
 def demo(
@@ -129,15 +130,12 @@ def choose_drive(path: Path | None, out: Path) -> Path:
     """
     if path is not None:
         check_folder("path", path)
-        if (mount := mount_at(path)) and mount.is_memory:
-            why = f"{path} is on {mount.kind}, which is memory and not a drive; choose another directory"
-            raise KnobError("path", why)
-        return path
-    candidates = [out, Path.cwd(), Path.home(), Path("/var/tmp")]
+    candidates = [out, Path.cwd(), Path.home(), Path("/var/tmp")] if path is None else [path]
     for candidate in candidates:
         if os.access(candidate, os.W_OK | os.X_OK) and not ((mount := mount_at(candidate)) and mount.is_memory):
             return candidate
-    raise KnobError("path", f"none of {', '.join(map(str, candidates))} is on a drive; name a directory with --path")
+    where = ", ".join(map(str, candidates))
+    raise KnobError("path", f"{where}: memory and no drive; name a directory on a drive with --path")
 
 
 def train(
@@ -169,7 +167,13 @@ def conclude(nvme: RunResult, memory: RunResult, options: dict[str, Any], out: P
     engine, reason = nvme.stats["engine"], nvme.stats["engine_reason"]
     console.print(f"engine of the run on NVMe: {engine} ({reason})\n", markup=False, highlight=False)
     write_trace(report.all_spans(nvme), out / "trace.json")
-    step = _draw(nvme, out / "timeline.png") if can_draw() else None
+    step, picture = None, "no picture: matplotlib is not installed; type: pip install 'nvme-offload[pictures]'"
+    if find_spec("matplotlib") is not None:
+        # It is slow to import, and a wrong option should be told at once.
+        from nvme_offload.perf.experiments.demo.timeline import draw_timeline
+
+        step = draw_timeline(nvme, out / "timeline.png")
+        picture = f"timeline of step {step + 1}: {out / 'timeline.png'}"
     document = {
         "options": {**options, "timeline_step": step},
         "environment": environment([options["swap_parent"]]),
@@ -179,7 +183,7 @@ def conclude(nvme: RunResult, memory: RunResult, options: dict[str, Any], out: P
     }
     (out / "results.json").write_text(json.dumps(document, indent=1, default=str) + "\n")
     console.print(
-        NO_PICTURE if step is None else f"timeline of step {step + 1}: {out / 'timeline.png'}",
+        picture,
         f"for ui.perfetto.dev: {out / 'trace.json'}",
         f"everything:         {out / 'results.json'}\n",
         sep="\n",
@@ -197,10 +201,3 @@ def conclude(nvme: RunResult, memory: RunResult, options: dict[str, Any], out: P
         highlight=False,
     )
     return True
-
-
-def _draw(nvme: RunResult, path: Path) -> int:
-    # matplotlib is slow to import, and a wrong option should be told at once
-    from nvme_offload.perf.experiments.demo.timeline import draw_timeline
-
-    return draw_timeline(nvme, path)

@@ -186,9 +186,9 @@ def test_too_little_space_is_told_before_anything_starts(tmp_path, monkeypatch):
 def test_swap_in_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "mount_at", lambda path: Mount(1, "/", "/", "tmpfs", "none", ()))
     code, output = output_of("--path", str(tmp_path), "--out", str(tmp_path))
-    assert (code, "is on tmpfs, which is memory" in output) == (2, True)
+    assert (code, "memory and no drive" in output) == (2, True)
     code, output = output_of("--out", str(tmp_path))
-    assert (code, "name a directory with --path" in output) == (2, True)
+    assert (code, "name a directory on a drive with --path" in output) == (2, True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
