@@ -181,6 +181,24 @@ def test_modules_go_in_no_circle(package):
     assert not imports, f"modules that import each other, or one that does: {sorted(imports)}"
 
 
+MAX_MODULES_OF_A_STEP = 60
+
+
+def test_a_step_rests_on_few_modules():
+    """It asks `optim.state.asked`, and not the section, the tiers of blocks or a run themselves."""
+    imports = {
+        f"{FACE}.{path.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.')}": set(
+            imported_modules(parsed(path))
+        )
+        for path in SOURCES
+    }
+    reached, new = set(), {f"{FACE}.optim.step.stepper"}
+    while new:
+        reached |= new
+        new = {name for module in new for name in imports[module] & imports.keys()} - reached
+    assert len(reached) <= MAX_MODULES_OF_A_STEP, f"{len(reached)}: hand in a Protocol"
+
+
 def types_only(tree):
     return any(
         isinstance(node, ast.Name | ast.Attribute) and "TYPE_CHECKING" in ast.dump(node) for node in ast.walk(tree)

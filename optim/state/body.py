@@ -14,7 +14,6 @@ import torch
 
 from nvme_offload.offload.errors import ClosedError, CorruptionError, ForkError, StateError
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.overlap.order import FirstUses
 from nvme_offload.optim.overlap.worker import Worker, WorkerJob
 from nvme_offload.optim.state.asked import Blocks, Commitments, StepSettings
 from nvme_offload.optim.state.condition import Condition, LoadingState, Need, StepPhase, WholeState
@@ -22,6 +21,7 @@ from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
+from nvme_offload.optim.state.visits import FirstUses
 from nvme_offload.optim.updates.mirrored import DeviceMirror
 from nvme_offload.optim.updates.updater import Means
 

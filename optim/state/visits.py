@@ -1,11 +1,12 @@
 """Pure functions say which subgroups visit the staging buffers next, which leave them, and when writes may begin.
 
-The pipeline of a run asks them, and so does `offload plan`, whose subgroups are numbers.
+The pipeline of a run asks them, and so does `offload plan`, whose subgroups are numbers. What a forward will want first
+is learnt from the one before (`FirstUses`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 S = TypeVar("S")
@@ -60,3 +61,37 @@ def may_write(num_under_way: int, *, reads_first: bool) -> bool:
         reads_first: nobody waits for the end of the updates, so writes only keep a drive busy that reads leave idle.
     """
     return not reads_first or num_under_way < _KEEP_BUSY
+
+
+class FirstUses:
+    """Ranks parameters by when the latest forward first used them.
+
+    A hint: whoever finds his parameter not ready asks for it, and it comes next.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[int, None] = {}
+        self._before: dict[int, None] = {}
+
+    def note(self, index: int) -> None:
+        """Note that the parameter with this index is about to be used."""
+        self._latest[index] = None
+
+    @property
+    def latest(self) -> Collection[int]:
+        """Parameters that were used since `take` was called, by index."""
+        return self._latest.keys()
+
+    def take(self) -> dict[int, int]:
+        """Rank by index, of what was used since the call before first; then what was used before that.
+
+        A parameter that was never used has no rank.
+        """
+        ranks = self.ranks
+        self._latest, self._before = {}, dict.fromkeys(ranks)
+        return ranks
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Return the ranks as `take` would."""
+        return {index: rank for rank, index in enumerate({**self._latest, **self._before})}
