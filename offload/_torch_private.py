@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -28,8 +29,10 @@ R = TypeVar("R")
 
 # ``torch.utils._pytree``: how every tensor subclass in torch itself walks the arguments of an operator.
 __all__ = [
+    "ATTENTION",
     "METADATA_GLOBALS",
     "TakingTurns",
+    "argument_of",
     "base_of",
     "compute_on_shards",
     "drop_unsharded_grads",
@@ -38,6 +41,7 @@ __all__ = [
     "fsdp_groups",
     "fsdp_params",
     "gather_by_itself",
+    "gathered_params",
     "give_shard",
     "hook_outputs",
     "install_extension",
@@ -50,13 +54,17 @@ __all__ = [
     "own_initializer",
     "refuse_conversion",
     "refuse_writes",
+    "replace_calls",
+    "run_operators",
     "running_last_before_load",
     "shard_offsets",
     "sharded_like",
     "state_dict_hooks",
+    "storage_identity",
     "storage_info",
     "storage_place",
     "store_of_all_ranks",
+    "top_saved_tensor_hooks",
     "tree_flatten",
     "tree_unflatten",
     "version_of",
@@ -208,6 +216,18 @@ def _param_groups(module: torch.nn.Module) -> list[Any]:
 def fsdp_params(module: torch.nn.Module) -> list[Any]:
     """FSDP2's records of the parameters that `module` manages (not its children). See `fsdp_groups`."""
     return [param for group in fsdp_groups(module) for param in group]
+
+
+def gathered_params(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Parameters of modules that FSDP2 has gathered at this moment; it frees their memory when it reshards.
+
+    ``FSDPParamGroup.is_unsharded``, ``FSDPParam._unsharded_param``: the gathered parameter stays the same object, and
+    between two uses its storage has no bytes.
+    """
+    for module in modules:
+        for group in _param_groups(module):
+            if group.is_unsharded:
+                yield from (local_tensor(record._unsharded_param) for record in group.fsdp_params)
 
 
 def num_backwards_left(module: FSDPModule) -> int:
@@ -718,12 +738,127 @@ def without_torch_function() -> AbstractContextManager[None]:
     return context
 
 
+def storage_identity(storage: torch.UntypedStorage) -> Hashable:
+    """Return what is equal for one storage, and for no other while it is held; it keeps no bytes alive.
+
+    ``StorageWeakRef`` of ``torch.multiprocessing.reductions``: with ``UntypedStorage._weak_ref``, the only way to tell
+    a storage from a later one at the same address.
+    """
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def top_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost hooks that this thread has for tensors that autograd saves; None if there are none.
+
+    ``torch._C._autograd._top_saved_tensors_default_hooks``: how a region that is checkpointed is told from others.
+    """
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+class _ReplacedCall:
+    """It runs in the place of a module's own call."""
+
+    def __init__(self, call: Callable[..., Any], inner: Callable[..., Any], *, is_compiled: bool) -> None:
+        self._call = call
+        self._inner = inner
+        self.is_compiled = is_compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._inner, args, kwargs)
+
+
+def replace_calls(
+    modules: Iterable[torch.nn.Module], call: Callable[[Callable[..., Any], Any, Any], Any]
+) -> Callable[[], None]:
+    """Have calls of some modules run `call(inner, args, kwargs)`, where `inner` is what ran before, hooks included.
+
+    ``Module._compiled_call_impl``: what ``Module.compile`` sets. Copies and pickles of a module leave it out, and its
+    class stays as it is. Returns a function that undoes it.
+    """
+    replaced: list[tuple[torch.nn.Module, Any]] = []
+    for module in modules:
+        before = module.__dict__.get("_compiled_call_impl")
+        inner = before if before is not None else module._call_impl
+        # Not by setattr, which the module of torch.compile hands on to the one inside it.
+        module.__dict__["_compiled_call_impl"] = _ReplacedCall(call, inner, is_compiled=before is not None)
+        replaced.append((module, before))
+
+    def undo() -> None:
+        for module, before in replaced:
+            if before is None:
+                module.__dict__.pop("_compiled_call_impl", None)
+            else:
+                module.__dict__["_compiled_call_impl"] = before
+
+    return undo
+
+
+ATTENTION: frozenset[Any] = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    )
+    if hasattr(torch.ops.aten, name)
+)
+"""The operators that ``F.scaled_dot_product_attention`` runs where it is not put together from matrix products.
+
+``torch.ops.aten``: their names are those that selective checkpointing asks its users for.
+"""
+
+
+def argument_of(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], default: Any) -> Any:
+    """The value of an operator's argument, or `default` where it was left out.
+
+    ``OpOverload._schema``, see `written_arguments`.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    return kwargs.get(name, dict(zip(names, args, strict=False)).get(name, default))
+
+
+class run_operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801  # a context manager
+    """While it is active, `run(op, args, kwargs)` is called below autograd in the place of each operator.
+
+    ``torch.utils._python_dispatch.TorchDispatchMode``, see `refuse_writes`; ``ignore_compile_internals``: compiled
+    code in it stays compiled, as with selective checkpointing.
+
+    Args:
+        run: returns what the operator does.
+        begin: called whenever it becomes active.
+    """
+
+    def __init__(self, run: Callable[[Any, Any, Any], Any], begin: Callable[[], object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+        self._begin = begin
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell ``torch.compile`` to go on."""
+        return True
+
+    def __enter__(self) -> Any:
+        self._begin()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Have `run` run it."""
+        return self._run(func, args, kwargs or {})
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether calls of a module run compiled code, which may know nothing of hooks that are registered later.
 
     ``torch.compile(module)`` keeps the module as ``_orig_mod``, ``module.compile()`` sets ``_compiled_call_impl``.
     """
-    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    call = getattr(module, "_compiled_call_impl", None)
+    in_place = call.is_compiled if isinstance(call, _ReplacedCall) else call is not None
     return in_place or hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule)
 
 

@@ -26,6 +26,8 @@ IMPORT = re.compile(r"^ *from (?P<module>nvme_offload[\w.]*) import (?P<names>\(
 
 def test_names():
     assert nvme_offload.__all__ == [
+        "ActivationStats",
+        "ActivationSwapper",
         "BlockOrderError",
         "CheckpointError",
         "CheckpointWriteError",

@@ -38,7 +38,7 @@ FOLDERS_BOTTOM_UP = {
         {"storage"},
         {"durable", "staging"},
         {"shards", "swapper"},
-        {"weights"},
+        {"activations", "weights"},
     ),
     "optim": (
         {"_kernels", "overlap", "telemetry"},
@@ -359,7 +359,7 @@ MANY_ATTRIBUTES = {
     "ExtentRing": 16,
     "FinalGradients": 16,
     "Meter": 20,
-    "OffloadConfig": 21,
+    "OffloadConfig": 22,
     "OffloadEngine": 15,
     "OptimizerParams": 13,
     "OptimizerStats": 52,

@@ -39,6 +39,7 @@ from nvme_offload.offload.config.optimizer import OptimizerConfig
 from nvme_offload.offload.config.reader import WRAPPER, is_wrapped, parse_file, read
 from nvme_offload.offload.config.tiers import (
     NEEDS_NVME,
+    ActivationsConfig,
     FilePath,
     OffloadGradientsConfig,
     OffloadParamConfig,
@@ -308,6 +309,8 @@ class OffloadConfig(Section):
     """Forward under `torch.autocast`, with parameters and gradients in fp32."""
     offload_gradients: OffloadGradientsConfig = OffloadGradientsConfig()
     """The place of each rank's gradient partitions between their arrival and the step."""
+    activations: ActivationsConfig = ActivationsConfig()
+    """The place of what a forward saves for backward."""
     communication_data_type: DType | None = key(None, "one of these", "same")
     """Gradients are reduced in this. Left out, it follows the compute dtype: bf16 reduces in bf16, fp16 in fp16, all
     else in fp32; with `torch_autocast` the classes listed there reduce in its dtype. torch's spellings do as well."""
@@ -392,6 +395,7 @@ class OffloadConfig(Section):
             "zero_optimization.offload_optimizer": self.nvme_paths,
             "zero_optimization.offload_param": zero.offload_param.nvme_path,
             "offload_gradients": self.offload_gradients.nvme_path,
+            "activations": self.activations.nvme_path,
         }
         used = {name: paths for name, paths in sections.items() if paths}
         for name, paths in (used or {"zero_optimization.offload_optimizer": ()}).items():

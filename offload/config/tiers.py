@@ -1,4 +1,4 @@
-"""The sections of the parameter tier and the gradient tier."""
+"""The sections of the parameter tier, the gradient tier and activations."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from nvme_offload.offload.config.keys import Contradiction, Count, Section, Whole, key
+from nvme_offload.offload.config.keys import ByteBudget, ByteCount, Contradiction, Count, Section, Whole, key
+from nvme_offload.offload.units import KiB
 
 
 def _paths(value: Any) -> tuple[Path, ...]:
@@ -87,6 +88,32 @@ class OffloadGradientsConfig(Section):
     `device: nvme`, and only used there."""
     buffer_count: Whole = key(4, "a whole number, 2..64", "", "buffers", ge=2, le=64)
     """Number of staging buffers, 2..64, each as large as the largest block of gradients."""
+
+    IDLE: ClassVar = NEEDS_NVME
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """A folder that is missing, or that nothing uses."""
+        return path_contradictions(self.device, self.nvme_path)
+
+
+class ActivationsConfig(Section):
+    """The place of what a forward saves for backward."""
+
+    keep: Literal["boundaries", "attention", "all"] = key("boundaries", "one of these")
+    """Which of it is kept. `boundaries`: the input of each block, which is computed once more in backward.
+    `attention`: its results, too, so that they are not computed again. `all`: everything that autograd saves. The bits
+    are the same."""
+    device: Literal["none", "cpu", "nvme"] = key("none", "one of these")
+    """The tier of what is kept. `none` leaves a model as it is; `cpu` is host memory."""
+    nvme_path: PathTuple = key((), "a path or a list of different paths")
+    """Folder for the swap files, or a list of folders, as in `offload_optimizer`; it may be the same one. Needed for
+    `device: nvme`, and only used there."""
+    host_budget: ByteBudget = key("auto", '"auto", or 4 KiB or more, as "4GiB"', "", "bytes")
+    """Host memory of one rank for what is kept, 4 KiB or more; the oldest of the rest goes to NVMe. Staging buffers
+    take at most 64 MiB more, and memory for reads as much. `auto` is this rank's share of what is available when
+    training begins, less a reserve."""
+    min_bytes: ByteCount = key(64 * KiB, '0 B or more, as "64KiB"', "", "bytes", ge=0)
+    """Smaller memory than this is not moved, 0 B or more."""
 
     IDLE: ClassVar = NEEDS_NVME
 

@@ -6,24 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from torch import nn
 
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model, which are worth gathering one by one.
-
-    They are what Hugging Face models name in ``_no_split_modules``, and the members of every ``nn.ModuleList`` or
-    ``nn.Sequential`` that holds two or more modules of one class with parameters.
-    """
-    named = set(getattr(model, "_no_split_modules", None) or ())
-    blocks: dict[nn.Module, None] = {}
-    for module in model.modules():
-        if type(module).__name__ in named:
-            blocks[module] = None
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        members = [child for child in module if _can_be_gathered(child)]
-        kinds = [type(child) for child in members]
-        blocks.update({child: None for child in members if kinds.count(type(child)) > 1})
-    return _outermost(blocks, model)
+from nvme_offload.offload.activations.blocks import find_blocks, outermost
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
@@ -73,7 +56,7 @@ def match_blocks(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
             names = sorted({type(module).__name__ for module in model.modules()})
             raise ValueError(f"blocks: {pattern!r} names no module; classes in this model are {', '.join(names)}")
         blocks.update(dict.fromkeys(found))
-    return _outermost(blocks, model)
+    return outermost(blocks, model)
 
 
 def params_outside(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Parameter]:
@@ -86,15 +69,3 @@ def params_outside(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator
 
 def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
-
-
-def _can_be_gathered(module: nn.Module) -> bool:
-    """Whether it has parameters, and a forward, in which FSDP2 gathers them."""
-    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    return not is_container and next(module.parameters(), None) is not None
-
-
-def _outermost(blocks: dict[nn.Module, None], model: nn.Module) -> list[nn.Module]:
-    """The blocks without the model itself and without blocks inside blocks: FSDP2 would gather those twice as often."""
-    inside = {inner for block in blocks for inner in block.modules() if inner is not block}
-    return [block for block in blocks if block not in inside and block is not model]

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload._torch_private import drop_unsharded_grads
+from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.units import parse_bytes
@@ -78,6 +79,7 @@ class OffloadEngine(CheckpointEngine):
         mesh: DeviceMesh,
         precision_plan: PrecisionPlan,
         units: Sequence[nn.Module] = (),
+        activations: ActivationSwapper | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -86,18 +88,18 @@ class OffloadEngine(CheckpointEngine):
         self.mesh = mesh
         self.precision_plan = precision_plan
         """Which dtype every parameter and buffer has, for what. Prints as a table."""
+        self.activations = activations
+        """Keeps what forwards save, where the section says so; else None."""
         self.global_steps = 0
         """Accumulation boundaries passed: steps taken and steps skipped."""
         roles = MeshRoles.of(mesh)
-        self.is_pipelined = roles.pipeline is not None
-        """Whether a schedule runs forward and backward, and `step` follows it directly."""
+        self._stages = roles.pipeline_group
         stage = config.zero_optimization.stage
         self._accumulation = Accumulation(
             config.batch_sizes(roles.num_data_parallel_ranks).gradient_accumulation_steps,
             is_pipelined=self.is_pipelined,
             reduces_once=stage == 1 or (stage == 0 and roles.num_data_parallel_ranks > 1),
         )
-        self._stages = roles.pipeline_group
         self._peers = Peers(mesh.mesh.flatten().tolist())
         self._passes = Passes(module, optimizer, mesh.size(), self._peers)
         self._micro_batches = MicroBatches(config, module, units, mesh, self._accumulation, self._passes)
@@ -129,6 +131,11 @@ class OffloadEngine(CheckpointEngine):
         """
         with self._passes.run("forward", self._drop_gradients), self.optimizer.passing("forward"):
             return self.module(*args, **kwargs)
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether a schedule runs forward and backward, and `step` follows it directly."""
+        return self._stages is not None
 
     def train(self, mode: bool = True) -> OffloadEngine:
         """Set the module's training mode."""
@@ -547,12 +554,14 @@ class OffloadEngine(CheckpointEngine):
         return self.mesh.get_group()
 
     def close(self) -> None:
-        """Free the optimizer's memory and files. Idempotent. The process group stays, for others may use it.
+        """Free memory and files, of activations too. Idempotent. The process group stays, for others may use it.
 
         Waits for a checkpoint that is written in the background. What an exception cuts short is done by the next call,
         or when nobody has the engine any more.
         """
         rest = finalize(self, self.optimizer.close)
+        if self.activations is not None:
+            self.activations.close()
         self._peers.close()
         self._join_checkpoint()
         self.optimizer.close()

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from nvme_offload.offload.activations.activation_swapper import ActivationSwapper, check_blocks
+from nvme_offload.offload.activations.blocks import find_blocks
 from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.optimizer import OPTIMIZERS, OptimizerConfig
 from nvme_offload.offload.config.section import OffloadConfig
@@ -114,7 +116,8 @@ def initialize(
     with ExitStack() as undo:
         made = on_every_rank(partial(making.shard, roles, plan, undo), *groups)
         scheduler = on_every_rank(partial(making.fill, roles, made, lr_scheduler), *groups)
-        engine = OffloadEngine(model, made, scheduler, making.config, mesh, plan, making.blocks)
+        activations = on_every_rank(partial(making.keep_activations, undo), *groups)
+        engine = OffloadEngine(model, made, scheduler, making.config, mesh, plan, making.blocks, activations)
         undo.pop_all()
     return engine
 
@@ -126,6 +129,7 @@ class _Making:
     model: nn.Module
     config: OffloadConfig
     blocks: Sequence[nn.Module]
+    layers: Sequence[nn.Module]
     birth: Birth | None
     make_optimizer: OptimizerFactory
     rule: UpdateRule
@@ -148,10 +152,12 @@ class _Making:
         section, device_type = OffloadConfig.of(config), _device_type(model, mesh)
         _check_devices(model)
         chosen = find_units(model) if blocks is None else match_blocks(model, blocks)
+        layers = find_blocks(model) if blocks is None else chosen  # without large ends: those are cheap to keep
+        check_blocks(model, layers, section.activations)
         birth = _birth_of(model, section, weights, init, on_device=is_device(device_type))
         make_optimizer, rule = _optimizer_of(section, optimizer)
         groups = groups_of(model, section.optimizer if optimizer is None else OptimizerConfig(), rule, param_groups)
-        return cls(model, section, chosen, birth, make_optimizer, rule, groups, device_type)
+        return cls(model, section, chosen, layers, birth, make_optimizer, rule, groups, device_type)
 
     def plan(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> PrecisionPlan:
         """Look whether all of it goes together on this mesh."""
@@ -194,6 +200,14 @@ class _Making:
             return scheduler_of(self.config, made)
         self.config = self.config.model_copy(update={"scheduler": None})  # nobody follows it
         return _checked(lr_scheduler(made))
+
+    def keep_activations(self, undo: ExitStack) -> ActivationSwapper | None:
+        """Have forwards of the model keep what they save where the section says; `undo` closes it."""
+        if self.config.activations.device == "none":
+            return None
+        activations = ActivationSwapper(self.config, model=self.model, blocks=self.layers)
+        undo.callback(activations.close)
+        return activations.attach()
 
 
 def _prepare_process(model: nn.Module, device_type: str) -> None:

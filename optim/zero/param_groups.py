@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nvme_offload.offload.activations.blocks import find_blocks
 from nvme_offload.offload.config.optimizer import OptimizerConfig, OptimizerGroup, OptimizerParams
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
-from nvme_offload.optim.layout.blocks import find_blocks
 from nvme_offload.optim.layout.names import params_matching
 from nvme_offload.optim.optimizers.muon import BESIDE_MATRICES
 from nvme_offload.optim.rules.muon import Muon

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from nvme_offload.optim.layout.blocks import find_blocks, find_ends
+from nvme_offload.offload.activations.blocks import find_blocks
+from nvme_offload.optim.layout.blocks import find_ends
 
 
 class ShapeError(ValueError):

@@ -5,6 +5,8 @@ from nvme_offload.adapters import OffloadTrainerCallback as OffloadTrainerCallba
 from nvme_offload.adapters import trainer_optimizer as trainer_optimizer
 from nvme_offload.aio_native.engine import EngineUnavailable
 from nvme_offload.aio_native.faults import FaultSpec
+from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
+from nvme_offload.offload.activations.store import ActivationStats
 from nvme_offload.offload.config import OffloadConfig
 from nvme_offload.offload.errors import (
     BlockOrderError,
@@ -57,6 +59,8 @@ from nvme_offload.optim.zero.initialize import initialize
 __version__: str
 
 __all__ = [
+    "ActivationStats",
+    "ActivationSwapper",
     "BlockOrderError",
     "CheckpointError",
     "CheckpointWriteError",

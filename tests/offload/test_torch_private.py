@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload import _torch_private
 from nvme_offload.offload._torch_private import (
+    ATTENTION,
     METADATA_GLOBALS,
     TakingTurns,
+    argument_of,
     base_of,
     compute_on_shards,
     drop_unsharded_grads,
@@ -23,6 +25,7 @@ from nvme_offload.offload._torch_private import (
     fsdp_groups,
     fsdp_params,
     gather_by_itself,
+    gathered_params,
     give_shard,
     hook_outputs,
     install_extension,
@@ -35,13 +38,17 @@ from nvme_offload.offload._torch_private import (
     own_initializer,
     refuse_conversion,
     refuse_writes,
+    replace_calls,
+    run_operators,
     running_last_before_load,
     shard_offsets,
     sharded_like,
     state_dict_hooks,
+    storage_identity,
     storage_info,
     storage_place,
     store_of_all_ranks,
+    top_saved_tensor_hooks,
     tree_flatten,
     tree_unflatten,
     version_of,
@@ -483,6 +490,86 @@ def test_fake_tensors_and_watching():
             product = left @ right
     assert (product.shape, product.dtype, product.device.type) == ((1 << 20, 1), torch.bfloat16, "cpu")
     assert [(is_cast(op), op is aten.mm.default) for op, *_ in seen] == [(True, False), (True, False), (False, True)]
-    assert seen[0][1][0] is left
+    assert {id(seen[0][1][0]), id(seen[1][1][0])} == {id(left), id(right)}, "in either order"
     assert seen[0][2]["dtype"] is torch.bfloat16
     assert seen[-1][3] is product
+
+
+def test_storage_identity():
+    tensor = torch.ones(3)
+    identity, view = storage_identity(tensor.untyped_storage()), tensor[1:]
+    assert identity == storage_identity(view.untyped_storage())
+    assert hash(identity) == hash(storage_identity(view.untyped_storage()))
+    del tensor, view
+    assert all(storage_identity(torch.ones(3).untyped_storage()) != identity for _ in range(100)), "it is held"
+
+
+def test_top_saved_tensor_hooks():
+    assert top_saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(abs, repr):
+        assert top_saved_tensor_hooks() == (abs, repr)
+        seen = []
+        torch.utils.checkpoint.checkpoint(
+            lambda x: seen.append(top_saved_tensor_hooks()) or x * x,
+            torch.ones(2).requires_grad_(),
+            use_reentrant=False,
+        )
+        assert seen[0] not in (None, (abs, repr))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replace_calls(compiled):
+    module, calls = torch.nn.Linear(2, 2), []
+    if compiled:
+        module.compile(backend="eager")
+    module.register_forward_pre_hook(lambda *_: calls.append("hook"))
+
+    def call(inner, args, kwargs):
+        calls.append("ours")
+        return inner(*args, **kwargs)
+
+    undo = replace_calls([module], call)
+    assert _torch_private.is_compiled(module) is compiled
+    x = torch.ones(2)
+    expected = x @ module.weight.T + module.bias
+    assert torch.equal(module(x), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(module.weight)), module.weight)
+    undo()
+    assert torch.equal(module(x), expected)
+    assert calls == ["ours", "hook", "hook"]
+
+
+def test_attention_and_its_arguments():
+    ran = []
+
+    def run(op, args, kwargs):
+        ran.append((op, argument_of(op, "dropout_p", args, kwargs, 0.0)))
+        return op(*args, **kwargs)
+
+    begun = []
+    with run_operators(run, lambda: begun.append(True)):
+        query = torch.ones(1, 1, 4, 8)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert begun == [True]
+    assert [dropout for op, dropout in ran if op in ATTENTION] == [0.0]
+    [op] = [op for op, _ in ran if op in ATTENTION]
+    assert argument_of(op, "dropout_p", (query, query, query, 0.25), {}, 0.0) == 0.25
+    assert argument_of(op, "dropout_p", (query, query, query), {"dropout_p": 0.5}, 0.0) == 0.5
+
+
+def test_gathered_params():
+    run_ranks(_gather_and_look, 1)
+
+
+def _gather_and_look(rank, world_size):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append([p.shape for p in gathered_params(model)]), prepend=True)
+    model(torch.ones(1, 2))
+    assert torch.Size([3, 2]) in seen[0]
+    model[0].reshard()
+    model[1].reshard()
+    assert list(gathered_params([model[0], model[1]])) == []

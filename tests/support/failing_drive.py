@@ -3,7 +3,7 @@
 import os
 import weakref
 
-from nvme_offload.aio_native import Op
+from nvme_offload.aio_native import Op as Op
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR as STANDS_IN_FOR
 from nvme_offload.perf.measure.paced import paced_drive as paced_drive
@@ -19,9 +19,9 @@ def flip_bit(path, offset):
 
 
 class Failing:
-    """Makes the operations of one direction fail from the `first` on, until it is repaired."""
+    """Makes the operations of one direction fail from the `first` on, until it is repaired; or a `number` of them."""
 
-    def __init__(self, tier, monkeypatch, op, first=1):
+    def __init__(self, tier, monkeypatch, op, first=1, number=None):
         self.healthy, self.op, self.left = False, op, first
         # A descriptor that is open for the other direction: EBADF, where completions come from.
         self._bad_fd = os.open(os.devnull, os.O_WRONLY if op is Op.READ else os.O_RDONLY)
@@ -31,6 +31,7 @@ class Failing:
         def submit(op, extent, *more):
             if op is self.op and not self.healthy:
                 self.left -= 1
+                self.healthy = number is not None and self.left <= 1 - number
                 if self.left <= 0:
                     extent = Extent(extent.size_bytes, tuple(s._replace(fd=self._bad_fd) for s in extent.stripes))
             return start(op, extent, *more)

@@ -90,8 +90,11 @@ def _mount(file_systems: Mapping[Path, str]) -> None:
     recursive_private = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE: nothing of what follows reaches other processes
     _check(libc.mount(b"none", b"/", None, ctypes.c_ulong(recursive_private), None), "mount --make-rprivate /")
     for directory, kind in file_systems.items():
-        name, mode = kind.encode(), b"mode=1777"
-        _check(libc.mount(name, os.fsencode(directory), name, ctypes.c_ulong(0), mode), f"mount {kind}")
+        name, _, options = kind.partition(",")  # as "tmpfs,size=1m"
+        data = ",".join(filter(None, ("mode=1777", options))).encode()
+        _check(
+            libc.mount(name.encode(), os.fsencode(directory), name.encode(), ctypes.c_ulong(0), data), f"mount {kind}"
+        )
 
 
 def _become_nobody() -> None:

@@ -1,0 +1,1 @@
+"""Tensors that a forward saves for backward, kept where there is room."""

@@ -1,0 +1,198 @@
+"""A storage that was saved, and the handles by which it is had back."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from nvme_offload.offload._torch_private import storage_identity, version_of
+from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
+
+
+class ActivationResidency(enum.Enum):
+    """The residency tells where the bytes of a saved storage are."""
+
+    MEMORY = "memory"
+    """The bytes are in memory only."""
+    LEAVING = "leaving"
+    """The bytes are in memory, and being copied to staging buffers."""
+    TIER = "tier"
+    """The bytes are on the drive, or on their way to it in staging buffers."""
+    COMING = "coming"
+    """The bytes are on the drive, and on their way to memory."""
+    BOTH = "both"
+    """The bytes are on the drive and, equal, in memory, which may be given up."""
+
+
+_MAY_FOLLOW = {
+    ActivationResidency.MEMORY: {ActivationResidency.LEAVING},
+    ActivationResidency.LEAVING: {ActivationResidency.TIER, ActivationResidency.MEMORY},
+    ActivationResidency.TIER: {ActivationResidency.COMING},
+    ActivationResidency.COMING: {ActivationResidency.BOTH, ActivationResidency.TIER},
+    ActivationResidency.BOTH: {ActivationResidency.TIER},
+}
+
+
+class SavedRecord:
+    """One storage in one version: the store's knowledge of it.
+
+    Args:
+        number: how many were kept before.
+        storage: of the tensor that was saved.
+        version: its version then.
+        on_death: called, with anything, by whatever thread lets the last handle go.
+    """
+
+    def __init__(
+        self, number: int, storage: torch.UntypedStorage, version: int, on_death: Callable[[object], object]
+    ) -> None:
+        self.number = number
+        self.size_bytes = storage.nbytes()
+        self.version = version
+        self.key = storage_identity(storage)
+        """Equal for one storage, and for no other one while this object lives."""
+        self.residency = ActivationResidency.MEMORY
+        self.transfer: TensorTransfer[Any] | None = None
+        """The latest one, under way or over; None: nothing is on the drive under its name."""
+        self._on_death = on_death
+        self._holder: weakref.ref[Holder] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name under which it is on the drive."""
+        return f"activation {self.number}"
+
+    def is_of(self, version: int, since: int) -> bool:
+        """Whether its bytes are those that its storage has now, as far as that can be known.
+
+        Args:
+            version: of the storage.
+            since: the number from which on records are of the forward that is running.
+        """
+        aliases = self.residency in (ActivationResidency.MEMORY, ActivationResidency.LEAVING)
+        return self.version == version and (aliases or self.number >= since)
+
+    @property
+    def takes_memory(self) -> bool:
+        """Whether its bytes take memory, or are about to."""
+        return self.residency is not ActivationResidency.TIER
+
+    @property
+    def holder(self) -> Holder | None:
+        """The memory that its handles share; None where nobody has one any more."""
+        return self._holder() if self._holder is not None else None
+
+    def hold(self, memory: torch.Tensor) -> Holder:
+        """Give the first handle what it needs: once."""
+        holder = Holder(self, memory)
+        self._holder = weakref.ref(holder, self._on_death)
+        return holder
+
+    def become(
+        self,
+        residency: ActivationResidency,
+        memory: torch.Tensor | None,
+        transfer: TensorTransfer[Any] | None = None,
+    ) -> None:
+        """Change the residency, and with it the memory that is held.
+
+        Args:
+            residency: the new one.
+            memory: 1D uint8; None on the tier and on the way from it.
+            transfer: that begins with it.
+
+        Raises:
+            StateError: there is no such transition.
+        """
+        if residency not in _MAY_FOLLOW[self.residency]:
+            expected = " or ".join(before.value for before, after in _MAY_FOLLOW.items() if residency in after)
+            raise StateError(self.name, f"{expected} before {residency.value}", self.residency.value)
+        self.residency, self.transfer = residency, transfer or self.transfer
+        if (holder := self.holder) is not None:
+            holder.hold(memory)
+
+
+class Holder:
+    """The memory of a record. Handles have it, and the store does not: it goes with the last of them."""
+
+    __slots__ = ("__weakref__", "memory", "record")
+
+    def __init__(self, record: SavedRecord, memory: torch.Tensor) -> None:
+        self.record = record
+        self.memory: torch.Tensor | None = memory
+
+    def hold(self, memory: torch.Tensor | None) -> None:
+        """Have other memory, or none."""
+        self.memory = memory
+
+
+class Handle(Protocol):
+    """It stands for a tensor that was given away; the bytes are kept as long as it lives."""
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor: same shape, strides, dtype and bits. It may be taken again.
+
+        Raises:
+            SwapIOError, CorruptionError: it cannot be read.
+            RuntimeError: the tensor was changed in place since, as torch has it.
+        """
+
+
+class InPlace:
+    """A handle of a tensor that stays where it is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor itself."""
+        return self._tensor
+
+
+class KeptTensor:
+    """A handle of a tensor whose storage is kept: its shape, strides and place there.
+
+    Args:
+        holder: the storage.
+        fetch: gives the storage's bytes.
+        tensor: what was saved.
+    """
+
+    __slots__ = ("_counter", "_fetch", "_holder", "_layout", "_saved_version")
+
+    def __init__(self, holder: Holder, fetch: Callable[[Holder], torch.Tensor], tensor: torch.Tensor) -> None:
+        self._holder = holder
+        self._fetch = fetch
+        self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+        # It shares the version counter and holds no memory, so that a change in place is seen whenever it comes: where
+        # there are hooks, torch does not look.
+        self._counter = tensor.detach()
+        self._saved_version = version_of(tensor)
+        self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    @property
+    def number(self) -> int:
+        """The number of its record."""
+        return self._holder.record.number
+
+    def take(self) -> torch.Tensor:
+        """See `Handle.take`."""
+        if (version := version_of(self._counter)) != self._saved_version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._counter.dtype} {list(self._layout[1])}] is at version {version}; expected version "
+                f"{self._saved_version} instead"
+            )
+        memory = self._fetch(self._holder)
+        whole = torch.empty(0, dtype=self._counter.dtype, device=memory.device)
+        return whole.set_(memory.untyped_storage(), *self._layout)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, 1D uint8, and no copy."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

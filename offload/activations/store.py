@@ -1,0 +1,363 @@
+"""Saved storages within a budget of memory, and beyond it on NVMe.
+
+The oldest leave first and the newest stay, since backward wants them in about the reverse order. So what is written is
+what was saved less the budget. Four rules hold:
+
+1. A storage is kept as long as somebody has a handle of it. The store has weak references: where a graph dies, with or
+   without a backward, its memory is free at once, and its space on the drive with the next call.
+2. No memory is let go before its bytes are in staging buffers, and none of a write that failed before.
+3. One lock guards all of it. Nobody waits for a transfer while holding it; threads of the swapper take it when they
+   hold no other.
+4. A finalizer, which may run anywhere, takes no lock: it leaves word.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from nvme_offload.offload._torch_private import storage_identity, version_of
+from nvme_offload.offload.activations.kept import ActivationResidency, Holder, KeptTensor, SavedRecord, bytes_of
+from nvme_offload.offload.activations.targets import TargetPool
+from nvme_offload.offload.errors import ClosedError, StateError
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
+from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
+from nvme_offload.offload.units import MiB, format_bytes
+
+_EARLY_SHARE, _MAX_EARLY_BYTES = 1 / 64, 16 * MiB
+"""Writes begin this share of the budget early, or so many bytes: nobody waits for a copy then."""
+_MAX_IDLE_BYTES = 64 * MiB
+_ANNOUNCED = float("inf")
+_LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a change and the word of it
+
+
+@dataclass(kw_only=True)
+class ActivationStats:
+    """Figures of what was saved for backward, and where it went; bytes of whole storages, each counted once."""
+
+    host_budget: int
+    """Bytes of memory that saved tensors may take."""
+    num_kept: int = 0
+    """Storages that somebody has a handle of."""
+    held_bytes: int = 0
+    """Their bytes in memory, on their way out of it or into it."""
+    peak_held_bytes: int = 0
+    """The most that `held_bytes` was."""
+    num_saved: int = 0
+    saved_bytes: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    num_reads: int = 0
+    num_reads_foreseen: int = 0
+    """Reads that had begun before somebody asked for the tensor."""
+    seconds_waiting_write: float = 0.0
+    """Time for which a forward waited until memory was copied to staging buffers."""
+    seconds_waiting_read: float = 0.0
+    """Time for which a backward waited for reads."""
+
+    def add(self, **amounts: float) -> None:
+        """Add to figures, by name. For the store only."""
+        for name, amount in amounts.items():
+            setattr(self, name, getattr(self, name) + amount)
+        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+
+
+class ReadOrder:
+    """It says in which order records are read next: backwards from the one that was taken last, or as announced."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        """The next one last."""
+        self._latest = -1.0
+
+    def announce(self, numbers: Iterable[int]) -> None:
+        """Have these come next, in this order."""
+        self._numbers = list(numbers)[::-1]
+        self._latest = _ANNOUNCED
+
+    def follow(self, number: int, known: Iterable[int]) -> None:
+        """Take note of the one that is taken now, of all that are `known`, in the order in which they were kept."""
+        if self._latest == _ANNOUNCED:
+            return
+        if number > self._latest:  # another backward
+            self._numbers = [other for other in known if other < number]
+        self._latest = number
+
+    @property
+    def next(self) -> int | None:
+        """Return the next one; None if nothing is foreseen."""
+        return self._numbers[-1] if self._numbers else None
+
+    def drop_next(self) -> None:
+        """Go on to the one behind it."""
+        self._numbers.pop()
+        if not self._numbers and self._latest == _ANNOUNCED:
+            self._latest = -1
+
+
+class ActivationStore:
+    """Keeps storages of saved tensors. Thread-safe.
+
+    Args:
+        swapper: where those go that the budget has no room for; it is the store's from here on.
+        host_budget: bytes of memory that those may take that stay, with those on their way. Staging buffers and at
+            most 64 MiB of memory for reads come beside it.
+    """
+
+    def __init__(self, swapper: TensorSwapper, host_budget: int) -> None:
+        self._swapper = swapper
+        self._targets = TargetPool(min(_MAX_IDLE_BYTES, host_budget))
+        self._changed = threading.Condition(threading.RLock())
+        self._records: dict[int, SavedRecord] = {}
+        self._by_storage: dict[Hashable, int] = {}
+        self._queue: OrderedDict[int, None] = OrderedDict()
+        """Numbers of those whose memory may be let go, the next one first."""
+        self._leaving: dict[int, int] = {}
+        """Bytes of each one that is being copied to staging buffers."""
+        self._refusal: Exception | None = None
+        """Why the latest write failed; None if it did not."""
+        self._gone: deque[int] = deque()
+        """Numbers of those that nobody has any more."""
+        self._order = ReadOrder()
+        self._since = 0
+        self._stats = ActivationStats(host_budget=host_budget)
+
+    @property
+    def tier(self) -> NvmeTier:
+        """The swap space and its engine."""
+        return self._swapper.tier
+
+    def keep(self, tensor: torch.Tensor) -> KeptTensor:
+        """Keep the storage of a tensor, which the caller may then let go; views of one storage share it.
+
+        Raises:
+            SwapIOError, OutOfSpaceError: the budget has no room for it, and the drive has not either. Nothing is lost.
+        """
+        version = version_of(tensor)
+        with self._changed:
+            self._bury()
+            record = self._records.get(self._by_storage.get(storage_identity(tensor.untyped_storage()), -1))
+            holder = record.holder if record is not None and record.is_of(version, self._since) else None
+            if holder is None:
+                holder = self._add(tensor.untyped_storage(), version)
+            handle = KeptTensor(holder, self.fetch, tensor)
+            self._make_room()
+        return handle
+
+    def begin(self) -> None:
+        """Begin a forward: what was saved before and is in memory no more may have been filled again since.
+
+        NumPy, ``.data`` and loaders with buffers of their own change memory, and no version tells of it.
+        """
+        self._since = self._stats.num_saved
+
+    def _add(self, storage: torch.UntypedStorage, version: int) -> Holder:
+        number, gone = self._stats.num_saved, self._gone
+        record = SavedRecord(number, storage, version, lambda _: gone.append(number))
+        holder = record.hold(bytes_of(storage))
+        self._records[number] = record
+        self._by_storage[record.key] = number
+        self._queue[number] = None
+        self._stats.add(num_saved=1, saved_bytes=record.size_bytes, held_bytes=record.size_bytes)
+        return holder
+
+    def announce(self, handles: Iterable[object]) -> None:
+        """Say in which order tensors will be taken next, and begin to read. Without it that is newest first."""
+        with self._changed:
+            self._bury()
+            self._order.announce(handle.number for handle in handles if isinstance(handle, KeptTensor))
+            self._read_ahead()
+
+    def fetch(self, holder: Holder) -> torch.Tensor:
+        """Return the bytes of a storage, 1D uint8, and begin to read those that are wanted next.
+
+        Raises:
+            SwapIOError, CorruptionError: they cannot be read.
+        """
+        record = holder.record
+        with self._changed:
+            self._bury()
+            if record.residency is ActivationResidency.TIER:
+                self._send_off(record.size_bytes)  # and wait for nothing: this comes first
+                self._read_now(record)
+            elif record.residency is ActivationResidency.COMING:
+                self._stats.add(num_reads_foreseen=1)
+            self._order.follow(record.number, self._records)
+            self._read_ahead()
+            if holder.memory is not None:
+                return holder.memory
+            transfer = record.transfer
+        assert transfer is not None
+        start = time.perf_counter()
+        memory, failure = _outcome(transfer)
+        if failure is not None:
+            with self._changed:
+                if record.transfer is transfer and record.residency is ActivationResidency.COMING:
+                    self._let_go(record)
+            try:
+                raise failure
+            finally:
+                del failure  # it would keep this frame, and this frame it
+        assert memory is not None
+        with self._changed:
+            self._stats.add(seconds_waiting_read=time.perf_counter() - start)
+            if record.residency is ActivationResidency.COMING:
+                record.become(ActivationResidency.BOTH, memory)
+                self._queue[record.number] = None
+        return memory
+
+    def stats(self) -> ActivationStats:
+        """Return what was kept and moved so far."""
+        with self._changed:
+            self._bury()
+            return replace(self._stats, num_kept=len(self._records))
+
+    def close(self) -> None:
+        """Delete the files and free the memory; what is on the drive cannot be taken any more. Idempotent."""
+        self._swapper.close()
+
+    def _bury(self) -> None:
+        """Forget those that nobody has any more, and give their space back."""
+        while self._gone:
+            record = self._records.pop(number := self._gone.popleft())
+            self._queue.pop(number, None)
+            if self._by_storage.get(record.key) == number:
+                del self._by_storage[record.key]
+            if record.takes_memory:
+                self._stats.add(held_bytes=-record.size_bytes)
+            if record.transfer is not None:
+                with suppress(ClosedError):
+                    self._swapper.delete(record.name)
+
+    def _let_go(self, record: SavedRecord) -> None:
+        record.become(ActivationResidency.TIER, None)
+        self._stats.add(held_bytes=-record.size_bytes)
+
+    # Out of memory
+
+    def _make_room(self) -> None:
+        """Wait until what is held is within the budget.
+
+        Raises:
+            SwapIOError: what would have to leave cannot be written.
+        """
+        self._send_off()
+        start = time.perf_counter()
+        while self._stats.held_bytes > self._stats.host_budget and self._leaving:
+            self._changed.wait(_LOOK_AGAIN_SECONDS)
+            if self._refusal is None:
+                self._send_off()
+        self._stats.add(seconds_waiting_write=time.perf_counter() - start)
+        if self._refusal is not None and self._stats.held_bytes > self._stats.host_budget:
+            raise self._no_room(self._refusal)
+
+    def _no_room(self, refusal: Exception) -> Exception:
+        said = _anew(refusal)
+        said.add_note(
+            f"Saved tensors fill activations.host_budget, {format_bytes(self._stats.host_budget)}, and the rest has no "
+            "place: free space on activations.nvme_path, name another folder, or allow more host memory"
+        )
+        return said
+
+    def _send_off(self, wanted: int = 0) -> None:
+        """Have the oldest leave until there is room for so many bytes more.
+
+        After a write that failed only what must leave does, and one at a time.
+        """
+        budget = self._stats.host_budget
+        early = 0 if wanted or self._refusal is not None else min(budget * _EARLY_SHARE, _MAX_EARLY_BYTES)
+        while self._queue and self._stats.held_bytes + wanted - sum(self._leaving.values()) > budget - early:
+            if self._refusal is not None and self._leaving:
+                return
+            number, _ = self._queue.popitem(last=False)
+            record = self._records[number]
+            if record.residency is ActivationResidency.BOTH:
+                self._let_go(record)
+            elif (holder := record.holder) is not None and holder.memory is not None:
+                self._write(record, holder.memory)
+
+    def _write(self, record: SavedRecord, memory: torch.Tensor) -> None:
+        number = record.number
+        transfer = self._swapper.swap_out(record.name, memory, on_copied=partial(self._end_copy, number))
+        record.become(ActivationResidency.LEAVING, memory, transfer)
+        self._leaving[number] = record.size_bytes
+        transfer.on_done(partial(self._end_write, number, transfer))
+        self._stats.add(written_bytes=record.size_bytes)
+
+    def _end_copy(self, number: int) -> None:
+        with self._changed:
+            self._bury()
+            if self._leaving.pop(number, None) is not None and number in self._records:
+                self._let_go(self._records[number])
+            self._changed.notify_all()
+
+    def _end_write(self, number: int, transfer: TensorTransfer[None]) -> None:
+        _, refusal = _outcome(transfer)  # the swapper has logged it
+        with self._changed:
+            self._bury()
+            self._refusal = refusal
+            record = self._records.get(number)
+            if self._leaving.pop(number, None) is not None and record is not None and record.holder is not None:
+                record.become(ActivationResidency.MEMORY, record.holder.memory)
+                self._queue[number] = None
+                self._queue.move_to_end(number, last=False)
+            self._changed.notify_all()
+
+    # Into memory
+
+    def _read_ahead(self) -> None:
+        """Begin to read what is wanted next, as far as the budget has room."""
+        while (number := self._order.next) is not None:
+            record = self._records.get(number)
+            if record is not None and record.residency is ActivationResidency.LEAVING:
+                return  # it has not left yet
+            if record is not None and record.residency is ActivationResidency.TIER:
+                if self._stats.held_bytes + record.size_bytes > self._stats.host_budget:
+                    return
+                with suppress(StateError):  # its write has failed: whoever takes it is told
+                    self._read(record)
+            self._order.drop_next()
+
+    def _read_now(self, record: SavedRecord) -> None:
+        written = record.transfer
+        with suppress(StateError):  # nothing is stored, because the write has failed
+            self._read(record)
+            return
+        assert written is not None
+        raise _outcome(written)[1] or AssertionError
+
+    def _read(self, record: SavedRecord) -> None:
+        transfer = self._swapper.swap_in(record.name, self._targets.take(record.size_bytes))
+        record.become(ActivationResidency.COMING, None, transfer)
+        self._stats.add(held_bytes=record.size_bytes, num_reads=1, read_bytes=record.size_bytes)
+
+
+def _outcome(transfer: TensorTransfer[Any]) -> tuple[torch.Tensor | None, Exception | None]:
+    """Wait for a transfer; returns what it brought, or None, and the failure.
+
+    The failure is a copy without a traceback. A transfer keeps what it raises, a traceback keeps its frames, and those
+    the graph that has the transfer: all of that would wait for a garbage collection.
+    """
+    try:
+        return transfer.wait(), None
+    except Exception as error:
+        error.__context__ = None
+        return None, _anew(error.with_traceback(None))
+
+
+def _anew(error: Exception) -> Exception:
+    """An equal error that nobody else raises, with notes of its own."""
+    renewed = copy(error)
+    if hasattr(error, "__notes__"):
+        vars(renewed)["__notes__"] = [*error.__notes__]
+    return renewed

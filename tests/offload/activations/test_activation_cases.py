@@ -1,0 +1,251 @@
+"""What autograd makes of a graph does not depend on where saved tensors are: bits, errors, lifetimes."""
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from nvme_offload import ActivationSwapper
+from tests.support.activations import (
+    KEEPS,
+    ROWS,
+    WIDTH,
+    Attending,
+    Layers,
+    assert_same_gradients,
+    batch,
+    gradients,
+    section,
+    train_once,
+)
+
+MODELS = {
+    "plain": Layers,
+    "dropout": lambda: Layers(dropout=0.3),
+    "in place": lambda: Layers(dropout=0.3, inplace=True),
+    "checkpointed": lambda: Layers(dropout=0.3, checkpointed="not reentrant"),
+    "checkpointed, reentrant": lambda: Layers(dropout=0.3, checkpointed="reentrant"),
+    "attention": Attending,
+}
+
+
+def compiled(make):
+    """Its blocks, each by itself."""
+    model = make()
+    for block in model.layers if hasattr(model, "layers") else model.blocks:
+        block.compile(backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize("device", ["nvme", "cpu"])
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_have_the_same_bits(tmp_path, kind, keep, device):
+    stats = assert_same_gradients(MODELS[kind], train_once, section(tmp_path if device == "nvme" else None, keep))
+    assert stats.num_kept == stats.held_bytes == 0
+    assert (stats.read_bytes > 0) == (device == "nvme")
+    assert stats.num_reads == stats.num_reads_foreseen
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("kind", ["dropout", "attention"])
+def test_gradients_of_autocast_have_the_same_bits(tmp_path, kind, keep):
+    def body(model, saving):
+        with torch.autocast("cpu", torch.bfloat16), saving():
+            loss = model(batch()).float().square().mean()
+        loss.backward()
+
+    assert assert_same_gradients(MODELS[kind], body, section(tmp_path, keep)).read_bytes
+
+
+@pytest.mark.slow  # compilation
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("kind", ["plain", "attention"])
+def test_gradients_of_compiled_blocks_have_the_same_bits(tmp_path, kind, keep):
+    torch.compiler.reset()
+    assert assert_same_gradients(lambda: compiled(MODELS[kind]), train_once, section(tmp_path, keep)).read_bytes
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_graph_is_used_twice(tmp_path, keep):
+    def body(model, saving):
+        with saving():
+            loss = model(batch()).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    for kind in ("dropout", "attention"):
+        assert assert_same_gradients(MODELS[kind], body, section(tmp_path, keep)).num_kept == 0
+
+
+@pytest.mark.parametrize("keep", ["all", "boundaries"])
+def test_a_gradient_has_a_gradient(tmp_path, keep):
+    def body(model, saving):
+        x = batch().requires_grad_()
+        with saving():
+            [gradient] = torch.autograd.grad(model(x).exp().sum(), x, create_graph=True)
+            penalty = gradient.square().mean()
+        penalty.backward()
+
+    assert assert_same_gradients(Layers, body, section(tmp_path, keep)).read_bytes
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_several_forwards_come_before_a_backward(tmp_path, keep):
+    def body(model, saving):
+        losses = []
+        for seed in range(3):
+            with saving():
+                losses.append(model(batch(seed)).square().mean())
+        for loss in losses:
+            loss.backward()
+
+    assert assert_same_gradients(Layers, body, section(tmp_path, keep)).num_kept == 0
+
+
+def test_graphs_that_are_never_used_leave_nothing(tmp_path):
+    def body(model, saving):
+        for seed in range(3):
+            with saving():
+                unused = model(batch(seed)).square().mean()
+            del unused
+        train_once(model, saving)
+
+    stats = assert_same_gradients(Layers, body, section(tmp_path))
+    assert stats.num_kept == stats.held_bytes == 0
+    assert stats.read_bytes < stats.written_bytes / 3
+
+
+def test_an_exception_in_a_forward_leaves_nothing(tmp_path):
+    def body(model, saving):
+        with contextlib.suppress(KeyError), saving():
+            model(batch())
+            raise KeyError
+        with torch.no_grad(), saving():
+            model(batch())
+        train_once(model, saving)
+
+    assert assert_same_gradients(Layers, body, section(tmp_path)).num_kept == 0
+
+
+def test_forwards_run_in_other_threads(tmp_path):
+    def body(model, saving):
+        losses = []
+
+        def forward(seed):
+            with saving():
+                losses.append((seed, model(batch(seed)).square().mean()))
+
+        threads = [threading.Thread(target=forward, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for _, loss in sorted(losses, key=lambda pair: pair[0]):
+            loss.backward()
+
+    assert assert_same_gradients(Layers, body, section(tmp_path)).num_kept == 0
+
+
+@pytest.mark.parametrize("when", ["at once", "when it is written"])
+def test_a_saved_tensor_that_is_changed_is_an_error(tmp_path, when):
+    config = section(tmp_path)
+    with ActivationSwapper(config, model=Layers()) as swapper:
+        model, x = Layers(), batch().requires_grad_()
+        with swapper.saving():
+            saved = x.exp()
+            loss = model(saved).square().mean()
+        if when == "when it is written":
+            assert swapper.stats().written_bytes
+        saved.detach().mul_(2)
+        with pytest.raises(
+            RuntimeError, match=r"modified by an inplace operation: \[torch.float32 \[100, 64\]\] is at"
+        ):
+            loss.backward()
+
+
+def test_what_is_changed_before_and_after_it_is_saved_is_saved_as_it_was(tmp_path):
+    """Once in each version; the first is never needed."""
+
+    def body(model, saving):
+        with saving():
+            value = batch().requires_grad_().exp().clone()
+            value.mul_(3)
+            first = value.exp()
+            with torch.no_grad():
+                value.mul_(0.5)
+            loss = (model(batch()) * value.detach()).square().mean() + model(value).mean()
+        loss.backward()
+        del first
+
+    stats = assert_same_gradients(Layers, body, section(tmp_path))
+    assert stats.num_kept == 0
+
+
+def test_views_of_one_storage_are_kept_once(tmp_path):
+    with ActivationSwapper(section(tmp_path), model=Layers()) as swapper:
+        whole = torch.randn(ROWS, WIDTH)
+        handles = [swapper.keep(view) for view in (whole, whole.t(), whole[10:90], whole.view(-1)[::2])]
+        expected = [view.clone() for view in (whole, whole.t(), whole[10:90], whole.view(-1)[::2])]
+        del whole
+        [swapper.keep(torch.randn(ROWS, WIDTH)) for _ in range(10)]
+        stats = swapper.stats()
+        assert stats.saved_bytes == 11 * ROWS * WIDTH * 4
+        for handle, value in zip(handles, expected, strict=True):
+            taken = handle.take()
+            assert torch.equal(taken, value)
+            assert taken.stride() == value.stride() or value.dim() == 1
+
+
+def refilled(fill):
+    def body(model, saving):
+        """The gradients of each forward are those of what it was given."""
+        losses = []
+        for number in range(4):
+            x = fill(number)
+            with saving():
+                losses.append(model(x).square().mean())
+        sum(losses).backward()
+
+    return body
+
+
+def test_an_input_buffer_that_is_filled_again_is_an_error(tmp_path):
+    buffer = torch.empty(ROWS, WIDTH)
+    stats = assert_same_gradients(Layers, refilled(lambda number: buffer.copy_(batch(number))), section(tmp_path))
+    assert stats.saved_bytes
+
+
+@pytest.mark.parametrize("way", ["numpy", ".data"])
+def test_what_no_version_tells_of_is_as_it_was_saved_once_it_is_written(tmp_path, way):
+    """Nobody can see such a change. In plain torch the gradients are silently those of the last values."""
+    array = np.zeros((ROWS, WIDTH), dtype=np.float32)
+    tensor = torch.from_numpy(array)
+
+    def fill(number):
+        if way == "numpy":
+            array[:] = batch(number).numpy()
+        else:
+            tensor.data.copy_(batch(number))
+        return tensor.requires_grad_(False)
+
+    expected, _ = gradients(Layers, refilled(batch))
+
+    def drained(model):
+        return ActivationSwapper(section(tmp_path, host_budget=4096), model=model)
+
+    actual, _ = gradients(Layers, refilled(fill), drained)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_a_budget_below_one_tensor_moves_all(tmp_path):
+    stats = assert_same_gradients(Layers, train_once, section(tmp_path, host_budget=4096))
+    assert stats.written_bytes == stats.read_bytes == stats.saved_bytes
+
+
+def test_a_budget_above_all_moves_nothing(tmp_path):
+    stats = assert_same_gradients(Layers, train_once, section(tmp_path, host_budget="1GiB"))
+    assert stats.written_bytes == stats.read_bytes == 0
+    assert stats.peak_held_bytes == stats.saved_bytes > 0

@@ -1,0 +1,172 @@
+"""An engine whose forwards keep what they save on NVMe trains as one without: bits, whatever else the section says."""
+
+import pytest
+import torch
+
+from nvme_offload import ConfigError, get_full_param, initialize
+from tests.support import build
+from tests.support.activations import KEEPS, KiB, Layers
+from tests.support.ranks import run_ranks
+from tests.support.small_llama import llama, rows
+from tests.support.training import assert_same_bits
+
+SECTIONS = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 128.0}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+}
+
+
+def kept(path, keep, device="nvme"):
+    place = {"device": "nvme", "nvme_path": str(path)} if device == "nvme" else {"device": device}
+    return {"activations": {"keep": keep, "host_budget": 8 * KiB, "min_bytes": 0, **place}}
+
+
+def trained(path, forward, model, more, activations, *, parameters_away=False):
+    """Losses and weights of three steps of two micro-batches, and what was kept."""
+    config = build.section(path, accumulation=2, clip=0.5, **more, **activations)
+    if parameters_away:
+        away = {"device": "nvme", "nvme_path": str(path)}
+        config["zero_optimization"]["offload_param"] = config["offload_gradients"] = away
+    losses = []
+    with initialize(model, config) as engine:
+        for step in range(3):
+            for micro in range(2):
+                loss = forward(engine, 2 * step + micro)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach())
+        weights = {name: get_full_param(param) for name, param in engine.named_parameters()}
+        return losses, weights, engine.activations.stats() if engine.activations else None
+
+
+def of_layers(engine, number):
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(number))
+    return engine(x).float().square().mean()
+
+
+def layers(**options):
+    torch.manual_seed(0)
+    return Layers(4, **options)
+
+
+def check(tmp_path, forward, make, more, keep, device="nvme", **options):
+    expected = trained(tmp_path, forward, make(), more, {}, **options)
+    torch.manual_seed(0)
+    actual = trained(tmp_path, forward, make(), more, kept(tmp_path, keep, device), **options)
+    assert_same_bits(actual[:2], expected[:2])
+    assert actual[2].num_kept == actual[2].held_bytes == 0
+    assert bool(actual[2].written_bytes) == bool(actual[2].read_bytes) == (device == "nvme")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("precision", SECTIONS)
+def test_precisions(tmp_path, precision, keep):
+    check(tmp_path, of_layers, layers, SECTIONS[precision], keep)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:overlap_step = :UserWarning")
+@pytest.mark.parametrize("keep", KEEPS)
+def test_parameters_and_gradients_on_the_drive(tmp_path, keep):
+    """Gathered parameters are in staging buffers then, which others get."""
+    check(tmp_path, of_layers, layers, SECTIONS["bf16"], keep, parameters_away=True)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("keep", KEEPS)
+def test_host_memory_alone(tmp_path, keep):
+    check(tmp_path, of_layers, layers, {}, keep, device="cpu")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("checkpointed", ["reentrant", "not reentrant"])
+def test_blocks_that_are_checkpointed_are_not_checkpointed_again(tmp_path, checkpointed, keep):
+    calls = []
+
+    def make():
+        model = layers(dropout=0.2, checkpointed=checkpointed)
+        model.layers[0].register_forward_pre_hook(lambda module, _: calls.append(module))
+        return model
+
+    def forward(engine, number):
+        torch.manual_seed(number)
+        x = torch.randn(40, 64, generator=torch.Generator().manual_seed(number)).requires_grad_()
+        return engine(x).square().mean()
+
+    check(tmp_path, forward, make, {}, keep)
+    assert len(calls) == 2 * (6 + 6)  # two trainings of six micro-batches: each once, and once more in backward
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_llama(tmp_path, checkpointed, keep):
+    tokens = torch.stack([row["input_ids"] for row in rows(24)]).view(6, 4, -1)
+
+    def make():
+        model = llama()
+        model.config.use_cache = False
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        return model.train()
+
+    check(tmp_path, lambda engine, number: engine(tokens[number], labels=tokens[number]).loss, make, {}, keep)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_llama_with_a_cache_says_what_to_write(tmp_path):
+    tokens = rows(1)[0]["input_ids"][None]
+    config = build.section(tmp_path, **kept(tmp_path, "boundaries"))
+    with initialize(llama(), config) as engine, pytest.raises(TypeError, match=r"DynamicCache.*use_cache=False"):
+        engine(tokens, use_cache=True)
+
+
+def on_a_rank(rank, world_size, path, precision, keep):
+    def forward(engine, number):
+        return of_layers(engine, 10 * number + rank)
+
+    return [
+        trained(path, forward, layers(), SECTIONS[precision], activations)
+        for activations in ({}, kept(path, keep), kept(path, keep, "cpu"))
+    ]
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "fp32"), (2, "bf16")])
+def test_ranks(tmp_path, world_size, precision, keep):
+    for expected, actual, in_memory in run_ranks(on_a_rank, world_size, tmp_path, precision, keep):
+        assert_same_bits(actual[:2], expected[:2])
+        assert_same_bits(in_memory[:2], expected[:2])
+        assert actual[2].read_bytes
+        assert actual[2].num_kept == 0
+
+
+@pytest.mark.slow  # compilation
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("keep", KEEPS)
+def test_compiled_blocks(tmp_path, keep):
+    torch.compiler.reset()
+
+    def make():
+        model = layers()
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+        return model
+
+    check(tmp_path, of_layers, make, {}, keep)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_section_that_cannot_be_is_refused(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    for keep in ("boundaries", "attention"):
+        with pytest.raises(ValueError, match="no repeated layers were found in the model: name them with blocks=, or"):
+            initialize(model, build.section(tmp_path, **kept(tmp_path, keep)))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=r'activations.nvme_path = missing: device = "nvme" needs it'):
+        initialize(model, build.section(tmp_path, activations={"device": "nvme"}))
