@@ -99,7 +99,7 @@ class OffloadOptimizer(Optimizer):
         self._record = RunRecord(self.store.run_directory, self.config.run_log)
         self._complete = False
         try:
-            super().__init__(params, defaults)
+            super().__init__(params, {**self.rule.torch_keys, **(torch_arguments or {}), **defaults})
             self._complete = True
             self._note_groups()
         except BaseException:

@@ -29,10 +29,13 @@ def packed_state(store: StateStore, groups: Sequence[Mapping[str, Any]]) -> dict
     numbers = {leaf: number for number, leaf in enumerate(leaves)}
     members = {} if store.has_let_go else {number: store.table.of(leaf) for leaf, number in numbers.items()}
     records = {number: record for number, record in members.items() if store.has_state(record)}
-    tensors = read_entries(store, {record.index: record.entry_names for record in records.values()})
+    tensors = read_entries(store, {record.index: record.shown_names for record in records.values()})
     return {
         "state": {
-            number: {"step": torch.tensor(float(record.steps), device="cpu"), **tensors[record.index]}
+            number: {
+                **({"step": torch.tensor(float(record.steps), device="cpu")} if record.rule.counts_steps else {}),
+                **tensors[record.index],
+            }
             for number, record in records.items()
         },
         "param_groups": [{**group, "params": [numbers[param] for param in group["params"]]} for group in groups],

@@ -12,6 +12,7 @@ from nvme_offload.optim.access.entries import fresh_entry, read_entries, set_ent
 from nvme_offload.optim.ranks.collective import reachable
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.condition import Need
+from nvme_offload.optim.state.table import ParamRecord
 
 
 class ParamState(MutableMapping[str, Any]):
@@ -36,9 +37,10 @@ class ParamState(MutableMapping[str, Any]):
         return reachable(entry) if isinstance(entry, DTensor) else entry
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self._keys():
-            raise KeyError(f"{key!r} is not optimizer state here; it has {', '.join(self._keys())}")
-        set_entries(self._body, {self._index: {key: value}})
+        record = self._body.table[self._index]
+        if key not in record.shown_names:
+            raise KeyError(_not_state(key, record))
+        set_entries(self._body, {self._index: record.rule.adopted({key: value})})
 
     def __delitem__(self, key: str) -> None:
         raise TypeError("optimizer state cannot be removed from a parameter; make another optimizer instead")
@@ -53,7 +55,7 @@ class ParamState(MutableMapping[str, Any]):
         return f"ParamState({', '.join(self._keys())}; read from the tier on access)"
 
     def _keys(self) -> tuple[str, ...]:
-        return self._body.table[self._index].entry_names
+        return self._body.table[self._index].shown_names
 
 
 class StateView(MutableMapping[torch.Tensor, ParamState]):
@@ -73,9 +75,10 @@ class StateView(MutableMapping[torch.Tensor, ParamState]):
         index = self._index_of(param)
         if not isinstance(value, Mapping):
             raise TypeError(f"the state of a parameter is a mapping of {', '.join(self[param])}, not {value!r}")
-        if unknown := sorted(set(value) - set(self[param])):
-            raise KeyError(f"{unknown[0]!r} is not optimizer state here; it has {', '.join(self[param])}")
-        given = dict(value)  # fetched first: it may be of this parameter
+        record = self._body.table[index]
+        if unknown := sorted(set(value) - set(record.shown_names)):
+            raise KeyError(_not_state(unknown[0], record))
+        given = record.rule.adopted(value)  # fetched first: it may be of this parameter
         self._set(index, {**self._fresh(index), **given})
 
     def __delitem__(self, param: torch.Tensor) -> None:
@@ -127,3 +130,8 @@ class StateView(MutableMapping[torch.Tensor, ParamState]):
             what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
             raise KeyError(f"{what} is not a parameter of this optimizer: optimizer.state has no other keys")
         return record.index
+
+
+def _not_state(key: str, record: ParamRecord) -> str:
+    known = f"{key!r} is not optimizer state here; {record.rule.name} has {', '.join(record.shown_names)}"
+    return f"{known}. A wrapper that keeps values of its own in optimizer.state needs an optimizer in memory"

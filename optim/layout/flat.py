@@ -100,18 +100,6 @@ def check_param(param: torch.Tensor, name: str) -> None:
         )
 
 
-def check_no_repeats(leaves: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Raise ValueError when a parameter is named twice: it would be updated twice in a step."""
-    known: dict[torch.Tensor, str] = {}
-    for leaf, name in zip(leaves, names, strict=True):
-        if leaf in known:
-            raise ValueError(
-                f"{known[leaf]} and {name} are the same parameter: hand over each one once, as model.parameters() does "
-                "of tied weights too"
-            )
-        known[leaf] = name
-
-
 def check_no_overlap(params: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """Raise ValueError when two parameters share memory: one optimizer state cannot describe both."""
     ranges = sorted(

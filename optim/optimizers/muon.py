@@ -78,10 +78,19 @@ class OffloadMuon(OffloadOptimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "rule": rule,
-            "betas": betas,
         }
+        self._of_groups = {"rule": rule, "betas": betas}
         super().__init__(_grouped(list(params)), defaults, offload, norm_group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; see `OffloadOptimizer`. A group of matrices has the keys of torch's Muon, unless it has more.
+
+        Raises:
+            ValueError, OutOfSpaceError: see `OffloadOptimizer.add_param_group`.
+        """
+        rule = param_group.get("rule", self._of_groups["rule"])
+        ours = {} if rule == "Muon" else {"rule": rule, "betas": self._of_groups["betas"]}
+        super().add_param_group({**ours, **param_group})
 
 
 def _grouped(params: list[Any]) -> list[Any]:
@@ -92,6 +101,6 @@ def _grouped(params: list[Any]) -> list[Any]:
     if not others or len(others) == len(params):
         return params
     return [
-        {"params": [param for param in params if param.ndim == 2]},
+        {"params": [param for param in params if param.ndim == 2], "rule": "Muon"},
         {"params": others, **BESIDE_MATRICES},
     ]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_offload.optim.rules.operators import decayed, rooted
-from nvme_offload.optim.rules.rule import State, UpdateRule, rounded
+from nvme_offload.optim.rules.rule import SWITCHES, State, UpdateRule, rounded
 
 
 class AdagradScalars(NamedTuple):
@@ -30,6 +30,7 @@ class Adagrad(UpdateRule):
     name = kernel = "Adagrad"
     numbers = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
     refused = ("differentiable",)
+    torch_keys = SWITCHES
     shaping = ("initial_accumulator_value",)
 
     def of(self, group: Mapping[str, Any]) -> Adagrad:

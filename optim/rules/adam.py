@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from nvme_offload.optim.rules.adamw import moment_scalars
+from nvme_offload.optim.rules.adamw import AdamW, moment_scalars
 from nvme_offload.optim.rules.operators import change_by_moments, decayed
 from nvme_offload.optim.rules.rule import State, UpdateRule, rounded
 
@@ -37,6 +37,7 @@ class Adam(UpdateRule):
     numbers = ("lr", "eps", "weight_decay", "betas")
     states = (State("exp_avg"), State("exp_avg_sq"))
     refused = ("amsgrad", "capturable", "differentiable", "decoupled_weight_decay")
+    torch_keys: ClassVar = {**AdamW.torch_keys, "decoupled_weight_decay": False}
 
     def scalars(self, group: Mapping[str, Any], step: int) -> AdamScalars:
         """Scalars that the kernel takes of a step, each exactly an fp32 number."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from nvme_offload.optim.rules.operators import change_by_moments
-from nvme_offload.optim.rules.rule import State, UpdateRule, rounded
+from nvme_offload.optim.rules.rule import SWITCHES, State, UpdateRule, rounded
 
 
 class AdamWScalars(NamedTuple):
@@ -37,6 +37,7 @@ class AdamW(UpdateRule):
     numbers = ("lr", "eps", "weight_decay", "betas")
     states = (State("exp_avg"), State("exp_avg_sq"))
     refused = ("amsgrad", "capturable", "differentiable")
+    torch_keys: ClassVar = {**SWITCHES, "amsgrad": False, "capturable": False, "decoupled_weight_decay": True}
 
     def check(self, group: Mapping[str, Any], number: int) -> None:
         """Check the hyperparameters of a parameter group.

@@ -46,6 +46,7 @@ class Muon(UpdateRule):
     numbers = ("lr", "momentum", "weight_decay", "eps")
     states = (State("momentum_buffer"),)
     refused = ()
+    counts_steps = False
     shaping = ("rule",)
     whole = True
     gathered_dtype = torch.bfloat16
@@ -66,10 +67,11 @@ class Muon(UpdateRule):
             ValueError: names the group, the key, the value and what is allowed.
         """
         where = f"parameter group {number}: "
-        if group["rule"] not in RULES:
-            raise ValueError(f"{where}rule = {group['rule']!r}: must be one of {', '.join(RULES)}")
-        if group["rule"] == "AdamW":
-            AdamW().check(group, number)
+        rule = group.get("rule", "Muon")
+        if rule not in RULES:
+            raise ValueError(f"{where}rule = {rule!r}: must be one of {', '.join(RULES)}")
+        if rule == "AdamW":
+            AdamW().check({"betas": (0.9, 0.999), **group}, number)
             return
         super().check(group, number)
         coefficients = group["ns_coefficients"]

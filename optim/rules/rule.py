@@ -22,6 +22,9 @@ class State(NamedTuple):
     """Dtype in which the state is stored. Native kernels know fp32 alone."""
 
 
+SWITCHES: Mapping[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
+"""Options of most of torch's optimizers that change nothing here."""
+
 ThroughWhole = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 """Takes this rank's part of a tensor and a function of the whole, and gives this rank's part of the result."""
 
@@ -56,6 +59,10 @@ class UpdateRule:
     """Hyperparameters that must be finite numbers, 0 or more; ``betas`` are two of them, each below 1."""
     refused: ClassVar[tuple[str, ...]] = ("capturable", "differentiable")
     """Options of torch's optimizer of that name that must be false here."""
+    torch_keys: ClassVar[Mapping[str, Any]] = {}
+    """Options of torch's optimizer that change nothing here, with their defaults: parameter groups have them, too."""
+    counts_steps: ClassVar[bool] = True
+    """Whether torch's optimizer has a ``step`` in a parameter's state."""
     shaping: ClassVar[tuple[str, ...]] = ()
     """Hyperparameters that decide which states there are: what they decided when a group was added stays."""
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nvme_offload.optim.rules.operators import decayed
-from nvme_offload.optim.rules.rule import State, UpdateRule, rounded
+from nvme_offload.optim.rules.rule import SWITCHES, State, UpdateRule, rounded
 
 
 class SGDScalars(NamedTuple):
@@ -43,6 +44,8 @@ class SGD(UpdateRule):
     name = "SGD"
     numbers = ("lr", "momentum", "dampening", "weight_decay")
     refused = ("differentiable",)
+    torch_keys = SWITCHES
+    counts_steps = False
     shaping = ("momentum",)
 
     def of(self, group: Mapping[str, Any]) -> SGD:
@@ -82,7 +85,11 @@ class SGD(UpdateRule):
     def adopted(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """State entries of one parameter as torch's SGD saved them: it counts no steps, a buffer says that there were.
 
-        A buffer of None is one that torch has not made yet.
+        A buffer of None is one that torch has not made yet, and one of zeros what this class has in its place.
         """
         given = {name: value for name, value in entries.items() if value is not None}
-        return {"step": 1.0, **given} if "momentum_buffer" in given else given
+        if "momentum_buffer" not in given:
+            return given
+        buffer = given["momentum_buffer"]
+        local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+        return {"step": float(bool(torch.as_tensor(local, device="cpu").any())), **given}

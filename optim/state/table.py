@@ -78,6 +78,11 @@ class ParamRecord:
         return ("step", *master, *(state.name for state in self.rule.states))
 
     @property
+    def shown_names(self) -> tuple[str, ...]:
+        """Names of the entries that torch's optimizer of this rule has, and ``master``."""
+        return self.entry_names if self.rule.counts_steps else self.entry_names[1:]
+
+    @property
     def first_rest(self) -> torch.Tensor | None:
         """The masters of a split shard without state have this besides what is stored; None where that says all."""
         parts = parts_of(self.leaf)
@@ -254,7 +259,7 @@ class ParamTable:
         Raises:
             ValueError: somebody put others in their place, which would never be updated, or one into two places.
         """
-        places: dict[int, str] = {}
+        places: dict[int, tuple[int, str]] = {}
         for number, group in enumerate(groups):
             for place, param in enumerate(group["params"]):
                 where = f"parameter {place} of group {number}"
@@ -265,12 +270,12 @@ class ParamTable:
                         "had its place (the first step, a load, place()): until then whoever shards the model may put "
                         "other parameters there, as accelerate does. New parameters come with add_param_group"
                     )
-                if record.index in places:
+                if places.get(record.index, (number,))[0] != number:
                     raise ValueError(
-                        f"{places[record.index]} and {where} are the same parameter ({record.name}): which "
+                        f"{places[record.index][1]} and {where} are the same parameter ({record.name}): which "
                         "hyperparameters it has would be chance; remove it from one of the two"
                     )
-                places[record.index] = where
+                places.setdefault(record.index, (number, where))
         return [self._records[index] for index in sorted(places)]
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from nvme_offload.optim.access.split import check_not_elsewhere
-from nvme_offload.optim.layout.flat import check_no_overlap, check_no_repeats, check_param, storage_of
+from nvme_offload.optim.layout.flat import check_no_overlap, check_param, storage_of
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
+from nvme_offload.optim.telemetry.warn import warn_user
 
 
 def new_params(rule: UpdateRule, group: Mapping[str, Any], number: int, table: ParamTable) -> dict[torch.Tensor, str]:
@@ -25,7 +26,8 @@ def new_params(rule: UpdateRule, group: Mapping[str, Any], number: int, table: P
     names = group.get("param_names") or [
         f"parameter {place} of group {number}" for place in range(len(group["params"]))
     ]
-    check_no_repeats(group["params"], names)
+    if len(set(group["params"])) < len(group["params"]):  # torch warns of it
+        warn_user(f"parameter group {number} has a parameter twice: a step updates it once, where torch's does twice")
     new = {leaf: name for leaf, name in zip(group["params"], names, strict=True) if table.find(leaf) is None}
     for leaf, name in new.items():
         check_param(storage_of(leaf), name)

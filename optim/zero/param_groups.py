@@ -171,7 +171,7 @@ def _with_adamw_beside(
         matrices = [param for param in members if param not in beside]
         others = [param for param in members if param in beside]
         if matrices:
-            split.append((matrices, options))
+            split.append((matrices, {"rule": "Muon", **options}))
         if others:
             split.append((others, {**BESIDE_MATRICES, **rate, **options}))
             if has_muons and "lr" not in options:

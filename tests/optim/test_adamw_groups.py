@@ -105,12 +105,21 @@ def test_parameters_that_cannot_be_optimized(make_adamw, device, params, error, 
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-def test_the_same_parameter_twice_in_a_group(make_adamw):
-    p = param((5,))
-    with pytest.raises(
-        ValueError, match=r"parameter 0 of group 0 and parameter 1 of group 0 are the same.*hand over each one once"
+def test_the_same_parameter_twice_in_a_group_warns_as_torch_does_and_is_updated_once(make_adamw):
+    p, q = param((5,)), param((5,))
+    with (
+        pytest.warns(UserWarning, match="duplicate parameters"),
+        pytest.warns(RuntimeWarning, match="group 0 has a parameter twice: a step updates it once"),
     ):
-        make_adamw([p, p])
+        twice = make_adamw([p, p])
+    once = make_adamw([q])
+    for step in range(2):
+        for each, optimizer in ((p, twice), (q, once)):
+            set_grads([each], step)
+            optimizer.step()
+    assert torch.equal(p, q)
+    assert twice.state_dict()["param_groups"][0]["params"] == [0, 0]
+    twice.load_state_dict(twice.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,8 @@ def test_a_state_dict_goes_on_on_another_tier(case, drive, tmp_path):
         for step in range(3):
             set_grads(straight, step)
             first.step()
-        assert set(first.state[straight[0]]) == {"step", "master", *(state.name for state in case.rule.states)}
+        counted = {"step"} if case.rule.counts_steps else set()
+        assert set(first.state[straight[0]]) == {"master", *counted, *(state.name for state in case.rule.states)}
         with torch.no_grad():
             for p, q in zip(straight, resumed, strict=True):
                 q.copy_(p)
@@ -201,7 +202,7 @@ def test_a_state_dict_goes_on_on_another_tier(case, drive, tmp_path):
 def test_arguments_that_are_not_supported_are_named(case):
     owner = f"Offload{case.name}"
     with case.make([param((8,))], section(), fused=True, foreach=False) as optimizer:
-        assert "fused" not in optimizer.param_groups[0]
+        assert optimizer.param_groups[0]["fused"]
     for name in case.rule.refused:
         case.make([param((8,))], section(), **{name: False}).close()
         with pytest.raises(TypeError, match=f"{owner}: {name} = True is not supported"):
