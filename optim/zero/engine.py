@@ -137,6 +137,13 @@ class OffloadEngine(CheckpointEngine):
         """Whether a schedule runs forward and backward, and `step` follows it directly."""
         return self._stages is not None
 
+    def __iter__(self) -> Iterator[Any]:
+        """Raises TypeError: a script of DeepSpeed's unpacks four values."""
+        raise TypeError(
+            "initialize returns the engine alone: write engine = initialize(model, config), and take engine.optimizer "
+            "and engine.lr_scheduler; nvme_offload.deepspeed.initialize returns the four values of DeepSpeed's"
+        )
+
     def train(self, mode: bool = True) -> OffloadEngine:
         """Set the module's training mode."""
         self.module.train(mode)

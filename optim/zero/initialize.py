@@ -54,7 +54,7 @@ OptimizerFactory = Callable[..., OffloadOptimizer]
 
 def initialize(
     model: nn.Module,
-    config: OffloadConfig | Mapping[str, Any] | str | Path,
+    config: OffloadConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     mesh: DeviceMesh | None = None,
     lr_scheduler: SchedulerFactory | None = None,
@@ -63,6 +63,7 @@ def initialize(
     init: Callable[[nn.Module], object] | None = None,
     optimizer: OptimizerFactory | None = None,
     param_groups: Iterable[Mapping[str, Any]] | None = None,
+    **of_deepspeed: Any,
 ) -> OffloadEngine:
     """Shard a plain module with FSDP2, give it its precision and tiers, and return the engine around it.
 
@@ -73,7 +74,7 @@ def initialize(
                 engine.backward(engine(batch).square().mean())
                 engine.step()
 
-    Where it fails on one rank it does on all, with a note that names the first such rank and its host.
+    Where it fails on one rank it does on all, with a note that names that rank and its host.
 
     Args:
         model: a plain module, the same on every rank of a pipeline stage, on the device it trains on, or on meta: then
@@ -95,15 +96,16 @@ def initialize(
             ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``. ``params`` are names or shell patterns, of
             parameters, modules or their classes, or parameters of `model` as it is handed in. What no group has comes
             first, as group 0. With Muon, embeddings, heads and what is no matrix have AdamW, in groups beside these.
+        of_deepspeed: refused by a TypeError that says what to write.
 
     Raises:
         ConfigError: the section is wrong, or asks for what this model or this many ranks cannot have.
-        WeightsError: weight files are damaged or do not fit; the model is as it was.
-        ValueError: the model, a block, a parameter, a group or the scheduler cannot be used, nobody gives a parameter a
-            value, or the model is on another device than the current one.
+        WeightsError: weight files are damaged or do not fit.
+        ValueError: the model, its device, a block, a parameter, a group or the scheduler cannot be used.
         OutOfSpaceError, SwapIOError: see `OffloadOptimizer`.
     """
-    read = partial(_Making.read, model, config, mesh, blocks, weights, init, optimizer, param_groups)
+    given = _section(config, of_deepspeed)
+    read = partial(_Making.read, model, given, mesh, blocks, weights, init, optimizer, param_groups)
     # Nobody waits for a process alone, which is left without a process group then.
     making = read() if mesh is None and is_alone() and not is_launched() else None
     mesh = mesh if mesh is not None else default_mesh(_device_type(model, mesh))
@@ -208,6 +210,18 @@ class _Making:
         activations = ActivationSwapper(self.config, model=self.model, blocks=self.layers)
         undo.callback(activations.close)
         return activations.attach()
+
+
+def _section(config: Any, more: Mapping[str, Any]) -> Any:
+    """Return the section, or raise TypeError for arguments that are DeepSpeed's."""
+    if config is not None and not more:
+        return config
+    what = f"initialize: there is no argument {next(iter(more))!r}" if more else "initialize: config is missing"
+    raise TypeError(
+        f"{what}: write engine = initialize(model, config), where config is the section. All parameters are trained "
+        "that require a gradient, param_groups= says which have other hyperparameters, and loaders are yours. For a "
+        "script of DeepSpeed's write import nvme_offload.deepspeed as deepspeed: its initialize takes these arguments"
+    )
 
 
 def _prepare_process(model: nn.Module, device_type: str) -> None:
