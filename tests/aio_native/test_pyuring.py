@@ -1,6 +1,4 @@
 import errno
-import platform
-import subprocess
 import sys
 
 import pytest
@@ -15,39 +13,6 @@ from tests.support.engine_faults import FaultConformance
 class TestPyuringEngine(EngineConformance):
     engine_class = PyuringEngine
     moves_data = True
-
-
-OPEN = """
-from nvme_offload.aio_native.engine import EngineOptions, EngineUnavailable
-from nvme_offload.aio_native.pyuring import PyuringEngine
-try:
-    PyuringEngine(EngineOptions(queue_depth=8, rings=1, block_size=4096, alignment=4096, max_operations=1))
-except EngineUnavailable as error:
-    print(error)
-"""
-
-FORBID = """
-import ctypes, struct
-# Load the syscall number; if it is io_uring_setup return an errno, else allow.
-program = b"".join(
-    struct.pack("HBBI", *step)
-    for step in ((0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050000 | {code}), (0x06, 0, 0, 0x7FFF0000))
-)
-text = ctypes.create_string_buffer(program)
-filter = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(text)))
-prctl = ctypes.CDLL(None, use_errno=True).prctl
-assert prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
-assert prctl(22, 2, filter, 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-"""
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter does not look at the architecture")
-@pytest.mark.parametrize(("code", "words"), [(errno.EPERM, "seccomp=unconfined"), (errno.ENOSYS, "sandbox")])
-def test_a_seccomp_filter_is_explained(code, words):
-    script = FORBID.format(code=code) + OPEN
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert words in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -200,50 +200,6 @@ def test_a_checkpoint_can_be_loaded_while_subgroups_without_state_hold_every_buf
     assert optimizer.store.pool.num_free + len(optimizer.store.pipeline.residents) == 4
 
 
-def test_an_interrupted_load_says_so_and_can_be_repeated(make_adamw, monkeypatch):
-    import nvme_offload.optim.access.entries
-
-    _, optimizer = started(make_adamw)
-    _, other = started(make_adamw, "cpu", steps=1)
-    checkpoint = other.state_dict()
-    write, calls = nvme_offload.optim.access.entries.write_run, []
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) == 10:
-            raise KeyboardInterrupt
-        write(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(nvme_offload.optim.access.entries, "write_run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.load_state_dict(checkpoint)
-    for refused in (optimizer.step, optimizer.finish_step, optimizer.state_dict):
-        with pytest.raises(StateError, match="loading a state dict stopped halfway"):
-            refused()
-    optimizer.load_state_dict(checkpoint)
-    assert_same_bits(optimizer.state_dict()["state"], checkpoint["state"])
-
-
-def test_an_entry_whose_setting_was_interrupted_is_as_it_was(make_adamw, monkeypatch):
-    """The staging buffer that was half overwritten is not taken for what is on the drive."""
-    import nvme_offload.optim.access.entries
-
-    params, optimizer = started(make_adamw, buffers=8)
-    before = snapshot(optimizer)
-    write = nvme_offload.optim.access.entries.write_run
-
-    def interrupted(*arguments):
-        write(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(nvme_offload.optim.access.entries, "write_run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.state[params[0]]["exp_avg"] = torch.full(SHAPES[0], 7.0)
-    assert_same_bits(snapshot(optimizer), before)
-
-
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("name", ["exp_avg", "master"])
 def test_an_entry_that_was_set_in_part_is_refused_until_a_load(make_adamw, monkeypatch, device, name):

@@ -132,19 +132,6 @@ class TestGradScaler:
         if dtype is not torch.float16:  # the scale is a power of two: fp16 alone loses bits of small gradients
             assert_same_training(optimizer, plain)
 
-    def test_a_loss_scaled_through_autograd(self, make_adamw):
-        p = param((501,), torch.float16)
-        q = param((501,), torch.float16)
-        optimizer, twin = make_adamw([p]), Twin([q])
-        scaler = torch.amp.GradScaler("cpu", init_scale=self.SCALE)
-        for _ in range(5):
-            optimizer.zero_grad()
-            scaler.scale((p * p).sum(dtype=torch.float32)).backward()
-            twin.step([p.grad.float() / self.SCALE])
-            scaler.step(optimizer)
-            scaler.update()
-        twin.assert_equals(optimizer)
-
     def test_an_overflow_skips_the_step_and_halves_the_scale(self, make_adamw, recwarn):
         params = params_of(SHAPES, torch.float16)
         optimizer, scaler = make_adamw(params), self.scaler()

@@ -136,12 +136,6 @@ def test_the_precision_plan_counts_its_bytes(drive):
         assert [row["bytes_per_parameter"]["nvme"] for row in engine.precision_plan.to_dict()["parameters"]] == [8, 8]
 
 
-@pytest.mark.usefixtures("alone")
-def test_an_optimizer_of_torch_is_refused():
-    with pytest.raises(TypeError, match="pass a subclass of OffloadOptimizer"):
-        initialize(torch.nn.Linear(8, 8), engine_section("bf16"), optimizer=torch.optim.SGD)
-
-
 def test_a_rule_that_says_too_little_is_named():
     class Empty(UpdateRule):
         name = "empty"

@@ -6,11 +6,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCABULARY, LENGTH = 64, 16
 
 
-def llama(dtype=torch.float32, seed=0):
-    """Two layers; the same values for the same seed."""
+def llama(dtype=torch.float32, seed=0, **more):
+    """Two layers, or as `more` says; the same values for the same seed."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)).to(dtype)
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
+    return LlamaForCausalLM(LlamaConfig(**(sizes | more))).to(dtype)
 
 
 def rows(number=32):

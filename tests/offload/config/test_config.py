@@ -79,6 +79,7 @@ BAD = [
     ({"aio": {"direct": True}}, "aio.direct = true", "'required', 'optional' or 'disabled'"),
     ({"aio": {"checksums": 1}}, "aio.checksums = 1", "true or false (default false)"),
     ({"aio": {"path_weights": [1, 0]}}, "aio.path_weights[1] = 0", "a list of positive numbers"),
+    ({"aio": {"path_weights": ["auto"]}}, 'aio.path_weights[0] = "auto"', ""),
     ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4", "a whole number, 0..3 (default 0)"),
     ({"zero_optimization": {"sub_group_size": -1}}, "zero_optimization.sub_group_size = -1", "0 or more"),
     (optimizer(device="disk"), f'{OPTIMIZER}.device = "disk"', "'none', 'cpu' or 'nvme'"),
@@ -127,11 +128,6 @@ def test_all_problems_are_told_at_once():
     keys = {line.split(" = ")[0] for line in caught.value.problems}
     assert keys == {"aio.queue_dept", "aio.rings", "gradient_clipping", f"{OPTIMIZER}.buffer_count"}
     assert isinstance(caught.value, ValueError)
-
-
-def test_auto_inside_a_list_is_refused():
-    with pytest.raises(ConfigError, match=r'aio\.path_weights\[0\] = "auto"'):
-        OffloadConfig.from_dict({"aio": {"path_weights": ["auto"]}})
 
 
 def test_a_long_value_is_shortened():
@@ -217,8 +213,10 @@ def test_defaults():
 
 
 def test_deepspeed_section_is_read_with_one_warning_that_says_why():
+    before = json.dumps(ZERO_INFINITY)
     with pytest.warns(ConfigWarning) as caught:
         config = OffloadConfig.from_dict(ZERO_INFINITY)
+    assert json.dumps(ZERO_INFINITY) == before
     assert len(caught) == 1
     assert caught[0].filename == __file__
     lines = str(caught[0].message).splitlines()
@@ -275,18 +273,6 @@ def test_the_warning_is_said_once(recwarn):
     assert len(recwarn) == 1
 
 
-def test_no_warning_without_a_reason(recwarn):
-    OffloadConfig.from_dict(nvme(staging_budget="1GiB"))
-    assert len(recwarn) == 0
-
-
-def test_input_is_left_alone():
-    before = json.dumps(ZERO_INFINITY)
-    with pytest.warns(ConfigWarning):
-        OffloadConfig.from_dict(ZERO_INFINITY)
-    assert json.dumps(ZERO_INFINITY) == before
-
-
 def test_null_is_an_absent_section():
     data = {"aio": None, "zero_optimization": {"offload_optimizer": None}}
     assert OffloadConfig.from_dict(data) == OffloadConfig()
@@ -305,11 +291,6 @@ def test_paths_are_a_tuple_and_know_home(monkeypatch):
     assert OffloadConfig.from_dict(optimizer(device="nvme", nvme_path=Path("/b"))).nvme_paths == (Path("/b"),)
 
 
-def test_weights_go_with_paths():
-    data = optimizer(device="nvme", nvme_path=["/a", "/b"]) | {"aio": {"path_weights": [3, 1.5]}}
-    assert OffloadConfig.from_dict(data).aio.path_weights == (3.0, 1.5)
-
-
 def test_models_are_frozen_hashable_and_strict():
     config = OffloadConfig.from_dict(nvme())
     with pytest.raises(ValidationError):
@@ -319,6 +300,8 @@ def test_models_are_frozen_hashable_and_strict():
         AioConfig(queue_depth=0)
     with pytest.raises(ValueError, match="nvme_path: device"):
         OffloadConfig(zero_optimization={"offload_optimizer": {"device": "nvme"}})
+    with pytest.raises(ValueError, match=r"fp16\.enabled: bf16\.enabled = true beside it"):
+        OffloadConfig(bf16={"enabled": True}, fp16={"enabled": True})
 
 
 # Files.

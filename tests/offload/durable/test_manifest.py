@@ -23,7 +23,6 @@ from nvme_offload.perf.cli import app
 from tests.support.durable_run import HEADER, SmallRun
 from tests.support.durable_run import sealed as with_digest
 from tests.support.interrupts import Struck, every, raise_struck
-from tests.support.sandbox import can_mount, run_python
 from tests.support.training import run_child
 
 
@@ -188,45 +187,6 @@ def test_descriptors_go_with_the_object(tmp_path):
     for _ in range(3):
         opened(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
-def test_a_full_disk_while_committing(tmp_path):
-    """The manifest outgrows its place, and there is no more: steps go on, and the one committed before is whole."""
-    code = """
-import os, subprocess, sys
-from pathlib import Path
-from nvme_offload import OutOfSpaceError
-from tests.support.durable_run import SmallRun, read_past_the_tier
-path = Path(sys.argv[1])
-subprocess.run(["mount", "-o", "remount,size=4m", path], check=True)
-small = SmallRun([path])
-small.begin()
-small.commit("0", 0)
-small.commit("1", 1)
-free = os.statvfs(path)
-with open(path / "filler", "wb") as file:
-    file.write(bytes(free.f_bavail * free.f_frsize))
-for step in (2, 3):
-    small.write({slot: step for slot in range(3)})
-    try:
-        small.run.commit(step, bytes(2_000_000), small.run.extents.tables, "")
-    except OutOfSpaceError as error:
-        print(error)
-assert [manifest.step for manifest in small.run.committed] == [1, 0], small.run.committed
-os.unlink(path / "filler")
-small.commit("4", 4, [0])
-small.close()
-small = SmallRun([path])
-assert [manifest.step for manifest in small.run.found] == [4, 1]
-small.adopt(small.run.found[0])
-assert small.values[1:] == [3, 3]
-small.close()
-"""
-    child = run_python(code, tmp_path, mounts={tmp_path: "tmpfs"})
-    assert child.returncode == 0, child.stderr
-    assert child.stdout.count("manifest.") == 2
-    assert "ENOSPC" in child.stdout
 
 
 def test_no_room_for_the_first_ones(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Runs that share a path: the living are left alone, the dead are cleared away, however they died."""
 
-import errno
 import fcntl
 import os
 import signal
@@ -9,13 +8,9 @@ import sys
 import threading
 from pathlib import Path
 
-import pytest
-
-from nvme_offload import SwapIOError
 from nvme_offload.offload.storage import run_directory
 from nvme_offload.offload.storage.run_directory import PREFIX, RunDirectory, remove_leftovers
 from tests.support.forked import ROOT
-from tests.support.sandbox import can_mount, run_python
 
 HOLD = """
 import sys
@@ -136,36 +131,6 @@ os.kill(os.getpid(), signal.SIGSTOP)
     remove_leftovers(tmp_path)  # the forked child is alive, its parent is not
     assert not run.path.exists()
     run.end()
-
-
-@pytest.mark.parametrize(("name", "code"), [("missing", errno.ENOENT), ("file", errno.ENOTDIR)])
-def test_a_path_that_is_no_directory(tmp_path, name, code):
-    (tmp_path / "file").touch()
-    with pytest.raises(SwapIOError) as caught:
-        RunDirectory(tmp_path / name)
-    assert (caught.value.errno, caught.value.path) == (code, tmp_path / name)
-    said = f"{tmp_path / name} (nvme_path) cannot be used: {errno.errorcode[code]}, "
-    assert str(caught.value).startswith(said)
-
-
-@pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
-def test_a_read_only_file_system(tmp_path):
-    code = """
-import subprocess, sys
-from pathlib import Path
-from nvme_offload.offload.storage import run_directory
-from nvme_offload import SwapIOError
-from nvme_offload.offload.storage.run_directory import RunDirectory
-subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
-try:
-    RunDirectory(Path(sys.argv[1]))
-except SwapIOError as error:
-    print(error)
-"""
-    child = run_python(code, tmp_path, mounts={tmp_path: "tmpfs"})
-    assert "EROFS" in child.stdout, child.stderr
-    assert str(tmp_path) in child.stdout
-    assert "remount it" in child.stdout
 
 
 def test_what_only_looks_like_a_run_is_left_alone(tmp_path):

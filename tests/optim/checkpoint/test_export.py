@@ -81,19 +81,9 @@ def test_two_ranks(tmp_path):
 
 @pytest.mark.usefixtures("alone")
 def test_hugging_face_reads_it(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    config.save_pretrained(tmp_path)
+    model = pytest.importorskip("tests.support.small_llama").llama(tie_word_embeddings=True)
+    model.config.save_pretrained(tmp_path)
+    kind = type(model)
     section = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}
     with initialize(model, section) as engine:
         tokens = torch.arange(12).view(2, 6)
@@ -102,7 +92,7 @@ def test_hugging_face_reads_it(tmp_path):
         engine.export_safetensors(tmp_path, max_shard_bytes="10KiB")
         assert len(names_in(tmp_path)) > 4
         for expected in (torch.float32, torch.bfloat16):
-            read_back = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=expected)
+            read_back = kind.from_pretrained(tmp_path, dtype=expected)
             assert read_back.lm_head.weight is read_back.model.embed_tokens.weight
             for name, value in engine.module.state_dict().items():
                 torch.testing.assert_close(

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import shutil
 import warnings
 
@@ -78,23 +79,22 @@ def problem(crash, truth, folder, monkeypatch):
     return None
 
 
-def problems(folder, monkeypatch, *, num_random, seed=0, every=1):
+def problems(folder, monkeypatch, *, num_random, seed=0, num_crashes=None):
+    """What is wrong after the crashes, one by one; after some of them, drawn, where `num_crashes` says how many."""
     drive = folder / "drive"
     drive.mkdir()
     with Recording(drive) as recording:
         truth = live(drive, recording.mark)
     history = recording.history()
-    crashes = itertools.chain(
-        itertools.islice(history.kills(seed), 0, None, every),
-        itertools.islice(history.power_losses(at_most=1, num_random=num_random, seed=seed), 0, None, every),
-    )
-    for crash in crashes:
+    chance, losses = random.Random(seed), history.power_losses(at_most=1, num_random=num_random, seed=seed)
+    drawn = (history.some_crash(chance) for _ in range(num_crashes or 0))
+    for crash in drawn if num_crashes else itertools.chain(history.kills(seed), losses):
         if found := problem(crash, truth, folder / "after", monkeypatch):
             yield f"{crash}: {found}"
 
 
 def test_whatever_is_lost_the_latest_step_is_there(in_memory, monkeypatch):
-    assert not list(problems(in_memory, monkeypatch, num_random=20, every=59))
+    assert not list(problems(in_memory, monkeypatch, num_random=0, num_crashes=60))
 
 
 @pytest.mark.slow
@@ -131,8 +131,7 @@ def extents_reused_before_the_commit(patch):
 @pytest.mark.parametrize(
     "wrong",
     [
-        pytest.param(no_sync_of_the_data, marks=pytest.mark.slow),
-        stale_manifests_left_alive,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (no_sync_of_the_data, stale_manifests_left_alive)),
         extents_reused_before_the_commit,
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nvme_offload import ConfigError, ConfigWarning, OffloadAdamW, OffloadConfig, SwapIOError
+from nvme_offload import ConfigWarning, OffloadAdamW, SwapIOError
 from tests.support.failing_drive import Failing, Op
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
@@ -261,13 +261,6 @@ def test_a_plain_module_guesses_too(alone, eager, drive):
             stats = optimizer.stats()
     assert_same(*ends)
     assert stats.guesses > stats.wrong_guesses > 0
-
-
-def test_it_needs_a_durable_run(tmp_path):
-    config = config_of(tmp_path, "speculate")
-    config["zero_optimization"]["offload_optimizer"]["durable"] = False
-    with pytest.raises(ConfigError, match=r"overlap_step = \"speculate\".*durable = true"):
-        OffloadConfig.from_dict(config)
 
 
 LOST = 6

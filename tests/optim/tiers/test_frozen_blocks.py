@@ -6,17 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from nvme_offload import ClosedError, OffloadAdamW, get_full_param, initialize, set_full_param
 from nvme_offload.optim.telemetry import run_record
 from nvme_offload.optim.tiers.parts import parts_of
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
+from tests.support.small_llama import LENGTH, llama
 from tests.support.tiers import EVERYTHING, Model, section, train_step
 from tests.support.training import storage_io
 
-VOCABULARY, LENGTH, RANK = 256, 16, 4
+VOCABULARY, RANK = 256, 4
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64}, "bf16": {"enabled": False}}
 FP32 = {"bf16": {"enabled": False}}
 
@@ -36,18 +36,8 @@ class Adapted(nn.Module):
 
 def adapted_llama(dtype):
     """All of it frozen but for adapters of the queries and values, in the dtype of its weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config).requires_grad_(False)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
+    model = llama(tie_word_embeddings=True, use_cache=False, **sizes).requires_grad_(False)
     for layer in model.model.layers:
         for name in ("q_proj", "v_proj"):
             setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))

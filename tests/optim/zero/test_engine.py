@@ -305,18 +305,6 @@ def test_fp32_weights_reach_their_masters_and_16_bit_ones_become_fp32(make_engin
         assert torch.equal(value.full_tensor(), wanted.state_dict()[name].half().float())
 
 
-@pytest.mark.parametrize("mode", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
-def test_frozen_parameters_stay(make_engine, mode):
-    model = fresh_model()
-    model.blocks[0].requires_grad_(False)
-    wanted = {name: value.clone() for name, value in model.state_dict().items()}
-    engine = make_engine(model, **mode)
-    for step in range(3):
-        step_of(engine, step)
-    for name, value in engine.module.state_dict().items():
-        assert torch.equal(value.full_tensor(), wanted[name]) is name.startswith("blocks.0.")
-
-
 def test_gradients_are_partitions_of_the_accumulation_dtype(make_engine):
     for mode, dtype in (({}, "float32"), (BF16, "bfloat16"), (FP16, "float16")):
         for more in ({}, {"gradient_accumulation_dtype": "fp32"}):
@@ -330,8 +318,6 @@ def test_blocks_can_be_named(alone):
     with initialize(fresh_model(), section(), blocks=["head"]) as engine:
         assert type(engine.module.head).__name__ == "FSDPLinear"
         assert not any(type(block).__name__.startswith("FSDP") for block in engine.module.blocks)
-    with pytest.raises(ValueError, match="'Lair' names no module"):
-        initialize(fresh_model(), section(), blocks=["Lair"])
 
 
 def test_models_that_cannot_be_used_are_refused(alone, make_engine):
@@ -357,18 +343,12 @@ def test_a_scheduler_that_cannot_be_made_leaves_nothing_behind(alone, tmp_path):
 
 
 def test_the_schedule_moves_the_learning_rate_once_per_step(alone):
-    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_max_lr": 0.8}}
-    with initialize(fresh_model(), section(scheduler=schedule)) as engine:
-        rates = []
-        for step in range(6):
-            rates.append(engine.optimizer.param_groups[0]["lr"])
-            step_of(engine, step)
-        assert rates == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 0.8])
+    """One of the caller's own, before that of the section, which zero/test_param_groups.py follows."""
 
     def halve(optimizer):
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-    with initialize(fresh_model(), section(scheduler=schedule), lr_scheduler=halve) as engine:
+    with initialize(fresh_model(), section(scheduler={"type": "WarmupLR"}), lr_scheduler=halve) as engine:
         step_of(engine, 0)
         assert engine.optimizer.param_groups[0]["lr"] == HYPERPARAMETERS["lr"] / 2
 

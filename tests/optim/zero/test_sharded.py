@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nvme_offload import OffloadAdamW, split_parameters
@@ -183,33 +182,6 @@ def test_writing_through_reaches_the_tier_and_the_forward(tmp_path):
     assert after == before
 
 
-def resume(rank, world_size, path):
-    straight, first, second = (sharded_model(torch.bfloat16) for _ in range(3))
-    runs = [make(model, section(device, path)) for model, device in ((straight, "nvme"), (first, "nvme"))]
-    for step in range(4):
-        backward(straight, rank, step)
-        runs[0].step()
-        runs[0].zero_grad()
-    for step in range(2):
-        backward(first, rank, step)
-        runs[1].step()
-        runs[1].zero_grad()
-    resumed = make(second, section("cpu", path))
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    resumed.load_state_dict(runs[1].state_dict())
-    for step in range(2, 4):
-        backward(second, rank, step)
-        resumed.step()
-        resumed.zero_grad()
-    assert_same(full_state(second, resumed), full_state(straight, runs[0]))
-    for optimizer in (*runs, resumed):
-        optimizer.close()
-
-
-def test_state_dicts_carry_a_run_from_nvme_to_memory(tmp_path):
-    run_ranks(resume, 2, tmp_path)
-
-
 @pytest.mark.parametrize("tiers", [{}, {"state": "nvme"}, {"param": "nvme"}], ids=["cpu", "state", "param"])
 def test_a_state_dict_without_masters_leaves_split_parameters_alone(alone, tmp_path, tiers):
     """After "load the model, then the optimizer" no lower half is gone, of a frozen parameter neither."""
@@ -277,22 +249,6 @@ def test_the_way_back_that_a_stopped_step_names_with_split_parameters(alone, wit
         optimizer.load_state_dict(state)
         model.load_state_dict(weights)
         assert_same(full_state(model, optimizer), before)
-
-
-def hybrid(rank, world_size, path, shape):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    model = sharded_model(torch.float32, mesh=mesh)
-    with make(model, section("nvme", path)) as optimizer:
-        backward(model, rank, 0)
-        squares = sum(p.grad.full_tensor().double().square().sum().item() for p in model.parameters())
-        optimizer.step()
-        return optimizer.stats().total_norm, math.sqrt(squares)
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2)])
-def test_copies_of_a_shard_count_once_in_the_norm(shape, tmp_path):
-    for ours, exact in run_ranks(hybrid, math.prod(shape), tmp_path, shape):
-        assert ours == pytest.approx(exact, rel=1e-9)
 
 
 def test_split_parameters_needs_a_sharded_module():
