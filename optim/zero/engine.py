@@ -102,7 +102,7 @@ class OffloadEngine(CheckpointEngine):
         )
         self._peers = Peers(mesh.mesh.flatten().tolist())
         self._passes = Passes(module, optimizer, mesh.size(), self._peers)
-        self._micro_batches = MicroBatches(config, module, units, mesh, self._accumulation, self._passes)
+        self._micro_batches = MicroBatches(config, module, units, mesh, self._accumulation, self._passes, activations)
         self._update = Update(optimizer, self._peers)
         self._part = EnginePart(module, LossScaler.of(config.fp16) if precision_plan.loss_scaling else None)
         if optimizer.is_durable:

@@ -19,7 +19,7 @@ from nvme_offload.optim.ranks.collective import gather
 from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.zero.accumulation import Accumulation
 from nvme_offload.optim.zero.block_by_block import BlockByBlock
-from nvme_offload.optim.zero.block_call import KeptInMemory, random_states, set_random_states
+from nvme_offload.optim.zero.block_call import Keeper, KeptInMemory, random_states, set_random_states
 from nvme_offload.optim.zero.passes import Passes
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class MicroBatches:
         mesh: its ranks.
         accumulation: counts them.
         passes: gives up what an exception cut off.
+        keeper: of what stays between forward and backward; by default that stays in memory.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class MicroBatches:
         mesh: DeviceMesh,
         accumulation: Accumulation,
         passes: Passes,
+        keeper: Keeper | None = None,
     ) -> None:
         # An embedding or a head by itself is code between blocks: nobody wants the logits of all micro-batches at once.
         layers = [unit for unit in units if not isinstance(unit, nn.Embedding | nn.Linear)] or list(units)
@@ -58,6 +60,7 @@ class MicroBatches:
         self._mesh = mesh
         self._accumulation = accumulation
         self._passes = passes
+        self._keeper = keeper or KeptInMemory()
         self._hides_in_backward = config.overlap_step == "backward"
         self._blocks: BlockByBlock | None = None
 
@@ -111,7 +114,7 @@ class MicroBatches:
     ) -> list[torch.Tensor]:
         with self._passes.run("accumulate", begin_anew, self._accumulation.is_complete):
             if self._blocks is None:
-                self._blocks = BlockByBlock(self._root, self._layers, device, KeptInMemory())
+                self._blocks = BlockByBlock(self._root, self._layers, device, self._keeper)
                 logger.info("micro-batches go block by block, through %d blocks", len(self._layers))
             blocks = self._blocks
             has_looked = blocks.has_looked  # no update begins before it is known that nothing is to be done again

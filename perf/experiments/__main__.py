@@ -8,6 +8,7 @@ from nvme_offload.perf.cli import Command, group_of
 
 _HERE = "nvme_offload.perf.experiments"
 EXPERIMENTS = {
+    "activations": Command(f"{_HERE}.activations", "Measure what keeping activations on a drive saves and costs."),
     "compare": Command(
         f"{_HERE}.compare",
         "Train one model with ours and each of the others in turn: iteration time, memory, bytes and bits.",

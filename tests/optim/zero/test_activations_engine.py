@@ -146,6 +146,33 @@ def test_ranks(tmp_path, world_size, precision, keep):
         assert actual[2].num_kept == 0
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:overlap_step = :UserWarning")
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("away", [False, True])
+def test_boundaries_of_micro_batches_that_go_block_by_block(tmp_path, away, keep):
+    """They are kept as what autograd saves is: on the drive, beyond the budget."""
+
+    def steps(activations):
+        config = build.section(tmp_path, accumulation=4, clip=0.5, bf16={"enabled": True}, **activations)
+        config["micro_batch_order"] = "vertical"
+        if away:
+            place = {"device": "nvme", "nvme_path": str(tmp_path)}
+            config["zero_optimization"]["offload_param"] = config["offload_gradients"] = place
+        losses = []
+        with initialize(layers(), config) as engine:
+            for step in range(2):
+                losses += engine.accumulate(lambda number: of_layers(engine, number), range(4 * step, 4 * step + 4))
+                engine.step()
+            weights = {name: get_full_param(param) for name, param in engine.named_parameters()}
+            return losses, weights, engine.activations.stats() if engine.activations else None
+
+    expected, actual = steps({}), steps(kept(tmp_path, keep))
+    assert_same_bits(actual[:2], expected[:2])
+    assert actual[2].num_kept == 0
+    assert actual[2].read_bytes >= 2 * 4 * 3 * 40 * 64 * 2  # of four blocks the input of all but the first
+
+
 @pytest.mark.slow  # compilation
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("keep", KEEPS)

@@ -1,0 +1,168 @@
+"""Memory at the peak and time of an iteration, with what forwards save in memory, computed again, and on a drive."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
+from nvme_offload.offload.activations.blocks import checkpoint_calls
+from nvme_offload.offload.units import MiB
+from nvme_offload.perf.measure.child import Child, Send
+from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
+from nvme_offload.perf.measure.comparison import Case
+from nvme_offload.perf.measure.experiment import Row, run_experiment
+from nvme_offload.perf.measure.gpt import VOCABULARY, ByteGPT, ModelSize
+from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
+
+Way = Literal["plain", "checkpointing", "boundaries", "attention", "all"]
+WAYS: tuple[Way, ...] = ("plain", "checkpointing", "boundaries", "attention", "all")
+"""The first two keep all in memory; the others name what is kept on the drive beyond the budget."""
+DEPTHS = [8, 16, 32]
+BUDGET_BYTES = 8 * MiB
+ITERATIONS = 2
+"""Iterations whose peak counts, after one that does not."""
+
+activations = typer.Typer(no_args_is_help=True, help="Measure what keeping activations on a drive saves and costs.")
+Width = Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64.")]
+Context = Annotated[int, typer.Option(min=16, help="Tokens of the sequence.")]
+
+
+class Iterations:
+    """Iterations of one model in one way, without an optimizer. A context manager.
+
+    Args:
+        way: what is kept, and where.
+        layers: of the model.
+        width: of the model.
+        context: tokens of its one sequence.
+        path: a folder on the drive.
+    """
+
+    def __init__(self, way: Way, layers: int, width: int, context: int, path: Path) -> None:
+        torch.manual_seed(0)
+        self._model = ByteGPT(ModelSize(layers=layers, width=width), context, torch.float32)
+        tokens = torch.randint(VOCABULARY, (1, context + 1))
+        self._batch = tokens[:, :-1], tokens[:, 1:]
+        self._stack = ExitStack()
+        self._saving: Callable[[], Any] = nullcontext
+        if way == "checkpointing":
+            self._stack.callback(checkpoint_calls(list(self._model.blocks), lambda: True))
+        elif way != "plain":
+            place = {"device": "nvme", "nvme_path": str(path), "host_budget": BUDGET_BYTES}
+            swapper = ActivationSwapper({"activations": {"keep": way, **place}}, model=self._model)
+            self._saving = self._stack.enter_context(swapper).saving
+
+    def __enter__(self) -> Iterations:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def seconds(self, count: int = 1) -> float:
+        """Run iterations; returns what one of them takes, in seconds."""
+        start = time.perf_counter()
+        for _ in range(count):
+            self._model.zero_grad(set_to_none=True)
+            with self._saving():
+                loss = self._model(*self._batch)
+            loss.backward()
+        return (time.perf_counter() - start) / count
+
+    def digest(self) -> str:
+        """Return what tells gradients of other bits."""
+        found = hashlib.sha256()
+        for param in self._model.parameters():
+            if param.grad is not None:
+                found.update(param.grad.numpy().tobytes())
+        return found.hexdigest()
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of parameters and gradients."""
+        return 2 * sum(param.nbytes for param in self._model.parameters())
+
+
+def peak_of(told: Iterator[Any], send: Send) -> None:
+    """Run one way in a child: send its peak of resident memory without parameters and gradients, and its digest."""
+    way, layers, width, context, path = next(told)
+    with Iterations(way, 2, 64, 64, path) as small:
+        small.seconds()  # what torch and the libraries take once and for all
+    before = settled_resident_bytes()
+    with Iterations(way, layers, width, context, path) as iterations:
+        iterations.seconds()
+        reset_peak_resident_bytes()
+        iterations.seconds(ITERATIONS)
+        peak = peak_resident_bytes()
+        if before is None or peak is None:
+            raise RuntimeError("this system does not say how much memory is resident")
+        send("peak", (peak - before - iterations.own_bytes, iterations.digest()))
+
+
+def peak_row(way: Way, depths: Sequence[int], width: int, context: int, path: Path) -> Row:
+    """Measure one way at each depth, each in a process of its own."""
+    peaks, digests = [], []
+    for layers in depths:
+        with TemporaryDirectory() as folder, Child(peak_of, Path(folder) / "log") as child:
+            child.tell((way, layers, width, context, path))
+            peak, digest = child.finish("peak")
+        peaks.append(peak)
+        digests.append(digest)
+    shown = {"way": way} | {
+        f"{layers} layers, MiB": f"{peak / MiB:.0f}" for layers, peak in zip(depths, peaks, strict=True)
+    }
+    growth = max(peaks) / min(peaks)
+    return Row(shown | {"most / least": f"{growth:.2f}"}, {"peaks": peaks, "growth": growth, "digests": digests})
+
+
+@activations.command()
+def memory(
+    path: Folder,
+    width: Width = 256,
+    context: Context = 1024,
+    depths: Annotated[list[int], typer.Option("--depth", min=1, help="Layers; several times.")] = DEPTHS,
+    save_to: SaveTo = None,
+) -> None:
+    """Measure resident memory at the peak of an iteration, without parameters and gradients, over the model's depth."""
+    notes = [
+        f"width {width}, one sequence of {context} tokens, fp32, no optimizer; what is kept on the drive has "
+        f"{BUDGET_BYTES // MiB} MiB of host memory besides staging buffers and memory for reads",
+        "the peak of resident memory, less what it was before the model was made, less parameters and gradients",
+    ]
+
+    def with_bits(found: list[Row]) -> list[str]:
+        alike = all(one.figures["digests"] == found[0].figures["digests"] for one in found)
+        return [*notes, f"gradients have {'the same' if alike else 'OTHER'} bits in all rows"]
+
+    with TemporaryDirectory(prefix="nvme-offload-activations-", dir=path) as folder:
+        rows = (peak_row(way, depths, width, context, Path(folder)) for way in WAYS)
+        run_experiment("activations-memory", "Activations: memory", rows, with_bits, path=path, save_to=save_to)
+
+
+@activations.command()
+def iterations(
+    path: Folder,
+    width: Width = 512,
+    context: Context = 1024,
+    layers: Annotated[int, typer.Option(min=2, help="Layers of the model.")] = 8,
+    quads: Quads = 10,
+    save_to: SaveTo = None,
+) -> None:
+    """Measure an iteration with each way of keeping on the drive beside plain checkpointing, by turns."""
+    notes = [f"{layers} layers of width {width}, one sequence of {context} tokens, fp32, no optimizer"]
+    with TemporaryDirectory(prefix="nvme-offload-activations-", dir=path) as folder, ExitStack() as stack:
+        of = {way: stack.enter_context(Iterations(way, layers, width, context, Path(folder))) for way in WAYS[1:]}
+        for one in of.values():
+            one.seconds()
+        cases = [Case(name=way, ours=of[way].seconds, reference=of["checkpointing"].seconds) for way in WAYS[2:]]
+        compared = (found for case in cases for found in case.measure(quads))
+        title = "Activations: iterations beside plain checkpointing"
+        run_experiment("activations-iterations", title, compared, lambda _: notes, path=path, save_to=save_to)
