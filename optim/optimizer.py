@@ -262,7 +262,7 @@ class OffloadOptimizer(Optimizer):
         self._follow()
         return torch.tensor(self._stepper.clip_grads(self.param_groups, max_norm), dtype=torch.float64, device="cpu")
 
-    def expect_step(self, after_next_backward: bool) -> None:
+    def expect_step(self, after_next_backward: bool, *, by_turns: bool = False) -> None:
         """Say whether `step` follows the next backward, or others come before it that add to the same gradients.
 
         It matters with ``overlap_step`` ``"backward"`` and ``"speculate"`` alone, and the engine does it. In a loop
@@ -270,10 +270,24 @@ class OffloadOptimizer(Optimizer):
         left out, or none. Of a durable run on several ranks none is: there every rank calls this before the last
         backward of each step, and they agree in it that the step before lasts on all of them.
 
+        Args:
+            after_next_backward: whether `step` follows.
+            by_turns: backward goes block by block, and `catch_up` is called after each block: what passes through
+                staging buffers is updated in there.
+
         Raises:
             SwapIOError, CorruptionError, StateError: what stopped the updates of the step before.
         """
-        self._stepper.expect_step(after_next_backward)
+        self._stepper.expect_step(after_next_backward, by_turns=by_turns)
+
+    def catch_up(self) -> None:
+        """Update what is final of parameters on a tier, between two blocks of a backward `by_turns`; else do nothing.
+
+        Raises:
+            SwapIOError, CorruptionError: it cannot be read, or not be written. Where something is updated already a
+                checkpoint leads on.
+        """
+        self._stepper.catch_up()
 
     def overlap_with(self, model: nn.Module, blocks: Iterable[str] | None = None) -> None:
         """Let the updates of a plain module's parameters overlap with its passes, as ``overlap_step`` says.

@@ -84,6 +84,9 @@ class ParamTier:
         )
         self._gathers: list[_Gather] = []  # not complete, the latest last
         self._latest: _Gather | None = None
+        self._keeps = False
+        self._kept: Block | None = None
+        """It stays in its buffer until another block is gathered: somebody will change it there."""
         self._departures: Departures | None = None
         """Blocks on their way to a device; None without one."""
         self._shards: dict[Block | HostBlock, list[TieredShard]] = {}
@@ -176,6 +179,8 @@ class ParamTier:
             raise
         gather.asked.add(shard)
         self._latest = gather
+        if self._keeps and self._kept is not block:
+            self._keep(block)
 
     def sent(self, shard: TieredShard) -> torch.Tensor:
         """The bytes of a parameter's block on the device that computes with it: one copy for all of its parameters.
@@ -187,6 +192,19 @@ class ParamTier:
         self._check_open()
         assert self._departures is not None
         return self._departures.take(shard.block, shard, self._shards[shard.block])
+
+    def keep_latest(self, keeps: bool) -> None:
+        """Keep the block that was gathered last in its buffer until another one is gathered; or keep none."""
+        self._keeps = keeps
+        if not keeps:
+            self._keep(None)
+
+    def _keep(self, block: Block | None) -> None:
+        before, self._kept = self._kept, block
+        if block is not None:
+            block.holders.add(self)
+        if before is not None:
+            self.cache.release(before, by=self)
 
     def end_gather(self, shard: TieredShard) -> None:
         """FSDP2 has copied a parameter; with the last one of its block the hold ends."""

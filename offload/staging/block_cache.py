@@ -164,9 +164,14 @@ class BlockCache:
         """Forget the latest blocks, which nobody holds, with what was put into them, and free their space."""
         for block in blocks:
             self.blocks.remove(block)
-            self._staging.forget(block)
+            self.forget(block)
             if block.extent is not None:
                 self.tier.free(block.extent)
+
+    def forget(self, block: Block) -> None:
+        """Keep nothing of what was put into a block, which nobody holds: nothing of it is written."""
+        block.deferred = False
+        self._staging.forget(block)
 
     def hold(
         self,

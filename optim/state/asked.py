@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -52,8 +52,16 @@ class Blocks(Protocol):
     def begin_step(self, order: Sequence[Subgroup]) -> None:
         """A step will go through these subgroups in this order: read their blocks ahead."""
 
-    def held_for_update(self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor]) -> AbstractContextManager[object]:
+    def held_for_update(
+        self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor], *, in_order: bool = True
+    ) -> AbstractContextManager[object]:
         """Keep the parameters and gradients of a subgroup in memory while a step updates it."""
+
+    def keep_gathered(self, keeps: bool) -> None:
+        """Keep each block of parameters in its buffer from its gather to the next one's; or keep none."""
+
+    def forget_gradients(self, subgroups: Iterable[Subgroup]) -> None:
+        """Keep no gradients of the blocks of these subgroups, which are all updated."""
 
     def advance(self) -> None:
         """Start reads that have become possible."""

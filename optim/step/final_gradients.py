@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nvme_offload.offload._torch_private import base_of, local_tensor, num_backwards_left, version_of
 from nvme_offload.offload.devices.device import Event, is_host, queued
 from nvme_offload.offload.errors import StateError
-from nvme_offload.optim.layout.flat import flat_grad
+from nvme_offload.optim.layout.flat import PartitionStandIn, flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StepState
 from nvme_offload.optim.state.condition import StepPhase
@@ -21,7 +21,7 @@ from nvme_offload.optim.state.phase import Claims, StepInputs, StepRecord, count
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.step.guess import Guess, Guesses
-from nvme_offload.optim.step.hiding import Schedules
+from nvme_offload.optim.step.hiding import Schedules, may_go_by_turns
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.norm import sums_from_device, tile_sums
 from nvme_offload.optim.step.scalars import scalars_of
@@ -44,6 +44,15 @@ class StepCommits(Protocol):
 
     def explain(self, error: BaseException) -> None:
         """Add to an error that a step ends with what it means for the run."""
+
+
+class Backward(NamedTuple):
+    """The backward that runs, or runs next."""
+
+    is_last: bool
+    """Whether it is the last one of its step for the parameters that it comes to."""
+    by_turns: bool = False
+    """Whether it goes block by block, and `FinalGradients.catch_up` is called after each."""
 
 
 class Inbox:
@@ -148,8 +157,7 @@ class FinalGradients:
         guesses: Guesses | None = None,
         commits: StepCommits | None = None,
     ) -> None:
-        self.is_last_backward = (store.config.gradient_accumulation_steps or 1) == 1
-        """Whether the backward that runs, or runs next, is the last one of its step."""
+        self.backward = Backward((store.config.gradient_accumulation_steps or 1) == 1)
         self._store = store
         self._meter = meter
         self._rule = rule
@@ -166,6 +174,33 @@ class FinalGradients:
         self._held = _HeldBack()
         self._num_early: int | None = None
 
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether the backward that runs, or runs next, is the last one of its step."""
+        return self.backward.is_last
+
+    def expect_step(self, backward: Backward) -> None:
+        """Know what backward comes next."""
+        self.backward = backward
+        self._store.blocks.keep_gathered(backward.by_turns and self._store.config.overlap_step == "backward")
+
+    def catch_up(self) -> None:
+        """Update all that is final, of parameters that pass through staging buffers. No backward is under way.
+
+        Raises:
+            SwapIOError, CorruptionError: see `StepJob.catch_up`. Where something is updated a checkpoint leads on.
+        """
+        self._hand_in_held()
+        job = self._store.worker.job
+        if self._begun is not None and self._is_by_turns and isinstance(job, StepJob):
+            with self._store.worker.kept_away():
+                job.catch_up()
+
+    @property
+    def _is_by_turns(self) -> bool:
+        """Whether updates are done in `catch_up`, and not by the worker."""
+        return self.backward.by_turns and self._store.blocks.pass_through_buffers
+
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Look at the gradients of all parameters of these groups when they arrive."""
         self._groups = groups
@@ -174,10 +209,6 @@ class FinalGradients:
             if record.index not in self._hooked and param.requires_grad:
                 self._hooked.add(record.index)
                 param.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
-
-    def expect_step(self, after_next_backward: bool) -> None:
-        """See `OffloadOptimizer.expect_step`."""
-        self.is_last_backward = after_next_backward
 
     @property
     def must_agree(self) -> bool:
@@ -222,13 +253,14 @@ class FinalGradients:
         FSDP2 reduces the gradients of a unit into one tensor and, where there were some already, adds to them one after
         the other. They share a version, which says that one has changed when another is added to.
         """
-        if leaf.grad is None:
+        if leaf.grad is None or isinstance(local := local_tensor(leaf.grad), PartitionStandIn):
             return None
-        local = local_tensor(leaf.grad)
         is_old, self._places[record.index] = self._places.get(record.index) == local.data_ptr(), local.data_ptr()
         return base_of(local) if is_old else None
 
     def _may_begin(self, record: ParamRecord) -> bool:
+        if self._is_by_turns:
+            return may_go_by_turns(self._store, record)
         return self._schedules.of(record.index) in ("backward", "speculate")
 
     def _hand_in_held(self) -> None:
@@ -279,6 +311,7 @@ class FinalGradients:
             SwapIOError, CorruptionError: that failed.
         """
         self._drop_held()
+        self._store.blocks.keep_gathered(False)
         begun = self._begun
         if begun is None:
             return
@@ -354,6 +387,7 @@ class FinalGradients:
         """
         store = self._store
         self._drop_held()
+        store.blocks.keep_gathered(False)
         if self._guess is not None:
             self.take_back()
             return
@@ -411,7 +445,8 @@ class FinalGradients:
             )
         ]
         inbox = Inbox(store, expected, order, guess)
-        job = StepJob(store, self._meter, begun, InBackward(self._backward_order(order), self._num_early), inbox)
+        schedule = InBackward(self._backward_order(order), self._num_early)
+        job = StepJob(store, self._meter, begun, schedule, inbox, by_turns=self._is_by_turns)
         self._begun_with, self._found = hyperparameters_of(self._groups), {}
         store.mirror.begin_step()
         self._inbox = inbox
@@ -435,6 +470,8 @@ def _identity_of(leaf: torch.Tensor) -> tuple[int, ...]:
     grad = leaf.grad
     assert grad is not None
     local = local_tensor(grad)
+    if isinstance(local, PartitionStandIn):
+        return id(local), local.partition.num_changes
     return local.data_ptr(), version_of(grad), version_of(local)
 
 

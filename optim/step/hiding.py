@@ -49,6 +49,15 @@ def schedule_in(store: StepState, record: ParamRecord) -> OverlapStep:
     )
 
 
+def may_go_by_turns(store: StepState, record: ParamRecord) -> bool:
+    """Whether a parameter that passes through buffers is updated as soon as backward is done with its block.
+
+    The host updates it there, in memory that the block was gathered from; what a device has of it would be older.
+    """
+    is_on_host = is_host(record.param.device) and parts_of(record.leaf) is not None
+    return store.config.overlap_step == "backward" and not store.updated_inside(record) and is_on_host
+
+
 def hindrance_in(store: StepState, record: ParamRecord) -> str | None:
     """Say why a placed parameter has to be updated inside `step()`; None where whoever reads it finds it updated."""
     return hindrance(

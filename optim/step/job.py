@@ -41,6 +41,7 @@ class StepJob:
         schedule: what comes next.
         source: of gradients that are still to come; None: the record has them all.
         first: subgroups as the next step will want to have them read, once this one is done.
+        by_turns: whoever runs backward does it, in `catch_up`, where a block is done: he needs the same buffers.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class StepJob:
         schedule: Schedule[SlotRecord],
         source: Source | None = None,
         first: Sequence[SlotRecord] = (),
+        *,
+        by_turns: bool = False,
     ) -> None:
         self.record = record
         self.schedule = schedule
@@ -60,6 +63,7 @@ class StepJob:
         self._first = first
         self._window: list[SlotRecord] | None = None
         self._num_read = 0
+        self._by_turns = by_turns
 
     @property
     def must_end(self) -> bool:
@@ -74,6 +78,8 @@ class StepJob:
 
     def shift(self) -> bool:
         """Update the first subgroup that is in memory, if any is; when all are updated, read for the next step."""
+        if self._by_turns:
+            return False
         if self.record.phase is StepPhase.DONE:
             self._read_first()
         if self.record.phase not in _WHERE:
@@ -83,6 +89,26 @@ class StepJob:
         if self.record.phase is StepPhase.BEHIND and not self.record.pending:
             self._finish()
         return has_updated
+
+    def catch_up(self) -> None:
+        """Take in all gradients that have come, and update what is ready; waits for its state, and reads what follows.
+
+        Raises:
+            SwapIOError, CorruptionError: see `read_update_write`.
+            ValueError: a gradient is not finite, and that is an error.
+        """
+        store, record, source = self._store, self.record, self.source
+        assert source is not None
+        while source.take_in(record):
+            pass
+        updated = []
+        for slot in [slot for slot in record.pending if source.allows(slot)]:
+            self._update(slot, list(ahead(self.schedule, record, store.pipeline.residents)))
+            self._meter.count_updates(in_backward=True)
+            updated.append(slot.subgroup)
+        left = {slot.subgroup.block for slot in record.pending}
+        store.blocks.forget_gradients(subgroup for subgroup in updated if subgroup.block not in left)
+        store.pipeline.advance(list(ahead(self.schedule, record, store.pipeline.residents)))
 
     def give_up(self, error: BaseException) -> None:
         """Say in the error, which somebody will see in quite another place, what it means.

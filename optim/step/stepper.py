@@ -22,7 +22,7 @@ from nvme_offload.optim.state.condition import Need, StepPhase
 from nvme_offload.optim.state.phase import StepInputs, StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.step.final_gradients import FinalGradients, StepCommits
+from nvme_offload.optim.step.final_gradients import Backward, FinalGradients, StepCommits
 from nvme_offload.optim.step.guess import Guesses
 from nvme_offload.optim.step.hiding import Schedules, hindrance_in
 from nvme_offload.optim.step.job import StepJob
@@ -84,14 +84,19 @@ class Stepper:
         if self.final is not None:
             self.final.watch(groups)
 
-    def expect_step(self, after_next_backward: bool) -> None:
+    def expect_step(self, after_next_backward: bool, *, by_turns: bool = False) -> None:
         """See `OffloadOptimizer.expect_step`."""
         if self.final is None:
             return
         if after_next_backward and self.final.must_agree:
             with self._store.at_rest():
                 self._settle_commit()
-        self.final.expect_step(after_next_backward)
+        self.final.expect_step(Backward(after_next_backward, by_turns))
+
+    def catch_up(self) -> None:
+        """See `OffloadOptimizer.catch_up`."""
+        if self.final is not None:
+            self.final.catch_up()
 
     def _settle_commit(self) -> None:
         """Know of the commit of the step before whether it lasts. Collective where several ranks step together."""
@@ -294,7 +299,8 @@ class Stepper:
         """
         store = self._store
         may_wait = {index for index in grads if self.schedules.of(index) != "off"}
-        if not may_wait and self._store.config.overlap_step not in (None, "off"):
+        by_turns = self.final is not None and self.final.backward.by_turns
+        if not may_wait and not by_turns and self._store.config.overlap_step not in (None, "off"):
             self._say_that_nothing_overlaps(store.table[next(iter(grads))])
         behind = [
             slot

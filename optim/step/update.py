@@ -11,6 +11,7 @@ from torch.profiler import record_function
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.state.body import StepState
+from nvme_offload.optim.state.condition import StepPhase
 from nvme_offload.optim.state.phase import StepInputs, StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamTable, PlacesInTable
@@ -45,7 +46,8 @@ def read_update_write(
             ahead.updater.expect(inputs.grads)
     with record_function("nvme_offload: read"):
         memory = store.pipeline.acquire(order, position, replay=False)
-    with store.blocks.held_for_update(slot.subgroup, inputs.grads):
+    in_order = record.phase is not StepPhase.BEGUN
+    with store.blocks.held_for_update(slot.subgroup, inputs.grads, in_order=in_order):
         with record_function("nvme_offload: update"):
             assert slot.updater is not None
             work = _work_of(slot, memory, inputs, store.table)

@@ -300,8 +300,26 @@ class BlockTiers:
         for cache, _ in self._caches():
             cache.advance()
 
-    def held_for_update(self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor]) -> AbstractContextManager[object]:
+    def keep_gathered(self, keeps: bool) -> None:
+        """Keep each block of parameters in its buffer from its gather to the next one's; or keep none."""
+        if self.params is not None:
+            self.params.keep_latest(keeps)
+
+    def forget_gradients(self, subgroups: Iterable[Subgroup]) -> None:
+        """Keep no gradients of the blocks of these subgroups, which are all updated."""
+        for number in dict.fromkeys(subgroup.block for subgroup in subgroups):
+            if self.grads is not None and isinstance(block := self._grad_blocks.get(number), Block):
+                self.grads.forget(block)
+
+    def held_for_update(
+        self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor], *, in_order: bool = True
+    ) -> AbstractContextManager[object]:
         """Keep the parameters and gradients of a subgroup in memory while a step updates it.
+
+        Args:
+            subgroup: which.
+            grads: flat, by index.
+            in_order: the step goes through subgroups as `begin_step` was told; else backward has just come to it.
 
         Raises:
             SwapIOError: one of them cannot be read; nothing was updated.
@@ -309,15 +327,16 @@ class BlockTiers:
         number = subgroup.block
         with ExitStack() as held:
             if self.grads is not None and isinstance(block := self._grad_blocks.get(number), Block):
-                self.grads.cache.order.note_in_step(block.index)
-                if not self.grads.cache.order.is_next_in_step(block.index):
-                    self.grads.end_use(block)
+                if in_order:
+                    self.grads.cache.order.note_in_step(block.index)
+                    if not self.grads.cache.order.is_next_in_step(block.index):
+                        self.grads.end_use(block)
                 if any(isinstance(grads.get(run.param), PartitionStandIn) for run in subgroup.runs):
-                    held.enter_context(self.grads.cache.holding(block))
+                    held.enter_context(self.grads.cache.holding(block, in_order=in_order))
             if self.params is not None and (stored := self._param_blocks.get(number)) is not None:
-                if isinstance(stored, Block):
+                if isinstance(stored, Block) and in_order:
                     self.params.cache.order.note_in_step(stored.index)
-                held.enter_context(self.params.holding(stored, lambda: None, change=True, in_order=True))
+                held.enter_context(self.params.holding(stored, lambda: None, change=True, in_order=in_order))
             return held.pop_all()
 
     @property

@@ -116,6 +116,10 @@ class Partition:
         """The gradient in the shard's shape, as a view of the staging buffer. The block must be held."""
         return self.view().view(self.shape)
 
+    def forget(self) -> None:
+        """Let whoever looks at the gradient find that it is gone."""
+        self.stand_in = None
+
     def become_grad(self) -> None:
         """Put a new stand-in where the gradient that arrived was."""
         assert self.leaf.grad is not None
@@ -258,6 +262,15 @@ class GradTier:
         """Note that the backward pass is over, and an optimizer step begins."""
         self.flush()
         self._spent.clear()
+
+    def forget(self, block: Block) -> None:
+        """Keep no gradient of a block: a step has used them all before they were written."""
+        for partition in self._by_block[block]:
+            partition.forget()
+        block.holders.discard(self)
+        if block in self._open:
+            self._open.remove(block)
+        self.cache.forget(block)
 
     def end_use(self, block: Block) -> None:
         """Note that a step needs this block no more."""

@@ -125,8 +125,11 @@ class BlockByBlock:
             self._turns.end_pass(self._turns.units, reduces=False)
             self._turns.free(self._turns.units, after_forward=True)
 
-    def backward(self) -> list[torch.Tensor]:
+    def backward(self, catch_up: Callable[[], None]) -> list[torch.Tensor]:
         """Run backward through the last micro-batch's tail, and through all blocks.
+
+        Args:
+            catch_up: called where all micro-batches have gone backward through a part of the model.
 
         Returns:
             The losses, without their graphs.
@@ -136,6 +139,7 @@ class BlockByBlock:
         """
         self._go_through_tail(self._forwards[-1])
         self._turns.free(self._turns.units, after_forward=False)
+        catch_up()
         for at in reversed(range(len(self._forwards[0].calls))):
             block = self._forwards[0].calls[at].block
             for forward in self._forwards:
@@ -148,12 +152,14 @@ class BlockByBlock:
                     call.backward()
                 self._turns.end_pass(self._parts[block], reduces=True)
             self._turns.free(self._parts[block], after_forward=False)
+            catch_up()
             for forward in self._forwards:
                 if ends := forward.pop_ends(at):
                     self._begin_backward(None, forward is self._forwards[-1])
                     self._go_through(forward, ends, at)
             self._turns.free(self._turns.units, after_forward=False)
         self._turns.end()
+        catch_up()
         losses = [forward.loss for forward in self._forwards]
         self._forwards, self._runners, self.has_looked = [], [], True
         return losses

@@ -311,12 +311,14 @@ class OffloadEngine(CheckpointEngine):
         except ValueError as error:
             self._peers.tell("accumulate", error, goes_on=True)
             raise
-        losses = self._micro_batches.go_through(loss_of, batches, self._begin_backward, self._drop_gradients)
+        losses = self._micro_batches.go_through(
+            loss_of, batches, self._begin_backward, self._drop_gradients, self.optimizer.catch_up
+        )
         return self._one_by_one(loss_of, batches) if losses is None else losses
 
     def _begin_backward(self, loss: torch.Tensor | None, is_last: bool, is_final: bool) -> torch.Tensor | None:
         """Before backward through a part of the model: see `MicroBatches.go_through`."""
-        self.optimizer.expect_step(is_last and is_final)
+        self.optimizer.expect_step(is_last and is_final, by_turns=True)
         self._set_sync(waits=self._accumulation.reduces_once and not is_last)
         if loss is None:
             return None

@@ -70,6 +70,7 @@ class MicroBatches:
         micro_batches: Sequence[Any],
         begin_backward: Callable[[torch.Tensor | None, bool, bool], torch.Tensor | None],
         begin_anew: Callable[[], None],
+        catch_up: Callable[[], None],
     ) -> list[torch.Tensor] | None:
         """Run forward and backward of all micro-batches block by block.
 
@@ -78,6 +79,7 @@ class MicroBatches:
             micro_batches: all of a step.
             begin_backward: see `BeginBackward`; with whether gradients are final where the micro-batch is the last.
             begin_anew: drops the gradients of the step.
+            catch_up: called where backward has come to the end of a block.
 
         Returns:
             The losses; None if the model has to be computed in the other order. Nothing has happened then.
@@ -90,7 +92,7 @@ class MicroBatches:
         device = current_of(self._mesh.device_type)
         states = random_states(device)
         try:
-            return self._block_by_block(loss_of, micro_batches, begin_backward, begin_anew, device)
+            return self._block_by_block(loss_of, micro_batches, begin_backward, begin_anew, catch_up, device)
         except BlockOrderError as error:
             if self._is_asked or not self._passes.can_go_on:
                 error.add_note('micro_batch_order = "horizontal" computes the model as it is')
@@ -110,6 +112,7 @@ class MicroBatches:
         micro_batches: Sequence[Any],
         begin_backward: Callable[[torch.Tensor | None, bool, bool], torch.Tensor | None],
         begin_anew: Callable[[], None],
+        catch_up: Callable[[], None],
         device: torch.device,
     ) -> list[torch.Tensor]:
         with self._passes.run("accumulate", begin_anew, self._accumulation.is_complete):
@@ -124,7 +127,7 @@ class MicroBatches:
                     self._check_ranks(blocks.names_of_calls)
                 is_final = has_looked and self._hides_in_backward
                 with DeferredInterrupt() if is_final else nullcontext():
-                    losses = blocks.backward()
+                    losses = blocks.backward(catch_up)
                     self._accumulation.end_whole()
         return losses
 

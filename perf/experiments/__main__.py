@@ -19,6 +19,9 @@ EXPERIMENTS = {
     ),
     "durable": Command(f"{_HERE}.durable", "Measure what durable steps and checkpoints cost."),
     "hidden-step": Command(f"{_HERE}.hidden_step", "Measure how much of a step each schedule hides."),
+    "micro-batches": Command(
+        f"{_HERE}.micro_batches", "Count the bytes of a step by the order of its micro-batches, everything on NVMe."
+    ),
     "plan-check": Command(
         f"{_HERE}.plan_check",
         "Compare what `offload plan` predicts with measured iterations and with resident memory.",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from nvme_offload import BlockOrderError, ConfigError, StateError, SwapIOError, initialize
+from nvme_offload import BlockOrderError, ConfigError, StateError, SwapIOError, get_full_grad, initialize
 from tests.support.failing_drive import Failing, Op
 from tests.support.interrupts import EACH, SLOW, STRIKES, Struck, every, raise_struck
 from tests.support.ranks import run_ranks
@@ -126,6 +126,71 @@ def test_steps_are_hidden_as_ever(alone, tmp_path, overlap):
         stats = engine.optimizer.stats()
     assert stats.updates_behind > 0
     assert (stats.updates_in_backward > 0) == (overlap == "backward") or overlap == "speculate"
+
+
+BACKWARD = {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False}
+PLAIN = {key: BACKWARD[key] for key in ("gradient_clipping", "skip_non_finite")}
+
+
+def train_in_backward(rank, world_size, path, cases):
+    for precision, stage, tied, tiers in cases:
+        wanted = train(config_of(None, "horizontal", 3, precision, stage=stage, **PLAIN), 4, rank, tied=tied)
+        config = config_of(path, "vertical", 3, precision, stage=stage, **BACKWARD, **tiers)
+        with make(config, num_layers=3, tied=tied) as engine:
+            seen, moved = [], []
+            for number in range(4):
+                seen.append(step_of(engine, number, rank))
+                engine.optimizer.synchronize()
+                stats = engine.optimizer.stats()
+                moved.append(stats.grad_bytes_written + stats.grad_bytes_read)
+            compare(wanted, (full_state(engine.module, engine.optimizer), seen))
+            assert stats.updates_in_backward > 0
+            assert moved[0] == moved[-1], "only the first step, in which the model is looked at, moved gradients"
+            check_buffers(engine)
+
+
+def test_blocks_are_updated_in_backward_where_they_were_gathered(alone, tmp_path):
+    """No gradient is written or read then."""
+    cases = [("bf16", 3, True, EVERYTHING), ("fp32", 3, False, EVERYTHING), ("bf16", 2, False, {"param": "nvme"})]
+    train_in_backward(0, 1, tmp_path, cases)
+    assert not list(tmp_path.iterdir())
+
+
+def test_blocks_are_updated_in_backward_on_two_ranks(tmp_path):
+    run_ranks(train_in_backward, 2, tmp_path, [("bf16", 3, False, EVERYTHING), ("fp32", 1, True, EVERYTHING)])
+
+
+def test_gradients_of_updated_blocks_are_gone(alone, tmp_path):
+    with make(config_of(tmp_path, "vertical", 2, **BACKWARD, **EVERYTHING), num_layers=3) as engine:
+        step_of(engine, 0)
+        engine.accumulate(partial(loss_of, engine), micro_batches(1, 2))
+        with pytest.raises(StateError, match="call step"):
+            full_state(engine.module, engine.optimizer)
+        with pytest.raises(StateError, match="the present gradient"):
+            get_full_grad(engine.module.layers[1].up.weight)
+        engine.step()
+        step_of(engine, 2)
+
+
+@CAN_GO_ON
+def test_an_io_error_after_an_update_in_backward_says_that_a_checkpoint_leads_on(alone, tmp_path, monkeypatch):
+    with make(config_of(tmp_path, "vertical", 2, **BACKWARD, **EVERYTHING), num_layers=6) as engine:
+        step_of(engine, 0)
+        engine.save_checkpoint(tmp_path / "saved")
+        saved = full_state(engine.module, engine.optimizer)
+        layer = engine.module.layers[2]
+        calls = Trouble(4, SwapIOError(5, path="here", offset=0, size_bytes=1, direction="read"))  # layer 5 is updated
+        hook = layer.register_forward_pre_hook(calls)
+        with pytest.raises(SwapIOError) as raised:
+            step_of(engine, 1)
+        hook.remove()
+        assert "checkpoint" in "".join(raised.value.__notes__)
+        with pytest.raises(StateError, match="checkpoint"):
+            step_of(engine, 1)
+        engine.load_checkpoint(tmp_path / "saved")
+        assert_same(full_state(engine.module, engine.optimizer), saved)
+        step_of(engine, 1)
+        check_buffers(engine)
 
 
 def llama(tied):
@@ -380,8 +445,8 @@ def test_wrong_use_gets_words(alone, tmp_path):
 def check_buffers(engine):
     engine.optimizer.synchronize()
     blocks = engine.optimizer.store.blocks
-    for cache in (blocks.params.cache, blocks.grads.cache):
-        assert not any(block.holds for block in cache.blocks)
+    for tier in (blocks.params, blocks.grads):
+        assert tier is None or not any(block.holds for block in tier.cache.blocks)
 
 
 class Trouble:

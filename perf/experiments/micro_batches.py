@@ -1,0 +1,97 @@
+"""The bytes and the memory of a step are measured, in each order of its micro-batches, with everything on NVMe."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from nvme_offload import OffloadConfig, initialize
+from nvme_offload.perf.measure.command_line import Folder, SaveTo
+from nvme_offload.perf.measure.experiment import Row, run_experiment
+from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, storage_bytes
+from nvme_offload.perf.measure.sections import section
+from nvme_offload.perf.measure.training import layered_model
+
+_WARM_STEPS = 2
+_STATE_BYTES = 11
+_LEAST_BUFFER = 1 << 20
+
+
+def micro_batches(
+    path: Folder,
+    count: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 8,
+    layers: Annotated[int, typer.Option(min=4, help="Layers, each of 8 x width^2 parameters.")] = 48,
+    width: Annotated[int, typer.Option(min=64, help="Width of the model.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 3,
+    order: Annotated[list[str] | None, typer.Option(help="micro_batch_order; repeat it. By default both.")] = None,
+    in_backward: Annotated[bool, typer.Option(help="Update blocks in backward, without clipping.")] = False,
+    save_to: SaveTo = None,
+) -> None:
+    """Count the bytes of a step with parameters, gradients and state on NVMe, block by block and one by one."""
+    numel = 8 * width**2
+    state = {"buffer_count": 2, "staging_budget": 2 * max(_STATE_BYTES * numel, _LEAST_BUFFER)}
+    more: dict[str, Any] = {"gradient_accumulation_steps": count, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
+    if in_backward:
+        more |= {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False}
+    config = section(path, state=state, params=2, grads=2, **more)
+
+    def outcomes() -> Iterator[Row]:
+        for each in order or ("horizontal", "vertical"):
+            torch.manual_seed(0)
+            batches = torch.randn(count, tokens, width)
+            asked = OffloadConfig.of({**config, "micro_batch_order": each})
+            yield measured(f"{each}, {count}", asked, layers, width, batches, steps)
+
+    title = "Bytes per parameter and step by the order of micro-batches, everything on NVMe"
+    run_experiment("micro-batches", title, outcomes(), path=path, save_to=save_to)
+
+
+def measured(name: str, config: OffloadConfig, layers: int, width: int, batches: torch.Tensor, steps: int) -> Row:
+    """Train a new model and count bytes per parameter and step, after the first steps.
+
+    Args:
+        name: of the case.
+        config: the whole section.
+        layers: of the model.
+        width: of the model.
+        batches: the micro-batches of every step [count, tokens, width].
+        steps: that are counted.
+    """
+    with initialize(layered_model(layers, width), config) as engine:
+        optimizer, taken = engine.optimizer, list[float]()
+        for number in range(_WARM_STEPS + steps):
+            if number == _WARM_STEPS:
+                optimizer.synchronize()
+                reset_peak_resident_bytes()
+                before, stats = storage_bytes(), optimizer.stats()
+            begun = time.perf_counter()
+            engine.accumulate(lambda batch: engine(batch).float().square().mean(), batches)
+            engine.step()
+            optimizer.synchronize()
+            taken.append(time.perf_counter() - begun)
+        after, now = storage_bytes(), optimizer.stats()
+        elements = steps * sum(param.numel() for param in engine.parameters())
+        digest = hashlib.sha256()
+        for _, value in engine.weights("fp32"):
+            digest.update(value.numpy().tobytes())
+    if before is None or after is None:
+        raise RuntimeError("the kernel does not count here what the block layer moves: see proc(5), /proc/pid/io")
+    moved = {"read": after[0] - before[0], "written": after[1] - before[1]}
+    kinds = ("param_bytes_read", "param_bytes_written", "grad_bytes_read", "grad_bytes_written")
+    moved |= {kind: getattr(now, kind) - getattr(stats, kind) for kind in kinds}
+    each = {kind: count / elements for kind, count in moved.items()}
+    shown = {"order, micro-batches": name, **{kind.replace("_bytes", ""): f"{each[kind]:.2f}" for kind in each}}
+    more = {
+        "seconds": median(taken[_WARM_STEPS:]),
+        "peak_bytes": peak_resident_bytes(),
+        "digest": digest.hexdigest()[:12],
+    }
+    shown |= {"seconds": f"{more['seconds']:.2f}", "weights": str(more["digest"])}
+    return Row(shown, {**each, **more})
