@@ -41,7 +41,8 @@ class Durable:
     def client_state(self) -> dict[str, Any]:
         """Return what else is committed with each step: change it before `step`, or `commit` what was changed after it.
 
-        Anything that ``torch.load(weights_only=True)`` reads: the position in the data, other random numbers.
+        Anything that ``torch.load(weights_only=True)`` reads: the position in the data, other random numbers. Each
+        rank has its own.
         """
         return self.commits.client_state
 
@@ -60,7 +61,8 @@ class Durable:
             SwapIOError, OutOfSpaceError: the drive did not take it; the commit before is whole.
             ValueError: something cannot be committed; names it.
         """
-        self.commits.commit(self._owner.param_groups)
+        step = self._between_steps("commit")
+        self.commits.commit(self._owner.param_groups, self._added(), step)
 
     @not_compiled
     def resume(self, snapshot: str | None = None) -> tuple[int, dict[str, Any]] | None:
@@ -81,8 +83,9 @@ class Durable:
             ResumeError: what was committed is of another model, group, section or rank, or damaged; names what.
             StateError: the run has begun already.
         """
-        content = self.content_of(snapshot)
-        return None if content is None else (content.step, dict(content.client_state))
+        resumption = self._resumption()
+        content = resumption.resume() if snapshot is None else resumption.resume_snapshot(snapshot)
+        return None if content is None else self._take_over(content)
 
     def snapshot(self, name: str) -> int:
         """Keep the latest step under a name, until `remove_snapshot`: `resume` goes back to it. Returns the step.
@@ -94,6 +97,7 @@ class Durable:
             OutOfSpaceError: there is no room; nothing is kept.
             StateError: a step stopped halfway, or does not last; or another rank could not.
         """
+        self._between_steps("snapshot")
         return self.commits.snapshot(name)
 
     def remove_snapshot(self, name: str) -> None:
@@ -119,15 +123,23 @@ class Durable:
             StateError: there is no such step, or it is not whole any more; nothing has changed.
             ResumeError: it is not the same on all ranks.
         """
-        content = self.resumption().rewind(steps)
-        return content.step, dict(content.client_state)
+        resumption = self._resumption()
+        self._between_steps("rewind")
+        return self._take_over(resumption.rewind(steps))
 
-    def content_of(self, snapshot: str | None) -> Content | None:
-        """Do what `resume` does, for a training engine, which has more to bring back; return all that was committed."""
-        found = self.resumption()
-        return found.resume() if snapshot is None else found.resume_snapshot(snapshot)
-
-    def resumption(self) -> Resumption:
+    def _resumption(self) -> Resumption:
         """Return what brings committed steps back, when all parameters have their place."""
         self.commits.ranks().together(self._owner.place)
         return Resumption(self.commits, self._owner.param_groups, self._owner.check_group)
+
+    def _take_over(self, content: Content) -> tuple[int, dict[str, Any]]:
+        """Go on from what was brought back; return what `resume` returns."""
+        return content.step, dict(content.client_state)
+
+    def _between_steps(self, method: str) -> int | None:
+        """Complete a step that an exception stopped; return how many were taken, None if the run counts them."""
+        return None
+
+    def _added(self) -> dict[str, Any]:
+        """Return what is committed beside the optimizer's state."""
+        return {}

@@ -67,10 +67,12 @@ class EnginePart:
         return {name: buffers[name] for name in self._kept if name in buffers}
 
 
-class DurableTraining:
+class DurableTraining(Durable):
     """The durable run of a training engine: ``engine.durable``. Each of its methods is the engine's, too.
 
-    Every rank must call each of them.
+    Every rank must call each of them. Buffers, schedule and loss scale are committed and brought back with the rest,
+    and steps are `global_steps`; those that were skipped count. StateError of ``commit``, ``snapshot`` and ``rewind``
+    says, too, that micro-batches of an unfinished step are there.
 
     Args:
         optimizer: of the engine.
@@ -93,37 +95,11 @@ class DurableTraining:
         between_steps: Callable[[str], int],
         go_on_from: Callable[[int], None],
     ) -> None:
-        self._optimizer = optimizer
-        self._run: Durable = optimizer.durable
+        super().__init__(optimizer.durable.commits, optimizer)
         self._part = part
         self._lr_scheduler = lr_scheduler
-        self._between_steps = between_steps
         self._go_on_from = go_on_from
-
-    @property
-    def client_state(self) -> dict[str, Any]:
-        """Return what else is committed with each step: change it before `step`, or `commit` what was changed after it.
-
-        Anything that ``torch.load(weights_only=True)`` reads: the position in the data, other random numbers. Each
-        rank has its own.
-        """
-        return self._run.client_state
-
-    @client_state.setter
-    def client_state(self, value: Mapping[str, Any]) -> None:
-        self._run.client_state = dict(value)
-
-    def commit(self) -> None:
-        """Commit what there is between two steps: `client_state`, parameters and buffers changed by hand.
-
-        It lasts when this returns. See `OffloadOptimizer.commit`.
-
-        Raises:
-            StateError: micro-batches of an unfinished step, a step that stopped halfway, or another rank could not.
-            SwapIOError, OutOfSpaceError, ValueError: see `OffloadOptimizer.commit`.
-        """
-        steps = self._between_steps("commit")
-        self._run.commits.commit(self._optimizer.param_groups, self._part.taken(self._lr_scheduler), steps)
+        self._complete = between_steps
 
     def end_step(self, global_steps: int) -> None:
         """Commit the step that has ended, behind the caller's back.
@@ -131,63 +107,18 @@ class DurableTraining:
         Args:
             global_steps: steps that were taken or skipped.
         """
-        self._run.commits.end_step(self._optimizer.param_groups, global_steps, self._part.taken(self._lr_scheduler))
+        self.commits.end_step(self._owner.param_groups, global_steps, self._added())
 
-    def snapshot(self, name: str) -> int:
-        """Keep the latest step under a name, until `remove_snapshot`. Returns the step.
+    def _between_steps(self, method: str) -> int:
+        return self._complete(method)
 
-        Raises:
-            ValueError, OutOfSpaceError, StateError: see `OffloadOptimizer.snapshot`.
-        """
-        self._between_steps("snapshot")
-        return self._run.snapshot(name)
-
-    def remove_snapshot(self, name: str) -> None:
-        """Give up what `snapshot` kept, and its space.
-
-        Raises:
-            KeyError: there is none of this name.
-        """
-        self._run.remove_snapshot(name)
-
-    def resume(self, snapshot: str | None = None) -> tuple[int, dict[str, Any]] | None:
-        """Go on from the latest step that all ranks of the durable run have committed.
-
-        Call it after `initialize`, before the first step. Parameters, buffers, state, schedule, loss scale and torch's
-        random numbers are then as they were when that step ended.
-
-        Args:
-            snapshot: go on from the step that `snapshot` kept under this name instead; also between two steps.
-
-        Returns:
-            `global_steps` and `client_state` as they were committed; None where there is nothing to go on from.
-
-        Raises:
-            KeyError, ResumeError, StateError: see `OffloadOptimizer.resume`.
-        """
-        content = self._run.content_of(snapshot)
-        return None if content is None else self._take_over(content)
-
-    def rewind(self, steps: int = 1) -> tuple[int, dict[str, Any]]:
-        """Go back to an earlier step, between two steps.
-
-        Args:
-            steps: how many, at most `rewind_steps` of the section. Those that were skipped count.
-
-        Returns:
-            As `resume`.
-
-        Raises:
-            ValueError, StateError, ResumeError: see `OffloadOptimizer.rewind`.
-        """
-        resumption = self._run.resumption()
-        self._between_steps("rewind")
-        return self._take_over(resumption.rewind(steps))
+    def _added(self) -> dict[str, Any]:
+        return self._part.taken(self._lr_scheduler)
 
     def _take_over(self, content: Content) -> tuple[int, dict[str, Any]]:
-        self._run.commits.ranks().together(partial(self._restore, content))
-        return content.step, dict(content.client_state)
+        self.commits.ranks().together(partial(self._restore, content))
+        return super()._take_over(content)
 
     def _restore(self, content: Content) -> None:
-        self._part.restore(content.engine, self._lr_scheduler, self._run.commits.run.folder)
+        self._part.restore(content.engine, self._lr_scheduler, self.commits.run.folder)
         self._go_on_from(content.step)

@@ -14,6 +14,9 @@ from nvme_offload.offload.host.kept_memory import KeptMemory
 
 _TAG = 0x6E76  # of our messages, which share a process group with whatever the user sends
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # as torch 2.13 names them
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class _InKeptMemory:
     """Allocates for FSDP2 (``Comm.allocate``) what is gathered into, reduced from, or reduced into."""
@@ -41,7 +44,7 @@ class RingGather(_InKeptMemory):
     ) -> dist.Work | None:
         """Fill `output_tensor` (1D) with the `input_tensor` of every rank of `group`, in their order."""
         if async_op:
-            work: dist.Work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
+            work: dist.Work = _all_gather(output_tensor, input_tensor, group=group, async_op=True)
             return work
         rank, num_ranks = group.rank(), group.size()
         parts = output_tensor.chunk(num_ranks)
@@ -68,9 +71,7 @@ class KeptReduction(_InKeptMemory):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fill `output_tensor` with this rank's part of the reduced `input_tensor`."""
-        work: dist.Work | None = dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
+        work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return work
 
 
