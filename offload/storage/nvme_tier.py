@@ -195,15 +195,7 @@ class NvmeTier:
     def read(
         self, extent: Extent, buffer: StagingBuffer, *, what: str, kind: str, size_bytes: int | None = None
     ) -> Transfer[StagingBuffer]:
-        """Start reading the first `size_bytes` (all by default) of an extent into a buffer.
-
-        Args:
-            extent: where from.
-            buffer: where to; held until the transfer is done.
-            what: names the bytes in an error message, for example "subgroup 3".
-            kind: what the bytes are counted as, for example "optimizer state".
-            size_bytes: a multiple of the alignment.
-        """
+        """Start reading the first `size_bytes` of an extent into a buffer; see `Tier.read`."""
         return self._start(Op.READ, extent, buffer, what, kind, size_bytes)
 
     def write(
@@ -216,10 +208,7 @@ class NvmeTier:
         start: int = 0,
         size_bytes: int | None = None,
     ) -> Transfer[StagingBuffer]:
-        """Start writing a buffer to the first `size_bytes` (all by default) of an extent.
-
-        Arguments as in `read`; `start` is the byte of the buffer that comes first, a multiple of the alignment.
-        """
+        """Start writing a buffer to the first `size_bytes` of an extent; see `Tier.write`."""
         return self._start(Op.WRITE, extent, buffer, what, kind, size_bytes, start)
 
     def bytes_of_kind(self, op: Op, kind: str) -> int:
