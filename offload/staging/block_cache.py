@@ -304,10 +304,18 @@ class BlockCache:
         self._staging.use_pool(larger)
 
     def _read_ahead(self) -> None:
-        """Fill the buffers with what is needed soonest. A hint: what fails here is tried again when it is needed."""
+        """Fill the buffers with what is needed soonest. A hint: what fails here is tried again when it is needed.
+
+        Where blocks are used round and round, what was used last is needed last. One block is read ahead at a time
+        then, in its place, so that all but two buffers keep what they have until its turn comes.
+        """
         if not self._read_ahead_enabled:
             return
-        window = [self.blocks[index] for index in self.order.soonest(self.num_buffers) if index < len(self.blocks)]
+        goes_round = self.order.goes_round(len(self.blocks))
+        if goes_round and any(block.unused for block in self.residents):
+            return
+        soonest = self.order.soonest(len(self.blocks) if goes_round else self.num_buffers)
+        window = [self.blocks[index] for index in soonest if index < len(self.blocks)]
         for place, block in enumerate(window):
             if not block.needs_read or block.holds or block.unreadable or not self._is_needed(block):
                 continue
@@ -316,6 +324,8 @@ class BlockCache:
             try:
                 self._start_reading(block, ahead=True)
             except OSError:
+                return
+            if goes_round:
                 return
 
     def _clean(self) -> list[Block]:

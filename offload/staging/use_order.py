@@ -67,6 +67,13 @@ class UseOrder:
             else:
                 yield block
 
+    def goes_round(self, num_blocks: int) -> bool:
+        """Whether what comes next is blocks once each, and no step: as in forwards of a model that is only run."""
+        if self._announced or self._cursor is None or len(self._record) - self._cursor > num_blocks:
+            return False
+        period = self._record[self._cursor :]
+        return _STEP not in period and len(set(period)) == len(period)
+
     def soonest(self, number: int) -> list[int]:
         """The `number` different blocks that are used first from now on, in that order."""
         found: dict[int, None] = {}
