@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -87,7 +87,6 @@ def demo(
         typer.Option(help="Directory for the swap file, on the drive to use. Default: --out, or another on a drive."),
     ] = None,
     engine: Annotated[str, choice_option("--engine", choices=("auto", *ENGINES), text="Engine of the I/O.")] = "auto",
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where forward and backward run.")] = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
     out: Annotated[Path, typer.Option(help="Directory for pictures and results.")] = Path("demo-out"),
 ) -> None:
@@ -111,7 +110,6 @@ def demo(
                 size=shape,
                 seed=seed,
                 engine=engine,
-                device=device,
                 swap=Path(swap),
                 threads=num_cpus(),
             )

@@ -67,7 +67,7 @@ def _cells(result: RunResult) -> dict[str, str]:
     seconds = io_seconds(span for sample in measured for span in sample.spans)
     moved = sum(sample.bytes_moved for sample in measured)
     shares = [sample.share_of_ideal for sample in measured if sample.share_of_ideal is not None]
-    cells = {
+    return {
         f"training loss, last {len(last)} steps": f"{statistics.mean(s.loss for s in last):.4f}",
         "time per step, median": _median([s.seconds for s in measured]),
         "  forward and backward": _median([s.forward_backward_seconds for s in measured]),
@@ -84,9 +84,6 @@ def _cells(result: RunResult) -> dict[str, str]:
         "rate while reading or writing": f"{moved / seconds / 1e9:.2f} GB/s" if seconds else "nothing moved",
         "engine": str(result.stats["engine"]),
     }
-    if result.cuda_peak_bytes is not None:
-        cells["peak GPU memory"] = _mib(result.cuda_peak_bytes)
-    return cells
 
 
 def _median(values: list[float]) -> str:

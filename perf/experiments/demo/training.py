@@ -2,11 +2,11 @@
 
 import dataclasses
 import hashlib
-import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,6 @@ class RunSettings:
     size: ModelSize
     seed: int
     engine: str
-    device: str
-    """The device of forward and backward."""
     swap: Path | None
     """Folder for the optimizer's state; None: it is in memory."""
     threads: int
@@ -100,7 +98,6 @@ class RunResult:
     peak_resident_bytes: int | None = None
     optimizer_resident_bytes: int | None = None
     """Resident memory after training, less what was resident before the optimizer existed; no gradients in either."""
-    cuda_peak_bytes: int | None = None
     process_bytes: tuple[int, int] | None = None
     """Bytes read and written by the process from the second step on, as the kernel counts them."""
     counted_bytes: tuple[int, int] = (0, 0)
@@ -120,15 +117,14 @@ def work(told: Iterator[Any], send: Send) -> None:
     What the optimizer holds on a drive is gone at the end, also after an error.
     """
     settings: RunSettings = next(told)
-    _settle_torch(settings)
+    torch.set_num_threads(settings.threads)  # the same in every process: arithmetic is repeatable
     text = load_corpus()
     torch.manual_seed(settings.seed)
     # Processors without bf16 instructions take many times as long to compute in bf16.
-    arithmetic = torch.bfloat16 if settings.device == "cuda" else torch.float32
-    model = ByteGPT(settings.size, CONTEXT, arithmetic).to(settings.device, torch.bfloat16)
+    model = ByteGPT(settings.size, CONTEXT, torch.float32).bfloat16()
     numel = sum(param.numel() for param in model.parameters())
     result = RunResult(settings=settings.section(), num_parameters=numel)
-    baseline = _warm_up(model, batches(text, MICRO_BATCH, settings.seed + 2), settings.device)
+    baseline = _warm_up(model, batches(text, MICRO_BATCH, settings.seed + 2))
     optimizer = OffloadAdamW(
         model.parameters(),
         lr=LEARNING_RATE * min(1.0, LEARNING_RATE_WIDTH / settings.size.width),
@@ -137,7 +133,7 @@ def work(told: Iterator[Any], send: Send) -> None:
         offload=settings.section(),
     )
     with optimizer:
-        training = TrainingByTurns(model, optimizer, batches(text, MICRO_BATCH, settings.seed), settings.device, result)
+        training = TrainingByTurns(model, optimizer, batches(text, MICRO_BATCH, settings.seed), result)
         send("ready", None)
         for steps in told:
             training.turn(steps, send)
@@ -146,50 +142,32 @@ def work(told: Iterator[Any], send: Send) -> None:
         result.peak_resident_bytes, resident = peak_resident_bytes(), settled_resident_bytes()
         if resident is not None and baseline is not None:
             result.optimizer_resident_bytes = resident - baseline
-        if settings.device == "cuda":
-            result.cuda_peak_bytes = torch.cuda.max_memory_allocated()
         result.stats = dataclasses.asdict(optimizer.stats())
         result.digests = _digest_all(model, optimizer)
     send("result", result)
 
 
-def _settle_torch(settings: RunSettings) -> None:
-    """Make arithmetic repeatable: the same threads in every process, deterministic kernels on a GPU."""
-    torch.set_num_threads(settings.threads)
-    if settings.device == "cuda":
-        if not torch.cuda.is_available():
-            raise RuntimeError("--device cuda: this torch sees no CUDA device; use --device cpu")
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
-        torch.use_deterministic_algorithms(True)
-        torch.cuda.reset_peak_memory_stats()
-
-
-def _warm_up(model: nn.Module, stream: Iterator[tuple[Tensor, Tensor]], device: str) -> int | None:
+def _warm_up(model: nn.Module, stream: Iterator[tuple[Tensor, Tensor]]) -> int | None:
     """Forward and backward that change nothing; gives the memory that is resident afterwards.
 
     An optimizer of torch's is made, too: the first one of a process imports much of torch that is not our doing.
     """
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     for _ in range(WARM_UP_PASSES):
-        _forward_backward(model, stream, device)
+        _forward_backward(model, stream)
         model.zero_grad(set_to_none=True)
     return settled_resident_bytes()
 
 
-def _forward_backward(
-    model: nn.Module, stream: Iterator[tuple[Tensor, Tensor]], device: str, passing: Any = nullcontext
-) -> float:
+def _forward_backward(model: nn.Module, stream: Iterator[tuple[Tensor, Tensor]], passing: Any = nullcontext) -> float:
     """Accumulate the gradient of one step; gives the loss."""
     total = 0.0
-    for _ in range(ACCUMULATION):
-        inputs, targets = (each.to(device) for each in next(stream))
+    for inputs, targets in islice(stream, ACCUMULATION):
         with passing("forward"):
             loss = model(inputs, targets) / ACCUMULATION
         with passing("backward"):
             loss.backward()
         total += loss.item()
-    if device == "cuda":
-        torch.cuda.synchronize()
     return total
 
 
@@ -197,7 +175,7 @@ def _digest_all(model: nn.Module, optimizer: OffloadAdamW) -> dict[str, str]:
     """SHA-256 of every parameter and of all its state, one tensor in memory at a time."""
 
     def digest(tensor: Tensor) -> str:
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         return hashlib.sha256(raw.numpy().data).hexdigest()
 
     digests = {}
@@ -213,15 +191,9 @@ class TrainingByTurns:
     """The loop over the steps of one run; `result` gets what is found."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: OffloadAdamW,
-        stream: Iterator[tuple[Tensor, Tensor]],
-        device: str,
-        result: RunResult,
+        self, model: nn.Module, optimizer: OffloadAdamW, stream: Iterator[tuple[Tensor, Tensor]], result: RunResult
     ) -> None:
         self._model, self._optimizer, self._stream, self._result = model, optimizer, stream, result
-        self._device = device
         self._moved_before = 0
         self._first_counts = storage_bytes(), self._moved()
 
@@ -252,7 +224,7 @@ class TrainingByTurns:
 
     def _step(self) -> StepSample:
         optimizer, started = self._optimizer, time.monotonic_ns()
-        loss = _forward_backward(self._model, self._stream, self._device, optimizer.passing)
+        loss = _forward_backward(self._model, self._stream, optimizer.passing)
         computed = time.monotonic_ns()
         self._complete_sample()
         began = time.monotonic_ns()
