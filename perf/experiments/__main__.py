@@ -6,26 +6,34 @@ import typer
 
 from nvme_offload.perf.cli import Command, group_of
 
-_HERE = "nvme_offload.perf.experiments"
-EXPERIMENTS = {
-    "activations": Command(f"{_HERE}.activations", "Measure what keeping activations on a drive saves and costs."),
-    "compare": Command(
-        f"{_HERE}.compare",
+_ABOUT = {
+    "activations": ("Measure what keeping activations on a drive saves and costs.", "memory --path /mnt/nvme0"),
+    "compare": (
         "Train one model with ours and each of the others in turn: iteration time, memory, bytes and bits.",
+        "--path /mnt/nvme0 --with memory",
     ),
-    "demo": Command(
-        f"{_HERE}.demo.command",
+    "demo": (
         "Train a byte-level GPT twice, with optimizer state on NVMe and in memory, and compare every bit.",
+        "--size tiny --path /mnt/nvme0",
     ),
-    "durable": Command(f"{_HERE}.durable", "Measure what durable steps and checkpoints cost."),
-    "hidden-step": Command(f"{_HERE}.hidden_step", "Measure how much of a step each schedule hides."),
-    "micro-batches": Command(
-        f"{_HERE}.micro_batches", "Count the bytes of a step by the order of its micro-batches, everything on NVMe."
+    "durable": ("Measure what durable steps and checkpoints cost.", "steps --path /mnt/nvme0"),
+    "hidden-step": ("Measure how much of a step each schedule hides.", "drive --path /mnt/nvme0"),
+    "micro-batches": (
+        "Count the bytes of a step by the order of its micro-batches, everything on NVMe.",
+        "--path /mnt/nvme0",
     ),
-    "plan-check": Command(
-        f"{_HERE}.plan_check",
+    "plan-check": (
         "Compare what `offload plan` predicts with measured iterations and with resident memory.",
+        "--path /mnt/nvme0 --memory-only",
     ),
+}
+EXPERIMENTS = {
+    name: Command(
+        f"nvme_offload.perf.experiments.{'demo.command' if name == 'demo' else name.replace('-', '_')}",
+        text,
+        f"python -m nvme_offload.perf.experiments {name} {arguments}",
+    )
+    for name, (text, arguments) in _ABOUT.items()
 }
 
 app = typer.Typer(name="experiments", cls=group_of(EXPERIMENTS), no_args_is_help=True, add_completion=False)

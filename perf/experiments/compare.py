@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 
 from nvme_offload.perf.experiments.peers.result import (
-    BY_NAME,
     CONTENDERS,
     ITERATIONS,
     MEMORY,
@@ -46,7 +45,13 @@ def compare(
     save_to: SaveTo = None,
 ) -> None:
     """Train one model with ours and each of the others in turn: iteration time, memory, bytes and bits."""
-    others = _others(only)
+    others = [other for other in CONTENDERS if other is not OURS]
+    for name in only or ():
+        if name not in {other.name for other in others}:
+            known = ", ".join(other.name for other in others)
+            raise typer.BadParameter(f"{name!r} is not one of {known}", param_hint="'--with'")
+    # Distances are measured from the run in memory.
+    others = [other for other in others if not only or other.name in only or other is MEMORY]
     with failures_in_words():
         parse_size(size)
     order = Order(contender="", package=None, size=size, tokens=tokens, threads=num_cpus(), swap="", weights="")
@@ -54,17 +59,6 @@ def compare(
         compared, say = _compared(others, order, Path(folder), quads), partial(notes, order)
         kept: dict[str, Any] = {"save_to": save_to, "asked": {"order": asdict(order)}}
         run_experiment("compare", "Beside others", compared, say, path=path, **kept)
-
-
-def _others(names: Sequence[str] | None) -> list[Contender]:
-    """Choose those that were asked for, and the run in memory: distances are measured from it."""
-    for name in names or ():
-        if name not in BY_NAME or name == OURS.name:
-            known = ", ".join(other.name for other in CONTENDERS if other is not OURS)
-            raise typer.BadParameter(f"{name!r} is not one of {known}", param_hint="'--with'")
-    return [
-        other for other in CONTENDERS if other is not OURS and (not names or other.name in names or other is MEMORY)
-    ]
 
 
 def _compared(others: Sequence[Contender], order: Order, folder: Path, quads: int) -> Iterator[Seen]:
@@ -89,14 +83,18 @@ def _compared(others: Sequence[Contender], order: Order, folder: Path, quads: in
 class Side(Child):
     """A contender's process; `found` takes what is seen of it."""
 
-    def __init__(self, found: Seen, python: str, order: Order, log: Path) -> None:
+    def __init__(self, found: Seen, python: str, template: Order, folder: Path) -> None:
+        """Start it. The folder on the drive gets its swap, log and weights; `template`: all but who and where."""
         # A peer that compiles when it is first used looks for its tools on PATH; what it made stays with its packages.
-        folder = Path(python).parent
-        tools = os.pathsep.join((str(folder), str(Path(sys.executable).parent), os.environ["PATH"]))
-        made = {"PATH": tools, "TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions")}
-        super().__init__(work, log, python=python, environment=made)
+        bin_folder, contender = Path(python).parent, found.contender
+        tools = os.pathsep.join((str(bin_folder), str(Path(sys.executable).parent), os.environ["PATH"]))
+        made = {"PATH": tools, "TORCH_EXTENSIONS_DIR": str(bin_folder.parent / "torch_extensions")}
+        super().__init__(work, folder / f"{contender.name}.log", python=python, environment=made)
         self._found = found
-        self.tell(order)
+        swap = folder / contender.name
+        swap.mkdir(exist_ok=True)
+        order = replace(template, contender=contender.name, package=contender.package)
+        self.tell(replace(order, swap=str(swap), weights=str(contender.weights(folder))))
         found.version = self.expect("ready")
 
     def turn(self) -> float:
@@ -113,10 +111,7 @@ class Side(Child):
 
 
 def _beside_ours(contender: Contender, template: Order, folder: Path, quads: int) -> tuple[Seen, Seen]:
-    """Train both by turns; return what was seen of ours and of the other. One that cannot train says why.
-
-    `template`: the order of both, but for who and where. The folder on the drive gets swap, logs and weights of each.
-    """
+    """Train both by turns; return what was seen of ours and of the other. One that cannot train says why."""
     numel = parse_size(template.size).num_parameters
     ours, theirs = Seen(OURS, numel), Seen(contender, numel)
     if (python := contender.python()) is None:
@@ -124,27 +119,13 @@ def _beside_ours(contender: Contender, template: Order, folder: Path, quads: int
         return ours, theirs
     with ExitStack() as stack:
         try:
-            other = stack.enter_context(_side(theirs, python, template, folder))
+            other = stack.enter_context(Side(theirs, python, template, folder))
         except ChildFailedError as error:
             theirs.problem = str(error).splitlines()[0]
             return ours, theirs
-        own = stack.enter_context(_side(ours, sys.executable, template, folder))
+        own = stack.enter_context(Side(ours, sys.executable, template, folder))
         case = Case(name=contender.text, ours=own.turn, reference=other.turn, has_control=False)
         theirs.quads = [found.rounds[-1].quad for found in case.measure(quads)]
         own.end()
         other.end()
     return ours, theirs
-
-
-def _side(found: Seen, python: str, template: Order, folder: Path) -> Side:
-    contender = found.contender
-    swap = folder / contender.name
-    swap.mkdir(exist_ok=True)
-    order = replace(
-        template,
-        contender=contender.name,
-        package=contender.package,
-        swap=str(swap),
-        weights=str(contender.weights(folder)),
-    )
-    return Side(found, python, order, folder / f"{contender.name}.log")

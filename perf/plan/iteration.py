@@ -194,6 +194,19 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic]) -> Work | None:
     )
 
 
+def moving_alone(placed: PlacedJob, sizes: Sequence[int]) -> Work:
+    """Work that takes no time but for moving so many bytes of each subgroup's state, at a byte a second."""
+    groups = [[run.param for run in subgroup.runs] for subgroup in placed.subgroups]
+    return Work(
+        groups=(GroupTime(forward=0.0, backward=0.0),) * len(placed.job.shape.groups),
+        subgroups=tuple(
+            SubgroupTime(first=min(its), last=max(its), read=size, update=0.0, write=size)
+            for its, size in zip(groups, sizes, strict=True)
+        ),
+        num_buffers=placed.num_buffers,
+    )
+
+
 def on_one_processor(work: Work, overlap_step: OverlapStep) -> Work:
     """The work where forward and backward compute on the processor that also updates: one waits for the other.
 

@@ -106,9 +106,8 @@ class PlacedJob:
         # Of a subgroup as the optimizer will cut it, which may be smaller than what is planned in one piece.
         largest = min(max(map(placement.size_bytes, self.subgroups)), most_numel * itemsize)
         section = config.zero_optimization.offload_optimizer
-        self.buffer_bytes = -(-largest // mmap.PAGESIZE) * mmap.PAGESIZE if section.device == "nvme" else 0
-        """Bytes of one staging buffer."""
-        staging = placement.num_buffers(self.subgroups, may_stay=True) * self.buffer_bytes
+        buffer_bytes = -(-largest // mmap.PAGESIZE) * mmap.PAGESIZE if section.device == "nvme" else 0
+        staging = placement.num_buffers(self.subgroups, may_stay=True) * buffer_bytes
         if self.copies.update:
             staging += DeviceMirror.BYTES_PER_ELEMENT * (largest // itemsize)
         self.tiers: TierPlan = placement.plan(

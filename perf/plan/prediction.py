@@ -20,13 +20,13 @@ from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, 
 from nvme_offload.optim.state.pipeline import KIND as STATE
 from nvme_offload.optim.step.schedule import OverlapStep
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
-from nvme_offload.perf.plan.iteration import OVERLAPS, IterationTime, on_one_processor, work_of
+from nvme_offload.perf.plan.iteration import OVERLAPS, IterationTime, moving_alone, on_one_processor, work_of
 from nvme_offload.perf.plan.kept_state import KeptState
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.placing import Job, PlacedJob, residents
-from nvme_offload.perf.plan.schedule import iteration_time
+from nvme_offload.perf.plan.schedule import iteration_time, reads_of
 from nvme_offload.perf.plan.shape import ModelShape
-from nvme_offload.perf.plan.traffic import StepTraffic, Traffic, of_gradients, of_parameters, of_state
+from nvme_offload.perf.plan.traffic import StepTraffic, Traffic, of_gradients, of_parameters
 
 MAX_LAYERS = 2048
 """No deeper model is looked for: of small layers, terabytes hold millions."""
@@ -187,9 +187,14 @@ def _traffic(placed: PlacedJob) -> dict[str, StepTraffic]:
     job, config = placed.job, placed.job.config
     zero, traffic = config.zero_optimization, dict[str, StepTraffic]()
     visits = _without_repetitions([subgroup.block for subgroup in placed.subgroups])
-    if placed.on_nvme:
-        alternates = placed.overlap_step == "off"
-        traffic[STATE] = of_state(placed.on_nvme, placed.num_buffers, placed.buffer_bytes, alternates=alternates)
+    if written := sum(placed.on_nvme):
+        sizes = [
+            subgroup.size_bytes if tier == "nvme" else 0
+            for subgroup, tier in zip(placed.subgroups, placed.state_on, strict=True)
+        ]
+        reads = reads_of(moving_alone(placed, sizes), placed.overlap_step)
+        read = sum(count * sizes[i] for i, count in reads.items())
+        traffic[STATE] = StepTraffic({"update": Traffic(read, written)})
     if placed.kept is not None:
         in_place = traffic.get(STATE, StepTraffic())
         traffic[STATE] = placed.kept.traffic(in_place, placed.subgroups, placed.state_on)

@@ -11,7 +11,7 @@ Nothing else costs time here, so a run cannot be much quicker: a bound to measur
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
@@ -36,15 +36,30 @@ _SAME_MOMENT = 1e-12
 
 def iteration_time(work: Work, overlap_step: OverlapStep) -> IterationTime:
     """Go through some iterations and give the mean of the last of them."""
-    model = _Model(work, overlap_step)
-    model.run(_WARM_UP_ITERATIONS + _COUNTED_ITERATIONS)
-    (begun, before), (ended, after) = model.ends[_WARM_UP_ITERATIONS - 1], model.ends[-1]
+    (begun, before, _), (ended, after, _) = _ends(work, overlap_step)
     return IterationTime(
         work=work,
         overlap_step=overlap_step,
         seconds=(ended - begun) / _COUNTED_ITERATIONS,
         waiting={part: (after[part] - before[part]) / _COUNTED_ITERATIONS for part in PARTS},
     )
+
+
+def reads_of(work: Work, overlap_step: OverlapStep) -> dict[int, float]:
+    """Return how often an average iteration reads the state of each subgroup that it does not find in a buffer."""
+    (*_, before), (*_, after) = _ends(work, overlap_step)
+    return {i: (count - before[i]) / _COUNTED_ITERATIONS for i, count in after.items()}
+
+
+_End = tuple[float, dict[Part, float], Counter[int]]
+"""An iteration ended then; so many seconds were waited in each part by then, and each subgroup was read so often."""
+
+
+def _ends(work: Work, overlap_step: OverlapStep) -> tuple[_End, _End]:
+    """Return the end of the last iteration that does not count, and of the last."""
+    model = _Model(work, overlap_step)
+    model.run(_WARM_UP_ITERATIONS + _COUNTED_ITERATIONS)
+    return model.ends[_WARM_UP_ITERATIONS - 1], model.ends[-1]
 
 
 class _Clock:
@@ -76,6 +91,8 @@ class _Buffers:
         """Subgroups whose state is in memory, with nothing under way and nothing to be written."""
         self._at_home = frozenset(self.here)
         self._work, self._after = work, after
+        self.reads = Counter[int]()
+        """Each was read so often."""
         self._num_moving = 0
         self._changed: dict[int, None] = {}
         """Subgroups that are updated, and neither written nor being written."""
@@ -100,6 +117,7 @@ class _Buffers:
                 del self.residents[left]
                 self.here.remove(left)
             self.residents[i] = None
+            self.reads[i] += 1
             self._move(i, self._work.subgroups[i].read)
 
     def begin_change(self, i: int) -> None:
@@ -234,8 +252,7 @@ class _Model:
     """The simulation. Whatever happens is followed by `_Worker.react`, which begins all that can begin now."""
 
     def __init__(self, work: Work, overlap_step: OverlapStep) -> None:
-        self.ends: list[tuple[float, dict[Part, float]]] = []
-        """End of each iteration, and the seconds waited by then."""
+        self.ends: list[_End] = []
         self._work, self._overlap = work, overlap_step
         self._clock = _Clock()
         self._worker = _Worker(work, overlap_step, self._clock)
@@ -298,7 +315,7 @@ class _Model:
             self._worker.take_step(number)
             if self._overlap == "off":
                 yield from self._wait("step", lambda: not self._worker.step.pending)
-            self.ends.append((self._clock.now, self._waited.copy()))
+            self.ends.append((self._clock.now, self._waited.copy(), self._worker.buffers.reads.copy()))
 
     def _wait_for_updates(self, group: int) -> Iterator[Callable[[], bool]]:
         own, step = self._of_group[group], self._worker.step

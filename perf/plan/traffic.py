@@ -55,19 +55,6 @@ class StepTraffic:
         return sum(self.phases.values(), Traffic())
 
 
-def of_state(sizes: Sequence[int], num_buffers: int, buffer_bytes: int, *, alternates: bool) -> StepTraffic:
-    """Traffic of an update of all subgroups, each read and written once; `sizes`: bytes of each, in order.
-
-    In alternating directions, those that the last update left in the staging buffers come first in the next, and are
-    not read. In the same direction each time, they are read unless there is a buffer for every one.
-    """
-    if not alternates:
-        return StepTraffic({"update": Traffic(sum(sizes) if len(sizes) > num_buffers else 0, sum(sizes))})
-    ends = (sum(sizes[:num_buffers]) + sum(sizes[-num_buffers:])) / 2
-    kept = min(ends, num_buffers * buffer_bytes)
-    return StepTraffic({"update": Traffic(sum(sizes) - kept, sum(sizes))})
-
-
 def of_parameters(
     sizes: Sequence[int], num_buffers: int, micro_batches: int, visits: Sequence[int], *, has_root: bool, twice: bool
 ) -> StepTraffic:

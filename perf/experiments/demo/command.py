@@ -70,7 +70,9 @@ class RunChild(Child):
             done = len(self.samples)
             if done in (1, self._steps) or done % max(1, self._steps // LINES) == 0:
                 said = f"{self._name}: step {done}/{self._steps}, loss {sample.loss:.3f}, {sample.pace}"
-                self._console.print(f"{said}, {time.monotonic() - self._started:.0f} s", highlight=False)
+                self._console.print(
+                    f"{said}, {time.monotonic() - self._started:.0f} s", highlight=False, soft_wrap=True
+                )
 
         self.tell(steps)
         self.expect("turn ended", note)

@@ -57,7 +57,6 @@ CONTENDERS = (
     Contender("torchao", "torchao's CPUOffloadOptimizer", "torchao"),
     Contender("deepspeed", "DeepSpeed ZeRO-3, state on NVMe, pipelined", "deepspeed"),
 )
-BY_NAME = {contender.name: contender for contender in CONTENDERS}
 
 
 @dataclass

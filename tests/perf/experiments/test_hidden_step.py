@@ -121,4 +121,6 @@ def test_a_run_that_is_cut_short_has_saved_what_it_knows(tmp_path, monkeypatch):
 
 def test_help_that_is_known_up_front_is_that_of_the_experiment():
     for name, experiment in EXPERIMENTS.items():
-        assert " ".join(cli.load(name, EXPERIMENTS).help.split("\n\n")[0].split()) == experiment.help
+        loaded = cli.load(name, EXPERIMENTS)
+        assert " ".join(loaded.help.split("\n\n")[0].split()) == experiment.help
+        assert loaded.epilog == f"Example: {experiment.example}"

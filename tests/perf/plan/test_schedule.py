@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nvme_offload.perf.plan.iteration import OVERLAPS, GroupTime, SubgroupTime, Work, on_one_processor
-from nvme_offload.perf.plan.schedule import iteration_time
+from nvme_offload.perf.plan.schedule import iteration_time, reads_of
 
 LAYERS = 48
 
@@ -112,3 +112,11 @@ def test_what_updates_on_the_processor_that_computes_is_part_of_a_forward():
     assert on_one_processor(work, "off") == work
     assert on_one_processor(work, "forward").compute == pytest.approx(1.5)
     assert on_one_processor(work, "forward").update == 0
+
+
+def test_state_that_the_last_step_left_in_the_buffers_is_not_read_again():
+    """Directions alternate where updates are inside the step; behind it, all of it passes through the buffers."""
+    assert sum(reads_of(layers(1.0, num_buffers=4), "off").values()) == LAYERS - 4
+    assert reads_of(layers(1.0, num_buffers=4), "forward") == dict.fromkeys(range(LAYERS), 1.0)
+    for overlap_step in OVERLAPS:
+        assert not sum(reads_of(layers(1.0, num_buffers=LAYERS), overlap_step).values())
