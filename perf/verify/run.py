@@ -15,7 +15,7 @@ import torch
 from nvme_offload.perf.doctor.command import examine
 from nvme_offload.perf.doctor.findings import Level
 from nvme_offload.perf.measure.child import Child, ChildFailedError, Send, Work
-from nvme_offload.perf.verify import process, rates, training, updates
+from nvme_offload.perf.verify import growth, process, rates, training, updates
 from nvme_offload.perf.verify.outcome import Check, Found, LeftOutError, Outcome, Site, WrongError
 
 
@@ -95,6 +95,7 @@ CHECKS = {
         Check("races", "whoever must wait waits", process.races, 240),
         Check("gradients", "off the device, runs have the CPU's bits", training.gradients, 300),
         Check("parameters", "off the device, they are gathered with the CPU's bits", training.parameters, 300),
+        Check("growth", "more layers take no more of the device", growth.growth, 120),
         Check("precisions", "NVMe and memory have the same bits", training.precisions, 300),
         Check("birth", "from meta, weights are those of a construction", training.birth, 180),
         Check("compiled", "blocks are compiled, and have the same bits", process.compiled, 480),

@@ -19,7 +19,7 @@ from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.updates.in_torch import update_run
 from nvme_offload.optim.updates.mirrored import DeviceMirror, MirroredRuns
 from nvme_offload.optim.updates.work import RunTensors, StepScalars
-from tests.support.late_device.mutations import OF_MIRROR
+from tests.support.late_device.mutations import OF_COMMITS, OF_MIRROR
 from tests.support.rules import CASES, VARIANTS
 from tests.support.training import AWKWARD_SHAPES, BLOCK, assert_same_bits, faulty_drive, params_of, set_grads
 
@@ -90,6 +90,29 @@ def test_a_mistake_with_a_mirror_is_found(make_adamw, late, mutation):
         seen, _, _ = trained(make_adamw, "late", state="cpu")
     with pytest.raises(AssertionError):
         assert_same_bits(seen, expected)
+
+
+@pytest.mark.parametrize("mistake", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in OF_COMMITS)])
+def test_what_is_committed_of_parameters_on_a_device_is_what_they_became(late, tmp_path, mistake):
+    """Of a rule in torch operators, which leaves the parameters to whoever writes them."""
+
+    def optimizer_on(device):
+        params = [torch.nn.Parameter(p.detach().to(device)) for p in params_of([(300, 257)] * 3, torch.bfloat16)]
+        state = {"device": "nvme", "nvme_path": str(tmp_path), "durable": True}
+        section = {"zero_optimization": {"offload_optimizer": state, "sub_group_size": BLOCK}}
+        return params, OffloadMuon(params, lr=0.01, offload=section)
+
+    params, optimizer = optimizer_on("late")
+    with OF_COMMITS[mistake]() if mistake else contextlib.nullcontext(), optimizer:
+        for _ in range(2):
+            for parameter in params:
+                parameter.grad = parameter.detach().neg()
+            optimizer.step()
+        expected = [parameter.detach().cpu() for parameter in params]
+    params, optimizer = optimizer_on("cpu")
+    with optimizer, pytest.raises(AssertionError) if mistake else contextlib.nullcontext():
+        assert optimizer.resume()[0] == 2
+        assert_same_bits([parameter.detach() for parameter in params], expected)
 
 
 def test_a_mirror_that_cannot_be_made_leaves_the_one_before(make_adamw, late, monkeypatch):

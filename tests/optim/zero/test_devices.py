@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from nvme_offload import (
+    OffloadAdamW,
     TensorSwapper,
     get_full_optimizer_state,
     get_full_param,
@@ -20,12 +21,14 @@ from nvme_offload import (
 )
 from nvme_offload.offload.devices.device import CopyQueue
 from nvme_offload.offload.host.page_locks import PageLocks
+from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.optim.overlap.worker import Worker
 from nvme_offload.optim.ranks.collective import device_of, on_every_rank
 from nvme_offload.optim.step.norm import _gather
 from nvme_offload.optim.tiers.arrivals import Arrivals
 from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.late_device.module import install, late_device
+from tests.support.late_device.mutations import OF_ENDS, OF_THREADS
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_bits
 
@@ -167,6 +170,83 @@ def test_a_thread_that_works_for_a_device_opens_no_context_on_another(late, work
     torch.late.set_device(1)
     work()
     assert late.contexts == {1}
+
+
+def end_with_blocks_on_their_way():
+    """They are copied to the device in a forward, and nobody has waited for that."""
+    config = {**CONFIG, "zero_optimization": {**CONFIG["zero_optimization"], "offload_param": {"device": "cpu"}}}
+    with initialize(model_on("cpu").to("late"), {**config, "offload_gradients": {"device": "cpu"}}) as engine:
+        engine.optimizer.place()
+        with torch.no_grad():
+            engine(torch.ones(2, 16, device="late"))
+
+
+def end_with_gradients_on_their_way():
+    arrivals = Arrivals(torch.device("late"), PageLocks(asked=True))
+    arrivals.bring(None, torch.ones(8, device="late"), lambda landed: landed.neg_())
+    arrivals.close()
+
+
+def end_behind_a_step():
+    param = torch.nn.Parameter(torch.ones(8, device="late"))
+    param.grad = torch.ones(8, device="late")
+    with OffloadAdamW([param], offload={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}) as optimizer:
+        optimizer.step()
+
+
+def fail_halfway():
+    """The second copy cannot be queued, and whoever asked for both lets the memory go."""
+    region = HostRegion(4096)
+    region.pin(torch.device("late"))
+    target, source = region.view(torch.float32, 0, 8), torch.ones(8, device="late")
+    with pytest.raises(AssertionError):
+        CopyQueue(torch.device("late")).copy_all([(target, source), (target.half(), source)])
+    region.unpin()
+
+
+def copy_to_what_is_dropped():
+    region, queue = HostRegion(4096), CopyQueue(torch.device("late"))
+    region.pin(torch.device("late"))
+    queue.copy(torch.empty(8, device="late"), region.view(torch.float32, 0, 8))
+    torch.late.synchronize()
+    region.unpin()
+
+
+ENDS = [
+    end_with_blocks_on_their_way,
+    end_with_gradients_on_their_way,
+    end_behind_a_step,
+    fail_halfway,
+    copy_to_what_is_dropped,
+]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_ends_has_no_copy_under_way(late, end):
+    end()
+    assert (late.unlocked_early, late.freed_early) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "mistake"), list(zip(ENDS, OF_ENDS, strict=True)))
+def test_what_ends_with_a_copy_under_way_is_found(late, end, mistake):
+    with OF_ENDS[mistake]():
+        end()
+    assert late.unlocked_early + late.freed_early > 0
+    late.unlocked_early = late.freed_early = 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", OF_THREADS)
+def test_a_context_on_another_device_is_found(late, mistake):
+    torch.late.set_device(1)
+    with OF_THREADS[mistake]():
+        take_a_turn()
+        torch.late.set_device(0)
+        region = HostRegion(4096)
+        region.pin(torch.device("late", 1))
+        region.unpin()
+    assert late.contexts != {1} or late.pinned_on != [1]
 
 
 def test_a_rank_keeps_near_its_device_and_on_the_cpu_where_it_is(late, monkeypatch):

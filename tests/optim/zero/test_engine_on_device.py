@@ -10,7 +10,14 @@ import torch.distributed as dist
 
 from tests.support.late_device.engine import WIDTH, train
 from tests.support.late_device.module import install, late_device
-from tests.support.late_device.mutations import OF_GRADIENTS, OF_PARAMETERS, OF_UPDATES_BEHIND
+from tests.support.late_device.mutations import (
+    MUTATIONS,
+    OF_ENGINES,
+    OF_GRADIENTS,
+    OF_PARAMETERS,
+    OF_RANKS,
+    OF_UPDATES_BEHIND,
+)
 from tests.support.ranks import run_ranks
 from tests.support.training import run_child
 
@@ -97,10 +104,11 @@ SIZES = {
     "host memory": [section("cpu", params="cpu", model={"num_layers": number}, **BF16) for number in (4, 12)],
     "nvme": [section("nvme", "nvme", 1, "nvme", model={"num_layers": number, "meta": True}) for number in (4, 12)],
 }
+SUBGROUPS = "backward, several subgroups"
 BEHIND = {
     "forward": behind("forward", "nvme"),
     "backward": behind("backward", "nvme", 2, **BF16),
-    "backward, several subgroups": behind("backward", "nvme", model={"width": 256, "slow": True}, **BF16),
+    SUBGROUPS: behind("backward", "nvme", model={"width": 256, "slow": True}, **BF16),
     "guessed": speculating(**BF16),
     "forward, gradients in host memory": behind("forward", "nvme", gradients="cpu", **BF16),
 }
@@ -127,6 +135,8 @@ def assert_memory_is_flat(results, itemsize):
     """Also what the allocator cannot give to anybody yet counts."""
     assert_all_same(results)
     (_, few), (_, many) = results
+    for found in (few, many):
+        assert found["copies_where_it_computes"] == len(found["norms"]), "none but of what the model is given"
     activations = (
         8 * 8 * WIDTH * itemsize
     )  # what 8 layers keep of 8 samples; two gradients more or less are on their way
@@ -189,16 +199,19 @@ def test_schedules_of_updates():
         assert_same(expected, found)
 
 
-def _trained_by_a_rank(rank, world_size, section, folder):
+def _trained_by_a_rank(rank, world_size, section, folder, mutation=""):
     """On the CPU and on the stand-in, over groups as `initialize` makes them; each device runs its first backward."""
+    mistake = MUTATIONS[mutation] if mutation else nullcontext
     install()
     found = []
     for device in ("cpu", "late"):
         dist.destroy_process_group()
-        with late_device() if device == "late" else nullcontext(), tempfile.TemporaryDirectory() as drive:
+        is_late = device == "late"
+        with late_device() if is_late else nullcontext(), tempfile.TemporaryDirectory() as drive:
             store = dist.FileStore(f"{folder}/{device}", world_size)
             dist.init_process_group("cpu:gloo,late:gloo", rank=rank, world_size=world_size, store=store)
-            found.append(train(device, drive, section))
+            with mistake() if is_late else nullcontext():
+                found.append(train(device, drive, section))
     return found
 
 
@@ -208,6 +221,15 @@ def test_ranks_gather_from_blocks_as_fsdp2_does(where, tmp_path):
     sections = section(where, "nvme", 2, where, model={"num_layers": 6}, **BF16)
     for expected, found in run_ranks(_trained_by_a_rank, 2, sections, str(tmp_path)):
         assert_same(expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", ["", *OF_RANKS])
+def test_ranks_update_in_backward_what_another_stream_has_reduced(mutation, tmp_path):
+    """And say so where they take it for computed on the stream that others compute on."""
+    with pytest.raises(AssertionError) if mutation else nullcontext():
+        for expected, found in run_ranks(_trained_by_a_rank, 2, BEHIND[SUBGROUPS], str(tmp_path), mutation):
+            assert_same(expected, found)
 
 
 @pytest.mark.slow
@@ -258,6 +280,37 @@ def test_a_mistake_with_parameters_on_their_way_is_found(mutation):
     mixed = section("nvme", "nvme", 2, "nvme", model={"num_layers": 8}, **BF16)
     with pytest.raises(AssertionError):
         assert_same(*trained([mixed], mutation)[0])
+
+
+EVERYWHERE = section("nvme", "nvme", 2, "nvme", model={"num_layers": 8}, **BF16)
+FOUND_IN = {
+    "updates inside a step are not waited for": section("none", "nvme", 2, overlap_step="off"),
+    "updates behind a step are not waited for by readers": BEHIND["forward"],
+    "updates behind a step are not waited for by a gather": BEHIND["forward"],
+    "what is fetched ahead lacks gradients": BEHIND[SUBGROUPS],
+    "what is taken back goes before what went up": BEHIND["guessed"],
+    "a gradient is looked at before it has landed": SECTIONS["host memory, bf16, added up"],
+    "the norm is taken before gradients have landed": SECTIONS["host memory, bf16, added up"],
+    "a gradient is copied before it is computed": SECTIONS["host memory, bf16, added up"],
+    "a copy is taken for over": EVERYWHERE,
+    "a block is given away without waiting": EVERYWHERE,
+    "a copy is marked before it is queued": EVERYWHERE,
+    "shards are marked where they are computed with": EVERYWHERE,
+    "shards set out where they are computed with": SIZES["host memory"][0],
+}
+
+
+def assert_right(chosen, mutation):
+    [(expected, found)] = trained([chosen], mutation)
+    assert_same(expected, found)
+    assert found["copies_where_it_computes"] == len(found["norms"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", OF_ENGINES)
+def test_every_mistake_of_an_engine_is_found(mutation):
+    with pytest.raises(AssertionError):
+        assert_right(FOUND_IN[mutation], mutation)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from nvme_offload import get_full_optimizer_state, get_full_param, initialize
+from nvme_offload import get_full_grad, get_full_optimizer_state, get_full_param, initialize
 from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.late_device.module import install, late_device
 from tests.support.late_device.mutations import MUTATIONS
@@ -93,6 +93,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
     with initialize(model, section, mesh=mesh) as engine:
         del model
         born_bytes, LATE.peak_bytes = LATE.peak_bytes, 0
+        LATE.copies_of.clear()
         for step, scale in enumerate(scales):
             waits.append(-LATE.num_waits)
             for _ in range(engine.gradient_accumulation_steps):
@@ -111,11 +112,13 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
                 if section.get("overlap_step") != "backward" and not (guesses and step % 4):
                     with torch.no_grad():
                         losses.append(engine(batch).float().square().mean())  # somebody else reads, too
+                if step == 1 and section["offload_gradients"]["device"] != "none":
+                    losses.append(get_full_grad(next(engine.module.parameters())).float().sum())
                 engine.step()
             waits[-1] += LATE.num_waits
             norms.append(engine.get_global_grad_norm())
         peak_bytes = LATE.peak_bytes
-        stats = engine.optimizer.stats()
+        stats, num_copies = engine.optimizer.stats(), LATE.copies_of[True]
         digest = hashlib.sha256()
         for parameter in engine.module.parameters():
             for values in (get_full_param(parameter), get_full_optimizer_state(parameter, "exp_avg_sq")):
@@ -128,6 +131,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         "born_bytes": born_bytes - before_bytes,
         "peak_bytes": peak_bytes - before_bytes,
         "waits": waits,
+        "copies_where_it_computes": num_copies,
         "device_state_bytes": stats.device_state_bytes,
         "updates_behind": stats.updates_behind,
         "updates_in_backward": stats.updates_in_backward,

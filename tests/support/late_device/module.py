@@ -18,6 +18,7 @@ from nvme_offload.optim.tiers.arrivals import Arrivals
 from tests.support.late_device import autocast
 from tests.support.late_device.queues import (
     LATE,
+    LOCK,
     Event,
     Late,
     Stream,
@@ -47,8 +48,10 @@ def _register(address: int, size_bytes: int, flags: int) -> int:
 
 
 def _unregister(address: int) -> int:
-    run_all()  # as the driver does
-    del LATE.pinned[address]
+    """The driver would unlock pages that a copy is still reading or writing, where nobody has waited for it."""
+    size_bytes = LATE.pinned.pop(address)
+    with LOCK:
+        LATE.unlocked_early += LATE.needs_memory(address, address + size_bytes)
     return 0
 
 
@@ -114,6 +117,10 @@ class _Module:
     @staticmethod
     def reset_peak_memory_stats(device: Any = None) -> None:
         LATE.peak_bytes = LATE.live_bytes + LATE.waiting_bytes
+
+    @staticmethod
+    def set_sync_debug_mode(mode: str) -> None:
+        LATE.warns = mode == "warn"
 
     @staticmethod
     def empty_cache() -> None:
@@ -192,5 +199,7 @@ def late_device() -> Iterator[Late]:
         patch.setattr(Arrivals, "_wait_for", _land)
         patch.setattr(torch.accelerator, "current_stream", current_stream)  # nor has streams of it
         yield LATE
+        assert not LATE.unlocked_early, "page-locked memory is unlocked with copies under way"
+        assert not LATE.freed_early, "memory of the device is given away with copies under way"
     LATE.available = False
     reset()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -9,11 +11,19 @@ from typing import Any
 import pytest
 
 from nvme_offload.offload._torch_private import _GroupOfOne
+from nvme_offload.offload.devices import device
 from nvme_offload.offload.devices.device import CopyQueue
+from nvme_offload.offload.shards import departures
 from nvme_offload.offload.shards.departures import Departures
 from nvme_offload.offload.swapper.records import SwapIn, SwapOut, Task
-from nvme_offload.optim.tiers import grad_tier
+from nvme_offload.optim.durable.sealing import Sealing
+from nvme_offload.optim.durable.state import DurableState
+from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.step import job
+from nvme_offload.optim.step.final_gradients import Inbox
+from nvme_offload.optim.step.stepper import Stepper
 from nvme_offload.optim.tiers.arrivals import Arrivals, _Arrival
+from nvme_offload.optim.tiers.grad_tier import GradTier
 from nvme_offload.optim.updates.mirrored import DeviceMirror
 from tests.support.late_device.queues import LATE, Event
 
@@ -23,6 +33,22 @@ def _without(holder: Any, name: str, instead: Callable[..., Any]) -> Callable[[]
     def mutated() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(holder, name, instead)
+            yield
+
+    return mutated
+
+
+def _edited(holder: Any, name: str, text: str, instead: str) -> Callable[[], AbstractContextManager[None]]:
+    """A function as it would be with another text in the place of one that it has once."""
+
+    @contextmanager
+    def mutated() -> Iterator[None]:
+        function = inspect.unwrap(getattr(holder, name))
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(text) == 1, f"{name} is written otherwise now: {text}"
+        made: dict[str, Any] = {}
+        exec(compile(source.replace(text, instead), f"<{name} with a mistake>", "exec"), function.__globals__, made)
+        with _without(holder, name, made[name])():
             yield
 
     return mutated
@@ -152,9 +178,7 @@ OF_GRADIENTS = {
     "a room is used again before its gradient is added": _while(
         "hasty", _without(Arrivals, "bring", _bring_into_a_room_in_use)
     ),
-    "a block is written before its gradients have landed": _without(
-        grad_tier.GradTier, "_release_landed", _release_at_once
-    ),
+    "a block is written before its gradients have landed": _without(GradTier, "_release_landed", _release_at_once),
 }
 OF_PARAMETERS = {
     "a block is changed before it is copied": _without(Departures, "end_all", _change_at_once),
@@ -172,5 +196,73 @@ OF_UPDATES_BEHIND = {
     "the worker does not wait for its copies": _without(DeviceMirror, "take", _take_at_once),
 }
 OF_MEMORY = {"what a gradient had waits for the host": _without(CopyQueue, "copy", _copy_and_record)}
+OF_ENDS = {
+    "blocks end with copies under way": _edited(Departures, "close", "while self._on_way:", "while False:"),
+    "gradients end with copies under way": _edited(Arrivals, "close", "self._queue.wait()\n    self._end()", "pass"),
+    "a mirror ends with copies under way": _edited(
+        DeviceMirror, "close", "self._down.wait()\n        self._up.wait()", "pass"
+    ),
+    "copies that fail halfway leave one under way": _edited(CopyQueue, "copy_all", "self.wait()", "pass"),
+    "what is copied to is not recorded": _edited(
+        CopyQueue, "copy", "if not kept:", "if not kept and is_host(target.device):"
+    ),
+}
+OF_COMMITS = {
+    "what is written of parameters is not there yet": _edited(Sealing, "_fill_tail", "self._mirror.end_step()", "pass"),
+}
+OF_THREADS = {
+    "a thread does not begin with its device": _without(device, "use", _nothing),
+    "memory is page-locked wherever the thread is": _without(device, "_being_current", lambda *unused: nullcontext()),
+}
+OF_ENGINES = {
+    "updates inside a step are not waited for": _edited(Stepper, "_go_on", "store.mirror.end_step()", "pass"),
+    "updates behind a step are not waited for by readers": _edited(
+        StateBody, "wait_for_updates", "self.mirror.end_step()", "pass"
+    ),
+    "updates behind a step are not waited for by a gather": _edited(
+        StateBody, "wait_for_updates_of", "self.mirror.end_step()", "pass"
+    ),
+    "what is fetched ahead lacks gradients": _edited(job, "read_update_write", "if ahead in record.pending:", "if 1:"),
+    "what is taken back goes before what went up": _edited(
+        DurableState, "take_back", "self._ground.mirror.end_step()", "pass"
+    ),
+    "a gradient is looked at before it has landed": _edited(GradTier, "copy_of", "self.flush()", "pass"),
+    "the norm is taken before gradients have landed": _without(GradTier, "land", _nothing),
+    "a gradient is copied before it is computed": _edited(Arrivals, "_send", "self._queue.come_after()", "pass"),
+    "a copy is taken for over": _edited(Departures, "_end_finished", "and mark.query()", ""),
+    "a block is given away without waiting": _edited(
+        Departures, "free_one", "self._wait_for(self._on_way[0])", "self._end(self._on_way[0])"
+    ),
+    "a copy is marked before it is queued": _edited(
+        departures, "sent", "return target, queued(device)", "return target, torch.late.Event()"
+    ),
+    "shards are marked where they are computed with": _edited(
+        _GroupOfOne, "unshard", "stream.record_event()", "group.device_handle.current_stream().record_event()"
+    ),
+    "shards set out where they are computed with": _edited(
+        _GroupOfOne, "_copy_in_stream", "if not hasattr", "if True or not hasattr"
+    ),
+}
+OF_RANKS = {
+    "squares are summed on the worker's own stream": _edited(
+        DeviceMirror, "come_after", "return self.looking()", "return nullcontext()"
+    ),
+    "a gradient is final where others compute": _edited(
+        Inbox, "put", "queued(grad.device)", "torch.late.default_stream().record_event()"
+    ),
+}
 NO_MISTAKE = {"copies are later than what is computed": _while("prompt")}
-MUTATIONS = {**NO_MISTAKE, **OF_MEMORY, **OF_UPDATES_BEHIND, **OF_MIRROR, **OF_SWAPPER, **OF_GRADIENTS, **OF_PARAMETERS}
+MUTATIONS = {
+    **NO_MISTAKE,
+    **OF_COMMITS,
+    **OF_ENDS,
+    **OF_ENGINES,
+    **OF_MEMORY,
+    **OF_MIRROR,
+    **OF_GRADIENTS,
+    **OF_PARAMETERS,
+    **OF_RANKS,
+    **OF_SWAPPER,
+    **OF_THREADS,
+    **OF_UPDATES_BEHIND,
+}

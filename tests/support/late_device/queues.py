@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,6 +82,14 @@ class Late:
         self.refusals = 0
         """How many of the next requests to page-lock are refused."""
         self.latest_error = 0
+        self.unlocked_early = 0
+        """How often page-locked memory was unlocked before copies from it or to it were done."""
+        self.warns = False
+        """Whether torch warns of waits: see ``torch.cuda.set_sync_debug_mode``."""
+        self.freed_early = 0
+        """How often memory was given away before what another stream does with it was done."""
+        self.copies_of: Counter[bool] = Counter()
+        """Copies between host and device that were queued on a stream that computes (True), or on another one."""
         self.hasty = False
         """Whether a stream that somebody waits for runs on to its end, as it may."""
         self.prompt = False
@@ -115,6 +124,8 @@ class Late:
     def note_wait(self, why: str) -> None:
         self.contexts.add(self.current)
         self.waits[f"{why} behind the scenes" if is_ours() else why] += 1
+        if self.warns and not is_ours():
+            warnings.warn(f"called a synchronizing operation: {why}", stacklevel=2)
 
     @property
     def num_waits(self) -> int:
@@ -126,7 +137,10 @@ class Late:
         return tensor.numel() > 0 and any(at <= start and stop <= at + size for at, size in self.pinned.items())
 
     def overlaps_pending(self, tensor: torch.Tensor) -> bool:
-        start, stop = extent_of(tensor)
+        return self.needs_memory(*extent_of(tensor))
+
+    def needs_memory(self, start: int, stop: int) -> bool:
+        """Whether anything that is queued reads or writes memory between two addresses."""
         return any(
             start < other_stop and other_start < stop
             for work in self.pending
@@ -164,7 +178,7 @@ class Stream:
             work.stream = self
             LATE.pending[work] = None
             self.queue.append(work)
-            self.run_to(len(self.queue) if LATE.prompt and self in _defaults.values() else self.done)
+            self.run_to(len(self.queue) if LATE.prompt and computes(self) else self.done)
 
     def run_to(self, number: int) -> None:
         with LOCK:
@@ -259,6 +273,11 @@ def default_stream(device: Any = None) -> Stream:
     return _defaults.setdefault(number, Stream(number))
 
 
+def computes(stream: Stream) -> bool:
+    """Whether this is a stream that computes: the one that threads have from their beginning."""
+    return stream in _defaults.values()
+
+
 def _set_stream(stream: Stream) -> None:
     set_device(stream.device)
     _local.streams = {**getattr(_local, "streams", {}), LATE.current: stream}
@@ -294,4 +313,5 @@ def reset() -> None:
     LATE.waits.clear()
     LATE.pinned_on.clear()
     LATE.contexts.clear()
-    LATE.num_copies = LATE.refusals = LATE.latest_error = LATE.current = 0
+    LATE.copies_of.clear()
+    LATE.num_copies = LATE.refusals = LATE.latest_error = LATE.current = LATE.unlocked_early = LATE.freed_early = 0

@@ -12,7 +12,17 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from nvme_offload.offload._torch_private import is_view, written_tensors
 from tests.support.late_device import collectives
-from tests.support.late_device.queues import LATE, LOCK, Stream, Work, current_stream, extent_of, number_of, poison
+from tests.support.late_device.queues import (
+    LATE,
+    LOCK,
+    Stream,
+    Work,
+    computes,
+    current_stream,
+    extent_of,
+    number_of,
+    poison,
+)
 
 aten = torch.ops.aten
 _NEEDS_VALUES = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.is_nonzero.default}
@@ -53,7 +63,14 @@ def _freed(storage: torch.UntypedStorage, stream: Stream, recorded: set[Stream])
             if first < stop and start < last
         }
         if users - recorded:
-            stream.push(Work(lambda: poison(torch.empty(0, dtype=torch.uint8).set_(storage)), at_once=True))
+            stream.push(Work(partial(_given_away, storage), at_once=True))
+
+
+def _given_away(storage: torch.UntypedStorage) -> None:
+    """The stream that owned it has come to where it was freed: its next owner may write."""
+    start = storage.data_ptr()
+    LATE.freed_early += LATE.needs_memory(start, start + storage.nbytes())
+    poison(torch.empty(0, dtype=torch.uint8).set_(storage))
 
 
 def _passed(stream: Stream, behind: set[Stream], size_bytes: int) -> None:
@@ -174,13 +191,27 @@ def _resize(tensor: LateTensor, size: Any) -> LateTensor:
 
 
 def _collective(func: Any, args: tuple[Any, ...]) -> Any:
-    """The host waits for one: more than a device asks for, but what is shown with them is who may call them."""
+    """The host waits for what it is called with, and so do the other ranks. What comes of it is there later.
+
+    It is written on the stream that called it, as of NCCL: of FSDP2 that is not the one that computes.
+    """
     if func.name().split("::")[1] in ("wait_tensor", "_wrap_tensor_autograd"):
         return args[0]
     device = _device_of(args)
     _wait(str(func), device)
+    for leaf in tree_flatten(args)[0]:
+        if isinstance(leaf, LateTensor):
+            leaf.record_stream(current_stream(device))  # NCCL keeps it until then
     result = collectives.run(func, tree_map(_store, args))
+    for written in [result] if isinstance(result, torch.Tensor) else tree_flatten(tree_map(_store, args[0]))[0]:
+        _come_later(written, device)
     return LateTensor(result, device) if isinstance(result, torch.Tensor) else (args[0], FakeWork().boxed())
+
+
+def _come_later(written: torch.Tensor, device: int) -> None:
+    values = written.clone()
+    poison(written)
+    _launch(Work(lambda: written.copy_(values), (written,)), device)
 
 
 def _store(leaf: Any) -> Any:
@@ -257,6 +288,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     to, of, device = _store(target), _store(source), _device_of((target, source))
     on_host = [tensor for tensor in (target, source) if not isinstance(tensor, LateTensor)]
     LATE.num_copies += bool(on_host)
+    if on_host:
+        LATE.copies_of[computes(current_stream(device))] += 1
     behind = not on_host or (non_blocking and LATE.is_pinned(on_host[0]))
     if on_host and on_host[0] is source and not behind:
         of = source.clone()  # it is staged before the call returns
