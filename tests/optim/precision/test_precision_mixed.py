@@ -364,7 +364,8 @@ def test_tied_parameters_have_one_precision():
     assert plan["embedding.weight"] == plan["head.weight"]
     assert plan["embedding.weight"].compute is torch.float32
     autocast = plan_of(model, torch_autocast={"enabled": True, "dtype": "bf16"})
-    assert autocast["head.weight"].gather is autocast["head.bias"].gather is torch.float32
+    assert autocast["head.weight"].gather is autocast["head.weight"].reduce is torch.float32
+    assert (autocast["head.bias"].gather, autocast["head.bias"].reduce) == (torch.bfloat16, torch.float32)
     assert autocast["blocks.0.qkv.bias"].gather is torch.bfloat16
 
 

@@ -24,11 +24,15 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name in ("_allgather_base_", "_reduce_scatter_base_"):
-            tensor = args[0] if name == "_allgather_base_" else args[1]
-            kind = ("gather" if name == "_allgather_base_" else "reduce", tensor.dtype)
-            self.seen[kind] = self.seen.get(kind, 0) + tensor.numel()
+        if name in ("send", "recv_"):  # of two ranks that gather, each sends its half
+            self._note("gather", args[0][0])
+        elif name in ("_allgather_base_", "_reduce_scatter_base_"):
+            is_gather = name == "_allgather_base_"
+            self._note("gather" if is_gather else "reduce", args[0 if is_gather else 1])
         return func(*args, **(kwargs or {}))
+
+    def _note(self, kind, tensor):
+        self.seen[kind, tensor.dtype] = self.seen.get((kind, tensor.dtype), 0) + tensor.numel()
 
 
 class Model(nn.Module):
