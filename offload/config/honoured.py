@@ -16,7 +16,7 @@ BY_OPTIMIZER = frozenset(
         "run_log",
     }
 )
-"""An optimizer by itself reads these; of `gradient_accumulation_steps` it only plans with the number."""
+"""An optimizer by itself reads these; with `gradient_accumulation_steps` and `micro_batch_order` it only plans."""
 BY_SWAPPER = frozenset({"zero_optimization", "aio"})
 
 
@@ -49,5 +49,7 @@ def _asks(config: OffloadConfig, name: str) -> bool:
 
 def part_for_optimizer(config: OffloadConfig) -> OffloadConfig:
     """Return what `initialize` hands on to the optimizer it makes: nothing that it honours itself."""
-    given = {name: getattr(config, name) for name in (*BY_OPTIMIZER, "gradient_accumulation_steps")}
+    given = {
+        name: getattr(config, name) for name in (*BY_OPTIMIZER, "gradient_accumulation_steps", "micro_batch_order")
+    }
     return OffloadConfig.model_construct(_fields_set=set(BY_OPTIMIZER), **given)

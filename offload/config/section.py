@@ -358,6 +358,11 @@ class OffloadConfig(Section):
         return self.torch_autocast.dtype if self.torch_autocast.enabled else None
 
     @property
+    def rounds(self) -> int:
+        """Times that a step goes through all blocks: once for each micro-batch, or once for all of them."""
+        return 1 if self.micro_batch_order == "vertical" else self.gradient_accumulation_steps or 1
+
+    @property
     def has_block_tiers(self) -> bool:
         """Whether parameters or gradients go to NVMe, in blocks."""
         return "nvme" in (self.zero_optimization.offload_param.device, self.offload_gradients.device)

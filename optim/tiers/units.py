@@ -29,7 +29,7 @@ def param_unit(config: OffloadConfig, name: str, forms: Iterable[Padded], *, tra
     """
     size_bytes = _rounded(block_layout((form.numel, form.dtype) for form in forms)[1], page)
     gathers = 1 if config.zero_optimization.stage in (1, 2) else 2  # those stages keep what forward gathered
-    reads = gathers * (config.gradient_accumulation_steps or 1) + trainable
+    reads = gathers * config.rounds + trainable
     choice: tuple[Tier, ...] = _choice(config) if config.zero_optimization.offload_param.device == "nvme" else ("host",)
     return Unit(f"{PARAMS} of {name}", PARAMS, size_bytes, reads * size_bytes, trainable * size_bytes, choice)
 
@@ -46,7 +46,7 @@ def grad_unit(
         page: what extents are rounded up to, in bytes.
     """
     size_bytes = _rounded(block_layout(partitions)[1], page)
-    moved = size_bytes * (config.gradient_accumulation_steps or 1) if partitions else 0
+    moved = size_bytes * config.rounds if partitions else 0
     choice: tuple[Tier, ...] = _choice(config) if config.offload_gradients.device == "nvme" else ("host",)
     return Unit(f"{GRADS} of {name}", GRADS, size_bytes, moved, moved, choice)
 

@@ -168,10 +168,10 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic]) -> Work | None:
     # Two operations per parameter and token forward, four backward, two more where layers are computed again. An
     # embedding is looked up, not multiplied, but a head of the same size mostly is.
     forward = 2.0 * job.shape.numel * job.tokens * job.micro_batches / machine.flops
-    backward = forward * (3 if job.checkpointing else 2)
+    backward = forward * (3 if job.computes_again else 2)
     of_blocks = moved["update"] / max(1, len(placed.subgroups)) / 2
     share_of_rank = sum(subgroup.numel for subgroup in placed.subgroups) / sum(group_numels)
-    shares = [numel / (sum(group_numels) * job.micro_batches) for numel in group_numels]
+    shares = [numel / (sum(group_numels) * job.config.rounds) for numel in group_numels]
     return Work(
         groups=tuple(
             GroupTime(
@@ -189,7 +189,7 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic]) -> Work | None:
             for subgroup, tier in zip(placed.subgroups, state_on, strict=True)
         ),
         num_buffers=placed.num_buffers,
-        micro_batches=job.micro_batches,
+        micro_batches=job.config.rounds,
         tier_ahead=zero.offload_param.buffer_count - 1,
     )
 

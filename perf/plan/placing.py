@@ -64,6 +64,11 @@ class Job:
         """Number of forwards and backwards in a step."""
         return self.config.gradient_accumulation_steps or 1
 
+    @property
+    def computes_again(self) -> bool:
+        """Whether layers are computed once more in backward, as they are where micro-batches go block by block."""
+        return self.checkpointing or self.config.micro_batch_order == "vertical"
+
 
 class Copies(NamedTuple):
     """Bytes that cross between host and device for each parameter of one rank; all zero where the host computes."""
@@ -218,6 +223,8 @@ def residents(job: Job, account: Account) -> Iterator[Unit]:
     device: Tier = "device" if account.on_device else "host"
     shape, hidden = job.shape, job.tokens * job.shape.hidden_size
     inside = hidden * LAYER_BYTES * max(1.0, shape.intermediate_size / (4 * shape.hidden_size))
-    layers = shape.num_layers * hidden * 2 + inside if job.checkpointing else shape.num_layers * inside
+    # Block by block what enters each layer waits for backward, of every micro-batch, and a gradient of it.
+    waiting = (shape.num_layers + 1) * job.micro_batches if job.config.rounds < job.micro_batches else shape.num_layers
+    layers = waiting * hidden * 2 + inside if job.computes_again else shape.num_layers * inside
     activations = round(layers + job.tokens * shape.vocab_size * LOGITS_BYTES)
     yield Unit("activations", "activations", activations, tiers=(device,))

@@ -206,10 +206,10 @@ def _traffic(placed: PlacedJob) -> dict[str, StepTraffic]:
         steps = _without_repetitions([order[number] for number in visits if number in order])
         if kind == GRADS:
             reduces_once = zero.stage == 1 or (zero.stage == 0 and placed.machine.ranks > 1)
-            traffic[kind] = of_gradients(sizes, buffers, 1 if reduces_once else job.micro_batches, steps)
+            traffic[kind] = of_gradients(sizes, buffers, 1 if reduces_once else config.rounds, steps)
             continue
         has_root, twice = bool(job.shape.rest) and 0 in moving, zero.stage == 3
-        traffic[kind] = of_parameters(sizes, buffers, job.micro_batches, steps, has_root=has_root, twice=twice)
+        traffic[kind] = of_parameters(sizes, buffers, config.rounds, steps, has_root=has_root, twice=twice)
     return traffic
 
 

@@ -51,6 +51,7 @@ def section(folder, *, params=None, grads=None, accumulation=1, **more):
     drive = {"device": "nvme", "nvme_path": str(folder)}
     zero = {"stage": 3, "offload_optimizer": {**drive, "buffer_count": 3}}
     config = {"zero_optimization": zero, "bf16": {"enabled": True}, "gradient_accumulation_steps": accumulation}
+    more = {"micro_batch_order": "horizontal", **more}
     if params:
         zero["offload_param"] = {**drive, "buffer_count": params}
     if grads:
@@ -64,6 +65,7 @@ CASES = {
     "state in small subgroups": {"staging_budget": "3MiB"},
     "parameters": {"params": 4},
     "gradients": {"params": 3, "grads": 2, "accumulation": 2},
+    "block by block": {"params": 3, "grads": 2, "accumulation": 3, "micro_batch_order": "vertical"},
     "many buffers": {"params": 8, "grads": 6},
     "fp16": {"params": 3, "grads": 2, **NO_BF16, "fp16": {"enabled": True, "loss_scale": 64}},
     "autocast": {"params": 3, "grads": 2, **NO_BF16, "torch_autocast": {"enabled": True, "dtype": "bf16"}},
@@ -80,9 +82,9 @@ def moved_by(engine, shape):
     tiers = [store.tier, *(part.cache.tier for part in (store.blocks.params, store.blocks.grads) if part)]
 
     def train(steps):
-        for _ in range(steps * engine.gradient_accumulation_steps):
-            tokens = torch.randint(shape.vocab_size, (1, TOKENS))
-            engine.backward(engine(tokens, labels=tokens).loss)
+        for _ in range(steps):
+            batches = torch.randint(shape.vocab_size, (engine.gradient_accumulation_steps, 1, TOKENS))
+            engine.accumulate(lambda tokens: engine(tokens, labels=tokens).loss, batches)
             engine.step()
         engine.optimizer.synchronize()
         return {(op, kind): n for op in Op for tier in tiers if tier for kind, n in tier.bytes_by_kind(op).items()}
