@@ -160,6 +160,21 @@ def test_blocks_are_updated_in_backward_on_two_ranks(tmp_path):
     run_ranks(train_in_backward, 2, tmp_path, [("bf16", 3, False, EVERYTHING), ("fp32", 1, True, EVERYTHING)])
 
 
+def test_a_durable_run_updates_in_backward_too(alone, tmp_path):
+    """Between two rewritings of its state the gradients are in its log."""
+    wanted = train(config_of(None, "horizontal", 3, **PLAIN), 8)
+    config = config_of(tmp_path, "vertical", 3, **BACKWARD, **EVERYTHING)
+    config["zero_optimization"]["offload_optimizer"] |= {"durable": True, "rewrite_every": 3, "staging_budget": "4MiB"}
+    with make(config, num_layers=3) as engine:
+        seen = [step_of(engine, number) for number in range(8)]
+        compare(wanted, (full_state(engine.module, engine.optimizer), seen))
+        stats = engine.optimizer.stats()
+    assert stats.updates_in_backward > 0
+    with make(config, num_layers=3) as engine:
+        engine.resume()
+        assert_same(full_state(engine.module, engine.optimizer), wanted[0])
+
+
 def test_gradients_of_updated_blocks_are_gone(alone, tmp_path):
     with make(config_of(tmp_path, "vertical", 2, **BACKWARD, **EVERYTHING), num_layers=3) as engine:
         step_of(engine, 0)
