@@ -19,7 +19,7 @@ _ABOUT = {
     "durable": ("Measure what durable steps and checkpoints cost.", "steps --path /mnt/nvme0"),
     "hidden-step": ("Measure how much of a step each schedule hides.", "drive --path /mnt/nvme0"),
     "micro-batches": (
-        "Count the bytes of a step by the order of its micro-batches, everything on NVMe.",
+        "Count the bytes of a step with parameters, gradients and state on NVMe, block by block and one by one.",
         "--path /mnt/nvme0",
     ),
     "plan-check": (
