@@ -31,6 +31,7 @@ def _whole(value: object) -> object:
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+NumElements = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
 
 

@@ -201,12 +201,15 @@ class OffloadOptimizerConfig(Section):
     """The bytes that the drives of `nvme_path` may still be written together, 1 B or more: their rated TBW, less
     what `offload doctor` says was written. With it `stats()` and `offload plan` say how long they last."""
 
+    ratio: float = key(1.0, "a number, 0..1", "same", ge=0, le=1)
+    """The share of the state of a model on a GPU that leaves it for the tier of `device`, 0..1: the rest stays there,
+    as with `device_budget`. Of a model on the CPU all of it is in host memory or on the drive anyway."""
+
     IGNORED: ClassVar = {
         **each("pipeline pipeline_read pipeline_write", "reads always run ahead and writes behind"),
         "fast_init": "the state is always created on its tier",
         "convert_grad_on_cpu": "a gradient becomes fp32 in registers, inside the update",
     }
-    ONLY: ClassVar = {"ratio": (1.0, "the whole optimizer state is on the tier that `device` names")}
     REFUSED: ClassVar = {
         "super_offload": 'leave it out and choose a device of "none", "cpu" or "nvme"',
         "cpuadam_cores_perc": "leave it out: the update runs on a thread pool of its own",
@@ -432,17 +435,23 @@ class OffloadConfig(Section):
 
     def _device_budget(self) -> Iterator[Contradiction]:
         """State on a device is beside its parameters, and in no file."""
-        if self.device_budget is None:
-            return
         zero, other = self.zero_optimization, "leave one of the two out"
+        name, ratio = "device_budget", zero.offload_optimizer.ratio
+        if ratio < 1 and self.device_budget is not None:
+            why = f"says how much stays on the GPU, and so does ratio = {ratio}"
+            yield Contradiction(name, f"{why}; {other}", ("zero_optimization.offload_optimizer.ratio",))
+        if ratio < 1:
+            name = "zero_optimization.offload_optimizer.ratio"
+        elif self.device_budget is None:
+            return
         if zero.offload_param.device != "none":
             why = (
                 f'is for a model on a GPU, and offload_param.device = "{zero.offload_param.device}" takes it from there'
             )
-            yield Contradiction("device_budget", f"{why}; {other}", ("zero_optimization.offload_param.device",))
+            yield Contradiction(name, f"{why}; {other}", ("zero_optimization.offload_param.device",))
         if zero.offload_optimizer.durable:
             why = "keeps state on the GPU alone, and a durable run writes all of it"
-            yield Contradiction("device_budget", f"{why}; {other}", ("zero_optimization.offload_optimizer.durable",))
+            yield Contradiction(name, f"{why}; {other}", ("zero_optimization.offload_optimizer.durable",))
 
     def _overlap(self) -> Iterator[Contradiction]:
         if not self.skip_non_finite and self.fp16.enabled:

@@ -6,7 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from nvme_offload.offload.config.keys import ByteBudget, ByteCount, Contradiction, Count, Section, Whole, key
+from nvme_offload.offload.config.keys import (
+    ByteBudget,
+    ByteCount,
+    Contradiction,
+    Count,
+    NumElements,
+    Section,
+    Whole,
+    key,
+)
 from nvme_offload.offload.units import KiB
 
 
@@ -62,15 +71,17 @@ class OffloadParamConfig(Section):
     buffer_size: Count | None = key(None, "a whole number, 1 or more", "same, default 1e8", "elements")
     """Most elements that a staging buffer may have, 1 or more. A buffer is as large as the largest block, that is what
     is gathered together; a larger block than this is an error. Left out, there is no limit."""
+    max_in_cpu: NumElements | None = key(None, "a whole number, 0 or more", "same, default 1e9", "elements")
+    """Elements of parameters on one rank that stay in host memory although `device` is `nvme`, 0 or more: as many
+    blocks as these hold, from the first. A `host_budget` takes its place. Left out, none stay."""
     read_ahead: bool = key(True, "true or false")
     """Read blocks before they are needed, in the order of the step before. `false` is for measuring what it saves."""
 
     IGNORED: ClassVar = {
-        "max_in_cpu": "buffer_count blocks stay in host memory",
         "pin_memory": "offload_optimizer.pin_memory is for all that is copied to and from a GPU",
     }
 
-    IDLE: ClassVar = NEEDS_NVME
+    IDLE: ClassVar = {**NEEDS_NVME, "max_in_cpu": ("device", "nvme")}
 
     def contradictions(self) -> Iterator[Contradiction]:
         """A folder that is missing, or that nothing uses."""

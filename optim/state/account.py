@@ -26,7 +26,7 @@ from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.table import ParamTable
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.parts import parts_of
-from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
+from nvme_offload.optim.tiers.units import grad_unit, keep_first, param_unit, staging_unit
 
 GATHERED = "gathered groups"
 """Kind of the unit that is gathered parameters, and gradients before they are reduced."""
@@ -90,15 +90,12 @@ class Account:
         """Return what is within the host budget beside the state: see `BlockTiers.units`."""
         params, grads, units = self.config.zero_optimization.offload_param, self.config.offload_gradients, list[Unit]()
         if PARAMS in self._in_blocks:
-            blocks = [
-                param_unit(
-                    self.config,
-                    group.name,
-                    [shard.form for shard in group.shards],
-                    trainable=any(shard.trainable for shard in group.shards),
-                )
-                for group in self.groups
-            ]
+            sized = []
+            for group in self.groups:
+                forms = [shard.form for shard in group.shards]
+                trainable = any(shard.trainable for shard in group.shards)
+                sized.append((param_unit(self.config, group.name, forms, trainable=trainable), forms))
+            blocks = keep_first(params.max_in_cpu or 0, sized)
             units += [staging_unit(self.config, PARAMS, blocks, params.buffer_count), *blocks]
         if GRADS in self._in_blocks:
             blocks = [

@@ -31,7 +31,7 @@ from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.grad_tier import GradTier
 from nvme_offload.optim.tiers.parts import GatherGroup, parts_of
-from nvme_offload.optim.tiers.units import grad_unit, param_unit, staging_unit
+from nvme_offload.optim.tiers.units import grad_unit, keep_first, param_unit, staging_unit
 
 
 @dataclass(frozen=True)
@@ -202,13 +202,19 @@ class BlockTiers:
         """Return all that the tier plan places: of each tier staging buffers, the blocks of before, and new ones."""
         units = []
         for cache, _ in self._caches():
-            blocks = [
-                *self._placed[cache.kind].values(),
-                *(self._unit(cache, group) for group in admitted.groups_of(cache.kind)),
-            ]
+            new = [(self._unit(cache, group), group.forms) for group in admitted.groups_of(cache.kind)]
+            left = self._may_stay if cache.kind == PARAMS else 0
+            blocks = [*self._placed[cache.kind].values(), *keep_first(left, new)]
             staging = staging_unit(self._config, cache.kind, blocks, cache.most_buffers, cache.buffer_bytes)
             units += [staging, *blocks]
         return units
+
+    @property
+    def _may_stay(self) -> int:
+        """Elements of parameters that the section lets stay in memory besides those that do."""
+        placed = self._placed[PARAMS].items()
+        stay = [form.numel for group, unit in placed if unit.tiers == ("host",) for form in group.forms]
+        return (self._config.zero_optimization.offload_param.max_in_cpu or 0) - sum(stay)
 
     def reserve(self, admitted: Admission, tiers: Sequence[Tier]) -> None:
         """Reserve blocks for what is to be on NVMe, with all of their space promised; the rest stays where it is.

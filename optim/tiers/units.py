@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -32,6 +33,22 @@ def param_unit(config: OffloadConfig, name: str, forms: Iterable[Padded], *, tra
     reads = gathers * config.rounds + trainable
     choice: tuple[Tier, ...] = _choice(config) if config.zero_optimization.offload_param.device == "nvme" else ("host",)
     return Unit(f"{PARAMS} of {name}", PARAMS, size_bytes, reads * size_bytes, trainable * size_bytes, choice)
+
+
+def keep_first(left: int, blocks: Iterable[tuple[Unit, Sequence[Padded]]]) -> list[Unit]:
+    """Let blocks of parameters that would be on NVMe stay in host memory, from the first, as far as `left` elements go.
+
+    Args:
+        left: elements that may stay.
+        blocks: the unit of each, and how its parameters are stored.
+    """
+    units = []
+    for unit, forms in blocks:
+        numel = sum(form.numel for form in forms)
+        stays = unit.tiers == ("nvme",) and numel <= left
+        left -= numel if stays else 0
+        units.append(replace(unit, tiers=("host",)) if stays else unit)
+    return units
 
 
 def grad_unit(

@@ -79,6 +79,22 @@ def test_the_bits_do_not_depend_on_the_budget_and_the_traffic_falls_with_it(alon
     assert not list(tmp_path.iterdir())
 
 
+def test_max_in_cpu_keeps_the_first_blocks_in_memory(alone, tmp_path):
+    wanted, norms, *_ = run(section(tmp_path))
+    with make(section(tmp_path, param="nvme"), num_layers=LAYERS) as engine:
+        numels = [sum(form.numel for form in group.forms) for group in engine.optimizer.store.blocks._numbers]
+    for count in (1, 2, len(numels)):
+        config = section(tmp_path, **EVERYTHING, max_in_cpu=float(sum(numels[:count])))
+        found, its_norms, plan, stats, _ = run(config)
+        assert_same(found, wanted)
+        assert its_norms == norms
+        assert len(plan.units_on("host", "parameters")) == count
+        assert len(plan.units_on("nvme", "parameters")) == len(numels) - count
+        assert stats["param_host_bytes"] == plan.bytes_on("host", "parameters") > 0
+    with make(config | {"host_budget": plan_of(tmp_path, num_layers=LAYERS)[0]}, num_layers=LAYERS) as engine:
+        assert not engine.optimizer.tier_plan.units_on("host", "parameters"), "the budget decides"
+
+
 def partly_frozen():
     torch.manual_seed(0)
     model = Model(num_layers=LAYERS, checkpointing=True)
