@@ -13,7 +13,6 @@ from tests.support.training import (
     BLOCK,
     Twin,
     assert_same_bits,
-    assert_same_training,
     faulty_drive,
     params_of,
     set_grads,
@@ -195,26 +194,6 @@ def test_an_iteration_ends_with_the_step_that_was_finished(make_adamw, monkeypat
         optimizer.finish_step()
         lengths.append(len(optimizer.timeline()))
     assert max(lengths[4:]) < 2 * max(lengths[1:4]), lengths
-
-
-def test_a_failed_step_goes_back_to_a_checkpoint(make_adamw, monkeypatch):
-    params, optimizer, tier = make_faulty(make_adamw, None, buffers=2)
-    _, other, _ = make_faulty(make_adamw, None, buffers=4)
-    set_grads(params, 0)
-    optimizer.step()
-    checkpoint = optimizer.state_dict()
-    fp32 = params[2].detach().clone()
-    set_grads(params, 1)
-    drive = Failing(tier, monkeypatch, Op.READ, 2)
-    with pytest.raises(SwapIOError):
-        optimizer.step()
-    drive.healthy = True
-    optimizer.load_state_dict(checkpoint)
-    params[2].data.copy_(fp32)
-    other_params = [p for group in other.param_groups for p in group["params"]]
-    set_grads(other_params, 0)
-    other.step()
-    assert_same_training(optimizer, other)
 
 
 def test_a_write_that_runs_behind_the_last_step_is_reported_by_synchronize(make_adamw, monkeypatch, expected):

@@ -175,14 +175,13 @@ ROW = re.compile(r"^\| `(\w+)` \| (counter|gauge) \| (.+) \|$", re.MULTILINE)
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)$")
 
 
-@pytest.fixture
-def optimizer(tmp_path):
+def make(tmp_path, **more):
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 300).bfloat16()
-    section = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
-    with OffloadAdamW(model.parameters(), offload=section | {"aio": {"direct": "optional"}}) as optimizer:
-        optimizer.model = model
-        yield optimizer
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    made = OffloadAdamW(model.parameters(), offload={"zero_optimization": zero, "aio": {"direct": "optional"}, **more})
+    made.model = model
+    return made
 
 
 def train(optimizer, steps=1):
@@ -190,6 +189,12 @@ def train(optimizer, steps=1):
         optimizer.model(torch.ones(4, 300, dtype=torch.bfloat16)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.fixture
+def optimizer(tmp_path):
+    with make(tmp_path) as optimizer:
+        yield optimizer
 
 
 def same(a, b):
@@ -263,40 +268,6 @@ def test_numbers_that_are_none_are_written_as_prometheus_reads_them():
     ]
 
 
-def test_an_event_file_of_tensorboard_has_the_stats(optimizer, tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    written = []
-    with SummaryWriter(tmp_path / "events") as writer:
-        for step in range(3):
-            train(optimizer)
-            written.append(optimizer.stats().scalars("offload/"))
-            for name, value in written[-1].items():
-                writer.add_scalar(name, value, step)
-    events = EventAccumulator(str(tmp_path / "events")).Reload()
-    assert sorted(events.Tags()["scalars"]) == sorted(written[0])
-    for name in written[0]:
-        for step, event in enumerate(events.Scalars(name)):
-            assert event.step == step
-            assert same(event.value, torch.tensor(float(written[step][name])).item()), name
-
-
-def make(tmp_path, **more):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(300, 300).bfloat16()
-    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    section = {"zero_optimization": zero, "aio": {"direct": "optional"}, **more}
-    return model, OffloadAdamW(model.parameters(), offload=section)
-
-
-def step(model, optimizer):
-    model(torch.ones(4, 300, dtype=torch.bfloat16)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 @pytest.fixture
 def always(monkeypatch):
     monkeypatch.setattr(run_record, "SECONDS", 0.0)
@@ -307,10 +278,10 @@ def finite(scalars):
 
 
 def test_the_record_is_the_stats_and_goes_with_the_run(tmp_path, always):
-    model, optimizer = make(tmp_path, run_log=str(tmp_path / "run.jsonl"))
+    optimizer = make(tmp_path, run_log=str(tmp_path / "run.jsonl"))
     directory = optimizer.store.run_directory
     for _ in range(3):
-        step(model, optimizer)
+        train(optimizer)
         (record,) = read_records(directory / "record.json")
         assert record["scalars"] == finite(optimizer.stats().scalars()) | {
             name: record["scalars"][name]  # writes go on behind the step
@@ -357,12 +328,12 @@ def test_a_log_grows_slower_the_longer_a_run_is(tmp_path, clock):
 
 def test_what_cannot_be_noted_stops_nothing(tmp_path, always, caplog):
     """A log on a full disk, a run directory that somebody made read-only or took away."""
-    model, optimizer = make(tmp_path, run_log="/dev/full")
+    optimizer = make(tmp_path, run_log="/dev/full")
     with optimizer, caplog.at_level(logging.WARNING):
-        step(model, optimizer)
+        train(optimizer)
         (optimizer.store.run_directory / "record.json.new").mkdir()
         for _ in range(3):
-            step(model, optimizer)
+            train(optimizer)
         (optimizer.store.run_directory / "record.json.new").rmdir()
         assert optimizer.num_steps == 4
     said = [entry.getMessage() for entry in caplog.records]
@@ -396,8 +367,8 @@ def test_a_file_that_is_none_is_named(tmp_path):
 
 
 def test_a_forked_child_writes_nothing(tmp_path, always):
-    model, optimizer = make(tmp_path, run_log=str(tmp_path / "run.jsonl"))
-    step(model, optimizer)
+    optimizer = make(tmp_path, run_log=str(tmp_path / "run.jsonl"))
+    train(optimizer)
     before = (tmp_path / "run.jsonl").read_bytes()
     if (child := os.fork()) == 0:
         optimizer.close()
