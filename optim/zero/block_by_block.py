@@ -36,6 +36,7 @@ from torch.distributed.fsdp import FSDPModule
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload._torch_private import TakingTurns, is_compiled
 from nvme_offload.offload.errors import BlockOrderError
+from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.zero.block_call import Arriving, BlockCall, Keeper, Kept
 from nvme_offload.optim.zero.relay import Runner
 
@@ -74,6 +75,7 @@ class BlockByBlock:
         self._keeper = keeper
         self._forwards: list[_Forward] = []
         self._runners: list[Runner] = []
+        self._has_warned = False
         self.has_looked = False
         """Whether a step has shown that the blocks are functions of their arguments."""
         for block in blocks:
@@ -150,6 +152,7 @@ class BlockByBlock:
                     forward.calls[-1].block.unshard(async_op=True)
                 if call.is_trained:
                     call.backward()
+                self._warn_of_checkpoint(call)
                 self._turns.end_pass(self._parts[block], reduces=True)
             self._turns.free(self._parts[block], after_forward=False)
             catch_up()
@@ -176,6 +179,14 @@ class BlockByBlock:
                 runner.stop()
             self._forwards, self._runners = [], []
             self._turns.stop()
+
+    def _warn_of_checkpoint(self, call: BlockCall) -> None:
+        if call.computes_again_by_itself and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"block {self._names[call.block]} has activation checkpointing inside. Block by block each block is "
+                "computed again in backward anyway: switch that off, or the block is computed three times"
+            )
 
     def _computed(self, call: BlockCall, forward: _Forward) -> Callable[[], Any]:
         """Compute the block that a micro-batch waits for; what is returned gives the result there, or its error."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, version_of
 from nvme_offload.offload.devices.device import is_host
@@ -118,6 +119,8 @@ class BlockCall:
         self._arriving: dict[int, Arriving] = {}
         self._random: Sequence[torch.Tensor] | None = None
         self._sums: list[int] | None = None
+        self.computes_again_by_itself = False
+        """Whether something in the block was computed once more inside its backward, as a checkpoint does."""
         device = next((leaf.device for leaf in self._tensors()), None) or next(block.parameters()).device
         self._device = device
         is_cast = torch.is_autocast_enabled(device.type)
@@ -191,8 +194,15 @@ class BlockCall:
             raise self._refusal(f"{why}torch does not know of")
         pairs = [(given[at], arriving.take()) for at, arriving in self._arriving.items()]
         found = [(one, grad) for one, grad in pairs if grad is not None]
-        with torch.autocast(self._device.type, enabled=False):
-            torch.autograd.backward([one for one, _ in found], [grad for _, grad in found])
+        called: list[nn.Module] = []
+        hook = register_module_forward_pre_hook(lambda module, _: called.append(module)) if self._sums else None
+        try:
+            with torch.autocast(self._device.type, enabled=False):
+                torch.autograd.backward([one for one, _ in found], [grad for _, grad in found])
+        finally:
+            if hook is not None:
+                hook.remove()
+        self.computes_again_by_itself = bool(called)
         for at, source in self._sources.items():
             if leaves[at].grad is not None:
                 source.give(leaves[at].grad)

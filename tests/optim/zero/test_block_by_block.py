@@ -2,12 +2,14 @@
 
 import contextlib
 import threading
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from nvme_offload import BlockOrderError, ConfigError, StateError, SwapIOError, get_full_grad, initialize
@@ -309,6 +311,25 @@ def test_compiled_blocks(alone, tmp_path):
             seen = [step_of(engine, number) for number in range(2)]
             ends.append((full_state(engine.module, engine.optimizer), seen))
     compare(*ends)
+
+
+class CheckpointedInside(Layer):
+    def forward(self, hidden):
+        return checkpoint(super().forward, hidden, use_reentrant=False)
+
+
+def test_checkpointing_around_a_block_is_no_cost_and_inside_it_is_said_once(alone, tmp_path):
+    wanted = train(config_of(None, "horizontal", 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(wanted, train(config_of(tmp_path, "vertical", 2), checkpointing=True))
+    torch.manual_seed(0)
+    model = Model(num_layers=3)
+    for layer in model.layers:
+        layer.__class__ = CheckpointedInside
+    with pytest.warns(RuntimeWarning, match=r"block layers\.2 has activation checkpointing inside") as said:
+        compare(wanted, train(config_of(tmp_path, "vertical", 2), model=lambda: model))
+    assert sum("checkpointing inside" in str(each.message) for each in said) == 1
 
 
 # What cannot be
