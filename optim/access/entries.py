@@ -35,8 +35,9 @@ def _read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[
         index: {name: _room_for(body, index, name) for name in names if name != "step"}
         for index, names in wanted.items()
     }
-    values = LiveValues(body)
-    for slot in tracked("reading the state", body.slots_of(wanted), _size_of):
+    slots = body.slots_of(wanted)
+    values = LiveValues(body, ahead=slots)
+    for slot in tracked("reading the state", slots, _size_of):
         for run in slot.subgroup.runs:
             for name, target in flat.get(run.param, {}).items():
                 target[run.start : run.stop] = values.read(slot, run, name)

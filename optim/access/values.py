@@ -45,18 +45,20 @@ class LiveValues:
 
     Args:
         body: the optimizer's state.
-        ahead: whether all subgroups are read, in their order. Then reads of those that follow are under way. Else one
-            buffer is enough, even if the others hold state that the drive does not take.
+        ahead: subgroups in the order in which they are going to be read: reads of those that follow are under way. Of
+            others one buffer is enough, even if the rest hold state that the drive does not take.
         anew: whether everything that is written to is going to be overwritten as a whole. Then nothing is read of it.
     """
 
-    def __init__(self, body: StateBody, *, ahead: bool = False, anew: bool = False) -> None:
+    def __init__(self, body: StateBody, *, ahead: Sequence[SlotRecord] = (), anew: bool = False) -> None:
         self.slots: Sequence[SlotRecord] = body.slots
         self._body = body
         self._ahead = ahead
+        self._positions = {slot.index: position for position, slot in enumerate(ahead)}
         self._anew = anew
         self._begun: set[int] = set()
         self._changed: tuple[SlotRecord, Memory] | None = None
+        self._read: tuple[SlotRecord, Memory] | None = None
 
     def read(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
         """See `Values`."""
@@ -64,9 +66,17 @@ class LiveValues:
         # An fp32 parameter is its own master: there is no section of it.
         if slot.residency is Residency.UNBORN or name not in slot.subgroup.sections:
             return fresh_values(body, run, name)
-        order, position = (self.slots, slot.index) if self._ahead else ([slot], 0)
-        memory = body.pipeline.acquire(order, position, for_change=False)
-        return read_run(body, slot, memory, run, name)
+        if self._read is None or self._read[0] is not slot:
+            self._read = None  # its buffer may be another's from here on
+            self._read = slot, self._acquire(slot)
+        return read_run(body, slot, self._read[1], run, name)
+
+    def _acquire(self, slot: SlotRecord) -> Memory:
+        pipeline, position = self._body.pipeline, self._positions.get(slot.index)
+        # What the drive did not take fills buffers, at rest: then those for reads ahead may be none.
+        if position is None or any(other.residency is Residency.DIRTY for other in pipeline.residents):
+            return pipeline.acquire([slot], 0, for_change=False)
+        return pipeline.acquire(self._ahead, position, for_change=False)
 
     def open(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
         """Give an entry to be overwritten, in whole or in part, and then given to `write`."""
@@ -94,6 +104,7 @@ class LiveValues:
     def _change(self, slot: SlotRecord) -> Memory:
         if self._changed is not None and self._changed[0] is slot:
             return self._changed[1]
+        self._read = None
         self.release()
         memory = self._body.pipeline.acquire([slot], 0, load=not self._anew or slot.index in self._begun)
         self._body.pipeline.will_change(slot)

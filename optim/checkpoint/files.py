@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written durably, listed with size and SHA-256, put in place by renaming.
+"""The files of a checkpoint: written durably, listed with size and digest, put in place by renaming.
 
 A checkpoint with tag T is the folder T. It is written as ``T.partial``, and only renamed when every byte of it is on
 the drive. One that is saved again is ``T.replaced`` for the moment between two renames. ``latest`` names the newest. A
@@ -14,12 +14,17 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import CheckpointError, StateError
+from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.sync import sync_file, sync_folder
+from nvme_offload.optim.checkpoint.digests import BLOCKS, PORTION_BYTES, SHA256, BlockDigest, digest_of_file
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -35,7 +40,6 @@ SAID = ".said"
 """Files in which ranks say what they have written end like this; they are gone before a checkpoint gets its name."""
 _KNOWN = {MANIFEST, LATEST, ".metadata", ".metadata.tmp", "state.json", "objects.pt"}
 _MISPLACED = "unexpected pos"  # torch's container of tensors, when it was not told of what ended a write
-_CHUNK_BYTES = 1 << 22
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -43,37 +47,84 @@ class FileRecord(NamedTuple):
     """A file must be this to be the one that was written."""
 
     size_bytes: int
-    sha256: str
+    digest: str
+    kind: str = BLOCKS
+    """The digest is of this kind: `BLOCKS`, or `SHA256` by earlier versions."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry of the manifest."""
+        return {"size_bytes": self.size_bytes, self.kind: self.digest}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> FileRecord:
+        """Return what an entry of a manifest says.
+
+        Raises:
+            ValueError, LookupError, TypeError: it is none.
+        """
+        [kind] = said.keys() - {"size_bytes"}
+        if kind not in (BLOCKS, SHA256):
+            raise ValueError(f"digest of kind {kind!r}, which this version does not know")
+        return cls(int(said["size_bytes"]), str(said[kind]), kind)
 
 
 class HashingStream:
-    """A file being written: knows its position and the digest of what went into it."""
+    """A file being written, in portions of some MiB: knows its position and the digest of what went into it.
 
-    def __init__(self, file: BinaryIO) -> None:
+    Where the file system can, the portions go past the page cache, which would copy them and keep them from others.
+    """
+
+    def __init__(self, file: FileIO) -> None:
         self._file = file
-        self._digest = hashlib.sha256()
+        self._portion = HostRegion(PORTION_BYTES).view(torch.uint8, 0, PORTION_BYTES)
+        self._view = self._portion.numpy().data
+        self._filled = 0
+        self._digest = BlockDigest()
         self._size_bytes = 0
+        self._be_direct(True)
 
     def write(self, data: Any) -> int:
         """Append bytes to the file and to its digest."""
-        view = memoryview(data).cast("B")
-        self._file.write(view)
-        self._digest.update(view)
-        self._size_bytes += len(view)
-        return len(view)
+        given, done = memoryview(data).cast("B"), 0
+        while done < len(given):
+            taken = min(len(given) - done, PORTION_BYTES - self._filled)
+            self._view[self._filled : self._filled + taken] = given[done : done + taken]
+            self._filled += taken
+            done += taken
+            if self._filled == PORTION_BYTES:
+                self._put()
+        self._size_bytes += done
+        return done
 
     def tell(self) -> int:
         """Number of bytes written so far."""
         return self._size_bytes
 
     def flush(self) -> None:
-        """Hand everything to the kernel."""
-        self._file.flush()
+        """Do nothing: torch asks for it after each tensor, and `finish` is for all."""
+
+    def finish(self) -> None:
+        """Hand everything to the kernel, and have it on the drive."""
+        self._be_direct(False)  # the last portion has any length
+        self._put()
+        sync_file(self._file.fileno())
 
     @property
     def record(self) -> FileRecord:
-        """Size and digest of everything written so far."""
+        """Size and digest of everything written, once it is finished."""
         return FileRecord(self._size_bytes, self._digest.hexdigest())
+
+    def _put(self) -> None:
+        self._digest.update(self._portion[: self._filled])
+        done = 0
+        while done < self._filled:
+            done += self._file.write(self._view[done : self._filled])
+        self._filled = 0
+
+    def _be_direct(self, direct: bool) -> None:
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        with contextlib.suppress(OSError):  # EINVAL: this file system has only the page cache
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
 
 
 @contextlib.contextmanager
@@ -84,7 +135,7 @@ def durable_file(path: Path) -> Iterator[HashingStream]:
         Whatever ended the block. What ended a write within torch.save is raised itself, be it Ctrl-C or a full disk:
         torch goes on to write the end of its container, and complains of the position in the place of it.
     """
-    with path.open("wb") as file:
+    with path.open("wb", buffering=0) as file:
         stream = HashingStream(file)
         try:
             yield stream
@@ -92,8 +143,7 @@ def durable_file(path: Path) -> Iterator[HashingStream]:
             if error.__context__ is not None and _MISPLACED in str(error):
                 raise error.__context__ from None
             raise
-        file.flush()
-        sync_file(file.fileno())
+        stream.finish()
 
 
 def write_durably(path: Path, data: bytes) -> FileRecord:
@@ -242,7 +292,7 @@ def find(root: Path, tag: str | None) -> Path | None:
 
 def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
     """List every file with its size and digest, and the digest of that list."""
-    files = {name: record._asdict() for name, record in sorted(records.items())}
+    files = {name: record.as_json() for name, record in sorted(records.items())}
     write_durably(folder / MANIFEST, json.dumps({"files": files, "sha256": _digest(files)}, indent=1).encode())
 
 
@@ -258,7 +308,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         files = content["files"]
         if content["sha256"] != _digest(files):
             raise CheckpointError(path, "is damaged: its digest is wrong; load another checkpoint")
-        return {name: FileRecord(**record) for name, record in files.items()}
+        return {name: FileRecord.from_json(record) for name, record in files.items()}
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror}; load another checkpoint") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -271,22 +321,18 @@ def verify(path: Path, record: FileRecord, advance: Callable[[int], None] = lamb
     Raises:
         CheckpointError: it is missing or not what was written.
     """
-    digest, size_bytes = hashlib.sha256(), 0
     try:
         with path.open("rb", buffering=0) as file:
             actual = os.fstat(file.fileno()).st_size
             if actual != record.size_bytes:
                 problem = f"is damaged: it has {actual} bytes, {record.size_bytes} were written"
                 raise CheckpointError(path, f"{problem}; load another checkpoint")
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                size_bytes += len(chunk)
-                advance(len(chunk))
+            digest = digest_of_file(file.fileno(), actual, record.kind, advance)
     except FileNotFoundError:
         raise CheckpointError(path, "is missing; load another checkpoint") from None
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror}; load another checkpoint") from error
-    if (size_bytes, digest.hexdigest()) != record:
+    if digest != record.digest:
         raise CheckpointError(path, "is damaged: its bytes are not those that were written; load another checkpoint")
 
 

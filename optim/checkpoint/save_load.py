@@ -89,7 +89,7 @@ def save(training: TrainingParts, root: Path, tag: str | None, client_state: Map
 
 def _save(training: TrainingParts, root: Path, tag: str | None, client_state: Mapping[str, Any] | None) -> Path:
     store, group = training.optimizer.store, training.group
-    save = agree(training, tag, client_state, lambda: LiveValues(store, ahead=True))
+    save = agree(training, tag, client_state, lambda: LiveValues(store, ahead=store.slots))
     with PartialFolder(root, save.tag, group) as partial:
         items = plan_items(partial, save.contents, group)
         with progress("writing the checkpoint", items.size_bytes) as advance:

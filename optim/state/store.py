@@ -85,7 +85,7 @@ class StateStore(StepState):
         """The plan of what lives where."""
         self._arrived: list[ParamRecord] = []
         """Placed, with something still where it was before: see `_tidy_up`."""
-        table, kernels = ParamTable(), KernelPool(_num_threads())
+        table, kernels = ParamTable(), KernelPool(num_threads_of_rank())
         locks = PageLocks(config.zero_optimization.offload_optimizer.pin_memory, warn_user)
         mirror = DeviceMirror(meter, locks)
         ground = Ground(table, kernels, mirror, meter)
@@ -421,7 +421,7 @@ class StateStore(StepState):
             before.close()
 
 
-def _num_threads() -> int:
+def num_threads_of_rank() -> int:
     """As many as torch uses; under torchrun, which sets that to 1, this rank's share of the CPUs."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return max(torch.get_num_threads(), num_processors_of_rank(ranks_on_host()))

@@ -208,14 +208,14 @@ every_case = pytest.mark.parametrize("case", CASES, indirect=True)
 @every_case
 def test_killed_anywhere(case):
     crashes = list(case.history.kills())
-    assert len(crashes) > 25
+    assert len(crashes) > 15
     assert not case.problems(crashes)
 
 
 @every_case
 def test_power_lost_anywhere(case):
     crashes = list(case.history.power_losses(num_random=300))
-    assert len(crashes) > 200
+    assert len(crashes) > 100
     assert not case.problems(crashes)
 
 
@@ -290,7 +290,7 @@ def test_the_save_of_two_ranks(in_memory, undurable):
         save_again(copy, "new")
         assert sorted(os.listdir(copy)) == ["latest", "new", "old"], str(crash)
         count += 1
-    assert count > 80
+    assert count > 50
 
 
 @pytest.mark.usefixtures("alone")

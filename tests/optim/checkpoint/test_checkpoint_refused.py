@@ -1,5 +1,7 @@
 """Checkpoints that cannot be loaded or saved: said by name, before anything changes; no code from a file runs."""
 
+import hashlib
+import itertools
 import json
 import math
 import os
@@ -12,7 +14,7 @@ from torch import nn
 from nvme_offload import CheckpointError, StateError, SwapIOError, initialize
 from nvme_offload.offload._torch_private import storage_info
 from nvme_offload.optim.access import values
-from nvme_offload.optim.checkpoint import files
+from nvme_offload.optim.checkpoint import digests, files
 from tests.support.resuming import ResumedModel, fresh_engine, loss_of, scalars_of, section, steps_of
 from tests.support.sharded_model import assert_same, full_state
 
@@ -80,6 +82,60 @@ def test_a_file_that_is_missing_cut_off_or_changed_is_named(engine, saved):
             assert refuse(engine, saved, CheckpointError, "is damaged|is missing|cannot be read").path == path
         path.write_bytes(whole)
     assert engine.load_checkpoint(saved.parent)[0] == str(saved)
+
+
+def as_earlier_versions_wrote_it(folder):
+    """The manifest with the SHA-256 of each file."""
+    entries = {}
+    for name in files.read_manifest(folder):
+        whole = (folder / name).read_bytes()
+        entries[name] = {"size_bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+    digest = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+    (folder / files.MANIFEST).write_text(json.dumps({"files": entries, "sha256": digest}))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_verified_by_sha256_and_loaded(engine, saved):
+    as_earlier_versions_wrote_it(saved)
+    path = saved / "__0_0.distcp"
+    whole = path.read_bytes()
+    path.write_bytes(flip(whole, len(whole) // 2))
+    assert refuse(engine, saved, CheckpointError, "is damaged").path == path
+    path.write_bytes(whole)
+    assert engine.load_checkpoint(saved.parent)[0] == str(saved)
+
+
+def test_a_digest_of_another_kind_is_refused_by_name(engine, saved):
+    manifest = json.loads((saved / files.MANIFEST).read_text())
+    manifest["files"]["state.json"] = {"size_bytes": 1, "md5": "0"}
+    digest = hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
+    (saved / files.MANIFEST).write_text(json.dumps(manifest | {"sha256": digest}))
+    refuse(engine, saved, CheckpointError, "'md5', which this version does not know")
+
+
+BLOCK, PORTION = 1 << 16, digests.PORTION_BYTES
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, PORTION, PORTION + 1, 3 * PORTION + BLOCK + 5])
+def test_digests_are_those_of_the_bytes_however_they_are_written_and_read(tmp_path, size, monkeypatch):
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8).numpy().tobytes()
+    written = []
+    for num_writes in (1, 3, 7):
+        cuts = [size * part // num_writes for part in range(num_writes + 1)]
+        with files.durable_file(tmp_path / "file") as stream:
+            for start, stop in itertools.pairwise(cuts):
+                stream.write(data[start:stop])
+        assert (tmp_path / "file").read_bytes() == data
+        written.append(stream.record)
+    assert written == written[:1] * 3
+    seen = []
+    for num_threads in (1, 3):
+        monkeypatch.setattr(digests, "num_threads_of_rank", lambda num=num_threads: num)
+        files.verify(tmp_path / "file", written[0], seen.append)
+    assert sum(seen) == 2 * size
+    for position in {0, size // 2, size - 1} if size else ():
+        (tmp_path / "file").write_bytes(flip(data, position))
+        with pytest.raises(CheckpointError, match="is damaged"):
+            files.verify(tmp_path / "file", written[0])
 
 
 class Evil:
