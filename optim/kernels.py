@@ -396,26 +396,23 @@ class KernelPool:
         _kernels.checksum(self._threads, self._isa, address, tensor.element_size(), numel, sums_address)
         return sums
 
-    def tile_sq_sums(self, *grads: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def tile_sq_sums(self, *grads: torch.Tensor) -> torch.Tensor:
         """Sum the squares of every tile in fp64; `ordered_sum` adds the tiles up.
 
         Args:
             grads: fp32, bf16 or fp16, any shape.
-            out: fp64 [num_tiles] to write to, with room for the tiles of all of them.
 
         Returns:
             fp64 [num_tiles], those of one gradient after the other.
 
         Raises:
-            ValueError: for another dtype, a tensor not contiguous on the CPU, or an ``out`` that misfits.
+            ValueError: for another dtype, or a tensor not contiguous on the CPU.
         """
         numels = [grad.numel() for grad in grads]
         dtypes = [GradDtype.of(grad) for grad in grads]
         addresses = [_address("grad", grad, grad.dtype, numel) for grad, numel in zip(grads, numels, strict=True)]
-        num_sums = sum(map(num_tiles, numels))
-        sums = torch.empty(num_sums, dtype=torch.float64, device="cpu") if out is None else out
-        sums_address = _address("out", sums, torch.float64, num_sums)
-        _kernels.grad_sq_sums(self._threads, self._isa, addresses, dtypes, numels, sums_address)
+        sums = torch.empty(sum(map(num_tiles, numels)), dtype=torch.float64, device="cpu")
+        _kernels.grad_sq_sums(self._threads, self._isa, addresses, dtypes, numels, sums.data_ptr())
         return sums
 
 

@@ -1,9 +1,9 @@
-"""The tier plan: what lives in which memory, from sizes, budgets and bandwidths. A pure function; it moves nothing."""
+"""The tier plan: what lives in which memory, from sizes and budgets. A pure function; it moves nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from nvme_offload.offload.units import format_bytes
@@ -28,17 +28,11 @@ class Unit:
     tiers: tuple[Tier, ...] = ("host", "nvme")
     """Tiers on which the unit may live; the last one is for when no budget holds it. One alone: that is decided."""
 
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Bytes per second to and from a tier."""
-
-    read: float
-    write: float
-
-    def seconds(self, unit: Unit) -> float:
-        """Seconds that moving a unit takes in one step."""
-        return unit.bytes_read / self.read + unit.bytes_written / self.write
+    @property
+    def moved_per_byte(self) -> float:
+        """Bytes that one step moves of the unit for each byte of it, if it lives on NVMe."""
+        # Two digits: rounding up to whole pages makes small units look a little dearer than large ones.
+        return float(f"{(self.bytes_read + self.bytes_written) / max(1, self.size_bytes):.1e}")
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,6 @@ class TierPlan:
     """The tier of each unit, in the order of `units`."""
     budgets: Mapping[Tier, int]
     """Bytes that each tier may hold; a tier that is absent has no limit."""
-    bandwidths: Mapping[Tier, Bandwidth] = field(default_factory=dict)
 
     def units_on(self, tier: Tier, kind: str | None = None) -> list[Unit]:
         """The units of a tier, of one kind if it is given, in their order."""
@@ -80,23 +73,14 @@ class TierPlan:
         """Bytes written to NVMe in one step."""
         return sum(unit.bytes_written for unit in self.units_on("nvme"))
 
-    @property
-    def seconds(self) -> float | None:
-        """Seconds that moving takes in one step, if nothing else limits it; None without the bandwidth of NVMe."""
-        if "nvme" not in self.bandwidths:
-            return None
-        return sum(self.bandwidths["nvme"].seconds(unit) for unit in self.units_on("nvme"))
-
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain types, for JSON."""
         return {
             "units": [{**asdict(unit), "tier": tier} for unit, tier in zip(self.units, self.tiers, strict=True)],
             "bytes": {tier: self.bytes_on(tier) for tier in TIERS},
             "budgets": dict(self.budgets),
-            "bandwidths": {tier: asdict(bandwidth) for tier, bandwidth in self.bandwidths.items()},
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
-            "seconds": self.seconds,
         }
 
     def __str__(self) -> str:
@@ -111,59 +95,41 @@ class TierPlan:
             if tier in self.budgets:
                 size, budget = format_bytes(self.bytes_on(tier)), format_bytes(self.budgets[tier])
                 lines.append(row(tier, "together", "", size, "", "") + f"  of {budget}")
-        if self.seconds is not None:
-            lines.append(f"moving takes {self.seconds:.3g} s per step")
         return "\n".join(lines)
 
 
-def plan_tiers(
-    units: Iterable[Unit],
-    budgets: Mapping[Tier, int],
-    bandwidths: Mapping[Tier, Bandwidth] | None = None,
-) -> TierPlan:
+def plan_tiers(units: Iterable[Unit], budgets: Mapping[Tier, int]) -> TierPlan:
     """Place units: what may live on one tier only goes there first, the rest as high up as budgets allow.
 
-    Of what competes for a tier, that comes first which saves most time per byte of memory. Units that save about the
+    Of what competes for a tier, that comes first which moves most per byte of memory. Units that move about the
     same are spread evenly, in their order, so that work on those that stay hides the transfers of those that move.
 
     Args:
         units: in the order in which a step visits them.
         budgets: bytes per tier; a tier that is absent has no limit.
-        bandwidths: of tiers that take time to reach. Without that of NVMe, bytes moved are compared.
 
     Returns:
         The plan. It is a plan also where a budget is too small: see `TierPlan.excess`.
     """
-    units, bandwidths = tuple(units), bandwidths or {}
+    units = tuple(units)
     tiers: list[Tier | None] = [unit.tiers[0] if len(unit.tiers) == 1 else None for unit in units]
     left = dict(budgets)
     for unit, fixed in zip(units, tiers, strict=True):
         if fixed in left:
             left[fixed] -= unit.size_bytes
     for tier in TIERS:
-        open_ones = [i for i, fixed in enumerate(tiers) if fixed is None and tier in units[i].tiers]
-        for candidates in _by_saving(units, open_ones, tier, bandwidths):
+        moves = {
+            i: units[i].moved_per_byte for i, fixed in enumerate(tiers) if fixed is None and tier in units[i].tiers
+        }
+        for most in sorted(set(moves.values()), reverse=True):
+            candidates = [i for i, moved in moves.items() if moved == most]
             sizes = [units[i].size_bytes for i in candidates]
             for place in _spread(sizes, left[tier]) if tier in left else range(len(sizes)):
                 tiers[candidates[place]] = tier
                 if tier in left:
                     left[tier] -= sizes[place]
     placed = (fixed or unit.tiers[-1] for unit, fixed in zip(units, tiers, strict=True))
-    return TierPlan(units, tuple(placed), dict(budgets), dict(bandwidths))
-
-
-def _by_saving(
-    units: Sequence[Unit], open_ones: Sequence[int], tier: Tier, bandwidths: Mapping[Tier, Bandwidth]
-) -> list[list[int]]:
-    """Indices of units in groups of about equal saving per byte, the largest saving first."""
-    drive = bandwidths.get("nvme", Bandwidth(1, 1))
-    groups: dict[float, list[int]] = {}
-    for i in open_ones:
-        unit = units[i]
-        saving = drive.seconds(unit) - (bandwidths[tier].seconds(unit) if tier in bandwidths else 0)
-        # Two digits: rounding up to whole pages makes small units look a little dearer than large ones.
-        groups.setdefault(float(f"{saving / max(1, unit.size_bytes):.1e}"), []).append(i)
-    return [groups[saving] for saving in sorted(groups, reverse=True)]
+    return TierPlan(units, tuple(placed), dict(budgets))
 
 
 def _spread(sizes: Sequence[int], budget: int) -> list[int]:

@@ -40,11 +40,7 @@ class AdamW(UpdateRule):
     torch_keys: ClassVar = {**SWITCHES, "amsgrad": False, "capturable": False, "decoupled_weight_decay": True}
 
     def check(self, group: Mapping[str, Any], number: int) -> None:
-        """Check the hyperparameters of a parameter group.
-
-        Raises:
-            ValueError: names the group, the key, the value and what is allowed.
-        """
+        """Check the hyperparameters of a parameter group; see `UpdateRule.check`."""
         super().check(group, number)
         if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
             raise ValueError(

@@ -61,11 +61,7 @@ class Muon(UpdateRule):
         return AdamW.states
 
     def check(self, group: Mapping[str, Any], number: int) -> None:
-        """Check the hyperparameters of a parameter group.
-
-        Raises:
-            ValueError: names the group, the key, the value and what is allowed.
-        """
+        """Check the hyperparameters of a parameter group; see `UpdateRule.check`."""
         where = f"parameter group {number}: "
         rule = group.get("rule", "Muon")
         if rule not in RULES:

@@ -53,11 +53,7 @@ class SGD(UpdateRule):
         return SGD() if group["momentum"] else SGD(states=(), kernel="SGD")
 
     def check(self, group: Mapping[str, Any], number: int) -> None:
-        """Check the hyperparameters of a parameter group.
-
-        Raises:
-            ValueError: names the group, the key, the value and what is allowed.
-        """
+        """Check the hyperparameters of a parameter group; see `UpdateRule.check`."""
         super().check(group, number)
         if group["nesterov"] and not (group["momentum"] and group["dampening"] == 0):
             raise ValueError(
