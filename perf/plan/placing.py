@@ -181,7 +181,7 @@ class PlacedJob:
         logged = 0 if self.kept is None else self.kept.grad_itemsize * (self.kept.period - 1)
         places = self.account.places(logged)
         size_of, form = state_itemsize if self.kept is None else sealed_itemsize, self.precision.master
-        for place in places:
+        for place in (place for place in places if place.rule.whole):
             what = f"a parameter of {place.numel * self.account.num_shards} elements"
             placement.check_whole(place.rule, place.numel * size_of(form, place.rule.states), what)
         state_bytes = max(size_of(form, rule.states) for rule in {place.rule for place in places})
