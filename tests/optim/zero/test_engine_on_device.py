@@ -254,6 +254,17 @@ def test_other_mixes_of_tiers(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", ["none", "cpu", "nvme"])
+def test_memory_that_is_refused_in_a_forward_or_a_step_costs_nothing_but_that(where):
+    code = "import json, sys; from tests.support.late_device.engine import short_of_memory; "
+    code += "print(json.dumps(short_of_memory(json.loads(sys.argv[1]))))"
+    chosen = section(where, "nvme" if where == "nvme" else "cpu", 1, where, **BF16)
+    result = json.loads(run_child(code, json.dumps(chosen), timeout=280))
+    assert result["found"] == result["expected"]
+    assert result["refused"] > 10
+
+
+@pytest.mark.slow
 def test_copies_may_be_later_than_what_is_computed():
     sections = [SECTIONS["host memory, bf16, added up"], SECTIONS["nvme, fp32, added up"]]
     assert_all_same(trained(sections, "copies are later than what is computed"))

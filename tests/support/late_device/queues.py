@@ -84,6 +84,8 @@ class Late:
         self.latest_error = 0
         self.unlocked_early = 0
         """How often page-locked memory was unlocked before copies from it or to it were done."""
+        self.allocations_left = 0
+        """The allocation of this number is refused, once; 0: none is."""
         self.warns = False
         """Whether torch warns of waits: see ``torch.cuda.set_sync_debug_mode``."""
         self.freed_early = 0
@@ -315,3 +317,4 @@ def reset() -> None:
     LATE.contexts.clear()
     LATE.copies_of.clear()
     LATE.num_copies = LATE.refusals = LATE.latest_error = LATE.current = LATE.unlocked_early = LATE.freed_early = 0
+    LATE.allocations_left = 0

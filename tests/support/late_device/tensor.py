@@ -41,6 +41,10 @@ class Allocation:
         owner = current_stream(device)
         self.recorded: set[Stream] = {owner}
         LATE.contexts.add(device)
+        LATE.allocations_left -= LATE.allocations_left > 0
+        if LATE.allocations_left == 1:
+            LATE.allocations_left = 0
+            raise torch.OutOfMemoryError("late: no memory is left, says the test")
         LATE.count(storage.nbytes())
         weakref.finalize(self, _freed, storage, owner, self.recorded).atexit = False
 
