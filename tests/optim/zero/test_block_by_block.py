@@ -130,6 +130,22 @@ def test_steps_are_hidden_as_ever(alone, tmp_path, overlap):
     assert (stats.updates_in_backward > 0) == (overlap == "backward") or overlap == "speculate"
 
 
+@pytest.mark.parametrize("orders", [("horizontal", "vertical"), ("vertical", "horizontal")], ids="-".join)
+def test_a_run_goes_on_in_the_other_order(alone, tmp_path, orders):
+    wanted = train(config_of(None, "horizontal", 3), 4)
+    seen = []
+    (tmp_path / "drive").mkdir()
+    for part, order in enumerate(orders):
+        tiers = EVERYTHING if order == "vertical" else {}
+        with make(config_of(tmp_path / "drive", order, 3, **tiers), num_layers=3) as engine:
+            if part:
+                engine.load_checkpoint(tmp_path / "saved")
+            seen += [step_of(engine, number) for number in (2 * part, 2 * part + 1)]
+            engine.save_checkpoint(tmp_path / "saved")
+            state = full_state(engine.module, engine.optimizer)
+    compare(wanted, (state, seen))
+
+
 BACKWARD = {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False}
 PLAIN = {key: BACKWARD[key] for key in ("gradient_clipping", "skip_non_finite")}
 

@@ -47,6 +47,8 @@ SECTIONS = {
     "host memory, bf16, added up": section("cpu", accumulation=2, **BF16),
     "nvme, fp32, added up": section("nvme", "nvme", 2),
     "nothing on the device, host memory": section("cpu", params="cpu", model={"meta": True}, **BF16),
+    "block by block, nvme": section("nvme", "nvme", 3, "nvme", micro_batch_order="vertical", **BF16),
+    "block by block, host memory": section("cpu", accumulation=2, micro_batch_order="vertical", **FP16),
     "nothing on the device, nvme": section("nvme", "nvme", 2, "nvme", model={"num_layers": 6, "tied": True}),
 }
 MORE = {

@@ -73,6 +73,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
     LATE.refusals = section.pop("refusals", 0) * (device == "late")
     how = {"num_layers": LAYERS, **section.pop("model", {})}
     scales, guesses = section.pop("scales", [1] * STEPS), section.get("overlap_step") == "speculate"
+    by_blocks = section.get("micro_batch_order") == "vertical"
     if guesses:
         be_eager(pytest.MonkeyPatch())
     if device == "cpu":
@@ -96,7 +97,12 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         LATE.copies_of.clear()
         for step, scale in enumerate(scales):
             waits.append(-LATE.num_waits)
-            for _ in range(engine.gradient_accumulation_steps):
+            if by_blocks:
+                numbers = range(number, number := number + engine.gradient_accumulation_steps)
+                batches = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(each)) for each in numbers]
+                losses += engine.accumulate(lambda x: engine(x.to(device)).float().square().mean() * scale, batches)  # noqa: B023
+                engine.step()
+            for _ in range(0 if by_blocks else engine.gradient_accumulation_steps):
                 batch = torch.randn(8, how.get("width", WIDTH), generator=torch.Generator().manual_seed(number)).to(
                     device
                 )
