@@ -177,7 +177,8 @@ def test_what_is_updated_with_a_guess_in_backward_is_taken_back(results):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [{}, FP16, BF16], ids=["fp32", "fp16", "bf16"])
 def test_guesses_in_other_precisions_with_accumulation_and_a_log(mode):
-    [(expected, found)] = trained([speculating(2, 3 if mode else 1, **mode)])
+    # Two micro-batches have a smaller norm than one: this clips the same step.
+    [(expected, found)] = trained([speculating(2, 3 if mode else 1, **mode) | {"gradient_clipping": 7.0}])
     assert_same(expected, found)
     assert found["updates_in_backward"] > found["updates_taken_back"] > 0
 
