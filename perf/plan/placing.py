@@ -60,6 +60,25 @@ class Job:
     """Resident memory of a process before it trains."""
 
     @property
+    def layer_bytes(self) -> int:
+        """Bytes that a layer which is not computed again keeps of a micro-batch."""
+        widened = max(1.0, self.shape.intermediate_size / (4 * self.shape.hidden_size))
+        return round(self.tokens * self.shape.hidden_size * LAYER_BYTES * widened)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that all layers keep from a forward to its backward: their inputs, and results of attention, or all."""
+        if not self.computes_again:
+            return self.shape.num_layers * self.layer_bytes
+        section, tensors = self.config.activations, self.shape.num_layers
+        if self.config.rounds < self.micro_batches:
+            # Block by block what enters each layer waits for backward, of every micro-batch, and a gradient of it.
+            tensors = (tensors + 1) * self.micro_batches
+        elif section.device != "none" and section.keep == "attention":
+            tensors *= 2
+        return tensors * self.tokens * self.shape.hidden_size * 2
+
+    @property
     def micro_batches(self) -> int:
         """Number of forwards and backwards in a step."""
         return self.config.gradient_accumulation_steps or 1
@@ -67,7 +86,8 @@ class Job:
     @property
     def computes_again(self) -> bool:
         """Whether layers are computed once more in backward, as they are where micro-batches go block by block."""
-        return self.checkpointing or self.config.micro_batch_order == "vertical"
+        section, vertical = self.config.activations, self.config.micro_batch_order == "vertical"
+        return vertical or (self.checkpointing if section.device == "none" else section.keep != "all")
 
 
 class Copies(NamedTuple):
@@ -221,10 +241,8 @@ def residents(job: Job, account: Account) -> Iterator[Unit]:
     yield Unit("process", "process", job.baseline_bytes, tiers=("host",))
     yield from account.residents()
     device: Tier = "device" if account.on_device else "host"
-    shape, hidden = job.shape, job.tokens * job.shape.hidden_size
-    inside = hidden * LAYER_BYTES * max(1.0, shape.intermediate_size / (4 * shape.hidden_size))
-    # Block by block what enters each layer waits for backward, of every micro-batch, and a gradient of it.
-    waiting = (shape.num_layers + 1) * job.micro_batches if job.config.rounds < job.micro_batches else shape.num_layers
-    layers = waiting * hidden * 2 + inside if job.computes_again else shape.num_layers * inside
-    activations = round(layers + job.tokens * shape.vocab_size * LOGITS_BYTES)
+    # What the section moves is planned by itself; of a layer that backward is in all is in memory.
+    moves = job.config.activations.device != "none" and not account.on_device
+    layers = job.layer_bytes if moves else job.kept_bytes + job.computes_again * job.layer_bytes
+    activations = layers + job.tokens * job.shape.vocab_size * LOGITS_BYTES
     yield Unit("activations", "activations", activations, tiers=(device,))

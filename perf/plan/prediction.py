@@ -20,6 +20,8 @@ from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, 
 from nvme_offload.optim.state.pipeline import KIND as STATE
 from nvme_offload.optim.step.schedule import OverlapStep
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
+from nvme_offload.perf.plan.activations import KIND as ACTIVATIONS
+from nvme_offload.perf.plan.activations import KeptActivations
 from nvme_offload.perf.plan.iteration import OVERLAPS, IterationTime, moving_alone, on_one_processor, work_of
 from nvme_offload.perf.plan.kept_state import KeptState
 from nvme_offload.perf.plan.machine import Machine
@@ -110,6 +112,9 @@ def predict(job: Job, machine: Machine) -> Prediction:
     """
     placed = PlacedJob(job, machine)
     traffic, state = _traffic(placed), dict[Tier, DurableBytes]()
+    kept_activations = KeptActivations.of(job, machine, _units(placed))
+    if kept_activations is not None and kept_activations.nvme:
+        traffic[ACTIVATIONS] = kept_activations.traffic(job.config.rounds)
     kept = placed.kept or KeptState(1, placed.precision.accumulate.itemsize)
     for subgroup, tier in zip(placed.subgroups, placed.state_on, strict=True):
         size = kept.size_of(subgroup)
@@ -142,7 +147,8 @@ def fits(job: Job, machine: Machine) -> bool:
 def uses_nvme(config: OffloadConfig) -> bool:
     """Return whether anything of a section is on NVMe."""
     zero = config.zero_optimization
-    return "nvme" in (zero.offload_optimizer.device, zero.offload_param.device, config.offload_gradients.device)
+    tiers = zero.offload_optimizer.device, zero.offload_param.device, config.offload_gradients.device
+    return "nvme" in (*tiers, config.activations.device)
 
 
 def largest_model(shape: ModelShape, fits: Callable[[ModelShape], bool]) -> ModelShape | None:
@@ -165,7 +171,19 @@ def largest_model(shape: ModelShape, fits: Callable[[ModelShape], bool]) -> Mode
 
 def tier_plan(placed: PlacedJob) -> TierPlan:
     """The plan of everything one rank holds: what is decided already, each unit on its tier."""
-    machine = placed.machine
+    machine, units = placed.machine, _units(placed)
+    kept = KeptActivations.of(placed.job, machine, units)
+    units += kept.units() if kept is not None else ()
+    budgets: dict[Tier, int] = {"host": machine.host_memory // machine.ranks_per_node}
+    if machine.device_memory is not None:
+        budgets["device"] = machine.device_memory
+    if machine.capacity is not None:
+        budgets["nvme"] = machine.capacity // machine.ranks_per_node
+    return plan_tiers(units, budgets)
+
+
+def _units(placed: PlacedJob) -> list[Unit]:
+    """Everything that one rank holds, but for activations that the section moves."""
     units = list(residents(placed.job, placed.account))
     sizes = Counter[tuple[str, Tier]]()
     for unit, tier in zip(placed.tiers.units, placed.tiers.tiers, strict=True):
@@ -174,12 +192,7 @@ def tier_plan(placed: PlacedJob) -> TierPlan:
     units += [Unit(kind, kind, size, tiers=(tier,)) for (kind, tier), size in sizes.items()]
     if placed.kept is not None:
         units.append(placed.kept.unit(placed.subgroups, sum(placed.on_nvme)))
-    budgets: dict[Tier, int] = {"host": machine.host_memory // machine.ranks_per_node}
-    if machine.device_memory is not None:
-        budgets["device"] = machine.device_memory
-    if machine.capacity is not None:
-        budgets["nvme"] = machine.capacity // machine.ranks_per_node
-    return plan_tiers(units, budgets)
+    return units
 
 
 def _traffic(placed: PlacedJob) -> dict[str, StepTraffic]:

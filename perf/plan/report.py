@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +22,7 @@ from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import TB, format_bytes
 from nvme_offload.perf.plan.choosing import ChosenSection
 from nvme_offload.perf.plan.kept_state import rates_of
-from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction
+from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, predict
 from nvme_offload.perf.plan.shape import ModelShape
 
 PERIODS = range(1, USUAL_PERIOD + 1)
@@ -89,6 +91,8 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
         yield f"That is {time.share_of_ideal:.0%} of the ideal, the longest of: {ideal}"
         others = ", ".join(f"{name} {other.seconds:.3g} s" for name, other in prediction.times.items())
         yield f"By overlap_step, which is {prediction.overlap_step} here: {others}"
+    if prediction.job.config.activations.device != "none":
+        yield from _activations(prediction)
     if machine.device_memory is not None and machine.pcie is None:
         yield "Copies between GPU and host are not counted: they need --pcie, or a GPU here to measure"
     if prediction.kept is not None:
@@ -107,6 +111,24 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
         yield "Largest model that fits: not known; it needs --capacity"
     else:
         yield f"Not even one such layer fits on {machine.ranks} rank(s)"
+
+
+def _activations(prediction: Prediction) -> Iterator[str]:
+    """Say what is kept of each token and layer, and which way of keeping is the fastest."""
+    job, machine, section = prediction.job, prediction.machine, prediction.job.config.activations
+    if machine.device_memory is not None:
+        yield "Activations stay on the GPU: what is kept there is not moved"
+        return
+    size = job.kept_bytes / (job.shape.num_layers * job.tokens)
+    yield f"Activations: {section.keep}, {size:,.0f} bytes for each token and layer"
+    if prediction.time is not None:
+        times = {}
+        for keep in ("boundaries", "all"):
+            config = job.config.model_copy(update={"activations": section.model_copy(update={"keep": keep})})
+            other = predict(replace(job, config=config), machine).time
+            times[keep] = other.seconds if other is not None else inf
+        said = ", ".join(f"{keep} {seconds:.3g} s" for keep, seconds in times.items())
+        yield f"By activations.keep: {said}; fastest: {min(times, key=lambda keep: times[keep])}"
 
 
 def durable_choices(prediction: Prediction, periods: Sequence[int] = PERIODS) -> list[Choice]:

@@ -509,3 +509,42 @@ def test_a_matrix_that_its_rule_needs_whole_and_no_staging_buffer_holds_is_named
     config["zero_optimization"]["offload_optimizer"]["staging_budget"] = "3MiB"
     with pytest.raises(ConfigError, match=r"Muon needs matrices whole.* parameter of \d+ elements"):
         predict(job_of(llama(intermediate_size=10_000), config), MACHINE)
+
+
+@pytest.mark.parametrize("keep", ["boundaries", "attention", "all"])
+@pytest.mark.parametrize("budget", [1 * GiB, "auto"])
+def test_activations_on_the_drive_are_counted(keep, budget):
+    """What is kept of a forward is in memory within the budget, and beyond it moves once each way."""
+    shape = ModelShape.of_numbers(int(1e9), 20, 2048)
+    per_token = {"boundaries": 2 * 2048, "attention": 4 * 2048, "all": 34 * 2048}[keep]
+    machine = Machine(host_memory=16 * GiB, drives=Drives.of_rates(2e9, 1e9), capacity=500 * GiB, flops=1e12)
+    predictions = []
+    for device in ("none", "nvme"):
+        place = {"keep": keep, "device": device, "host_budget": budget}
+        place |= {"nvme_path": "/mnt"} if device == "nvme" else {}
+        config = OffloadConfig.from_dict(section("/mnt", accumulation=2, activations=place))
+        job = Job(shape=shape, config=config, tokens=100_000, checkpointing=keep != "all")
+        predictions.append(predict(job, machine))
+    plain, moved = predictions
+    kept = 20 * 100_000 * per_token
+    in_memory = moved.tiers.bytes_on("host", "kept activations")
+    assert in_memory + moved.tiers.bytes_on("nvme", "kept activations") == kept
+    assert in_memory == min(kept, GiB) if budget == GiB else in_memory <= 12 * GiB
+    traffic = moved.traffic.get("kept activations")
+    beyond = kept - in_memory
+    assert (traffic.total.read, traffic.total.written) == (2 * beyond, 2 * beyond) if beyond else traffic is None
+    assert plain.tiers.bytes_on("host") - moved.tiers.bytes_on("host") == beyond - (keep == "all") * 100_000 * per_token
+    assert moved.time.seconds >= plain.time.seconds
+
+
+def test_the_plan_says_how_activations_are_kept_fastest(tmp_path):
+    place = {"device": "nvme", "nvme_path": "/mnt", "host_budget": "1GiB"}
+    file = tmp_path / "offload.json"
+    for flops, fastest in ((1e10, "all"), (1e14, "boundaries")):
+        file.write_text(json.dumps(section("/mnt", activations=place)))
+        arguments = ["plan", "--params", "1e9", "--layers", "20", "--hidden", "2048", "--tokens", "65536"]
+        arguments += ["--flops", str(flops), "--read-bw", "2GB", "--write-bw", "1GB", "--host-memory", "64GiB"]
+        done = CliRunner().invoke(app, [*arguments, "--config", str(file)])
+        words = " ".join(done.output.split())
+        assert "Activations: boundaries, 4,096 bytes for each token and layer" in words
+        assert f"fastest: {fastest}" in words
