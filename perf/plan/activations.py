@@ -1,4 +1,4 @@
-"""What the section's activations keep of a forward, on which tier, and what that moves."""
+"""Plans what the section's activations keep of a forward, on which tier, and what that moves."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _activations(prediction: Prediction) -> Iterator[str]:
     if machine.device_memory is not None:
         yield "Activations stay on the GPU: what is kept there is not moved"
         return
-    size = job.kept_bytes / (job.shape.num_layers * job.tokens)
+    size = job.kept_bytes / (job.shape.num_layers * job.tokens) * job.config.rounds / job.micro_batches
     yield f"Activations: {section.keep}, {size:,.0f} bytes for each token and layer"
     if prediction.time is not None:
         times = {}

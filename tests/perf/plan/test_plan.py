@@ -533,7 +533,9 @@ def test_activations_on_the_drive_are_counted(keep, budget):
     traffic = moved.traffic.get("kept activations")
     beyond = kept - in_memory
     assert (traffic.total.read, traffic.total.written) == (2 * beyond, 2 * beyond) if beyond else traffic is None
-    assert plain.tiers.bytes_on("host") - moved.tiers.bytes_on("host") == beyond - (keep == "all") * 100_000 * per_token
+    # Without the section a layer that is not computed again is kept once, and results of attention are not.
+    more = {"boundaries": 0, "attention": kept // 2, "all": 100_000 * per_token}[keep]
+    assert plain.tiers.bytes_on("host") - moved.tiers.bytes_on("host") == beyond - more
     assert moved.time.seconds >= plain.time.seconds
 
 
