@@ -98,9 +98,11 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         for step, scale in enumerate(scales):
             waits.append(-LATE.num_waits)
             if by_blocks:
+                before = LATE.live_bytes
                 numbers = range(number, number := number + engine.gradient_accumulation_steps)
                 batches = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(each)) for each in numbers]
                 losses += engine.accumulate(lambda x: engine(x.to(device)).float().square().mean() * scale, batches)  # noqa: B023
+                growth.append(LATE.live_bytes - before - 4 * len(batches))  # the losses stay
                 engine.step()
             for _ in range(0 if by_blocks else engine.gradient_accumulation_steps):
                 batch = torch.randn(8, how.get("width", WIDTH), generator=torch.Generator().manual_seed(number)).to(
