@@ -121,7 +121,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
                     with torch.no_grad():
                         losses.append(engine(batch).float().square().mean())  # somebody else reads, too
                 if step == 1 and section["offload_gradients"]["device"] != "none":
-                    losses.append(get_full_grad(next(engine.module.parameters())).float().sum())
+                    losses.append(get_full_grad(engine.optimizer.param_groups[0]["params"][0]).float().sum())
                 engine.step()
             waits[-1] += LATE.num_waits
             norms.append(engine.get_global_grad_norm())
