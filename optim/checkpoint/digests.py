@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from queue import SimpleQueue
+from queue import Queue
 from typing import NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ def digest_of_file(descriptor: int, size_bytes: int, kind: str, advance: Callabl
     """
     num_readers = num_threads_of_rank() if kind == BLOCKS else 1
     starts = range(0, size_bytes, PORTION_BYTES)
-    readers: SimpleQueue[_PortionReader] = SimpleQueue()
+    readers: Queue[_PortionReader] = Queue()  # with a size, and as it is also where the simulator steps threads
     for _ in range(max(min(num_readers, len(starts)), 1)):
         readers.put(_PortionReader(HostRegion(PORTION_BYTES).view(torch.uint8, 0, PORTION_BYTES), KernelPool(1)))
     digest = hashlib.sha256()
