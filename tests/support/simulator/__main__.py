@@ -14,7 +14,7 @@ from tests.support.simulator.case import Case, draw_case
 from tests.support.simulator.mutations import MUTATIONS
 from tests.support.simulator.subjects import SUBJECTS
 
-_MOST_SEEDS_TO_FIND = 40
+_MOST_SEEDS_TO_FIND = 80
 
 
 def main() -> int:
