@@ -19,7 +19,7 @@ RUNNABLE = re.compile(r"^(?P<fence>`{3}\w+) runnable$", re.MULTILINE)
 # Page, title, what its public names are imported from; a name belongs to the first page that has its module.
 PAGES = (
     ("errors", "Errors", ("offload.errors", "aio_native.engine")),
-    ("tensors", "Tensors by name", ("offload.swapper", "offload.storage", "aio_native.faults")),
+    ("tensors", "Tensors by name", ("offload.swapper", "offload.activations", "offload.storage", "aio_native.faults")),
     ("values", "Full values and weights", ("optim.access.full_values", "offload.weights")),
     (
         "training",

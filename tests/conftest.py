@@ -10,7 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+# A busy machine takes as long as it takes: no test is about time.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 # Tests that run side by side (`pytest -n 2`) share the processors: one thread each, unless a test asks for more.
 if "PYTEST_XDIST_WORKER" in os.environ:
