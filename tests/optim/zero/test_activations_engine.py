@@ -136,8 +136,18 @@ def on_a_rank(rank, world_size, path, precision, keep):
     ]
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "fp32"), (2, "bf16")])
+SOME = {(2, "bf16", "boundaries"), (2, "fp32", "attention"), (1, "bf16", "all")}
+"""Each value once in the ordinary suite."""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "precision", "keep"),
+    [
+        pytest.param(*case, keep, marks=() if (*case, keep) in SOME else pytest.mark.slow)
+        for case in [(1, "bf16"), (2, "fp32"), (2, "bf16")]
+        for keep in KEEPS
+    ],
+)
 def test_ranks(tmp_path, world_size, precision, keep):
     for expected, actual, in_memory in run_ranks(on_a_rank, world_size, tmp_path, precision, keep):
         assert_same_bits(actual[:2], expected[:2])
