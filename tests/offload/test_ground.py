@@ -1,4 +1,4 @@
-"""What all others stand on: numbers of bytes as people write them, and progress that is shown."""
+"""All others stand on these: numbers of bytes as people write them, and progress that is shown."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""What autograd makes of a graph does not depend on where saved tensors are: bits, errors, lifetimes."""
+"""Autograd gives the same bits, errors and lifetimes wherever saved tensors are."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""What is kept, what is left where it is, in which order it comes back; and the memory that it comes back into."""
+"""The store keeps some tensors and leaves others; they come back in an order, and into memory that is used again."""
 
 import gc
 import threading

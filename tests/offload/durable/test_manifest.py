@@ -325,7 +325,7 @@ def with_description(content, **changes):
 
 
 def with_tables(change):
-    """How to change the tables of a manifest."""
+    """Return a function that changes the tables of a manifest."""
 
     def changed(content):
         whole = Manifest.decode(content)

@@ -126,7 +126,7 @@ def test_what_is_unpinned_is_not_unpinned_again_when_it_is_dropped(registered):
 
 
 def test_memory_is_pinned_in_the_context_of_its_device(late):
-    """Of no other: the runtime would open one there, where this process keeps memory from then on."""
+    """Nothing is asked of another device: the runtime would open a context there, which keeps memory from then on."""
     region = HostRegion(4096)
     region.pin(torch.device("late", 1))
     assert late.pinned_on == [1]

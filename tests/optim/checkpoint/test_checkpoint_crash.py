@@ -36,7 +36,7 @@ STRANGERS = {
     "theirs.replaced/__0_0.distcp": b"bytes",
     "link.partial": "old.notes",
 }
-"""What others have in the folder, some of it named as ours; of a link where it leads."""
+"""Others have these in the folder, some named as ours; a link is noted with where it leads."""
 
 
 def small_model() -> nn.Module:
@@ -113,7 +113,7 @@ class SaveCase:
         with small_engine() as engine:
             train(engine, 0)
             self.digests = [digest_of(engine)]
-            """Of the engine as it was saved earlier, and as it is saved."""
+            """They are of the engine as it was saved earlier, and as it is saved."""
             if earlier:
                 put_strangers(root)
                 engine.save_checkpoint(root, earlier)
@@ -136,7 +136,7 @@ class SaveCase:
         return crash.restore(self._copy) / self._root
 
     def problem(self, crash: Crash) -> str:
-        """What is wrong after a crash; nothing, if all is as it must be."""
+        """Say what is wrong after a crash; nothing, if all is as it must be."""
         root = self.restore(crash)
         allowed = [self.after] if "saved" in crash.marks else [self.before, self.after]
         try:
