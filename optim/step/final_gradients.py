@@ -1,4 +1,4 @@
-"""Updates that begin in backward, where nothing can undo them or they can be taken back: as gradients become final."""
+"""Begin updates in backward, as gradients become final."""
 
 from __future__ import annotations
 
@@ -56,13 +56,12 @@ class Backward(NamedTuple):
 
 
 class Inbox:
-    """Gradients that are final, on their way from the thread that runs backward to the worker.
+    """Carries gradients that are final from the thread that runs backward to the worker.
 
     Args:
-        store: the optimizer's state.
         expected: indices of parameters that may get a gradient. A subgroup waits for all of its own.
         order: subgroups that may be updated in backward.
-        guess: what was guessed of the step; None where nothing can be otherwise.
+        guess: None where the step is certain.
     """
 
     def __init__(
@@ -81,16 +80,12 @@ class Inbox:
                 self._slots.setdefault(index, []).append(slot)
 
     def put(self, index: int, grad: torch.Tensor) -> None:
-        """Hand in a gradient, flat. From the thread that runs backward."""
+        """Hand in a flat gradient. The thread that runs backward calls this."""
         self._arrived.append((index, grad, None if is_host(grad.device) else queued(grad.device)))
         self._store.worker.wake()
 
     def take_in(self, record: StepRecord) -> bool:
-        """Add the gradient that has been here longest to the step; whether there was any.
-
-        Raises:
-            ValueError: it is not finite, and that is an error.
-        """
+        """Add the oldest gradient to the step; return whether there was one. ValueError: it is not finite."""
         if not self._arrived:
             return False
         index, grad, final = self._arrived.popleft()
@@ -112,11 +107,11 @@ class Inbox:
         return True
 
     def allows(self, slot: SlotRecord) -> bool:
-        """Whether a subgroup may be updated: not before the step before lasts, and not with a guess that is wrong."""
+        """Return False until the step before is known to last, and where the guess is wrong."""
         return self._store.durability.may_write and (self.guess is None or self.guess.allows(slot))
 
     def _sums_of(self, grad: torch.Tensor, final: Event | None) -> torch.Tensor:
-        """Return sums of squares of a gradient's tiles; of one on a device after the mark behind which it is final."""
+        """Return a gradient's tile sums; `final` marks when one on a device can be read."""
         if final is None or not self._store.mirror.is_in_use:
             return tile_sums(grad, self._store.kernels)
         with self._store.mirror.come_after(final):
@@ -124,11 +119,7 @@ class Inbox:
 
 
 class _HeldBack:
-    """Gradients that were added up in one tensor, to which more may be added.
-
-    Args:
-        whole: that tensor; None: nothing is held.
-    """
+    """Gradients that were added up in one tensor, `whole`, to which more may be added."""
 
     def __init__(self, whole: torch.Tensor | None = None) -> None:
         self.whole = whole
@@ -139,10 +130,6 @@ class FinalGradients:
     """Notices when a gradient is final, and has its parameter's subgroups updated.
 
     Args:
-        store: the optimizer's state.
-        meter: of the optimizer.
-        rule: the optimizer's.
-        schedules: say of which parameters updates may begin in backward.
         guesses: of what steps multiply gradients by. What is begun with a wrong one, or would be an error because of
             what somebody did after backward, is taken back. None: nothing is guessed.
         commits: of a durable run on several ranks: none of them writes before all know of the latest one.
@@ -185,11 +172,7 @@ class FinalGradients:
         self._store.blocks.keep_gathered(backward.by_turns and self._store.config.overlap_step == "backward")
 
     def catch_up(self) -> None:
-        """Update all that is final, of parameters that pass through staging buffers. No backward is under way.
-
-        Raises:
-            SwapIOError, CorruptionError: see `StepJob.catch_up`. Where something is updated a checkpoint leads on.
-        """
+        """Update what is final in `StepJob.catch_up`. No backward is under way."""
         self._hand_in_held()
         job = self._store.worker.job
         if self._begun is not None and self._is_by_turns and isinstance(job, StepJob):
@@ -212,7 +195,7 @@ class FinalGradients:
 
     @property
     def must_agree(self) -> bool:
-        """Whether the ranks have to agree that the step before lasts on all of them before an update begins."""
+        """Whether the ranks must agree that the step before lasts on all of them before an update begins."""
         return self._commits is not None and not self._commits.is_settled
 
     @property
@@ -223,11 +206,10 @@ class FinalGradients:
         return self._guesses.factor is not None and not self._is_taken_back
 
     def arrive(self, leaf: torch.Tensor) -> None:
-        """A gradient has been added to ``leaf.grad``: see whether it is final, and hand it in.
+        """Note that a gradient was added to ``leaf.grad``, and hand it in if it is final.
 
-        Raises:
-            StateError: it was final before.
-            SwapIOError, CorruptionError: it was final before, and what was updated with it cannot be taken back now.
+        It raises StateError if the gradient was final before, and an I/O error if what was updated with it cannot be
+        taken back.
         """
         store = self._store
         record, parts = store.table.of(leaf), parts_of(leaf)
@@ -248,10 +230,10 @@ class FinalGradients:
             self._held.records[leaf] = record
 
     def _added_up_in(self, record: ParamRecord, leaf: torch.Tensor) -> torch.Tensor | None:
-        """The tensor that a gradient was added up in with others of its unit; None for one by itself.
+        """Return the tensor in which a gradient was added up with others of its unit; None for one by itself.
 
-        FSDP2 reduces the gradients of a unit into one tensor and, where there were some already, adds to them one after
-        the other. They share a version, which says that one has changed when another is added to.
+        FSDP2 reduces the gradients of a unit into one tensor and, where there were some already, adds to them one by
+        one. They share a version, which says that one has changed when another is added to.
         """
         if leaf.grad is None or isinstance(local := local_tensor(leaf.grad), PartitionStandIn):
             return None
@@ -264,10 +246,7 @@ class FinalGradients:
         return self._schedules.of(record.index) in ("backward", "speculate")
 
     def _hand_in_held(self) -> None:
-        """Hand in the gradients of a unit, to which nothing is added any more once there is one of another unit.
-
-        Those of the last unit are left to the step.
-        """
+        """Hand in the gradients of a unit once the next unit has one. Those of the last unit are left to the step."""
         held = self._held
         self._drop_held()
         for leaf, record in held.records.items():
@@ -296,19 +275,13 @@ class FinalGradients:
 
     @property
     def sums(self) -> Mapping[int, torch.Tensor]:
-        """Sums of squares of the tiles of gradients that were handed in, by index."""
+        """Return `Inbox.sums` of the step that has begun."""
         return self._inbox.sums if self._inbox is not None and self._begun is not None else {}
 
     def check(self, groups: Sequence[Mapping[str, Any]], grads: Mapping[int, torch.Tensor]) -> None:
-        """Look whether what has been updated since the latest step was updated with what there is now.
+        """Compare groups and flat gradients with those that subgroups have been updated with since the latest step.
 
-        Args:
-            groups: the optimizer's parameter groups.
-            grads: flat gradients by parameter index, as they are now.
-
-        Raises:
-            StateError: a hyperparameter or a gradient has changed since. What was guessed is taken back instead.
-            SwapIOError, CorruptionError: that failed.
+        It raises StateError if a hyperparameter or a gradient has changed; guessed updates are taken back instead.
         """
         self._drop_held()
         self._store.blocks.keep_gathered(False)
@@ -329,14 +302,10 @@ class FinalGradients:
         return scalars_of(self._store, self._rule, groups, used.keys(), guess.factor) == used
 
     def begun(self, grad_scale: float | None) -> StepRecord | None:
-        """Return what was updated since the latest step; None where nothing was, or what was guessed is taken back.
+        """Return the step that began in backward; None if there is none, or its guess was wrong and is taken back.
 
-        Args:
-            grad_scale: what gradients are to be multiplied by; None: the step is skipped.
-
-        Raises:
-            StateError: gradients are scaled, and nobody guessed it.
-            SwapIOError, CorruptionError: what was guessed cannot be taken back now; call it again.
+        `grad_scale` is the step's factor, None if it is skipped. It raises StateError for a factor that nobody
+        guessed. After an I/O error in taking back, call it again.
         """
         if self._guesses is not None:
             self._judge(self._guesses, grad_scale)
@@ -349,7 +318,7 @@ class FinalGradients:
         return begun
 
     def _judge(self, guesses: Guesses, grad_scale: float | None) -> None:
-        """Take note of whether the factor of this step was guessed."""
+        """Note whether the factor of this step was guessed, and take back what was updated with a wrong guess."""
         guess, is_right = self._guess, None
         if guess is not None and (self._begun is not None or self._is_taken_back):
             is_right = grad_scale == guess.factor and not self._is_taken_back
@@ -360,10 +329,9 @@ class FinalGradients:
         guesses.note(grad_scale, is_right=is_right)
 
     def take_back(self) -> None:
-        """Bring what was updated with a guess back to what the latest commit has. The step is still to come.
+        """Bring guessed updates back to what the latest commit has. The step is still to come.
 
-        Raises:
-            SwapIOError, CorruptionError: it cannot be read; call it again, as whoever needs a parameter does.
+        If a read fails, call it again, as whoever needs a parameter does.
         """
         store, guess = self._store, self._guess
         with store.worker.kept_away():
@@ -378,13 +346,7 @@ class FinalGradients:
             let_read(store.table[index] for index in begun.claims.final)
 
     def drop_begun(self) -> None:
-        """Give up the step that began in backward. Where a subgroup is updated, only a checkpoint leads on.
-
-        What was guessed is taken back.
-
-        Raises:
-            SwapIOError, CorruptionError: that failed.
-        """
+        """Give up the step that began in backward, and take back what was guessed; else only a checkpoint leads on."""
         store = self._store
         self._drop_held()
         store.blocks.keep_gathered(False)
@@ -403,7 +365,7 @@ class FinalGradients:
                 let_read(store.table[index] for index in begun.claims.final)
 
     def _backward_order(self, slots: Sequence[SlotRecord]) -> list[SlotRecord]:
-        """The last layer's subgroups first, and last of all those that this forward has not used."""
+        """Sort the last layer's subgroups first, and those that this forward has not used last."""
         uses = self._store.uses
         order = forward_order(slots, uses.ranks)[::-1]
         return sorted(order, key=lambda slot: not any(run.param in uses.latest for run in slot.subgroup.runs))
@@ -419,7 +381,7 @@ class FinalGradients:
         return self._store.record_in(StepPhase.BEGUN)
 
     def _begin(self) -> StepRecord | None:
-        """Begin a step in backward; None where one has stopped, which `step()` says."""
+        """Begin a step in backward; return None if one has stopped, which `step()` says."""
         store = self._store
         if not store.is_whole and store.record_in(StepPhase.BEHIND) is None:
             return None
@@ -455,17 +417,17 @@ class FinalGradients:
 
 
 def _is_reduced(parts: ShardParts | None) -> bool:
-    """Whether nothing more is added to a gradient that has arrived, nor done to it, in this backward.
+    """Whether backward neither adds to a gradient that has arrived nor reduces it.
 
-    FSDP2 knows of its own. One of a plain module is reduced after it has arrived, where anybody does that: by DDP.
+    FSDP2 knows it of its own units. DDP may reduce a plain module's gradient after it has arrived.
     """
     return not dist.is_initialized() if parts is None else not num_backwards_left(parts.owner)
 
 
 def _identity_of(leaf: torch.Tensor) -> tuple[int, ...]:
-    """Tells a gradient from another one that was put in its place, and from itself after a change in place.
+    """Return what changes when another gradient takes its place, or when it is changed in place.
 
-    What is done to a DTensor is counted there, and not in its part of this rank.
+    An in-place change of a DTensor counts in the DTensor's version, not in its local part's.
     """
     grad = leaf.grad
     assert grad is not None
@@ -476,7 +438,7 @@ def _identity_of(leaf: torch.Tensor) -> tuple[int, ...]:
 
 
 def _hook(of: weakref.ref[FinalGradients]) -> Callable[[torch.Tensor], None]:
-    """A hook that keeps no optimizer alive."""
+    """Return a hook that keeps no optimizer alive."""
 
     def on_arrival(leaf: torch.Tensor) -> None:
         final = of()
@@ -487,7 +449,7 @@ def _hook(of: weakref.ref[FinalGradients]) -> Callable[[torch.Tensor], None]:
 
 
 def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the groups say besides their parameters, to be compared later."""
+    """Return what the groups hold besides parameters, to be compared later."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 

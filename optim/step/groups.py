@@ -1,4 +1,4 @@
-"""Parameter groups: what may stand in them."""
+"""Check parameter groups and make records of their parameters."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from nvme_offload.optim.telemetry.warn import warn_user
 
 
 def new_params(rule: UpdateRule, group: Mapping[str, Any], number: int, table: ParamTable) -> dict[torch.Tensor, str]:
-    """Parameters of a group that the optimizer does not know yet, with their names for messages.
+    """Return the parameters of a group that the optimizer does not know yet, with their names for messages.
 
-    Raises:
-        ValueError: a hyperparameter or a parameter cannot be used; names it.
+    It raises ValueError, with a name, for a hyperparameter or a parameter that cannot be used.
     """
     rule.check(group, number)
     own = rule.of(group)
@@ -38,11 +37,7 @@ def new_params(rule: UpdateRule, group: Mapping[str, Any], number: int, table: P
 
 
 def take_on(store: StateStore, rule: UpdateRule, group: Mapping[str, Any], number: int) -> list[ParamRecord]:
-    """Have a record of each parameter of a group; returns those that are new.
-
-    Raises:
-        ValueError: see `new_params`; or another optimizer has half of one of them. None was taken.
-    """
+    """Make records of a group's new parameters, and return them. Where one is refused none is taken."""
     new = new_params(rule, group, number, store.table)
     for leaf, name in new.items():
         check_not_elsewhere(store, leaf, name)
@@ -50,12 +45,9 @@ def take_on(store: StateStore, rule: UpdateRule, group: Mapping[str, Any], numbe
 
 
 def follow(store: StateStore, rule: UpdateRule, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Until any state has its place, have records of what is in the groups by now. Call it at rest.
+    """Make records of the parameters that are in the groups now, until any state has its place. Call it `at_rest`.
 
     Whoever shards a model whose optimizer is made already, as accelerate does, puts other parameters into the groups.
-
-    Raises:
-        ValueError: one of the others cannot be used; names it.
     """
     if store.is_placed:
         return

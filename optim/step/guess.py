@@ -20,10 +20,10 @@ _LEAST_RUN, _LONGEST_RUN = 4, 1024
 
 
 class Guesses:
-    """Says when a factor can be guessed: when the latest steps had the same one, the more of them the more went wrong.
+    """Guesses the factor of the next step once enough steps in a row had the same one.
 
-    As many are asked for as make right guesses outnumber wrong ones: twice as many after each wrong guess, one fewer
-    after each that is right. Where most steps clip, nothing is guessed.
+    Each wrong guess doubles how many are needed, and each right one takes one off, so right guesses outnumber wrong
+    ones. Where most steps clip, nothing is guessed.
     """
 
     def __init__(self) -> None:
@@ -37,12 +37,7 @@ class Guesses:
         return self._factor if self._run >= self._needed else None
 
     def note(self, factor: float | None, *, is_right: bool | None) -> None:
-        """Take note of a step.
-
-        Args:
-            factor: of the step; None: it was skipped.
-            is_right: whether its factor was guessed; None: nothing was.
-        """
+        """Note the factor of a step (None: skipped), and whether the guess was right (None: there was no guess)."""
         self._run = 0 if factor is None else self._run + 1 if factor == self._factor else 1
         self._factor = factor
         if is_right is not None:
@@ -51,37 +46,32 @@ class Guesses:
 
 
 class Guess:
-    """The guess of one step, and what its gradients say of it.
+    """The guess of one step of durable state, and what its gradients say of it.
 
     Args:
-        store: the optimizer's state, durable.
-        factor: what stored gradients will be multiplied by.
+        factor: multiplies the stored gradients.
         max_norm: the largest norm that is not clipped; 0: none is.
     """
 
     def __init__(self, store: StepState, factor: float, max_norm: float) -> None:
         self.factor = factor
         self.is_off = False
-        """Whether it is wrong for certain: nothing more is updated with it."""
+        """Whether it is certainly wrong: nothing more is updated with it."""
         self.updated: dict[SlotRecord, None] = {}
-        """Subgroups whose update was allowed: with parameters, they can be taken back."""
+        """Subgroups whose update was allowed: these are taken back, with their parameters."""
         self._store = store
         self._max_norm = max_norm
         self._sq_sum = 0.0
         self._refused: set[SlotRecord] = set()
 
     def see(self, sums: torch.Tensor) -> None:
-        """Take note of a gradient: the norm is at least that of all which were seen, and finite only if they are.
-
-        Args:
-            sums: of squares, fp64 [tiles].
-        """
+        """Note a gradient's tile sums. The norm is at least that of all seen, and finite only if they are."""
         self._sq_sum += float(sums.sum())
         norm = math.sqrt(self._sq_sum) * self.factor if self._sq_sum >= 0 else math.nan
         self.is_off |= not math.isfinite(norm) or clip_coefficient(norm, self._max_norm) < 1
 
     def allows(self, slot: SlotRecord) -> bool:
-        """Whether a subgroup may be updated now, which counts as done: what is in the latest commit alone may."""
+        """Return whether a subgroup may be updated; from then on it counts as updated."""
         if self.is_off or slot in self._refused:
             return False
         if not self._store.durability.is_as_committed(slot):  # a parameter was changed since, or the commit failed

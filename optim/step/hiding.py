@@ -1,4 +1,4 @@
-"""By which schedule the parameters of a store are updated."""
+"""Decide by which schedule each parameter of a store is updated."""
 
 from __future__ import annotations
 
@@ -12,26 +12,22 @@ from nvme_offload.optim.tiers.parts import parts_of
 
 
 class Schedules:
-    """The schedule of each parameter that has its place: decided when that changes, not in every step.
-
-    Args:
-        store: the optimizer's state.
-    """
+    """Remembers the schedule of each placed parameter, so that a step does not decide it again."""
 
     def __init__(self, store: StepState) -> None:
         self._store = store
         self._of: dict[int, OverlapStep] = {}
 
     def decide(self) -> None:
-        """Look where parameters are, and who waits for them."""
+        """Decide for all placed parameters. Call it when their places, or who waits for them, have changed."""
         self._of = {record.index: schedule_in(self._store, record) for record in self._store.table if record.is_placed}
 
     def forget(self) -> None:
-        """Have every update inside `step()` until `decide`: where parameters are, or who waits for them, changes."""
+        """Have every update inside `step()` until `decide`. Call it before places change."""
         self._of = {}
 
     def know(self, records: Iterable[ParamRecord]) -> bool:
-        """Whether all of these are decided."""
+        """Return whether all of these are decided."""
         return all(record.index in self._of for record in records)
 
     def of(self, index: int) -> OverlapStep:
@@ -52,7 +48,7 @@ def schedule_in(store: StepState, record: ParamRecord) -> OverlapStep:
 def may_go_by_turns(store: StepState, record: ParamRecord) -> bool:
     """Whether a parameter that passes through buffers is updated as soon as backward is done with its block.
 
-    The host updates it there, in memory that the block was gathered from; what a device has of it would be older.
+    The host updates it in the memory that the block was gathered from; a copy on a device would be older.
     """
     is_on_host = is_host(record.param.device) and parts_of(record.leaf) is not None
     return store.config.overlap_step == "backward" and not store.updated_inside(record) and is_on_host

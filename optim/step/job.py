@@ -1,4 +1,4 @@
-"""The worker's part of a step: updates in backward and behind `step()`, then the first reads of the next one."""
+"""Do the worker's part of a step: updates in backward and behind `step()`, then the first reads of the next one."""
 
 from __future__ import annotations
 
@@ -18,30 +18,22 @@ _WHERE = {StepPhase.BEGUN: "in backward", StepPhase.BEHIND: "behind a step"}
 
 
 class Source(Protocol):
-    """A source of gradients while backward goes on."""
+    """A source of gradients while backward goes on; see `Inbox`."""
 
     def take_in(self, record: StepRecord) -> bool:
-        """Add to the step what is there now; whether there was anything.
-
-        Raises:
-            ValueError: a gradient is not finite, and that is an error.
-        """
+        """Add one gradient to the step; return whether there was any."""
 
     def allows(self, slot: SlotRecord) -> bool:
-        """Whether a subgroup that is ready may be updated now."""
+        """Return whether a subgroup that is ready may be updated now."""
 
 
 class StepJob:
-    """The job of a worker for one step.
+    """The worker's job for one step, BEGUN or BEHIND.
 
     Args:
-        store: the optimizer's state.
-        meter: of the optimizer.
-        record: of the step, BEGUN or BEHIND.
-        schedule: what comes next.
         source: of gradients that are still to come; None: the record has them all.
-        first: subgroups as the next step will want to have them read, once this one is done.
-        by_turns: whoever runs backward does it, in `catch_up`, where a block is done: he needs the same buffers.
+        first: subgroups to read for the next step once this one is done, in this order.
+        by_turns: the thread that runs backward updates in `catch_up`, block by block: it needs the same buffers.
     """
 
     def __init__(
@@ -67,12 +59,12 @@ class StepJob:
 
     @property
     def must_end(self) -> bool:
-        """Whether it is done to its end also where everybody has let go of the worker."""
+        """Whether the worker finishes it even if everybody has let go of the worker."""
         return self.record.phase is StepPhase.BEHIND
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do."""
+        """Return whether nothing is left to do."""
         window = self._window
         return window is not None and self._num_read == len(window) and self._store.pipeline.is_quiet
 
@@ -91,12 +83,7 @@ class StepJob:
         return has_updated
 
     def catch_up(self) -> None:
-        """Take in all gradients that have come, and update what is ready; waits for its state, and reads what follows.
-
-        Raises:
-            SwapIOError, CorruptionError: see `read_update_write`.
-            ValueError: a gradient is not finite, and that is an error.
-        """
+        """Take in all gradients that have come and update what is ready, waiting for its state; then read ahead."""
         store, record, source = self._store, self.record, self.source
         assert source is not None
         while source.take_in(record):
@@ -111,9 +98,9 @@ class StepJob:
         store.pipeline.advance(list(ahead(self.schedule, record, store.pipeline.residents)))
 
     def give_up(self, error: BaseException) -> None:
-        """Say in the error, which somebody will see in quite another place, what it means.
+        """Add to an error, which may surface far from here, what it means for the step.
 
-        A read for the next step was promised to nobody: who needs the state reads it again.
+        An error of a read for the next step means nothing: whoever needs the state reads it again.
         """
         record, where = self.record, _WHERE.get(self.record.phase)
         if record.phase is StepPhase.BEHIND:
@@ -122,7 +109,7 @@ class StepJob:
             error.add_note(f"This happened {where}: {record.situation}. {record.way_on}")
 
     def _update_next(self) -> bool:
-        """Take a gradient in, or update a subgroup; whether there was either."""
+        """Take in a gradient, or update a subgroup; return whether there was either."""
         store, record, source = self._store, self.record, self.source
         order = list(ahead(self.schedule, record, store.pipeline.residents))
         store.pipeline.advance(order)
@@ -139,11 +126,7 @@ class StepJob:
         return True
 
     def _update(self, slot: SlotRecord, order: Sequence[SlotRecord]) -> None:
-        """Update a subgroup in memory with gradients that were captured, and let go of them.
-
-        Raises:
-            StateError: somebody has changed one since.
-        """
+        """Update a subgroup in memory and let go of its gradients. StateError: one has changed since capture."""
         record, params = self.record, {run.param for run in slot.subgroup.runs}
         record.check_grads(params)
         read_update_write(self._store, self._meter, record, [slot, *(other for other in order if other is not slot)])
@@ -166,7 +149,7 @@ class StepJob:
         store.durability.end_updates(store.pipeline, store.worker.bell)
 
     def _read_first(self) -> None:
-        """Start one read after the other, as buffers come free; each once, also where it fails."""
+        """Start reads as buffers come free. Each starts once, also if it fails."""
         pipeline = self._store.pipeline
         if self._window is None:
             self._window = pipeline.window(self._first)

@@ -1,4 +1,4 @@
-"""The global gradient norm: fp64 sums over fixed blocks, combined in index order."""
+"""Compute the global gradient norm from fp64 sums over fixed blocks, combined in index order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def total_norm(
     found_inf: bool = False,
     known: Mapping[int, torch.Tensor] | None = None,
 ) -> float | None:
-    """2-norm of all gradients together, as stored (before any unscaling), over all ranks.
+    """Return the 2-norm of all gradients as stored, before any unscaling, over all ranks.
 
     The sum of squares of every tile of 65536 elements is an fp64 sum in a fixed order, the tiles are added in the
     order of the parameters, and the ranks' sums in the order of ranks. The result depends on the gradients and on how
@@ -43,16 +43,15 @@ def total_norm(
 
     Args:
         leaves: all parameters; how they are sharded says which ranks' sums belong together.
-        grads: this rank's part of each gradient by index into `leaves`, 1D fp32, bf16 or fp16. Of one on a tier the
-            sums were taken when it arrived.
-        pool: kernels for gradients on the CPU. Of those on a device `sums_from_device` comes first.
+        grads: this rank's part of each gradient by index into `leaves`, 1D fp32, bf16 or fp16.
+        pool: kernels for gradients on the CPU. For those on a device, call `sums_from_device` first.
         norm_group: ranks with other parameters whose gradients belong to the same norm (the stages of a pipeline).
-        known: sums of squares of the tiles of gradients of which they have been taken, by index.
+        known: tile sums that are taken already, by index.
         found_inf: somebody else found a gradient of this rank that is not finite.
 
     Returns:
-        The norm; infinity or NaN if an element is. None where no rank has any gradient. Only ranks of `norm_group`
-        can differ in that: where some ranks of a mesh have a gradient, FSDP2 reduces it on all of them.
+        The norm; infinity or NaN if an element is. None where no rank has any gradient. Only ranks of `norm_group` can
+        differ in that: where some ranks of a mesh have a gradient, FSDP2 reduces it on all of them.
     """
     by_sharding: dict[_Sharding | None, list[int]] = {}
     for index in grads:
@@ -77,14 +76,14 @@ def total_norm(
 
 
 def _sharding_of(leaf: torch.Tensor) -> _Sharding | None:
-    """The mesh of a sharded parameter, and which of its dimensions it is sharded over."""
+    """Return the mesh of a sharded parameter, and which of its dimensions it is sharded over."""
     if not isinstance(leaf, DTensor):
         return None
     return leaf.device_mesh, tuple(not placement.is_replicate() for placement in leaf.placements)
 
 
 def _groups(sharding: _Sharding | None, *, sharded: bool) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Groups, by their ranks, of the dimensions over which a parameter is sharded, or of those over which it is not."""
+    """Return process groups, by their ranks, of the dimensions over which a parameter is sharded or replicated."""
     if sharding is None:
         return {}
     mesh, flags = sharding
@@ -93,7 +92,7 @@ def _groups(sharding: _Sharding | None, *, sharded: bool) -> dict[tuple[int, ...
 
 
 def _groups_with_copies(shardings: Iterable[_Sharding | None]) -> list[dist.ProcessGroup]:
-    """Groups of ranks that hold copies of some parameters: their sums are equal only if the copies are."""
+    """Return groups of ranks that hold copies of some parameters: their sums are equal only if the copies are."""
     shardings = list(shardings)
     summed = [_groups(sharding, sharded=True) for sharding in shardings]
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -111,17 +110,17 @@ def _gather(own: float, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return what gradients of this norm are multiplied by: the rule of ``torch.nn.utils.clip_grad_norm_``, in fp64."""
+    """Return the factor that ``torch.nn.utils.clip_grad_norm_`` clips by, in fp64."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
 def tile_sums(grad: torch.Tensor, pool: KernelPool) -> torch.Tensor:
-    """Sums of squares of the tiles of a flat gradient in host memory, fp64 [tiles] on the CPU."""
+    """Return sums of squares of the tiles of a flat gradient in host memory, fp64 [tiles] on the CPU."""
     return grad.partition.landed_sums if isinstance(grad, PartitionStandIn) else pool.tile_sq_sums(grad)
 
 
 def _sums_of(grads: Mapping[int, torch.Tensor], pool: KernelPool, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Sums of squares of the tiles of these gradients, in their order, fp64: of neighbours in one call."""
+    """Return the tile sums of these gradients in their order, fp64. Neighbours share one kernel call."""
     parts: list[torch.Tensor] = []
     unknown: list[torch.Tensor] = []
     for index, grad in grads.items():
@@ -139,10 +138,9 @@ def _sums_of(grads: Mapping[int, torch.Tensor], pool: KernelPool, known: Mapping
 
 
 def sums_from_device(grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Sums of squares of the tiles of those gradients that are on a device: fp64 [tiles] each, on the CPU, by index.
+    """Return the tile sums of those gradients that are on a device, by index: fp64 [tiles] on the CPU.
 
-    Torch sums them there: a few operators for each gradient, and a few more for every 16 Mi elements, which take
-    128 MiB for a moment. The host waits for the device once.
+    Their device sums 16 Mi elements at a time, which takes 128 MiB for a moment. The host waits for it once.
     """
     sums = {
         index: _sums_on_device(grad)
@@ -156,7 +154,7 @@ def sums_from_device(grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tenso
 
 
 def _sums_on_device(grad: torch.Tensor) -> torch.Tensor:
-    """Sums of squares of the tiles of a flat gradient where it is, fp64 [tiles]."""
+    """Return the tile sums of a flat gradient on its own device, fp64 [tiles]."""
     whole = grad.numel() // TILE_NUMEL * TILE_NUMEL
     parts = [
         piece.view(-1, TILE_NUMEL).double().square_().sum(1) for piece in torch.split(grad[:whole], _SQUARED_AT_ONCE)

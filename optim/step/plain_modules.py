@@ -18,13 +18,9 @@ from nvme_offload.optim.step.waiting_parameter import can_wait, let_read
 
 
 class WaitForUpdates:
-    """A hook of a module: it waits until parameters are as the latest step leaves them.
+    """A module hook that waits until parameters are as the latest step leaves them.
 
-    It keeps no state alive, and a copy of it is one of nobody's parameters.
-
-    Args:
-        body: the state of the optimizer that updates them; None waits for nothing.
-        indices: of the parameters in it.
+    It keeps no state alive. A copy of it waits for nothing, as it does without a `body`.
     """
 
     def __init__(self, body: StateBody | None = None, indices: Sequence[int] = ()) -> None:
@@ -33,11 +29,7 @@ class WaitForUpdates:
 
     @not_compiled
     def __call__(self, *_: Any) -> None:
-        """Wait, whatever kind of hook it is.
-
-        Raises:
-            SwapIOError, CorruptionError, StateError: see `StateBody.wait_for_updates_of`.
-        """
+        """Wait, as a hook of any kind; see `StateBody.wait_for_updates_of`."""
         body = self._body()
         if body is not None:
             body.wait_for_updates_of(self._indices)
@@ -47,11 +39,7 @@ class WaitForUpdates:
 
 
 class PlainModules:
-    """The modules that wait for the updates of one optimizer.
-
-    Args:
-        body: the optimizer's state.
-    """
+    """The modules that wait for the updates of one optimizer."""
 
     def __init__(self, body: StateBody) -> None:
         self._body = body
@@ -60,8 +48,7 @@ class PlainModules:
     def watch(self, model: nn.Module, blocks: Iterable[str] | None) -> None:
         """Let the modules in `model` wait, and no others; see `OffloadOptimizer.overlap_with`. Call it `at_rest`.
 
-        Raises:
-            ValueError: no parameter in it is the optimizer's, a block names nothing, or a module is compiled.
+        It raises ValueError if no parameter is the optimizer's, a block names nothing, or a module is compiled.
         """
         table = self._body.table
         chosen = set(find_units(model) if blocks is None else match_blocks(model, blocks))
@@ -100,7 +87,7 @@ class PlainModules:
 
 
 def _gathered_params(model: nn.Module) -> set[torch.Tensor]:
-    """Parameters that FSDP gathers, perhaps before the forward that uses them begins."""
+    """Return parameters that FSDP gathers, perhaps before the forward that uses them begins."""
     gathered: set[torch.Tensor] = set()
     for module in model.modules():
         gathered.update(record.sharded_param for record in fsdp_params(module))

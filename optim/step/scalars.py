@@ -1,4 +1,4 @@
-"""The scalars of a step: what an update rule makes of the hyperparameters, for each parameter."""
+"""Turn hyperparameters into the scalars of a step, for each parameter."""
 
 from __future__ import annotations
 
@@ -18,17 +18,9 @@ def scalars_of(
     indices: Collection[int],
     grad_scale: float,
 ) -> dict[int, StepScalars]:
-    """Scalars of the next update of these parameters, by index.
+    """Return the scalars of the next update of these parameters, by index.
 
-    Args:
-        store: has the number of updates that each has had.
-        rule: the optimizer's.
-        groups: with hyperparameters, which schedulers write to.
-        indices: of the parameters.
-        grad_scale: what stored gradients are multiplied by.
-
-    Raises:
-        ValueError: a hyperparameter cannot be used.
+    `grad_scale` multiplies the stored gradients. It raises ValueError for a hyperparameter that cannot be used.
     """
     scalars = {}
     by_step: dict[tuple[int, int], StepScalars] = {}  # most parameters of a group are at the same step
@@ -50,17 +42,9 @@ def scalars_of(
 def check_group(
     rule: UpdateRule, group: Mapping[str, Any], number: int, records: Iterable[ParamRecord], owner: str
 ) -> None:
-    """Check hyperparameters of parameters that have been taken on.
+    """Check a group's hyperparameters against the parameters in it that were taken on.
 
-    Args:
-        rule: the optimizer's.
-        group: hyperparameters by name.
-        number: of the group.
-        records: the parameters in it.
-        owner: the optimizer's name.
-
-    Raises:
-        ValueError: one cannot be used, or asks for other states than a parameter has.
+    It raises ValueError if one cannot be used, or asks for other states than a parameter has.
     """
     rule.check(group, number)
     other = rule.of(group)

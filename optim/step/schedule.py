@@ -26,8 +26,8 @@ def hindrance(owner: str, *, inside: str, through_buffers: bool, readers_wait: b
 
     Args:
         owner: name of the optimizer, for the text.
-        inside: what the way it is updated says to that, see `Updater.inside`.
-        through_buffers: it or a gradient passes through staging buffers, which a gather needs, too.
+        inside: why its updater cannot, see `Updater.inside`; empty: it can.
+        through_buffers: the parameter or a gradient passes through staging buffers, which a gather needs, too.
         readers_wait: whoever reads it waits for its update.
     """
     if inside:
@@ -85,12 +85,7 @@ class Schedule(Protocol[S]):
     """The order in which a worker comes to the subgroups of a step."""
 
     def upcoming(self, step: Updates[S], residents: Sequence[S]) -> Iterator[S]:
-        """Yield subgroups as they will be needed, pending or not; one may come twice.
-
-        Args:
-            step: what is to be updated.
-            residents: subgroups that hold a staging buffer.
-        """
+        """Yield subgroups as they will be needed, pending or not, perhaps twice. `residents` hold a staging buffer."""
 
 
 def ahead(schedule: Schedule[S], step: Updates[S], residents: Sequence[S]) -> Iterator[S]:
@@ -103,13 +98,7 @@ def ahead(schedule: Schedule[S], step: Updates[S], residents: Sequence[S]) -> It
 
 
 def next_update(order: Iterable[S], pending: Collection[S], may_begin: Callable[[S], bool]) -> S | None:
-    """Return the subgroup that is updated now; None: none can be.
-
-    Args:
-        order: subgroups as they will be needed next.
-        pending: those whose gradients are final, and that are to be updated.
-        may_begin: whether the state is in memory, and nothing else stands in the way. Asked until it is so.
-    """
+    """Return the first subgroup in `order` that is pending and may begin; `may_begin` is asked until one may."""
     return next((slot for slot in order if slot in pending and may_begin(slot)), None)
 
 
@@ -139,7 +128,6 @@ class InBackward(Generic[S]):
     """Updates in backward: what is ready, then what will be, the last layer's first.
 
     Args:
-        order: subgroups as they will probably be ready.
         num_early: how many of these the drive will probably have done before `step()`. Buffers that they leave are for
             what the forward needs first; None: for whatever is ready.
     """
@@ -156,14 +144,7 @@ class InBackward(Generic[S]):
 
 
 def learnt_early(num_done: int, num_early: int | None) -> int:
-    """Return how many subgroups the next backward will probably get done: `InBackward.num_early` of the next step.
-
-    One more than were done, unless these were fewer than expected.
-
-    Args:
-        num_done: subgroups that were updated in backward.
-        num_early: how many were expected; None: nobody knew.
-    """
+    """Return `InBackward.num_early` of the next step: one more than was done, unless that was fewer than expected."""
     return num_done + (num_early is not None and num_done >= num_early)
 
 
@@ -176,10 +157,5 @@ def in_direction(slots: Sequence[S], step: int) -> Sequence[S]:
 
 
 def first_of_next(following: Sequence[S], *, begins_in_backward: bool) -> Sequence[S]:
-    """Return the subgroups of the next step in the order in which they are read for it.
-
-    Args:
-        following: as the next forward will want them.
-        begins_in_backward: whether updates begin there, which is with the last layers.
-    """
+    """Return the order in which subgroups are read for the next step: from the last layer, if it begins in backward."""
     return following[::-1] if begins_in_backward else following

@@ -1,4 +1,4 @@
-"""One step: gradients are collected, their norm taken, the scalars found, and each subgroup in turn updated."""
+"""Take a step: collect gradients, take their norm, find the scalars, and update each subgroup in turn."""
 
 from __future__ import annotations
 
@@ -40,9 +40,6 @@ class Stepper:
     """Takes steps, and finishes those that stopped halfway.
 
     Args:
-        store: the optimizer's state.
-        rule: the optimizer's.
-        meter: counts steps and collects their timeline.
         norm_group: further ranks whose gradients belong to the same global norm.
         commits: of a durable run: the one before a step is settled before it writes anything.
     """
@@ -69,7 +66,6 @@ class Stepper:
         self._norm_group = norm_group
         self._commits = commits
         self.schedules = Schedules(store)
-        """The schedule of each parameter; `watch` decides anew where that changes."""
         guesses = Guesses() if store.config.overlap_step == "speculate" else None
         self._said: set[str] = set()
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -79,7 +75,7 @@ class Stepper:
         """Begins the updates in backward, where the section asks for that."""
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Note that these are the optimizer's groups from now on, and that their parameters stay where they are."""
+        """Take these as the optimizer's groups from now on; their parameters stay where they are."""
         self.schedules.decide()
         if self.final is not None:
             self.final.watch(groups)
@@ -99,27 +95,21 @@ class Stepper:
             self.final.catch_up()
 
     def _settle_commit(self) -> None:
-        """Know of the commit of the step before whether it lasts. Collective where several ranks step together."""
+        """Know whether the commit of the step before lasts. Collective where several ranks step together."""
         if self._commits is not None and not self._commits.is_settled:
             self._commits.settle()
 
     def drop_begun(self) -> None:
-        """Note that the gradients are dropped: where updates have begun in backward, the step cannot be completed."""
+        """See `FinalGradients.drop_begun`."""
         if self.final is not None:
             self.final.drop_begun()
 
     def step(self, groups: Sequence[Mapping[str, Any]], loss_scale: float | None, found_inf: bool | None) -> None:
         """Update every parameter of the groups that has a gradient.
 
-        Args:
-            groups: the optimizer's parameter groups.
-            loss_scale: what gradients were multiplied by; None: not scaled.
-            found_inf: whether a scaler has found one that is not finite; None: nobody looked, and a step that is
-                skipped draws a warning.
-
-        Raises:
-            StateError: the step before stopped halfway.
-            SwapIOError, ValueError, KeyboardInterrupt: with one note that says what is done.
+        `found_inf` says whether a scaler has found one that is not finite; None: nobody looked, and a skipped step
+        warns. An error has one note that says what is done. A refusal has none: StateError, the step before stopped
+        halfway.
         """
         number, has_begun = self._meter.steps + 1, False
         try:
@@ -139,13 +129,13 @@ class Stepper:
             raise
 
     def _between_steps(self, interrupt: DeferredInterrupt) -> AbstractContextManager[object]:
-        """The state for this step alone; of one that began in backward with what is updated there under way."""
+        """Hold the state for this step alone; a step that began in backward keeps the transfers that it started."""
         store = self._store
         has_begun = store.record_in(StepPhase.BEGUN) is not None
         return store.worker.kept_away() if has_begun else store.at_rest(meanwhile=interrupt.deliver)
 
     def _placed(self, groups: Sequence[Mapping[str, Any]]) -> list[ParamRecord]:
-        """Return the parameters of the groups. Those that have a gradient have their place from here on."""
+        """Return the records of the groups' parameters; those with a gradient have their place from here on."""
         store = self._store
         members = store.table.members(groups)
         used = [record for record in members if record.leaf.grad is not None]
@@ -202,9 +192,7 @@ class Stepper:
     def finish(self) -> None:
         """Complete a step that stopped halfway. Call it `at_rest`.
 
-        Raises:
-            StateError: there is none, or it cannot be finished any more.
-            SwapIOError: it failed again.
+        It raises StateError if there is none that can be finished.
         """
         store = self._store
         store.table.check_layouts()
@@ -221,7 +209,7 @@ class Stepper:
             raise
 
     def clip_grads(self, groups: Sequence[Mapping[str, Any]], max_norm: float) -> float:
-        """Have the next step multiply all gradients by what clips them together; returns their norm as stored."""
+        """Have the next step clip all gradients together to `max_norm`; return their norm as stored."""
         store = self._store
         # What was guessed need not be taken back for that: the step will see the factor.
         begun = store.record_in(StepPhase.BEGUN)
@@ -241,7 +229,7 @@ class Stepper:
         return f"Step {number} has updated nothing: parameters and state are as before, and step() can be called again."
 
     def _collect_grads(self, members: Sequence[ParamRecord]) -> dict[int, torch.Tensor]:
-        """Flat gradient by parameter index, of those that have one; empty where the shard is."""
+        """Return flat gradients by parameter index, for parameters that have one; empty where the shard is."""
         self._store.table.check_layouts()
         grads = {record.index: flat_grad(record.leaf, record.name) for record in members}
         return {index: grad for index, grad in grads.items() if grad is not None}
@@ -337,7 +325,7 @@ class Stepper:
             warn_user(text, ConfigWarning)
 
     def _ordered(self, slots: list[SlotRecord]) -> list[SlotRecord]:
-        """Subgroups in the order of this step, which is the same on every rank as far as whole parameters go."""
+        """Sort subgroups for this step: the same on every rank as far as whole parameters go."""
         if self._rule.whole:
             slots.sort(key=lambda slot: slot.subgroup.runs[0].param)
         if self._store.blocks.exist:  # those of one block one after the other, also where groups share the block
@@ -356,12 +344,9 @@ class Stepper:
         return WholeParams(table.leaves, in_direction(indices, self._meter.steps), self._rule.gathered_dtype)
 
     def _go_on(self, record: StepRecord, num_inside: int, interrupt: DeferredInterrupt) -> None:
-        """Do what is left of a step. Ctrl-C is honoured between subgroups, so that the step can be finished later.
+        """Do what is left of a step: `num_inside` subgroups of its order here, the others in the worker.
 
-        Args:
-            record: of the step.
-            num_inside: subgroups of its order that are updated here; the others are left to the worker.
-            interrupt: asked between two of them.
+        Ctrl-C is honoured between subgroups, so that the step can be finished later.
         """
         store = self._store
 
@@ -397,7 +382,7 @@ class Stepper:
         self._report_changed()
 
     def _leave_to_worker(self, record: StepRecord) -> None:
-        """End the step here: what is left of it goes on behind it, and whoever needs it waits."""
+        """End the step here; the worker does the rest, and whoever needs that waits."""
         store = self._store
         # As updates inside the step do, each for itself: a graph from before it must not use either weights unnoticed.
         increment_version([store.table[index].leaf for index in record.inputs.grads])
@@ -417,7 +402,7 @@ class Stepper:
         store.worker.wake()
 
     def _note_changed_on_device(self) -> None:
-        """Ask the device what the step before found there: this step waits for it anyway, for the norm."""
+        """Count what the step before found changed on the device: this step waits for it anyway, for the norm."""
         store = self._store
         if found := store.means.found_changed:
             self._meter.note_changed(int(torch.stack(found).sum()))

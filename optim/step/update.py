@@ -1,4 +1,4 @@
-"""One subgroup of a step: its state is brought into memory, updated together with its parameters, and written."""
+"""Bring one subgroup's state into memory, update it together with its parameters, and write it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,8 @@ def read_update_write(
 ) -> None:
     """Do the part of a step that belongs to ``order[position]``; its write runs behind.
 
-    Args:
-        store: the optimizer's state.
-        meter: gets the time that the kernel takes.
-        record: of the step; it notes what is done.
-        order: subgroups in the order in which they will be needed: reads of those that follow go on meanwhile.
-        position: of the subgroup.
-
-    Raises:
-        SwapIOError, CorruptionError: see `StepPipeline.acquire`; nothing was updated.
-        OutOfSpaceError: see `Updater.prepare`; nothing was updated.
+    Subgroups that follow in `order` are read meanwhile. If `StepPipeline.acquire` or `Updater.prepare` raises, nothing
+    was updated.
     """
     slot, inputs = order[position], record.inputs
     for ahead in order[position : position + 2]:
@@ -69,5 +61,5 @@ def _work_of(slot: SlotRecord, memory: Memory, inputs: StepInputs, table: ParamT
 
 
 def _flat(grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in memory, 1D. Where it is on a tier, its block must be held."""
+    """Return a gradient in memory, 1D. If it is on a tier, its block must be held."""
     return grad.partition.view() if isinstance(grad, PartitionStandIn) else grad

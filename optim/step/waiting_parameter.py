@@ -47,11 +47,7 @@ class WaitingParameter(nn.Parameter):
     @classmethod
     @not_compiled
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do `func` when all of its arguments are as the latest step leaves them.
-
-        Raises:
-            SwapIOError, CorruptionError, StateError, ForkError: see `StateBody.wait_for_updates_of`.
-        """
+        """Do `func` once its arguments are as the latest step leaves them; see `StateBody.wait_for_updates_of`."""
         kwargs = kwargs or {}
         read = [] if func in _SAYS_NOTHING_OF_VALUES else tree_flatten((args, kwargs))[0]
         waiting = [value for value in read if isinstance(value, WaitingParameter)]
@@ -63,7 +59,7 @@ class WaitingParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A copy is nobody's parameter: it waits for nothing. Raises: see `__torch_function__`."""
+        """Return a copy that waits for nothing: it is nobody's parameter."""
         _wait_for(self)
         copied: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
         copied.__class__ = nn.Parameter
@@ -76,26 +72,26 @@ def _wait_for(param: torch.Tensor) -> None:
 
 
 def can_wait(param: torch.Tensor) -> bool:
-    """Whether a parameter's readers can be had to wait: those of an exact `nn.Parameter`."""
+    """Return whether a parameter's readers can be made to wait: those of an exact `nn.Parameter`."""
     return type(param) in (nn.Parameter, WaitingParameter)
 
 
 def let_wait(records: Iterable[ParamRecord]) -> None:
-    """Have readers of these parameters wait, as far as they are plain ones that `overlap_with` was told."""
+    """Make readers wait for those of these parameters that `overlap_with` was told."""
     for record in records:
         if record.is_awaited:
             record.leaf.__class__ = WaitingParameter
 
 
 def let_read(records: Iterable[ParamRecord]) -> None:
-    """Have nobody wait for these parameters any more. Call it in a shift of the worker, or with that kept away."""
+    """Make nobody wait for these parameters any more. Call it in a shift of the worker, or with that kept away."""
     for record in records:
         if isinstance(record.leaf, WaitingParameter):
             record.leaf.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _end_updates() -> None:
-    """A forked child has nobody who does what is left: its parameters are those of now."""
+    """Wait for what must end before a fork: a child has nobody who does it, and its parameters are those of now."""
     for body in known_bodies():
         if body.is_own_process and any(isinstance(leaf, WaitingParameter) for leaf in body.table.leaves):
             body.worker.wait_until(partial(_has_nothing_left, body.worker))
