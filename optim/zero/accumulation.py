@@ -11,13 +11,7 @@ _SEQUENCE = "for every micro-batch, write\n    engine.backward(loss)\n    engine
 
 
 class Accumulation:
-    """Counts the micro-batches of a step. Each ends with ``engine.step()``, however many losses it had.
-
-    Args:
-        num_micro_batches: of one step.
-        is_pipelined: a schedule runs all micro-batches, and every ``engine.step()`` acts.
-        reduces_once: gradients wait for the last micro-batch of a step, and are reduced with it.
-    """
+    """Counts the micro-batches of a step. Each ends with ``engine.step()``, however many losses it had."""
 
     def __init__(self, num_micro_batches: int, *, is_pipelined: bool, reduces_once: bool) -> None:
         self.num_micro_batches = num_micro_batches
@@ -31,12 +25,12 @@ class Accumulation:
         """Whether the micro-batch under way is the last one, where the loop says so itself."""
         self._is_pipelined = is_pipelined
         self.reduces_once = reduces_once
-        """Whether gradients wait for the last micro-batch of a step."""
+        """Whether gradients wait for the last micro-batch of a step, and are reduced with it."""
         self._waits = False
 
     @property
     def is_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last of its step."""
+        """Whether the micro-batch under way is the last of its step; so is each that a pipeline's schedule runs."""
         if self._is_pipelined:
             return True
         return self.micro_steps + 1 >= self.num_micro_batches if self.boundary is None else self.boundary
@@ -51,12 +45,7 @@ class Accumulation:
         self.micro_steps, self.has_backward, self.is_whole = 0, False, False
 
     def begin_whole(self, num_micro_batches: int) -> None:
-        """Look whether ``engine.accumulate`` may go through so many micro-batches now.
-
-        Raises:
-            ValueError: a step has another number of them.
-            RuntimeError: the step has begun already, or something else decides when gradients are reduced.
-        """
+        """Begin a step of ``engine.accumulate``; ValueError if a step has another number of micro-batches."""
         if num_micro_batches != self.num_micro_batches:
             raise ValueError(
                 f"engine.accumulate was given {num_micro_batches} micro-batches, and gradient_accumulation_steps = "
@@ -103,11 +92,7 @@ class Accumulation:
 
     @contextmanager
     def waiting(self, stage: int) -> Iterator[None]:
-        """Within, no backward reduces gradients, and no step is taken.
-
-        Raises:
-            RuntimeError: gradients of this ZeRO stage are reduced in every backward, or it is entered twice.
-        """
+        """Within, no backward reduces gradients, and no step is taken."""
         if stage >= 2:
             raise RuntimeError(
                 f"engine.no_sync: stage {stage} keeps its part of the gradients only, and so reduces them in every "
@@ -122,15 +107,7 @@ class Accumulation:
             self._waits = False
 
     def check_step(self, gradients: Iterable[torch.Tensor | None], *, is_scaled: bool) -> None:
-        """Look whether ``engine.step()`` may be called now, and take note of a plain ``loss.backward()``.
-
-        Args:
-            gradients: of all parameters.
-            is_scaled: backward needs a scaled loss.
-
-        Raises:
-            RuntimeError: there was no backward, or one that lacks what ``engine.backward`` does; says what to write.
-        """
+        """Check that ``engine.step()`` may be called now, and take note of a plain ``loss.backward()``."""
         if self._waits:
             raise RuntimeError("engine.step was called within engine.no_sync; call it after the with block")
         if self.has_backward or self._is_pipelined:

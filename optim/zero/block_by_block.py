@@ -41,25 +41,14 @@ from nvme_offload.optim.zero.block_call import Arriving, BlockCall, Keeper, Kept
 from nvme_offload.optim.zero.relay import Runner
 
 BeginBackward = Callable[[torch.Tensor | None, bool], torch.Tensor | None]
-"""It gets the loss, where backward begins with that, and whether the micro-batch is the last one. It returns the loss
-as backward needs it."""
+"""It gets the loss, or None past the tail, and whether the micro-batch is the last one; it returns the scaled loss."""
 
 _thread = threading.local()
 """Its `forward` is the micro-batch whose forward runs in this thread."""
 
 
 class BlockByBlock:
-    """Takes micro-batches through the blocks of a model by turns: `forward`, then `backward`, for those of one step.
-
-    Args:
-        root: the whole model, sharded.
-        blocks: the parts that are computed one after the other.
-        device: that it computes on.
-        keeper: of boundaries and their gradients.
-
-    Raises:
-        BlockOrderError: the model is compiled as a whole.
-    """
+    """Takes the micro-batches of a step through the blocks of a sharded model by turns: `forward`, then `backward`."""
 
     def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], device: torch.device, keeper: Keeper) -> None:
         if is_compiled(root):
@@ -89,13 +78,7 @@ class BlockByBlock:
     ) -> None:
         """Run all forwards, and for all but the last micro-batch backward through its tail.
 
-        Args:
-            loss_of: the loss of one of them, a scalar.
-            micro_batches: all of a step.
-            begin_backward: called before each backward through a part of the model.
-
-        Raises:
-            BlockOrderError: the model cannot be computed so. After this and any other exception, call `stop`.
+        `begin_backward` is called before each backward through a part of the model. After an exception call `stop`.
         """
         self.stop()
         self._begin_backward = begin_backward
@@ -128,16 +111,9 @@ class BlockByBlock:
             self._turns.free(self._turns.units, after_forward=True)
 
     def backward(self, catch_up: Callable[[], None]) -> list[torch.Tensor]:
-        """Run backward through the last micro-batch's tail, and through all blocks.
+        """Run backward through the last micro-batch's tail and all blocks; return the losses, without their graphs.
 
-        Args:
-            catch_up: called where all micro-batches have gone backward through a part of the model.
-
-        Returns:
-            The losses, without their graphs.
-
-        Raises:
-            BlockOrderError: a block gave something else when it was computed again, in the first step. As `forward`.
+        `catch_up` is called when all micro-batches have gone backward through a part. After an exception call `stop`.
         """
         self._go_through_tail(self._forwards[-1])
         self._turns.free(self._turns.units, after_forward=False)
@@ -189,7 +165,7 @@ class BlockByBlock:
             )
 
     def _computed(self, call: BlockCall, forward: _Forward) -> Callable[[], Any]:
-        """Compute the block that a micro-batch waits for; what is returned gives the result there, or its error."""
+        """Compute the block that a micro-batch waits for; return a function that gives the result or its error."""
         try:
             output = call.forward(self._keeper, looks=not self.has_looked)
         except Exception as error:
@@ -220,13 +196,7 @@ class BlockByBlock:
         self._go_through(forward, [Arriving(self._keeper, loss)], len(forward.calls))
 
     def _go_through(self, forward: _Forward, ends: Sequence[Arriving], at: int) -> None:
-        """Backward through code between blocks, with what is gathered in no block.
-
-        Args:
-            forward: its micro-batch.
-            ends: what backward begins with.
-            at: the number of the call that this code comes before.
-        """
+        """Go backward from `ends` through the code before call number `at`, with what is gathered in no block."""
         turns, modules = self._turns, [*self._turns.units, self._root]
         earlier = turns.exchange([(record, kept.take()) for record, kept in forward.gradients])
         is_loss = at == len(forward.calls)
@@ -252,12 +222,7 @@ class _End(NamedTuple):
 
 
 class _Forward:
-    """The forward of one micro-batch, and what it leaves for backward.
-
-    Args:
-        names: of the blocks.
-        keeper: of gradients.
-    """
+    """The forward of one micro-batch, and what it leaves for backward."""
 
     def __init__(self, names: dict[nn.Module, str], keeper: Keeper) -> None:
         self.calls: list[BlockCall] = []
@@ -284,7 +249,7 @@ class _Forward:
         self.loss = loss_of(batch)
 
     def call_of(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
-        """Note that a block is called. In the thread, whose autocast state counts."""
+        """Note that a block is called: in the thread, whose autocast state counts."""
         name = self._names[block]
         if any(call.block is block for call in self.calls):
             why = "is called twice in one micro-batch: its gradients would be added up in another order"
@@ -292,22 +257,18 @@ class _Forward:
         return BlockCall(block, name, args, kwargs, self._source_of)
 
     def note_outputs(self, call: BlockCall, output: Any) -> None:
-        """Know the leaves that a block gave when another one is given them."""
+        """Remember the leaves that a block gave, to know them when another one is given them."""
         for leaf, arriving in call.outputs(output):
             self._outputs[id(leaf)] = weakref.ref(leaf), arriving
 
     def pop_ends(self, at: int) -> list[Arriving]:
-        """Take out those with which backward goes on after a call."""
+        """Take out the ends with which backward goes on after a call."""
         found = [end.arriving for end in self.ends if end.at == at]
         self.ends = [end for end in self.ends if end.at != at]
         return found
 
     def find_last_uses(self) -> None:
-        """Look where parameters are used last on the way back, and whether code between blocks is gone through once.
-
-        Raises:
-            BlockOrderError: something that is computed before a block is used after it, past the block.
-        """
+        """Find where backward comes to parameters last; BlockOrderError if it comes to code between blocks twice."""
         parts: dict[int, list[torch.Tensor]] = {len(self.calls): [self.loss]}
         for end in sorted(self.ends, key=lambda end: -end.at):
             assert end.arriving.tensor is not None

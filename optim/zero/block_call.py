@@ -52,16 +52,13 @@ class _Here:
         self._tensors = [tensor]
 
     def take(self) -> torch.Tensor:
-        """Return the tensor, once."""
         return self._tensors.pop()
 
 
 class Arriving:
     """The gradient of a tensor, from all that used it, in the order in which backward comes to them.
 
-    Args:
-        keeper: of what has come so far.
-        tensor: where backward goes on with it; None: of what a block gave, which is computed again first.
+    Backward goes on with `tensor`; None stands for something that a block gave, which is computed again first.
     """
 
     def __init__(self, keeper: Keeper, tensor: torch.Tensor | None = None) -> None:
@@ -87,18 +84,7 @@ class Arriving:
 
 
 class BlockCall:
-    """A block is called in a micro-batch.
-
-    Args:
-        block: the module.
-        name: of the block, for messages.
-        args: its positional arguments.
-        kwargs: the others.
-        source_of: where the gradient of an argument that needs one goes.
-
-    Raises:
-        BlockOrderError: an argument is something that computing twice may change.
-    """
+    """A block is called in a micro-batch; BlockOrderError if computing it twice may change an argument."""
 
     def __init__(
         self,
@@ -132,17 +118,10 @@ class BlockCall:
         return bool(self._sources) or any(param.requires_grad for param in self.block.parameters())
 
     def forward(self, keeper: Keeper, *, looks: bool) -> Any:
-        """Compute the block, leave no graph, and keep what it takes to do so again.
+        """Compute the block, leave no graph, and keep what it takes to do so again; tensors to train come as leaves.
 
-        Args:
-            keeper: of boundaries.
-            looks: whether to look if the block is a function of its arguments, now and when it is computed again.
-
-        Returns:
-            What the block gave; tensors in it that need a gradient are leaves.
-
-        Raises:
-            BlockOrderError: it changes an argument or a buffer, or gives something in which no tensor would be found.
+        With `looks`, buffers that it changes and another result in `backward` are refused, too, as changed arguments
+        always.
         """
         # With a graph, which ends here: operators choose kernels by whether somebody will need a gradient.
         leaves = [
@@ -178,11 +157,7 @@ class BlockCall:
         return ((given[at], arriving) for at, arriving in self._arriving.items())
 
     def backward(self) -> None:
-        """Compute the block again and go backward through it. Gradients of its arguments go where they came from.
-
-        Raises:
-            BlockOrderError: it gave something else this time.
-        """
+        """Compute the block again and go backward through it. Gradients of its arguments go where they came from."""
         leaves = list(self._leaves)
         for at, kept in self._boundary.items():
             leaves[at] = kept.take().detach().requires_grad_()
@@ -272,7 +247,7 @@ def set_random_states(device: torch.device, states: Sequence[torch.Tensor]) -> N
 
 
 def _sums_of_bits(values: Sequence[object]) -> list[int]:
-    """Sums of the bits of each tensor, as whole numbers."""
+    """Return the sum of the bits of each tensor, as a whole number."""
     tensors = [value.detach().contiguous() for value in values if isinstance(value, torch.Tensor)]
     kinds = [_BITS.get(tensor.element_size(), torch.int64) for tensor in tensors]
     return [int(one.view(kind).sum(dtype=torch.int64)) for one, kind in zip(tensors, kinds, strict=True)]

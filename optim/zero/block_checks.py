@@ -33,24 +33,11 @@ def check_blocks_fit(
     rule: UpdateRule,
     rules: Mapping[str, UpdateRule],
 ) -> OffloadConfig:
-    """Look whether every block will fit into a staging buffer, and the staging buffers into the host budget.
+    """Check that each block fits into a staging buffer, and the staging buffers into the host budget; else ConfigError.
 
     All ranks come to the same answer, so that none is left waiting. `StateStore` looks again, at what there really is.
-
-    Args:
-        config: the whole section.
-        model: still whole.
-        blocks: what will be gathered together; the rest of the model is one more block.
-        mesh: its last dimension shards.
-        precision: of this model.
-        rule: of the optimizer.
-        rules: of each parameter, by name.
-
-    Returns:
-        The section, with a host budget of "auto" in bytes: what is left on this host beside what the model will take.
-
-    Raises:
-        ConfigError: names the block, its bytes and the key to raise; or the budget and what is needed.
+    The section is returned, with a host budget of "auto" in bytes: what is left on this host beside what the model will
+    take.
     """
     on_device = is_device(mesh.device_type)
     account = Account(config, list(_groups(model, blocks, mesh, precision, rules)), _num_shards(mesh), on_device)
@@ -90,7 +77,7 @@ def _groups(
     precision: PrecisionPlan,
     rules: Mapping[str, UpdateRule],
 ) -> Iterator[GroupSize]:
-    """The parameters of each block: of one policy, and all of them trainable or frozen."""
+    """Yield the parameters of each block, and of the rest: of one policy, and all of them trainable or frozen."""
     module_names = {module: name for name, module in model.named_modules()}
     param_names = {param: name for name, param in model.named_parameters()}
     taken: set[nn.Parameter] = set()
@@ -110,5 +97,5 @@ def _groups(
 
 
 def _padded(shape: torch.Size, num_shards: int) -> torch.Size:
-    """Shape of a shard of a parameter of this shape, as FSDP2 gathers it."""
+    """Return the shape of a shard of a parameter of this shape, as FSDP2 gathers it."""
     return torch.Size([-(-shape[0] // num_shards), *shape[1:]]) if shape else shape

@@ -135,7 +135,7 @@ class CheckpointEngine(ABC):
         commits.watch(save)
 
     def _join_checkpoint(self) -> BaseException | None:
-        """Wait for what is written in the background; what it failed with, if it did."""
+        """Wait for the checkpoint that is written in the background, and return what it failed with, if it did."""
         save, self._background = self._background, None
         if save is None:
             return None

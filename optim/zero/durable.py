@@ -19,12 +19,7 @@ from nvme_offload.optim.precision.loss_scale import LossScaler
 
 
 class EnginePart:
-    """A training engine adds this to each commit: loss scale, schedule, buffers.
-
-    Args:
-        module: of the engine.
-        scaler: of its losses; None without fp16.
-    """
+    """A training engine adds this to each commit: loss scale, schedule, buffers."""
 
     def __init__(self, module: nn.Module, scaler: LossScaler | None) -> None:
         self.scaler = scaler
@@ -41,11 +36,7 @@ class EnginePart:
         }
 
     def restore(self, part: Mapping[str, Any], lr_scheduler: LRScheduler | None, folder: Path) -> None:
-        """Bring back what was committed.
-
-        Raises:
-            ResumeError: it was committed with, or without, what the engine has not, or has.
-        """
+        """Bring back what was committed; ResumeError if only one side has a loss scale, or a schedule."""
         for what, own in (("loss_scale", self.scaler), ("lr_scheduler", lr_scheduler)):
             if (own is None) != (part.get(what) is None):
                 raise ResumeError(folder, f"was committed {'with' if own is None else 'without'} a {what}")
@@ -59,7 +50,7 @@ class EnginePart:
                     buffer.copy_(part["buffers"][name])
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return those that a checkpoint has, too."""
+        """Return the buffers that a checkpoint has, too."""
         buffers = dict(self._module.named_buffers())
         if self._kept is None:
             kept = self._module.state_dict().keys()
@@ -73,18 +64,6 @@ class DurableTraining(Durable):
     Every rank must call each of them. Buffers, schedule and loss scale are committed and brought back with the rest,
     and steps are `global_steps`; those that were skipped count. StateError of ``commit``, ``snapshot`` and ``rewind``
     says, too, that micro-batches of an unfinished step are there.
-
-    Args:
-        optimizer: of the engine.
-        part: what the engine adds.
-        lr_scheduler: of the engine, if it has one.
-        between_steps: completes a step that an exception stopped and returns `global_steps`; StateError, with the name
-            of a method, between two micro-batches.
-        go_on_from: forgets gathered weights and gradients, since those of the model are others now, and sets
-            `global_steps`.
-
-    Raises:
-        StateError: the section does not say ``durable``.
     """
 
     def __init__(
@@ -102,11 +81,7 @@ class DurableTraining(Durable):
         self._complete = between_steps
 
     def end_step(self, global_steps: int) -> None:
-        """Commit the step that has ended, behind the caller's back.
-
-        Args:
-            global_steps: steps that were taken or skipped.
-        """
+        """Commit the step that has ended, behind the caller's back."""
         self.commits.end_step(self._owner.param_groups, global_steps, self._added())
 
     def _between_steps(self, method: str) -> int:

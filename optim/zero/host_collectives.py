@@ -76,11 +76,7 @@ class KeptReduction(_InKeptMemory):
 
 
 def gather_in_kept_memory(model: nn.Module) -> None:
-    """Have all of a model that FSDP2 shards over ranks on CPUs gather and reduce in memory that they share and keep.
-
-    Args:
-        model: after ``fully_shard``, with all that is in it.
-    """
+    """Have all modules that FSDP2 shards over ranks on CPUs gather and reduce in memory that they share and keep."""
     memory = KeptMemory()
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -243,7 +243,7 @@ def _check_is_on(model: nn.Module, current: torch.device) -> None:
 
 
 def _params_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer gets: frozen ones too, as in torch; those have no state before a gradient."""
+    """Return the parameters that the optimizer gets: frozen ones too, as in torch, without state before a gradient."""
     return {
         name: param
         for name, param in model.named_parameters()
@@ -260,11 +260,7 @@ def _optimizer_of(config: OffloadConfig, optimizer: OptimizerFactory | None) -> 
 
 
 def _rule_of(optimizer: OptimizerFactory) -> UpdateRule:
-    """The rule of the optimizer that will be made.
-
-    Raises:
-        TypeError: it is none of ours, or made already; says what to write.
-    """
+    """Return the rule of the optimizer that will be made; TypeError for one that is none of ours, or made already."""
     if isinstance(optimizer, Optimizer):
         raise TypeError(_made_already(optimizer))
     found = optimizer.func if isinstance(optimizer, partial) else optimizer
@@ -308,11 +304,7 @@ def _birth_of(
     *,
     on_device: bool,
 ) -> Birth | None:
-    """The birth of a model that is on meta, with its weight files checked; None for a model that has values.
-
-    Raises:
-        ValueError: `weights` or `init` with a model that has values, or see `Birth`.
-    """
+    """Return the birth of a model that is on meta, with its weight files checked; None for a model that has values."""
     if is_on_meta(model):
         # On the CPU host memory is where they are anyway.
         tiers = ("nvme", "cpu") if on_device else ("nvme",)
@@ -328,7 +320,7 @@ def _birth_of(
 
 
 def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
-    """The type of the device that a plain module is on; on meta, where it is to be."""
+    """Return the type of the device that a plain module is on; on meta, where it is to be."""
     device = next((param.device for param in model.parameters()), HOST)
     if device.type == "meta":
         return mesh.device_type if mesh is not None else default_device_type()

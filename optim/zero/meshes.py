@@ -41,11 +41,7 @@ class MeshRoles:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshRoles:
-        """Read the names of a mesh's dimensions; without any of the known names it is data-parallel as a whole.
-
-        Raises:
-            ValueError: a dimension is not known, or there is no data-parallel one; says what may stand there.
-        """
+        """Read the names of a mesh's dimensions; without any of the known names it is data-parallel as a whole."""
         names = mesh.mesh_dim_names or ()
         if not set(names) & set(_KNOWN):
             if mesh.ndim > 2:
@@ -82,14 +78,9 @@ class MeshRoles:
 
 
 def replicated(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh for ZeRO stage 0, plain data parallelism: each rank of a 1-D mesh has the whole model.
+    """Return the mesh for ZeRO stage 0, plain data parallelism: each rank of a 1-D mesh has the whole model.
 
-    Args:
-        mesh: that `initialize` was given, or made. One that already has a dimension to replicate over is right as it
-            is, and so is one of a single rank.
-
-    Raises:
-        ConfigError: it shards over several ranks, and cannot be turned; says what to write.
+    One that shards over a single rank is right as it is; any other is a ConfigError, which says what to write.
     """
     roles = MeshRoles.of(mesh)
     num_ranks = roles.data_parallel.size(-1)
@@ -127,12 +118,8 @@ def check_not_sharded(model: nn.Module, roles: MeshRoles) -> None:
 def check_same_on_ranks(mesh: DeviceMesh, roles: MeshRoles, config: OffloadConfig, model: nn.Module) -> None:
     """Compare what ranks were given, before a difference becomes a collective that never ends.
 
-    The section must be the same everywhere, but for ``aio`` and ``offload_*``. Names, shapes and
-    ``requires_grad`` of the parameters must be the same on the ranks of one pipeline stage. Values are not compared.
-
-    Raises:
-        ConfigError: sections differ; names the keys, the values and the ranks.
-        ValueError: models differ; names the ranks.
+    The section must be the same everywhere, but for ``aio`` and ``offload_*``; names, shapes, dtypes and
+    ``requires_grad`` of the parameters on the ranks of one pipeline stage. Values are not compared.
     """
     mine = dict(_flat(config.model_dump(mode="json")))
     (first_rank, first), *sections = gather(mine, *mesh.get_all_groups()).items()
@@ -160,7 +147,7 @@ def check_same_on_ranks(mesh: DeviceMesh, roles: MeshRoles, config: OffloadConfi
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a section by full key."""
+    """Yield the values of a section with their full keys."""
     for key, value in section.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

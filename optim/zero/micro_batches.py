@@ -26,17 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class MicroBatches:
-    """Goes through the micro-batches of a step block by block, where the section asks for that and the model allows it.
-
-    Args:
-        config: the whole section.
-        root: the whole model, sharded.
-        units: what is gathered one by one.
-        mesh: its ranks.
-        accumulation: counts them.
-        passes: gives up what an exception cut off.
-        keeper: of what stays between forward and backward; by default that stays in memory.
-    """
+    """Goes through the micro-batches of a step block by block, if the section asks for that and the model allows it."""
 
     def __init__(
         self,
@@ -72,20 +62,12 @@ class MicroBatches:
         begin_anew: Callable[[], None],
         catch_up: Callable[[], None],
     ) -> list[torch.Tensor] | None:
-        """Run forward and backward of all micro-batches block by block.
+        """Run forward and backward of all micro-batches block by block; return their losses.
 
-        Args:
-            loss_of: the loss of one.
-            micro_batches: all of a step.
-            begin_backward: see `BeginBackward`; with whether gradients are final where the micro-batch is the last.
-            begin_anew: drops the gradients of the step.
-            catch_up: called where backward has come to the end of a block.
-
-        Returns:
-            The losses; None if the model has to be computed in the other order. Nothing has happened then.
-
-        Raises:
-            BlockOrderError: the section asks for this order, and the model cannot be computed so.
+        Return None where the model has to be computed in the other order: then nothing has happened. BlockOrderError,
+        if the section asks for this one. `begin_backward` is a `BeginBackward` that is told, too, whether gradients are
+        final where the micro-batch is the last; `begin_anew` drops the gradients of the step; `catch_up` is called
+        where backward has come to the end of a block.
         """
         if not self.is_vertical:
             return None

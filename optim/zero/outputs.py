@@ -20,21 +20,16 @@ def train_through_any_output(model: nn.Module) -> None:
 
     FSDP2 gathers parameters again, and reduces their gradients, when a gradient comes to a tensor that a forward has
     returned. Where it sees none of them, nothing is trained, or backward computes with parameters that are freed.
-
-    Args:
-        model: after it was sharded.
     """
     for module in model.modules():
         hook_outputs(module, tensors_in)
 
 
 def tensors_in(output: object) -> list[torch.Tensor]:
-    """All tensors that an object leads to: through items, values of mappings, attributes and slots, at any depth.
+    """Return all tensors that an object leads to through items, values of mappings, attributes and slots, at any depth.
 
-    Modules are not looked into: their parameters are none of a forward's results.
-
-    Raises:
-        TypeError: there is an iterator, which nobody can look into without using it up; names its type.
+    Modules are not looked into, whose parameters are none of a forward's results. TypeError for an iterator, which
+    looking would use up.
     """
     found: list[torch.Tensor] = []
     seen: dict[int, object] = {}  # they are kept, as no other object gets their id then

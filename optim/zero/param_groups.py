@@ -41,16 +41,8 @@ def groups_of(
 ) -> list[NamedGroup]:
     """Return the groups of a model's parameters: those that no group names come first, with the optimizer's options.
 
-    Beside Muon's matrices each group has a second one, with AdamW, for what Muon is not for.
-
-    Args:
-        model: not sharded yet.
-        section: ``optimizer`` of the configuration.
-        rule: of the optimizer.
-        given: the groups, in place of those of the section. ``params`` of each are names, patterns or parameters.
-
-    Raises:
-        ValueError, ConfigError: a group names nothing, or something that another one has.
+    Beside Muon's matrices each group has a second one, with AdamW, for what Muon is not for. Groups that are `given`
+    stand in place of those of the section.
     """
     if given is None:
         wanted = [_Wanted.of_section(model, number, group) for number, group in enumerate(section.groups)]
@@ -137,7 +129,7 @@ class _Wanted:
 def _found(
     model: nn.Module, asked: Iterable[object], error: Callable[[str], ValueError]
 ) -> Mapping[nn.Parameter, None]:
-    """The parameters that are asked for, in the model's order."""
+    """Return the parameters that are asked for, in the model's order."""
     own = dict.fromkeys(model.parameters())
     found: dict[nn.Parameter, None] = {}
     for each in asked:

@@ -15,14 +15,7 @@ from nvme_offload.optim.zero.sharding import reset_pass
 
 
 class Passes:
-    """Runs forwards and backwards, and gives up the step where one was cut off.
-
-    Args:
-        module: as it was sharded.
-        optimizer: of its parameters.
-        num_ranks: of the whole mesh.
-        peers: told of an error of this rank; name that of another.
-    """
+    """Runs forwards and backwards, and gives up the step where one was cut off."""
 
     def __init__(self, module: nn.Module, optimizer: OffloadOptimizer, num_ranks: int, peers: Peers) -> None:
         self._module = module
@@ -43,24 +36,16 @@ class Passes:
         """Leave FSDP2 and the gradients as before the step, after an I/O error or Ctrl-C inside forward or backward.
 
         Where that cannot be, no other pass begins, and the other ranks are told. Any other exception out of a backward
-        leaves gradients of which nobody knows how much is in them: on one rank, the same.
-
-        Args:
-            where: ``forward``, ``backward``, or ``accumulate``, for messages. Nobody goes on within the last, after
-                any exception.
-            begin_anew: drops the gradients of the step.
-            is_done: whether the pass is whole, whatever is raised then.
+        leaves gradients of which nobody knows how much is in them: on one rank, the same. Within ``accumulate`` it is
+        so after any exception at all, unless `is_done` says that the pass is whole. `begin_anew` drops the gradients of
+        the step.
         """
         if self._way_on:
             raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
         return _Pass(self, where, begin_anew, is_done)
 
     def end(self, where: str, begin_anew: Callable[[], None], error: BaseException) -> None:
-        """An exception came out of a pass; see `run`.
-
-        Raises:
-            PeerError: another rank failed, of which this error is what came of it.
-        """
+        """Give up the pass that an exception came out of, see `run`; PeerError where the failure is another rank's."""
         said = self._peers.instead_of(error)
         if said is not None:
             self._way_on = "Another rank failed: end them all and resume from a checkpoint."

@@ -20,10 +20,6 @@ class Runner:
 
     Who calls `advance` waits meanwhile, so that nothing runs beside anything. The thread has what torch and Python keep
     for the caller's: contextvars, the default device, autocast.
-
-    Args:
-        function: called with the runner.
-        device: that it computes on.
     """
 
     def __init__(self, function: Callable[[Runner], object], device: torch.device) -> None:
@@ -41,11 +37,8 @@ class Runner:
     def advance(self, answer: Callable[[], Any]) -> Any:
         """Give the function what it asked for, and return what it asks for next; None: it has returned.
 
-        Args:
-            answer: called in the function's thread; what it raises is raised there. The first one's result is lost.
-
-        Raises:
-            Whatever the function raised.
+        `answer` is called in the function's thread; what it raises is raised there, and what the function raises, here.
+        The first one's result is lost.
         """
         if self._thread.ident is None:
             start(self._thread)

@@ -17,12 +17,9 @@ from nvme_offload.offload.config.training import SchedulerConfig
 
 
 def scheduler_of(config: OffloadConfig, optimizer: Optimizer) -> LambdaLR | None:
-    """The schedule that the section asks for, beginning at step 0; None without a ``scheduler`` section.
+    """Return the schedule that the section asks for, beginning at step 0; None without a ``scheduler`` section.
 
-    Args:
-        config: the whole section.
-        optimizer: whose learning rates to set. Where the section gives no learning rate, each group's own is the one
-            that the warm-up leads to; and that of a group which has another than the optimizer's in any case.
+    The warm-up leads to the group's own learning rate where the section gives none, or where it is not the optimizer's.
     """
     if config.scheduler is None:
         return None
@@ -30,13 +27,7 @@ def scheduler_of(config: OffloadConfig, optimizer: Optimizer) -> LambdaLR | None
 
 
 def take_on_groups(scheduler: LRScheduler | None, config: OffloadConfig, optimizer: Optimizer) -> None:
-    """Have the schedule of the section set the learning rates of groups that were added since, too.
-
-    Args:
-        scheduler: of the training. One that the section did not ask for is its maker's business.
-        config: the whole section.
-        optimizer: the scheduler's.
-    """
+    """Have the section's schedule set the learning rates of groups added since; leave other schedulers alone."""
     if config.scheduler is None or not isinstance(scheduler, LambdaLR):
         return
     for group in optimizer.param_groups[len(scheduler.lr_lambdas) :]:
@@ -76,24 +67,18 @@ def _rate_of(section: SchedulerConfig, optimizer: Optimizer, group: dict[str, An
 
 
 def warmup_factor(step: int, num_steps: int, kind: str) -> float:
-    """Part of the way from the first to the full learning rate: 0 at step 0, below 1 or 1 before `num_steps`.
-
-    Args:
-        step: steps taken.
-        num_steps: length of the warm-up; 1 counts as 2.
-        kind: ``linear``, or ``log`` for log(step + 1) / log(num_steps).
-    """
+    """Return the part of the way to the full learning rate: 0 at step 0, at most 1 before `num_steps`, at least 2."""
     num_steps = max(2, num_steps)
     return step / num_steps if kind == "linear" else math.log(step + 1) / math.log(num_steps)
 
 
 def linear_decay(num_warmup: int, num_total: int) -> Callable[[int], float]:
-    """Factor that falls in a line from 1 at the end of the warm-up to 0 at step `num_total`."""
+    """Return a factor that falls in a line from 1 at the end of the warm-up to 0 at step `num_total`."""
     return lambda step: max(0.0, (num_total - step) / max(1, num_total - num_warmup))
 
 
 def cosine_decay(num_warmup: int, num_total: int, min_ratio: float) -> Callable[[int], float]:
-    """Factor that falls along half a cosine after the warm-up, to `min_ratio` at step ``num_total - 1``, and stays."""
+    """Return a factor that falls along half a cosine after the warm-up, to `min_ratio` at step ``num_total - 1``."""
 
     def factor(step: int) -> float:
         progress = min(1.0, (step - num_warmup + 1) / max(1, num_total - num_warmup))

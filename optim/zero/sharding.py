@@ -62,11 +62,7 @@ def is_launched() -> bool:
 
 
 def default_mesh(device_type: str) -> DeviceMesh:
-    """A mesh of all ranks; without a launcher, a mesh of this process alone.
-
-    Raises:
-        ValueError: torch.distributed is neither set up nor set up by the environment, and cannot be.
-    """
+    """Return a mesh of all ranks; without a launcher, of this process alone."""
     if not dist.is_initialized():
         backend = _backend_for(device_type)
         if is_launched():
@@ -78,7 +74,7 @@ def default_mesh(device_type: str) -> DeviceMesh:
 
 
 def _backend_for(device_type: str) -> str:
-    """The backend of a device beside one for the CPU, where state is gathered for who looks at it."""
+    """Return the backend of a device beside one for the CPU, where state is gathered for who looks at it."""
     on_host = dist.get_default_backend_for_device(HOST.type)
     if device_type == HOST.type:
         return on_host
@@ -96,14 +92,8 @@ def shard_with_precision(
 ) -> None:
     """Shard a plain module and give it the precision of its plan: all that `initialize` does to it, in place.
 
-    Args:
-        model: a plain module on its device: the whole model, or one stage of a pipeline. Its 16-bit parameters become
-            fp32.
-        blocks: see `shard_model`.
-        mesh: the data-parallel ranks.
-        plan: of this module.
-        reshard_after_forward: ZeRO stage 3 or not.
-        give_shards: of a model on the meta device: gives its shards memory, in parts where the plan says so.
+    Its 16-bit parameters become fp32. `give_shards` gives the shards of a model on meta memory, in parts where the plan
+    says so.
     """
     cast_where_needed(model, plan)
     for param in model.parameters():
@@ -147,7 +137,7 @@ def _gathered_whole(model: nn.Module, plan: PrecisionPlan) -> dict[nn.Module, st
 
 
 def _make_fp32(param: nn.Parameter) -> None:
-    """Convert a module to fp32 in place, so that tied weights stay tied."""
+    """Convert a parameter to fp32 in place, so that tied weights stay tied."""
     if isinstance(param, DTensor):  # whose data is another tensor's, which `.data` would not change
         wide = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
         swap_tensors(param, wide)  # type: ignore[no-untyped-call]
@@ -163,16 +153,9 @@ def shard_model(
     *,
     reshard_after_forward: bool,
 ) -> nn.Module:
-    """``fully_shard`` the blocks one by one, then what is left of the model; in place.
+    """``fully_shard`` the blocks one by one, then what is left of the model; in place. No block is inside another.
 
     Within a block, and in what is left, all modules of one gather and one reduce dtype are gathered together.
-
-    Args:
-        model: a plain module on its device.
-        blocks: parts to be gathered together, in any order, none inside another.
-        mesh: 1-D, or 2-D (replicate, shard) for hybrid sharding.
-        plan: dtypes of gathering and reduction; of this module.
-        reshard_after_forward: free gathered parameters between forward and backward (ZeRO stage 3) or not.
     """
     grouping = _Grouping(model, blocks, plan)
     for modules, policy in grouping.groups:
@@ -214,10 +197,6 @@ def _reduce_where_accumulation_asks(model: nn.Module, plan: PrecisionPlan) -> No
     Stage 1, and every pipeline schedule of PyTorch, defer reductions to the last micro-batch with
     ``model.set_requires_gradient_sync(False)``. Until then FSDP2 adds up unsharded gradients in the reduce dtype, so
     that groups with another accumulation dtype must not wait.
-
-    Args:
-        model: after `shard_model`, and the module that it is asked of: the model, or the stage of a pipeline.
-        plan: of that module.
     """
     names = {param: name for name, param in model.named_parameters()}
     never_wait = {

@@ -8,12 +8,7 @@ from nvme_offload.optim.ranks.peers import Peers
 
 
 class Update:
-    """Takes the optimizer's step once, however often it is asked to after exceptions.
-
-    Args:
-        optimizer: whose step it is.
-        peers: told of an I/O error.
-    """
+    """Takes the optimizer's step once, however often it is asked to after exceptions."""
 
     def __init__(self, optimizer: OffloadOptimizer, peers: Peers) -> None:
         self._optimizer = optimizer
@@ -26,15 +21,7 @@ class Update:
         return self._begun is not None and self._begun[0] == step
 
     def take(self, step: int, loss_scale: float | None) -> bool:
-        """Update the parameters, or finish what an exception stopped.
-
-        Args:
-            step: of the engine; what is known of another one is of no account.
-            loss_scale: of the gradients; None where they are not scaled.
-
-        Returns:
-            Whether it was done; otherwise it was skipped.
-        """
+        """Update the parameters, or finish what an exception stopped; return False if the step was skipped."""
         if not self.has_begun(step):
             self._begun = step, *self._counts()
         try:
@@ -53,13 +40,10 @@ class Update:
             raise
 
     def outcome(self, step: int) -> bool | None:
-        """Whether an update that an exception came out of was done (True) or skipped (False); None: neither, so far.
+        """Say if an update that an exception came out of was done (True) or skipped (False); None: neither, so far.
 
         It may have been done: Ctrl-C waits for the last subgroup, a warning can be an error, and the user may have
         called ``finish_step``.
-
-        Args:
-            step: of the engine.
         """
         if self._begun is None or self._begun[0] != step or self._optimizer.has_unfinished_step:
             return None
