@@ -1,4 +1,4 @@
-"""Gradients on their way from a device to host memory."""
+"""Bring gradients from a device to host memory."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ class _Arrival:
     """A gradient on its way."""
 
     to: object
-    """It belongs to this: its block."""
+    """The block that it belongs to."""
     then: Callable[[], object]
     grad: torch.Tensor | None
-    """On the device, until its memory may be used again."""
+    """The gradient on the device, until its memory may be used again."""
     mark: Event | None = None
-    """Behind its copy; None until the thread that lands it has been told."""
+    """Comes behind its copy; None until the landing thread has been told."""
     has_landed: threading.Event = field(default_factory=threading.Event)
-    """Set when what follows is done, or has failed."""
+    """Set when `then` is done, or has failed."""
     failure: BaseException | None = None
-    """The error that it raised."""
 
     def land(self, mark: Event) -> None:
-        """Wait for the copy and do what follows."""
+        """Wait for the copy, then call `then`."""
         try:
             mark.synchronize()
             self.grad = None
@@ -49,29 +48,25 @@ class _Arrival:
         self.has_landed.set()
 
     def let_go(self, queue: CopyQueue) -> None:
-        """Have the device's memory used again, behind the copy, by the stream that brought the gradient."""
+        """Let the device's memory be used again, behind the copy, by the stream that brought the gradient."""
         if self.grad is not None:  # else it has landed
             queue.let_current_come_after(self.mark)
             self.grad = None
 
     def forget_what_follows(self) -> None:
-        """Land and do nothing more."""
+        """Call nothing when it has landed."""
         self.then = lambda: None
 
 
 class Arrivals:
     """Copies gradients behind the host's back, on a stream of their own, and does what follows when each has landed.
 
-    What follows is done in a thread of its own, one after the other in the order of arrival, while whoever runs
-    backward goes on. That one waits in `land` alone, and where it needs a room that is still taken.
+    A thread of its own does that in the order of arrival. Whoever runs backward goes on: it waits in `land` alone, and
+    for a room that is still taken.
 
     A copy begins after what computes the gradient. The device's memory is kept until two later gradients are there.
-    Then the stream that brings them, on which it was allocated, waits for the copy and may use it again at once. So the
-    device keeps two gradients, however many there are and however far it is behind the host.
-
-    Args:
-        device: that the gradients come from.
-        locks: page-lock the memory in which they are added.
+    Then the stream that brings them, on which it was allocated, waits for the copy and may use it again at once. So
+    the device keeps two gradients, however many there are and however far it is behind the host.
     """
 
     def __init__(self, device: torch.device, locks: PageLocks) -> None:
@@ -91,13 +86,10 @@ class Arrivals:
         start(thread)
 
     def fill(self, to: object, target: torch.Tensor, grad: torch.Tensor, then: Callable[[], object]) -> None:
-        """Copy a gradient to where it stays.
+        """Copy a gradient to where it stays; `then` is called in another thread when it has landed.
 
-        Args:
-            to: what it belongs to, which must keep `target` until it has landed.
-            target: host memory of its shape and dtype.
-            grad: on the device, of the stream that this thread queues on; it may be let go of at once.
-            then: called in another thread when it has landed.
+        `to` must keep `target`, host memory of the gradient's shape and dtype, until then. This thread must queue on
+        the gradient's stream; it may let go of `grad` at once.
         """
         self._send(_Arrival(to, then, grad), target)
 
@@ -115,10 +107,9 @@ class Arrivals:
         self._send(arrival, target)
 
     def land(self, to: object = None) -> None:
-        """Wait until all that belong to something have landed, or all there are, and what follows for them is done.
+        """Wait until all that belong to `to`, or all there are, have landed and their `then` is done.
 
-        Raises:
-            Whatever that raised, once.
+        It raises what a `then` raised, once.
         """
         last = next((one for one in reversed(self._on_way) if to is None or one.to is to), None)
         if last is not None:
@@ -126,11 +117,11 @@ class Arrivals:
         self._forget_landed()
 
     def concerns(self, to: object) -> bool:
-        """Whether anything that belongs to this is on its way."""
+        """Return whether anything that belongs to `to` is on its way."""
         return any(arrival.to is to and not arrival.has_landed.is_set() for arrival in self._on_way)
 
     def close(self) -> None:
-        """Wait for the copies and do nothing more for them. Idempotent."""
+        """Wait for the copies, and call nothing for them. Idempotent."""
         for arrival in self._on_way:
             arrival.forget_what_follows()
         self._queue.wait()
@@ -177,7 +168,7 @@ class Arrivals:
 
 
 def _land_each(handed: _Handed, device: torch.device) -> None:
-    """The thread: it keeps nothing alive while it has nothing to do."""
+    """Run the landing thread, which keeps nothing alive while it has nothing to do."""
     begin_thread(device)
     while (item := handed.get()) is not None:
         arrival, mark = item

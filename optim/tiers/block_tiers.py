@@ -1,4 +1,4 @@
-"""Parameters and gradients of split shards on tiers of their own, beside the optimizer's state."""
+"""Keep parameters and gradients of split shards on tiers of their own, beside the optimizer's state."""
 
 from __future__ import annotations
 
@@ -36,22 +36,20 @@ from nvme_offload.optim.tiers.units import grad_unit, keep_first, param_unit, st
 
 @dataclass(frozen=True)
 class Admission:
-    """Groups that are to get a place."""
+    """Groups that are to get a place: for `params`, for `grads`, or both."""
 
     numbered: list[GatherGroup] = field(default_factory=list)
     """Groups that had no number before."""
     params: list[GatherGroup] = field(default_factory=list)
-    """Groups whose parameters need one."""
     grads: list[GatherGroup] = field(default_factory=list)
-    """Groups whose gradients need one."""
 
     @property
     def groups(self) -> list[GatherGroup]:
-        """All of them."""
+        """All of them, each once."""
         return list(dict.fromkeys([*self.params, *self.grads]))
 
     def groups_of(self, kind: str) -> list[GatherGroup]:
-        """Return the groups that need a place for parameters, or for gradients."""
+        """Return the groups that need a place for this kind."""
         return self.params if kind == PARAMS else self.grads
 
 
@@ -61,14 +59,6 @@ class BlockTiers:
     A block is one group of parameters that FSDP2 gathers together. Subgroups of the optimizer's state then lie within
     one block each, so that a step holds one block of parameters and one of gradients at a time. Within a host budget
     the tier plan may leave the parameters of a group in host memory, its gradients, or both; its number stays.
-
-    Args:
-        config: the whole section.
-        kernels: for norms and checksums.
-        locks: page-lock what a device copies to and from.
-
-    Raises:
-        SwapIOError: a path cannot be used.
     """
 
     def __init__(self, config: OffloadConfig, kernels: KernelPool, locks: PageLocks) -> None:
@@ -92,7 +82,7 @@ class BlockTiers:
         self._grad_blocks: dict[int, Block | HostBlock] = {}
         """Blocks in host memory are of parameters on a device."""
         self.beside: list[torch.Tensor] = []
-        """Frozen shards in parts that the optimizer has not, because of their dtype: a quantized base has such."""
+        """Frozen shards in parts whose dtype the optimizer does not take: a quantized base has such."""
         self._placed: dict[str, dict[GatherGroup, Unit]] = {cache.kind: {} for cache, _ in self._caches()}
         """The units of blocks that have a place, by kind."""
 
@@ -109,10 +99,7 @@ class BlockTiers:
         return self._kernels.tile_checksums if self._config.aio.checksums else None
 
     def _take_from_device(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Make tiers in host memory, where the section asks for that and parameters are on a device.
-
-        What belongs to parameters in host memory is there already.
-        """
+        """Make tiers in host memory for parameters on a device, where the section asks for that."""
         if not any(is_device(local_tensor(leaf).device) for leaf in leaves):
             return
         if self.params is None and self._config.zero_optimization.offload_param.device == "cpu":
@@ -141,29 +128,22 @@ class BlockTiers:
         return self.grads is not None and self.grads.takes(leaf)
 
     def number_of(self, leaf: torch.Tensor) -> int:
-        """The block of a parameter, wherever it lives; -1 where there is no tier for such."""
+        """Return the number of a parameter's block, wherever it lives; -1 if there is no tier for it."""
         parts = parts_of(leaf) if self.exist else None
         return self._numbers.get(parts.group, -1) if parts is not None else -1
 
     def leaves_device(self, leaf: torch.Tensor) -> bool:
-        """Whether nothing of a parameter that is computed with on a device is there during a step."""
+        """Whether neither a parameter nor its gradient stays on its device during a step."""
         if parts_of(leaf) is None or self._config.zero_optimization.offload_param.device == "none":
             return False
         takes = self.takes_gradient(leaf) or self.number_of(leaf) not in self._grad_blocks
         return self._config.offload_gradients.device != "none" and takes
 
     def admit(self, trained: Iterable[torch.Tensor], frozen: Iterable[torch.Tensor]) -> Admission:
-        """Number the groups that these parameters belong to, and find those that have no place yet.
+        """Number the groups of these parameters and return those without a place, for `reserve` or `drop`.
 
-        Args:
-            trained: parameters that get their first gradient, or will.
-            frozen: parameters that have had none so far. Their groups are gathered from the parameter tier, too.
-
-        Returns:
-            What still needs a place: `reserve`, or `drop`.
-
-        Raises:
-            ConfigError: there is nothing to put on the tier.
+        `trained` get their first gradient, or will. `frozen` have had none: their groups are gathered from the
+        parameter tier, too. It raises ConfigError if there is nothing to put on a tier.
         """
         trained = list(trained)
         self._take_from_device(trained)
@@ -185,7 +165,7 @@ class BlockTiers:
         )
 
     def _warn_of_late(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Gradients of these parameters, which have none yet, may have no room in the block of their group."""
+        """Warn of gradients that come first now and have no room in the block of their group."""
         if self.grads is None:
             return
         grads, blocks = self.grads, self._grad_blocks
@@ -199,7 +179,7 @@ class BlockTiers:
             )
 
     def units(self, admitted: Admission) -> list[Unit]:
-        """Return all that the tier plan places: of each tier staging buffers, the blocks of before, and new ones."""
+        """Return all that the tier plan places: for each tier staging buffers, the blocks of before, and new ones."""
         units = []
         for cache, _ in self._caches():
             new = [(self._unit(cache, group), group.forms) for group in admitted.groups_of(cache.kind)]
@@ -211,7 +191,7 @@ class BlockTiers:
 
     @property
     def _may_stay(self) -> int:
-        """Elements of parameters that the section lets stay in memory besides those that do."""
+        """The elements of parameters that the section lets stay in memory besides those that do."""
         placed = self._placed[PARAMS].items()
         stay = [form.numel for group, unit in placed if unit.tiers == ("host",) for form in group.forms]
         return (self._config.zero_optimization.offload_param.max_in_cpu or 0) - sum(stay)
@@ -219,15 +199,9 @@ class BlockTiers:
     def reserve(self, admitted: Admission, tiers: Sequence[Tier]) -> None:
         """Reserve blocks for what is to be on NVMe, with all of their space promised; the rest stays where it is.
 
-        Hand what was admitted to `take` when the optimizer's state has its place too; after an error, to `drop`.
-
-        Args:
-            admitted: from `admit`.
-            tiers: of `units` for it, one for each.
-
-        Raises:
-            ConfigError: a block is too large for a staging buffer.
-            OutOfSpaceError: names bytes needed and free.
+        `tiers` are those of `units`, in order. Call `take` once the optimizer's state has its place; after an error,
+        `drop`. It raises ConfigError for a block larger than a staging buffer, OutOfSpaceError with the bytes needed
+        and free.
         """
         placed = [replace(unit, tiers=(tier,)) for unit, tier in zip(self.units(admitted), tiers, strict=True)]
         for kind, before in self._placed.items():
@@ -260,10 +234,9 @@ class BlockTiers:
             del self._numbers[group]
 
     def take(self, admitted: Admission) -> None:
-        """Bring what is stored to its tier, group by group, then free its memory; and gradients from now on.
+        """Bring what is stored to its tier, group by group, then free its memory; and take gradients from now on.
 
-        Raises:
-            SwapIOError: a write failed. All is in memory as before; hand what was admitted to `drop`.
+        If a write fails all is in memory as before: call `drop`.
         """
         before = [(parts, parts.stored) for group in admitted.params for parts in group.parts]
         try:
@@ -290,7 +263,7 @@ class BlockTiers:
                 parts.store_in(ResidentShard(torch.zeros(form.shape, dtype=form.dtype, device="cpu")))
 
     def begin_step(self, order: Sequence[Subgroup]) -> None:
-        """A step will go through these subgroups in this order: read their blocks ahead."""
+        """Read blocks ahead for a step that will go through these subgroups in this order."""
         if self.grads is not None:
             self.grads.begin_step()
         for cache, blocks in self._caches():
@@ -322,13 +295,8 @@ class BlockTiers:
     ) -> AbstractContextManager[object]:
         """Keep the parameters and gradients of a subgroup in memory while a step updates it.
 
-        Args:
-            subgroup: which.
-            grads: flat, by index.
-            in_order: the step goes through subgroups as `begin_step` was told; else backward has just come to it.
-
-        Raises:
-            SwapIOError: one of them cannot be read; nothing was updated.
+        `in_order`: the step goes through subgroups as `begin_step` was told; else backward has just come to this one.
+        If a read fails nothing was updated.
         """
         number = subgroup.block
         with ExitStack() as held:
@@ -347,7 +315,7 @@ class BlockTiers:
 
     @property
     def engine_stats(self) -> list[EngineStats]:
-        """Counters of the tier of parameters and of that of gradients, as far as there are such."""
+        """Counters of each tier's engine."""
         return [cache.tier.stats() for cache, _ in self._caches()]
 
     @property
@@ -356,7 +324,7 @@ class BlockTiers:
         return sum(cache.staging_bytes for cache, _ in self._caches())
 
     def stats(self) -> dict[str, Any]:
-        """The fields ``param_*`` and ``grad_*`` of `OptimizerStats`."""
+        """Return the fields ``param_*`` and ``grad_*`` of `OptimizerStats`."""
         fields: dict[str, Any] = {}
         for cache, _ in self._caches():
             prefix = "grad" if cache.kind == GRADS else "param"
@@ -377,11 +345,7 @@ class BlockTiers:
         return fields
 
     def synchronize(self) -> None:
-        """Wait for what is being read and written.
-
-        Raises:
-            SwapIOError: a write failed. The bytes are still in memory; calling again writes them again.
-        """
+        """Wait for what is being read and written. A write that failed is tried again by the next call."""
         if self.grads is not None:
             self.grads.flush()
         for cache, _ in self._caches():
@@ -429,11 +393,11 @@ class BlockTiers:
 
 
 def _indices(order: Sequence[Subgroup], blocks: Mapping[int, Block | HostBlock]) -> list[int]:
-    """Indices in their cache of the blocks that these subgroups need; those that stay in memory are left out."""
+    """Return the indices, in their cache, of the blocks of these subgroups; blocks that stay in memory have none."""
     found = (blocks.get(subgroup.block) for subgroup in order)
     return [block.index for block in found if isinstance(block, Block)]
 
 
 def _groups_of(leaves: Iterable[torch.Tensor]) -> list[GatherGroup]:
-    """The groups that these parameters belong to, each once."""
+    """Return the groups that these parameters belong to, each once."""
     return list(dict.fromkeys(parts.group for leaf in leaves if (parts := parts_of(leaf)) is not None))

@@ -1,4 +1,4 @@
-"""Gradient partitions on NVMe, in one block for each group of parameters that FSDP2 reduces together.
+"""Keep gradient partitions on NVMe, in one block for each group of parameters that FSDP2 reduces together.
 
 When the reduced gradient of a parameter has arrived, it is copied into the block's staging buffer, and ``p.grad``
 becomes a stand-in. The next micro-batch adds to the stand-in, which brings the block back and adds there. A block that
@@ -48,10 +48,7 @@ class Partition:
     """This rank's gradient of one parameter, and where it is in its block.
 
     Args:
-        tier: of the gradients.
         leaf: the parameter, as the user knows it.
-        block: of its group.
-        byte_offset: of its first element.
         dtype: of the accumulation.
     """
 
@@ -90,17 +87,17 @@ class Partition:
         self.num_changes += 1
 
     def take_sums(self, tile_sums: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Take `tile_sums` of the gradient as it is. The block must be held."""
+        """Take the sums of the gradient as it is. The block must be held."""
         self.tile_sums = tile_sums(self.view())
 
     def view(self) -> torch.Tensor:
-        """The gradient as a 1D view of the staging buffer. The block must be held."""
+        """Return the gradient as a 1D view of the staging buffer. The block must be held."""
         assert self.block.buffer is not None
         return self.block.buffer.view(self._dtype, self._byte_offset, self.shape.numel())
 
     @property
     def landed_sums(self) -> torch.Tensor:
-        """Return `tile_sums` of all gradients there are: those on their way from a device have landed."""
+        """`tile_sums`, once gradients on their way from a device have landed."""
         self.tier.land()
         return self.tile_sums
 
@@ -113,11 +110,11 @@ class Partition:
         self.tier.change(self, torch.Tensor.copy_, values)
 
     def shaped(self) -> torch.Tensor:
-        """The gradient in the shard's shape, as a view of the staging buffer. The block must be held."""
+        """Return `view` in the shard's shape."""
         return self.view().view(self.shape)
 
     def forget(self) -> None:
-        """Let whoever looks at the gradient find that it is gone."""
+        """Drop the stand-in: whoever looks at the gradient finds that it is gone."""
         self.stand_in = None
 
     def become_grad(self) -> None:
@@ -132,7 +129,6 @@ class GradTier:
     """Blocks of gradient partitions on NVMe, or in host memory beside a device. For one thread at a time.
 
     Args:
-        config: the section `offload_gradients`.
         tier: of its own; closed with it.
         tile_sums: fp64 sums of squares of the blocks of a flat gradient.
         checksum: see `BlockCache`.
@@ -161,7 +157,6 @@ class GradTier:
         self._by_block: dict[Block | HostBlock, list[Partition]] = {}
         self._locks = locks or PageLocks(None)
         self._arrivals: Arrivals | None = None
-        """Gradients on their way from a device; None without one."""
         self._open: list[Block] = []
         """Blocks on the tier that are held: the one that a gradient came to last, after those that wait for some."""
         self._spent: set[Block] = set()
@@ -172,15 +167,10 @@ class GradTier:
     def reserve(
         self, groups: Sequence[tuple[str, Sequence[tuple[torch.Tensor, torch.dtype]]]], *, in_memory: bool = False
     ) -> Sequence[Block | HostBlock]:
-        """Blocks for groups of parameters, with all of their space promised. No gradient is taken yet; see `take`.
+        """Reserve blocks for groups, each a name and its parameters with their accumulation dtypes. `take` comes later.
 
-        Args:
-            groups: the name of each, and its parameters with what their gradients are accumulated in.
-            in_memory: the blocks stay in host memory.
-
-        Raises:
-            OutOfSpaceError: names bytes needed and free.
-            MemoryError, RuntimeError: host memory cannot be had, or not be pinned. Nothing was reserved then.
+        All of their space is promised. It raises OutOfSpaceError with the bytes needed and free, MemoryError or
+        RuntimeError if host memory cannot be had or pinned; then nothing was reserved.
         """
         self.flush()
         devices = {local_tensor(leaf).device for _, params in groups for leaf, _ in params}
@@ -203,14 +193,14 @@ class GradTier:
             self._locks.lock(buffers, self._arrivals.device, f"lower {_KEY}.buffer_count")
 
     def take(self, blocks: Sequence[Block | HostBlock]) -> None:
-        """Take gradients from now on, when they arrive."""
+        """Take gradients when they arrive, from now on."""
         for block in blocks:
             for partition in self._by_block[block]:
                 self._partitions[partition.leaf] = partition
                 self._hooks.append(partition.leaf.register_post_accumulate_grad_hook(self._arrived))  # type: ignore[no-untyped-call]
 
     def takes(self, leaf: torch.Tensor) -> bool:
-        """Whether the gradient of a parameter comes here when it arrives."""
+        """Return whether the gradient of a parameter comes here when it arrives."""
         return leaf in self._partitions
 
     def drop(self, blocks: Sequence[Block | HostBlock]) -> None:
@@ -220,12 +210,7 @@ class GradTier:
         self.cache.drop([block for block in blocks if isinstance(block, Block)])
 
     def change(self, partition: Partition, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Run an in-place operator on a partition.
-
-        Raises:
-            SwapIOError: its block cannot be read; nothing was changed.
-            StateError: the stand-in is no longer the parameter's gradient.
-        """
+        """Run an in-place operator on a partition. StateError: its stand-in is no longer the parameter's gradient."""
         if not partition.is_valid:
             raise StateError(partition.block.name, "the present gradient", "one that was dropped")
         self._hold_open(partition.block)
@@ -254,12 +239,12 @@ class GradTier:
         self._take_sums(partition)
 
     def land(self) -> None:
-        """Wait for gradients on their way from a device, and do with them what is to be done."""
+        """Wait for gradients on their way from a device, and for what follows when they land."""
         if self._arrivals is not None:
             self._arrivals.land()
 
     def begin_step(self) -> None:
-        """Note that the backward pass is over, and an optimizer step begins."""
+        """Note that backward is over and a step begins."""
         self.flush()
         self._spent.clear()
 
@@ -277,12 +262,7 @@ class GradTier:
         self._spent.add(block)
 
     def copy_of(self, partition: Partition) -> torch.Tensor:
-        """A partition in memory of its own, in the shard's shape.
-
-        Raises:
-            SwapIOError: its block cannot be read.
-            StateError: the stand-in is no longer the parameter's gradient.
-        """
+        """Return a copy of a partition in the shard's shape. StateError: as for `change`."""
         if not partition.is_valid:
             raise StateError(partition.block.name, "the present gradient", "one that was dropped")
         self.flush()
@@ -357,7 +337,7 @@ class GradTier:
         self._open.append(block)
 
     def _give_up_stale(self) -> None:
-        """End holds that an exception made us forget."""
+        """End holds that an exception left behind."""
         for block in self.cache.residents:
             if block not in self._open:
                 block.holders.discard(self)

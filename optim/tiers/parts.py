@@ -1,8 +1,8 @@
-"""Sharded parameters of FSDP2 as fp32 tensors in parts, and their gradients as partitions.
+"""Hold sharded parameters of FSDP2 as fp32 tensors in parts, and their gradients as partitions.
 
-What is *stored* of a shard between steps is what is gathered; its dtype says what else an fp32 master weight has, which
-is the *rest* (`MASTER_DTYPE`): of bf16 the lower half, of fp16 the master itself, of fp32 nothing. The rest is part of
-the optimizer's state. An update makes both anew, and so does every write.
+What is *stored* of a shard between steps is what is gathered; its dtype says what else an fp32 master weight has,
+which is the *rest* (`MASTER_DTYPE`): of bf16 the lower half, of fp16 the master itself, of fp32 nothing. The rest is
+part of the optimizer's state. An update makes both anew, and so does every write.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE
 
 ROOT = "the root module"
-"""The block of parameters that is in no named part of the model is called this."""
+"""This is the name of the block of parameters that are in no named part of the model."""
 
 FROZEN = " (frozen)"
-"""This comes after its name for parameters of it that are not trained."""
+"""The name of a block of frozen parameters ends with this."""
 
 CONVERTED = "of a sharded model would be converted: convert it before it is sharded, and make the optimizer after that"
-"""`refuse_conversion` says this."""
 
 
 _OFFLOADED = (
@@ -51,16 +50,16 @@ _OFFLOADED = (
 
 
 class Storage(NamedTuple):
-    """A storage says how a shard in parts is kept."""
+    """Says how a shard in parts is kept."""
 
     dtype: torch.dtype
-    """The dtype of what is stored: bf16, fp16 or fp32; another one of a frozen shard that is kept as it came."""
+    """The dtype of what is stored: bf16, fp16 or fp32; any other for a frozen shard that is kept as it came."""
     accumulate: torch.dtype
     """The dtype of the gradient partition."""
 
 
 StorageOf = Callable[[Any], Storage | None]
-"""It says how the shard of one of FSDP2's records is to be kept; None: it stays the tensor that it is."""
+"""It says how to keep the shard of one of FSDP2's records; None: as the tensor that it is."""
 
 
 @dataclass(eq=False)
@@ -71,13 +70,12 @@ class GatherGroup:
     """
 
     name: str
-    """Name of the module that gathers the parameters."""
     params: list[torch.Tensor] = field(default_factory=list)
     """The parameters as the user knows them."""
 
     @property
     def forms(self) -> list[Padded]:
-        """Return how the parameters are stored."""
+        """The forms that the parameters are stored in."""
         return [parts.stored.form for parts in self.parts]
 
     @property
@@ -87,7 +85,7 @@ class GatherGroup:
 
     @property
     def device(self) -> torch.device:
-        """Return where the parameters are computed with, and where gradients arrive."""
+        """The device that computes with the parameters, where their gradients arrive."""
         return next((parts.device for parts in self.parts), HOST)
 
     @property
@@ -97,7 +95,7 @@ class GatherGroup:
 
     @property
     def partitions(self) -> list[tuple[torch.Tensor, torch.dtype]]:
-        """The parameters that have gradients, and what those are accumulated in."""
+        """The parameters that have gradients, and the dtype that those are accumulated in."""
         pairs = zip(self.params, self.parts, strict=True)
         return [(leaf, parts.accumulate) for leaf, parts in pairs if leaf.requires_grad]
 
@@ -108,38 +106,31 @@ class ShardParts(ABC):
     Args:
         owner: the module that gathers the parameter.
         group: what is gathered together.
-        stored: what is stored.
+        stored: the bytes that a gather takes.
         accumulate: dtype of the gradient partition.
     """
 
     def __init__(self, owner: FSDPModule, group: GatherGroup, stored: StoredShard, accumulate: torch.dtype) -> None:
         self.owner = owner
-        """The module that gathers the parameter."""
         self.group = group
-        """The parameters that are gathered together with this one."""
         self.stored = stored
         self.accumulate = accumulate
-        """Dtype of the gradient partition."""
 
     def store_in(self, stored: StoredShard) -> None:
-        """Have what is stored, which is the same, elsewhere."""
+        """Switch to another place that already has the same bytes."""
         self.stored = stored
 
     @property
     def device(self) -> torch.device:
-        """Device that the parameter is gathered from."""
+        """The device that the parameter is gathered from."""
         return self.stored.device
 
     def gathered(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return what FSDP2 gathers, padded: what is stored, or under autocast that rounded. Every gather comes here.
-
-        Raises:
-            SwapIOError: it is on a tier and cannot be read.
-        """
+        """Return what FSDP2 gathers, padded and, under autocast, rounded. Every gather comes here."""
         return self.stored.gather().to(dtype)
 
     def stays(self, dtype: torch.dtype) -> bool:
-        """Whether what is gathered in `dtype` stays valid after `end_gather`: it is what is stored, in memory."""
+        """Return whether what is gathered in `dtype` stays valid after `end_gather`: it is what memory stores."""
         return isinstance(self.stored, ResidentShard) and self.stored.form.dtype is dtype
 
     def end_gather(self) -> None:
@@ -147,11 +138,11 @@ class ShardParts(ABC):
         self.stored.end_gather()
 
     def between_steps(self) -> AbstractContextManager[None]:
-        """Have what is stored as the latest step leaves it, for the time of a ``with``."""
+        """Hold what is stored as the latest step leaves it."""
         return nullcontext()
 
     def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
-        """Return what is stored, 1D with the padding, outside a gather; what is done to it with `change` is kept."""
+        """Hold what is stored, 1D with the padding, outside a gather; with `change`, changes are kept."""
         return self.stored.held(change=change)
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
@@ -160,7 +151,7 @@ class ShardParts(ABC):
 
     @abstractmethod
     def read(self) -> torch.Tensor:
-        """The parts joined: a new plain fp32 tensor in the shard's shape."""
+        """Return the parts joined: a new plain fp32 tensor in the shard's shape."""
 
     @abstractmethod
     def write(self, values: torch.Tensor) -> None:
@@ -168,17 +159,11 @@ class ShardParts(ABC):
 
 
 class OwnParts(ShardParts):
-    """The rest in memory: a parameter between `split_parameters` and its optimizer, and a frozen one for good.
-
-    Where what is stored says all, as of 16-bit weights that were never anything else, there is no rest.
+    """Parts with the rest in memory: before the optimizer is made, and of a frozen parameter for good.
 
     Args:
         values: this rank's shard; shape and, of one that is not on meta, values.
-        stored: where to put what is stored; full of zeros.
-        owner: the module that gathers it.
-        group: what is gathered together.
-        accumulate: dtype of the gradient partition.
-        kernels: to divide and join with.
+        stored: full of zeros.
     """
 
     def __init__(
@@ -192,14 +177,14 @@ class OwnParts(ShardParts):
     ) -> None:
         super().__init__(owner, group, stored, accumulate)
         self.rest: torch.Tensor | None = None
-        """1D, on the CPU, of `MASTER_DTYPE`; None where `stored` says all."""
+        """1D, on the CPU, of `MASTER_DTYPE`; None if `stored` says all, as for weights that were always 16 bits."""
         self._kernels = kernels
         self._shape = values.shape
         if not values.is_meta:
             self.write(values)
 
     def read(self) -> torch.Tensor:
-        """The parts joined: a new plain fp32 tensor in the shard's shape."""
+        """Return the parts joined: a new plain fp32 tensor in the shard's shape."""
         with self.stored.held(change=False) as flat:
             joined = self._kernels.joined(flat[: self._shape.numel()].cpu(), self.rest)
         return joined.view(self._shape).to(self.device)
@@ -219,21 +204,14 @@ class OwnParts(ShardParts):
 
 
 def _says_all(stored: torch.Tensor, rest: torch.Tensor) -> bool:
-    """Whether masters are no finer than what is stored of them."""
+    """Return whether masters are no finer than what is stored of them."""
     if rest.dtype is torch.uint16:
         return not rest.view(torch.int16).any()
     return torch.equal(rest, stored.float())
 
 
 class OnePart(ShardParts):
-    """All of a frozen parameter is stored as it came, in a dtype that is never cast: a quantized base has such.
-
-    Args:
-        values: this rank's shard.
-        stored: where to put it.
-        owner: the module that gathers it.
-        group: what is gathered together.
-    """
+    """A frozen parameter, all stored as it came, in a dtype that is never cast: a quantized base has such."""
 
     def __init__(self, values: torch.Tensor, stored: StoredShard, owner: FSDPModule, group: GatherGroup) -> None:
         super().__init__(owner, group, stored, values.dtype)
@@ -241,16 +219,12 @@ class OnePart(ShardParts):
         self.write(values)
 
     def gathered(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return what FSDP2 gathers, padded, whatever `dtype` is; 8 bits as uint8, because process groups know no fp8.
-
-        Raises:
-            SwapIOError: it is on a tier and cannot be read.
-        """
+        """Return what is stored, padded, whatever `dtype` is; 8 bits as uint8, because process groups know no fp8."""
         kept = self.stored.gather()
         return kept.view(torch.uint8) if kept.itemsize == 1 else kept
 
     def stays(self, dtype: torch.dtype) -> bool:
-        """Whether what is gathered stays valid after `end_gather`: it is in memory."""
+        """Return whether what is gathered stays valid after `end_gather`: it is in memory."""
         return isinstance(self.stored, ResidentShard)
 
     def read(self) -> torch.Tensor:
@@ -272,11 +246,11 @@ class UnbornParts(ShardParts):
     """
 
     def read(self) -> torch.Tensor:
-        """Raises StateError: there is nothing to read."""
+        """Raise StateError: there is nothing to read."""
         raise StateError("a parameter of a model that was on meta", "a value", "none: initialize() gives it one")
 
     def write(self, values: torch.Tensor) -> None:
-        """Raises StateError: there is no place for the rest."""
+        """Raise StateError: there is no place for the rest."""
         raise StateError("a parameter of a model that was on meta", "an optimizer", "none: initialize() makes it")
 
 
@@ -315,11 +289,7 @@ def split_parameters(
 
 
 def take_apart(model: nn.Module, storage_of: StorageOf) -> None:
-    """`split_parameters` of the shards for which `storage_of` names a storage.
-
-    Raises:
-        ValueError: no part of the model is managed by FSDP2, or it is still on the meta device.
-    """
+    """Do what `split_parameters` does, with the shards for which `storage_of` names a storage."""
     kernels = KernelPool(torch.get_num_threads())
     found = False
     for owner, group, records in gather_groups(model):
@@ -349,9 +319,9 @@ def take_apart(model: nn.Module, storage_of: StorageOf) -> None:
 
 
 def gather_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, GatherGroup, list[Any]]]:
-    """Return what FSDP2 gathers together: the module that does it, a new group without members, and FSDP2's records.
+    """Yield what FSDP2 gathers together: the module that does it, a new group without members, and FSDP2's records.
 
-    Those of trainable parameters first, then those of frozen ones. What several modules gather together comes once.
+    Trainable parameters come first, then frozen ones. What several modules gather together comes once.
     """
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -367,13 +337,7 @@ def gather_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, GatherGroup, l
 
 
 def install_parts(record: Any, local: SplitTensor, install: Callable[[Any, SplitTensor], None]) -> None:
-    """Make a shard a split one, and a member of the group of its parts.
-
-    Args:
-        record: FSDP2's.
-        local: the shard.
-        install: how FSDP2 gets it.
-    """
+    """Make a shard a split one, in the group of its parts; `install` hands it to FSDP2's `record`."""
     install(record, local)
     assert isinstance(local.parts, ShardParts)
     local.parts.group.params.append(record.sharded_param)
@@ -382,22 +346,19 @@ def install_parts(record: Any, local: SplitTensor, install: Callable[[Any, Split
 
 
 def split_shard(leaf: torch.Tensor) -> SplitTensor | None:
-    """The split shard of a parameter, if it has one."""
+    """Return the split shard of a parameter, if it has one."""
     local = local_tensor(leaf)
     return local if isinstance(local, SplitTensor) else None
 
 
 def parts_of(leaf: torch.Tensor) -> ShardParts | None:
-    """Return where the parts of a parameter are, if it is a split shard."""
+    """Return the parts of a parameter, if it is a split shard."""
     split = split_shard(leaf)
     return split.parts if split is not None and isinstance(split.parts, ShardParts) else None
 
 
 def keep_grad_in(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Keep the reduced gradient of a sharded parameter in `dtype`, however FSDP2 hands it over.
-
-    Of one that is frozen too: it may be unfrozen later.
-    """
+    """Keep the reduced gradient of a sharded parameter in `dtype`, also if it is frozen now and unfrozen later."""
     param.grad_dtype = None  # permits a gradient of another dtype than the parameter's
 
     def to_partition(arrived: torch.Tensor) -> None:
@@ -419,7 +380,7 @@ _gatherers: dict[int, weakref.ref[Any]] = {}
 
 
 def remember_gatherers(model: nn.Module) -> None:
-    """Note which part of a model gathers which parameter; call it after ``fully_shard``."""
+    """Note which part of a model gathers which parameter. Call it after ``fully_shard``."""
     for gone in [key for key, known in _gatherers.items() if known() is None]:
         del _gatherers[gone]
     for module in model.modules():

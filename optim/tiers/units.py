@@ -1,4 +1,4 @@
-"""Blocks of parameters and gradients are units of the tier plan: their bytes, and what they would move in a step."""
+"""Describe blocks of parameters and gradients as units of the tier plan: their bytes, and what a step moves."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 
 STAGING = "staging buffers"
-"""Kind of the units that are staging buffers, whatever passes through them."""
+"""This is the kind of the units that are staging buffers, whatever passes through them."""
 
 
 def param_unit(config: OffloadConfig, name: str, forms: Iterable[Padded], *, trainable: bool, page: int = 4096) -> Unit:
-    """A block of parameters: gathered in every forward and backward, read and written once by the update.
+    """Return the unit of a block of parameters: forward and backward gather it, an update reads and writes it.
 
-    Args:
-        config: the whole section.
-        name: of the group that FSDP2 gathers together.
-        forms: how its parameters on this rank are stored.
-        trainable: whether any of them is updated.
-        page: what extents are rounded up to, in bytes.
+    `name` and `forms` are of the group that FSDP2 gathers together. Extents are rounded up to `page` bytes.
     """
     size_bytes = _rounded(block_layout((form.numel, form.dtype) for form in forms)[1], page)
     gathers = 1 if config.zero_optimization.stage in (1, 2) else 2  # those stages keep what forward gathered
@@ -36,12 +31,7 @@ def param_unit(config: OffloadConfig, name: str, forms: Iterable[Padded], *, tra
 
 
 def keep_first(left: int, blocks: Iterable[tuple[Unit, Sequence[Padded]]]) -> list[Unit]:
-    """Let blocks of parameters that would be on NVMe stay in host memory, from the first, as far as `left` elements go.
-
-    Args:
-        left: elements that may stay.
-        blocks: the unit of each, and how its parameters are stored.
-    """
+    """Let the first blocks of parameters that would be on NVMe stay in host memory, up to `left` elements."""
     units = []
     for unit, forms in blocks:
         numel = sum(form.numel for form in forms)
@@ -54,13 +44,9 @@ def keep_first(left: int, blocks: Iterable[tuple[Unit, Sequence[Padded]]]) -> li
 def grad_unit(
     config: OffloadConfig, name: str, partitions: Sequence[tuple[int, torch.dtype]], *, page: int = 4096
 ) -> Unit:
-    """A block of gradients: written in every micro-batch, read in all but the first, and by the update.
+    """Return the unit of a block of gradients, each `partition` an element count and an accumulation dtype.
 
-    Args:
-        config: the whole section.
-        name: of the group that FSDP2 reduces together.
-        partitions: elements and accumulation dtype of each gradient on this rank.
-        page: what extents are rounded up to, in bytes.
+    Every micro-batch writes it, all but the first read it, and so does the update.
     """
     size_bytes = _rounded(block_layout(partitions)[1], page)
     moved = size_bytes * config.rounds if partitions else 0
@@ -71,7 +57,7 @@ def grad_unit(
 def staging_unit(
     config: OffloadConfig, kind: str, blocks: Iterable[Unit], buffer_count: int, buffer_bytes: int = 0
 ) -> Unit:
-    """Staging buffers, each as large as the largest block that may move, and as they are now; no more than move.
+    """Return the unit of staging buffers: as large as now, or as the largest block that may move; no more than move.
 
     Within a host budget `buffer_count` of them have room, so that there is some for blocks that come later.
     """
