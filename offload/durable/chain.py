@@ -33,11 +33,10 @@ class SlotLayout:
     """The bytes that a slot takes on the drive."""
 
     base: ExtentLayout
-    """The layout of the base: all of the slot."""
     entry_bytes: int = 0
     """The most that an entry takes, its trailer included: a multiple of the alignment. 0 with a period of 1."""
     period: int = 1
-    """Every how many steps it is rewritten at the latest: its log has room for as many less one; at least 1."""
+    """It is rewritten every so many steps at the latest: its log has room for one entry less; at least 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +48,10 @@ class Written:
     """The layout of what is in it. An entry takes what it needs of its extent."""
     sealed_as: SealedAs
     root: int
-    """The root of its trailer, see `seal`."""
 
     @property
     def id(self) -> WriteId:
-        """Which write it is, of all."""
+        """Tell this write from all others."""
         return self.sealed_as.sequence, self.sealed_as.incarnation, self.root
 
 
@@ -71,17 +69,13 @@ class Chain:
         yield from self.log
 
     def where_equal(self, other: Chain) -> Chain:
-        """Another chain, with the writes of this one where they are the same; this one, where all are."""
+        """Return `other` with the writes of this chain where they are the same; this chain, where all are."""
         own = {(written.extent.stripes, written.id): written for written in self}
         parts = [own.get((written.extent.stripes, written.id), written) for written in other]
         return self if parts == list(self) else Chain(parts[0], tuple(parts[1:])) if parts else Chain()
 
     def reading(self, *, base_bytes: int) -> Extent:
-        """All of it as one extent, to be read with one transfer: the beginning of the base, then each entry.
-
-        Args:
-            base_bytes: how much of the base; a multiple of the alignment.
-        """
+        """Return one extent to read at once: the base's beginning, a multiple of the alignment, and the log."""
         assert self.base is not None
         sizes = [base_bytes, *(entry.content.size_bytes for entry in self.log)]
         stripes = [stripe for part, size in zip(self, sizes, strict=True) for stripe in _beginning(part.extent, size)]
@@ -96,7 +90,6 @@ class RingSlot:
     phase: int
     """It is rewritten in every turn that leaves nothing when this is added and it is divided by the ring's period."""
     current: Chain = field(default_factory=Chain)
-    """As of the newest write."""
     committed: Chain = field(default_factory=Chain)
     """The newest committed manifest refers to this; an empty one where it knows nothing of this slot."""
     target: tuple[Size, Extent] | None = None
@@ -134,8 +127,7 @@ class RingSlot:
 class ChainRows:
     """The tables of a manifest: one row for each base, one for each entry. They are kept as slots are written.
 
-    Args:
-        fds: descriptors of the swap files, in the order of the paths.
+    `fds` are the swap files, in the order of the paths.
     """
 
     def __init__(self, fds: Sequence[int]) -> None:
@@ -149,7 +141,7 @@ class ChainRows:
         return _num_columns(len(self._fds))
 
     def tables(self) -> dict[str, np.ndarray]:
-        """Both, as copies: ``slots``, 2D int64 [slots, columns], and ``log``, 2D int64 [entries, columns]."""
+        """Copy both: ``slots``, 2D int64 [slots, columns], and ``log``, 2D int64 [entries, columns]."""
         return {BASES: self._bases.copy(), ENTRIES: self._entries[self._entries[:, :, _CONTENT_BYTES] > 0]}
 
     def grow(self, num_slots: int, longest_log: int) -> None:
@@ -190,7 +182,7 @@ class ChainRows:
             self._entries[slot, : len(of_slot)] = of_slot
 
     def writes_of(self, tables: Mapping[str, np.ndarray]) -> list[tuple[int, Stripes, WriteId]]:
-        """Everything that a manifest refers to: whose it is, where, and which write."""
+        """Return everything that a manifest refers to: whose it is, where, and which write."""
         rows = [*enumerate(tables[BASES]), *((int(row[_SLOT]), row[_ROW:]) for row in self._entries_of(tables))]
         return [
             (slot, stripes, (int(row[_SEQUENCE]), int(row[_INCARNATION]), int(row[_ROOT])))
@@ -206,17 +198,7 @@ class ChainRows:
         *,
         where: str,
     ) -> list[Chain]:
-        """The chains of a manifest.
-
-        Args:
-            tables: of the manifest.
-            layouts: of the slots.
-            extents: what its stripes are.
-            where: the manifest's place, for messages.
-
-        Raises:
-            ResumeError: it is not of such slots.
-        """
+        """Read the chains of a manifest. Raises ResumeError, which names `where`, if it is not of such slots."""
         bases, entries = tables[BASES], self._entries_of(tables)
         if bases.shape != (len(layouts), self._num_columns):
             raise ResumeError(where, f"has a table of shape {list(bases.shape)} and not of {len(layouts)} slots")
@@ -266,15 +248,10 @@ class ChainRows:
 
 
 def check_rows(manifest: Manifest, sizes: Sequence[int], *, where: str) -> None:
-    """Look whether every row of a manifest is one that a run writes, before anything is claimed or allocated.
+    """Check that every row of a manifest is one that a run writes, before anything is claimed or allocated.
 
-    Args:
-        manifest: as it was found.
-        sizes: bytes of the swap file on each path.
-        where: the manifest's place, for messages.
-
-    Raises:
-        ResumeError: names the table, the row and what is wrong in it.
+    `sizes` has the bytes of the swap file on each path. Raises ResumeError, which names `where`, the table, the row and
+    what is wrong.
     """
     taken: list[tuple[int, int, int, str]] = []
     bases = manifest.tables.get(BASES, np.zeros((0, 0), np.int64))

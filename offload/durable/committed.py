@@ -19,14 +19,9 @@ from nvme_offload.offload.storage.swap_space import SwapSpace
 
 
 class CommittedRank:
-    """It has what one rank of a run has committed. Have the run `inventory.locked` as long as this is open.
+    """Reads what one rank of a run has committed. Have the run `inventory.locked` as long as this is open.
 
-    Args:
-        folders: all directories of the rank, in any order.
-
-    Raises:
-        ResumeError: they are not all, not of one run, or of another version.
-        SwapIOError: a swap file cannot be opened.
+    Raises ResumeError where these are not all directories of the rank, not of one run, or of another version.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -42,9 +37,7 @@ class CommittedRank:
         if len(uuids) > 1:
             raise ResumeError(where, f"is of another run than {', '.join(str(folder) for folder in folders[1:])}")
         (self.uuid,) = uuids
-        """The run's own, the same on all ranks."""
         self.space = SwapSpace(self._folders, direct="disabled", directory=_ReadOnly)
-        """The swap files."""
 
     @property
     def folder(self) -> Path:
@@ -53,11 +46,7 @@ class CommittedRank:
 
     @property
     def steps(self) -> list[Manifest]:
-        """The manifests that are whole, the newest first.
-
-        Raises:
-            ResumeError: one names what no run writes.
-        """
+        """Read the manifests that are whole, the newest first. Raises ResumeError if one names what no run writes."""
         names = [name for name in names_in(self.folder) if name in NAMES]
         found = [manifest for name in names if (manifest := Manifest.read(self.folder, name)) is not None]
         return sorted(map(self._checked, found), key=lambda manifest: manifest.sequence, reverse=True)
@@ -67,11 +56,7 @@ class CommittedRank:
         return manifest
 
     def snapshot(self, name: str) -> Manifest:
-        """The step that was kept under a name, which some rank has published.
-
-        Raises:
-            ResumeError: there is none, or it is damaged.
-        """
+        """Read a snapshot that some rank has published. Raises ResumeError if it is not here, or damaged."""
         try:
             found = Snapshots(self.folder)
         except OSError as error:
@@ -83,15 +68,11 @@ class CommittedRank:
         raise ResumeError(self.folder, f"has no snapshot {name!r}, and another rank has")
 
     def identity(self, manifest: Manifest) -> Identity:
-        """Return what the run was when it committed this.
-
-        Raises:
-            ResumeError: nobody knows any more.
-        """
+        """Return what the run was when it committed this. Raises ResumeError if nobody knows any more."""
         return read_identity(self.folder, manifest.identity)
 
     def extents(self, alignment: int) -> ExtentRing:
-        """Return where slots are that were laid out with this alignment, for reading alone."""
+        """Make a ring for reading slots that were laid out with this alignment."""
         return ExtentRing(self.space, incarnation=0, sequence=1, alignment=alignment)
 
     def close(self) -> None:

@@ -35,13 +35,10 @@ class Committer:
         self._finalizer = finalize(self, _end, *self._ending)
         self._failure: Exception | None = None
         self.waited_seconds = 0.0
-        """The time that `wait` waited, in all."""
         self.commit_seconds = 0.0
         """The time that commits took, in all, whether anybody waited or not."""
         self.num_committed = 0
-        """Commits that succeeded."""
         self.num_failed = 0
-        """Commits that failed."""
 
     @property
     def is_busy(self) -> bool:
@@ -51,12 +48,8 @@ class Committer:
     def begin(self, commit: Callable[[], None]) -> None:
         """Have the thread call `commit`, and return at once.
 
-        Args:
-            commit: waits for the writes of a step, makes them last and writes the manifest; raises where it cannot.
-
-        Raises:
-            StateError: another one is under way: `wait` first.
-            ClosedError: after `close`.
+        It waits for the writes of a step, makes them last and writes the manifest; it raises where it cannot. Raises
+        StateError while another one is under way: `wait` first.
         """
         if not self._finalizer.alive:
             raise ClosedError("committer")

@@ -71,9 +71,7 @@ def parse_directory(directory: Path) -> tuple[str, int] | None:
 def read_about(directory: Path) -> dict[str, Any] | None:
     """Return what `DurableDirectory.write_about` wrote; None where there is nothing yet.
 
-    Raises:
-        ForeignFolderError: it may be somebody else's.
-        ResumeError: it is damaged, or of a newer version.
+    Raises ForeignFolderError where it may be somebody else's, and ResumeError if it is damaged, or of a newer version.
     """
     path = directory / ABOUT_NAME
     try:
@@ -98,16 +96,10 @@ def read_about(directory: Path) -> dict[str, Any] | None:
 
 
 class DurableDirectory:
-    """The directory of one rank of a run on one path: a `SwapDirectory` that is kept.
+    """The directory of one rank of a run on one path, which exists: a `SwapDirectory` that is kept.
 
-    Args:
-        path: one of `nvme_path`; exists.
-        name: of the run.
-        rank: of this process.
-
-    Raises:
-        ForeignFolderError: somebody else made the directory, or may write in it.
-        SwapIOError: `path` is missing, read-only or not ours.
+    Raises ForeignFolderError where somebody else made it, or may write in it, and SwapIOError where the path is
+    missing, read-only or not ours.
     """
 
     def __init__(self, path: Path, name: str, rank: int) -> None:
@@ -126,9 +118,7 @@ class DurableDirectory:
     def open_swap(self, direct: DirectPolicy) -> SwapFile:
         """Open the swap file, or make it, and lock it; waits for the last transfers of a process that died.
 
-        Raises:
-            StateError: a run of this name is alive; names its process.
-            SwapIOError: it cannot be opened, or has no direct I/O although that is required.
+        Raises StateError, which names the process, where a run of this name is alive.
         """
         while True:
             swap = SwapFile(self.path / SWAP_NAME, direct, keep=True)
@@ -170,7 +160,7 @@ class DurableDirectory:
         self._swap = None
 
     def let_go_in_child(self) -> None:
-        """A lock belongs to the open file, which a forked child shares: in the child, close it."""
+        """Close the file in a forked child, which shares the lock: that belongs to the open file."""
         if self._swap is not None:
             self._swap.close()
 

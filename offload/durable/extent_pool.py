@@ -10,12 +10,9 @@ from nvme_offload.offload.storage.swap_space import Size, SwapSpace
 
 
 class ExtentPool:
-    """Extents that are in use or wait for their next use, by size.
+    """Extents of `space` that are in use or wait for their next use, by size.
 
     For one thread at a time. An extent that is dropped here belongs to the space again when nobody has it any more.
-
-    Args:
-        space: where they are.
     """
 
     def __init__(self, space: SwapSpace) -> None:
@@ -30,15 +27,11 @@ class ExtentPool:
         return [(size, extent) for size, extents in self._idle.items() for extent in extents]
 
     def num_held(self, size: Size) -> int:
-        """Extents of this size, used or idle."""
+        """Count the extents of this size, used or idle."""
         return self._used[size] + len(self._idle[size])
 
     def want(self, counts: Mapping[Size, int]) -> None:
-        """Hold so many extents, used or idle; `trim` lets go of more.
-
-        Raises:
-            OutOfSpaceError: there is no room for them; nothing has changed.
-        """
+        """Hold so many extents, used or idle; `trim` lets go of more. OutOfSpaceError leaves all as it was."""
         missing = [size for size, count in counts.items() for _ in range(count - self.num_held(size))]
         for size, extent in zip(missing, self._space.allocate_all(missing), strict=True):
             self._idle[size].append(extent)
@@ -51,11 +44,7 @@ class ExtentPool:
                 extents.pop()
 
     def take(self, size: Size) -> Extent:
-        """An idle extent, the one that waits longest; a new one where there is none.
-
-        Raises:
-            OutOfSpaceError: there is none, and no room for one.
-        """
+        """Take the idle extent that waits longest; a new one where none is idle. May raise OutOfSpaceError."""
         extent = self._idle[size].popleft() if self._idle[size] else self._space.allocate_all([size])[0]
         self._used[size] += 1
         return extent
@@ -82,7 +71,7 @@ class ExtentPool:
         self.drop(stripes)
 
     def drop(self, stripes: Collection[tuple[Stripe, ...]]) -> None:
-        """Idle extents in these stripes are somebody else's from now on."""
+        """Note that idle extents in these stripes are somebody else's from now on."""
         for size, extents in self._idle.items():
             self._idle[size] = deque(extent for extent in extents if extent.stripes not in stripes)
 

@@ -21,16 +21,12 @@ _SHOWN = 3
 
 
 def canonical(identity: Identity) -> bytes:
-    """The bytes of a JSON object, the same for equal ones.
-
-    Raises:
-        TypeError, ValueError: something in it is not JSON.
-    """
+    """Encode a JSON object, equal ones alike. Raises TypeError or ValueError if something in it is not JSON."""
     return json.dumps(identity, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
 
 
 def digest(identity: Identity) -> str:
-    """32 hexadecimal digits that only this identity has."""
+    """Return 32 hexadecimal digits that only this identity has."""
     return hashlib.blake2b(canonical(identity), digest_size=16).hexdigest()
 
 
@@ -40,11 +36,7 @@ def file_name(digest: str) -> str:
 
 
 def read_identity(folder: Path, expected: str) -> Identity:
-    """Read the identity with this digest in a run's directory.
-
-    Raises:
-        ResumeError: the file is gone or damaged.
-    """
+    """Read the identity with this digest in a run's directory. Raises ResumeError if the file is gone or damaged."""
     path = folder / file_name(expected)
     try:
         found: Identity = json.loads(read_in(folder, path.name))

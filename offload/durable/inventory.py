@@ -37,11 +37,9 @@ class RankFound:
     steps: Mapping[str, int]
     """Steps that could be resumed, the latest first, by the identity of the commit, which all ranks have alike."""
     snapshots: tuple[str, ...]
-    """Names of the snapshots that are published."""
     prepared: tuple[str, ...]
     """Names of snapshots that are there, and count where another rank has published them."""
     unreadable: tuple[str, ...]
-    """Names of snapshots that are damaged."""
     committed_at: float | None
     """When the latest one was committed, in seconds since the epoch."""
     model: str
@@ -93,11 +91,7 @@ class RunFound:
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunFound]:
-    """The durable runs below these folders, by name. Nothing is changed, and a run that is alive is not disturbed.
-
-    Raises:
-        OSError: a folder cannot be looked into.
-    """
+    """Return the durable runs below these folders, by name. Nothing is changed, and no living run is disturbed."""
     found: dict[str, dict[int, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for path in dict.fromkeys(path.absolute() for path in paths):
         for folder in sorted(path.iterdir()):
@@ -115,9 +109,8 @@ def find_runs(paths: Iterable[Path]) -> list[RunFound]:
 def remove_run(run: RunFound) -> None:
     """Delete a run that nobody is in: first what could be resumed, then everything else.
 
-    Raises:
-        StateError: somebody is in it.
-        OSError: a file cannot be deleted, or is none of ours; what can be resumed is gone by then.
+    Raises StateError where somebody is in it, and OSError where a file cannot be deleted, or is none of ours; what can
+    be resumed is gone by then.
     """
     with locked(run):
         for folder in run.folders:
@@ -129,11 +122,9 @@ def remove_run(run: RunFound) -> None:
 
 
 def remove_snapshot(run: RunFound, name: str) -> None:
-    """Give up a snapshot of a run that nobody is in. Its space is used again by the run; the files stay as large.
+    """Give up a snapshot of a run that nobody is in. The run uses its space again; the files stay as large.
 
-    Raises:
-        StateError: somebody is in the run: it has a method for this.
-        OSError: a file cannot be deleted.
+    Raises StateError where somebody is in the run, which has a method for this.
     """
     with locked(run):
         there = [Snapshots(folder) for folder in run.folders]
@@ -200,7 +191,6 @@ def _manifests(folder: Path) -> dict[Path, Manifest]:
 
 
 def _check_rows(abouts: Mapping[Path, Mapping[str, Any]], manifests: Mapping[Path, Manifest]) -> None:
-    """Raise ResumeError where a manifest refers to what is not in the swap files of all paths."""
     in_order = sorted(abouts, key=lambda folder: int(abouts[folder]["path"]))
     sizes = [(folder / SWAP_NAME).lstat().st_size for folder in in_order]
     for path, manifest in manifests.items():
@@ -217,11 +207,7 @@ def _owner_of(folder: Path) -> owner.Owner | None:
 
 
 def locked(run: RunFound) -> ExitStack:
-    """Keep others out of a run until this is closed.
-
-    Raises:
-        StateError: somebody is in it; names the process.
-    """
+    """Keep others out of a run until this is closed. Raises StateError, which names its process."""
     with ExitStack() as locks:
         for folder in run.folders:
             _lock(run.name, folder, locks)

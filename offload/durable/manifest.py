@@ -31,7 +31,7 @@ from nvme_offload.offload.storage.run_folder import names_in, open_in, open_sync
 from nvme_offload.offload.sync import sync_file, sync_folder
 
 MAX_FILES = 17
-"""Manifests that a run may have: the newest, and those that it can go back to."""
+"""A run has at most so many manifests: the newest, and those that it can go back to."""
 NAMES = tuple(f"manifest.{number}" for number in range(MAX_FILES))
 """Their files, in the run's directory on its first path. Most runs have the first two."""
 
@@ -61,11 +61,10 @@ class Manifest:
     incarnation: int
     """Which life of the run wrote it."""
     identity: str
-    """Digest of what the run was then: see `identity.digest`."""
+    """The digest of what the run was then."""
     tables: Mapping[str, np.ndarray] = field(default_factory=dict)
     """2D int64, by name: where things lie. See `chain.ChainRows`."""
     blob: bytes = b""
-    """The optimizer keeps this with the step."""
     is_first: bool = False
     """Whether there was nothing to go on from before it. Then another rank may not have come that far."""
     commit_id: str = ""
@@ -105,11 +104,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Manifest | None:
-        """The manifest in a file of a run's folder; None where it is none, or not whole.
+        """Read a file of a run's folder; None where it is no manifest, or not whole.
 
-        Raises:
-            ResumeError: it is whole, and a field of it is none that a run writes; names both.
-            OSError: it cannot be read.
+        Raises ResumeError, which names the field, where it is whole and a field is none that a run writes.
         """
         try:
             return cls.decode(read_in(folder, name))
@@ -118,10 +115,9 @@ class Manifest:
 
     @classmethod
     def decode(cls, content: bytes) -> Manifest | None:
-        """The manifest with which a file begins; None where it is none, or not whole.
+        """Decode the manifest with which a file begins; None where it is none, or not whole.
 
-        Raises:
-            ValueError: it is whole, and a field of it makes no sense; names it.
+        Raises ValueError, which names the field, where it is whole and a field makes no sense.
         """
         if len(content) < _HEADER.size:
             return None
@@ -179,17 +175,13 @@ def _parse(body: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray], byt
 
 
 class ManifestFiles:
-    """The manifests of a run, in a directory that belongs to it.
+    """The manifests of a run, in its directory on its first path.
 
-    Args:
-        folder: the run's directory on its first path.
-        direct: whether that path does direct I/O.
-        count: how many there are, at least 2. One that once had more still shows them, until they are written over.
+    `count` is at least 2. A run that once had more still shows them, until they are written over.
 
     Raises:
         ResumeError: a field of one makes no sense; nothing was made.
-        OutOfSpaceError: there is no room for them.
-        SwapIOError: they cannot be made or read.
+        OutOfSpaceError, SwapIOError: they cannot be made or read.
     """
 
     def __init__(self, folder: Path, *, direct: bool, count: int = 2) -> None:
@@ -205,15 +197,13 @@ class ManifestFiles:
         self._memory = HostRegion(_BLOCK_BYTES)
 
     def newest_first(self) -> list[Manifest]:
-        """The manifests that are whole."""
+        """Return the manifests that are whole."""
         return sorted((held for held in self._held if held), key=lambda held: held.sequence, reverse=True)
 
     def write(self, manifest: Manifest) -> None:
         """Put a manifest in the place of the oldest one. It lasts when this returns; if it raises, the newest is whole.
 
-        Raises:
-            OutOfSpaceError: it is larger than its place, and the file system is full.
-            SwapIOError: the drive did not take it.
+        Raises OutOfSpaceError where it is larger than its place, and the file system is full.
         """
         newest = next((held for held in self.newest_first()), None)
         if newest is not None and manifest.sequence <= newest.sequence:

@@ -25,11 +25,10 @@ _ALIVE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, for good: numbers are used again."""
+    """A process, for good: numbers are used again, so `began` says when it began, as the kernel counts."""
 
     pid: int
     began: str
-    """When it began, as the kernel counts."""
     host: str
 
     @classmethod
@@ -39,7 +38,7 @@ class Owner:
 
     @classmethod
     def noted_in(cls, folder: Path) -> Owner | None:
-        """Who left a note in a run's directory; None where nobody did."""
+        """Read the note in a run's directory; None where there is none."""
         try:
             noted = cls(**json.loads(read_in(folder, NAME)))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -78,13 +77,8 @@ def try_lock(fd: int) -> bool:
 def lock(fd: int, folder: Path, *, closed_here: bool = False) -> Owner | None:
     """Lock the swap file of a run, after the last transfers of a process that died or has closed the run.
 
-    Args:
-        fd: of the swap file, open.
-        folder: of the run.
-        closed_here: this process had the run last, if its note is there, and has closed it.
-
-    Returns:
-        Who has it and is alive; None where it is locked now.
+    `closed_here`: this process had the run last, if its note is there, and has closed it. Returns who has it and is
+    alive; None where it is locked now.
     """
     begun = time.monotonic()
     while not try_lock(fd):

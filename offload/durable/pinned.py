@@ -14,12 +14,9 @@ from nvme_offload.offload.storage.swap_space import SwapSpace
 
 
 class PinnedReader:
-    """Reads chains of slots, one at a time, into memory of its own.
+    """Reads chains of slots, one at a time, into memory of its own; somebody keeps them until all is read.
 
-    For one thread, which may be another one than that which trains: it shares nothing with that but open files.
-
-    Args:
-        space: where the chains are. Somebody keeps them until all is read.
+    It is for one thread, which need not be the one that trains: the two share nothing but open files.
     """
 
     def __init__(self, space: SwapSpace) -> None:
@@ -27,12 +24,7 @@ class PinnedReader:
         self._memory = HostRegion(1)
 
     def read(self, chain: Chain) -> HostRegion:
-        """All of a base and the log behind it, as they were written; valid until the next is read.
-
-        Raises:
-            StateError: there is no base.
-            SwapIOError: it cannot be read.
-        """
+        """Read a base and the log behind it, valid until the next is read. Raises StateError if there is no base."""
         if chain.base is None:
             raise StateError("a pinned step", "a base of each slot", "none of one")
         extent = chain.reading(base_bytes=chain.base.content.size_bytes)

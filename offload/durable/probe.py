@@ -20,10 +20,6 @@ def measure_rates(tier: NvmeTier) -> DurableRates:
     """Write some MiB through a tier, all at once, and read them again; the space is free after it.
 
     A drive with a cache for writes is found faster than it is for hours.
-
-    Raises:
-        OutOfSpaceError: there is no room for that.
-        SwapIOError: the drive fails.
     """
     extents = tier.reserve([_PIECE_BYTES] * _PIECES)
     pool = BufferPool(_PIECES, _PIECE_BYTES)

@@ -31,7 +31,6 @@ class DurableBytes:
     grad: float
     """The gradients as they are stored: what a log entry has."""
     numel: float = 1
-    """Parameters."""
 
     def __add__(self, other: DurableBytes) -> DurableBytes:
         return DurableBytes(
@@ -82,16 +81,14 @@ class DurableRates:
     """A machine does this in a second, by the drives that this state is on and the cores that update it."""
 
     read: float
-    """Bytes of reading alone."""
     write: float
-    """Bytes of writing alone."""
     mixed: float | None = None
     """Bytes of both at once, 1:1, both counted; None: of drives that share time between directions."""
     update: float = math.inf
     """Parameters that the kernel updates."""
 
     def seconds_of(self, costs: PeriodCosts, numel: float) -> float:
-        """Seconds of a step that does nothing but move and update: the longer of the two."""
+        """Return the seconds of a step that does nothing but move and update: the longer of the two."""
         mixed = self.mixed or 2 / (1 / self.read + 1 / self.write)
         both = min(costs.read, costs.written)
         moving = 2 * both / mixed + (costs.read - both) / self.read + (costs.written - both) / self.write
@@ -105,7 +102,7 @@ class Choice:
     costs: PeriodCosts
     """The costs of what is on the drive alone and what is in memory besides, together."""
     step_seconds: float
-    """The time of moving and updating."""
+    """The time of moving and updating alone."""
     iteration_seconds: float
     """From one step to the next."""
 
@@ -120,11 +117,7 @@ class Choice:
         return self.costs.written * SECONDS_PER_DAY / self.iteration_seconds
 
     def days_of_life(self, endurance: float) -> float:
-        """Days until so many bytes are written.
-
-        Args:
-            endurance: bytes that may still be written: the rated TBW, less what was written before.
-        """
+        """Return the days until `endurance` bytes are written: the rated TBW, less what was written before."""
         return endurance / self.written_per_day
 
 
@@ -136,15 +129,11 @@ def choices(
     compute_seconds: float = 0.0,
     periods: Sequence[int] = range(1, MAX_PERIOD + 1),
 ) -> list[Choice]:
-    """Return what each period comes to.
+    """Return what each period comes to for a state of this `size` on the drive alone.
 
-    Args:
-        size: what is on the drive alone.
-        rates: of the machine.
-        resident: what is in host memory besides. It is written like the rest and never read, so the more there is of
-            it, the less is moved.
-        compute_seconds: of forward and backward. A step is hidden behind them at best: then most is written a day.
-        periods: to look at.
+    What is `resident` in host memory besides is written like the rest and never read, so the more there is of it, the
+    less is moved. A step is hidden behind `compute_seconds` of forward and backward at best: then most is written a
+    day.
     """
     found = []
     for period in periods:
@@ -161,16 +150,10 @@ def choices(
 
 
 def choose(found: Sequence[Choice], wear_limit: float | None = None) -> Choice:
-    """The period with the shortest iteration whose wear is allowed; of equals the one that writes least.
+    """Return the choice with the shortest iteration whose wear is allowed; of equals the one that writes least.
 
-    Longer ones than `USUAL_PERIOD` only where no other is allowed.
-
-    Args:
-        found: from `choices`.
-        wear_limit: bytes a day; None: as many as it takes.
-
-    Raises:
-        ValueError: none is allowed; says what is needed.
+    A period longer than `USUAL_PERIOD` is chosen only where no other is allowed. `wear_limit` is bytes a day. Raises
+    ValueError, which says what is needed, where none is allowed.
     """
     allowed = [each for each in found if wear_limit is None or each.written_per_day <= wear_limit]
     if not allowed:
@@ -187,16 +170,11 @@ def choose(found: Sequence[Choice], wear_limit: float | None = None) -> Choice:
 
 
 def auto_period(size: DurableBytes, rates: DurableRates, wear_limit: float | None) -> int:
-    """Return what "auto" stands for on a machine: the fastest period that keeps the limit.
+    """Return what "auto" stands for on a machine: the fastest period that keeps the limit of bytes a day.
 
     A run decides this once, when it begins. Nobody knows its pace then, so it is taken for the highest that is
     possible: steps that do nothing but move and update. Where no period keeps the limit at that pace, it is the one
-    that writes least.
-
-    Args:
-        size: of one parameter.
-        rates: of the machine.
-        wear_limit: bytes a day; None: as many as it takes.
+    that writes least. `size` is that of one parameter.
     """
     found = choices(size, rates)
     if wear_limit is not None:

@@ -33,7 +33,7 @@ from nvme_offload.offload.storage.tier import Memory
 
 
 class ExtentRing:
-    """Which write of which slot goes where, so that what committed manifests refer to is never written over.
+    """Decides where each write of a slot goes, so that nothing is written over what committed manifests refer to.
 
     The order of things in a step::
 
@@ -64,9 +64,8 @@ class ExtentRing:
         self.alignment = alignment or space.alignment
         self.incarnation = incarnation
         self.sequence = sequence
-        """The number of the manifest that the next writes are for."""
         self.turn = sequence
-        """Counts the steps that write; who is rewritten when goes by it."""
+        """Counts the steps that write: it says which slots are rewritten."""
         self.slots: list[RingSlot] = []
         self.suspects: set[int] = set()
         """Slots whose bytes a failed sync may have lost: they are due until they have a new base."""
@@ -76,28 +75,24 @@ class ExtentRing:
         self._waiting: deque[list[tuple[Size, Extent]]] = deque()
         """Extents to which only older manifests refer that are to stay whole, by the commit that set them free."""
         self._given_up: list[list[tuple[Size, Extent]]] = []
-        """Extents that do not wait any more since the newest commit, likewise."""
+        """Extents that do not wait any more since the newest commit, by the commit that set them free."""
         self._claimed: dict[Stripes, Extent] = {}
         """Extents to which found manifests refer, until one of them is adopted."""
         self._latest: dict[Stripes, WriteId] = {}
-        """Which write is there, or about to be."""
+        """The write that is there, or about to be."""
         self._pins: dict[str, list[tuple[Size | None, Extent]]] = {}
         """By name, with the size of those that slots had when they were pinned."""
         self._times_pinned: Counter[Stripes] = Counter()
 
     @property
     def tables(self) -> dict[str, np.ndarray]:
-        """Return where the newest writes of all slots are, for a manifest: copies."""
+        """Copy, for a manifest, where the newest writes of all slots are."""
         return self._rows.tables()
 
     # The writes of a step.
 
     def add(self, layouts: Sequence[SlotLayout]) -> None:
-        """Take slots on behind those there are, with all the space that their turns need.
-
-        Raises:
-            OutOfSpaceError: there is no room for all of them; nothing has changed.
-        """
+        """Take slots on behind those there are, with the space of their turns. OutOfSpaceError leaves all as it was."""
         slots = [*self.slots, *(RingSlot(layout, 0) for layout in layouts)]
         self._pool.want(_wanted_by(slots, self.steps_back))
         self._rows.grow(len(slots), max(slot.layout.period for slot in slots) - 1)
@@ -119,7 +114,7 @@ class ExtentRing:
         self._pool.trim()
 
     def begin_turn(self) -> None:
-        """A step begins that will write: other slots are due."""
+        """Begin a step that will write: other slots are due."""
         self.turn += 1
         for slot in range(len(self.slots)):
             self.drop_target(slot)
@@ -133,14 +128,13 @@ class ExtentRing:
         return (self.turn + turns_ahead + record.phase) % record.layout.period == 0
 
     def num_logged_next(self, slot: int) -> int:
-        """Entries that the log of this slot will have when the turn that comes next has written it."""
+        """Return how many entries the log of this slot will have when the next turn has written it."""
         return 0 if self.is_due(slot, turns_ahead=1) else len(self.slots[slot].current.log) + 1
 
     def to_rewrite(self, slot: int) -> Extent:
-        """Return where a new base of this slot goes, in its turn or out of it: the same until that is committed.
+        """Return where a new base of this slot goes: the same until that is committed.
 
-        Raises:
-            OutOfSpaceError: it is out of turn, and there is no room for one more.
+        Out of turn it may take an extent more, and raises OutOfSpaceError where there is no room for one.
         """
         record = self.slots[slot]
         base = record.current.base
@@ -152,10 +146,7 @@ class ExtentRing:
     def to_append(self, slot: int, place: int | None = None) -> Extent:
         """Return where the next entry goes: the same until it is sealed, or the next turn begins.
 
-        Args:
-            slot: which one.
-            place: of the entry in the log. One that was sealed, and not written, goes where it was to go. None: behind
-                all there are.
+        An entry that was sealed and not written goes where it was to go: `place` is its place in the log, None the end.
 
         Raises:
             StateError: there is nothing to add to.
@@ -169,17 +160,14 @@ class ExtentRing:
         return self._target(slot, record.layout.entry_bytes)
 
     def drop_target(self, slot: int) -> None:
-        """Nothing is written where `to_rewrite` or `to_append` said, unless it was sealed."""
+        """Write nothing where `to_rewrite` or `to_append` said, unless it was sealed."""
         if (target := self.slots[slot].drop_target()) is not None:
             self._pool.give_back([target])
 
     def seal_base(self, slot: int, memory: Memory, sums: Sums) -> None:
         """Write the trailer of a base; the chain of the slot is from now on what is about to go to `to_rewrite`.
 
-        Args:
-            slot: which one.
-            memory: with state and tail.
-            sums: of both, as they are there now.
+        `memory` has state and tail, and `sums` are of both as they are there now.
         """
         base = self._sealed(slot, self.to_rewrite(slot), memory, self.slots[slot].layout.base, sums)
         self._become(slot, Chain(base))
@@ -187,16 +175,10 @@ class ExtentRing:
         self.suspects.discard(slot)
 
     def seal_entry(self, slot: int, memory: Memory, size_bytes: int, sums: Sums, *, place: int | None = None) -> int:
-        """Write the trailer of an entry; returns the bytes to write, the trailer included.
+        """Write the trailer of an entry, with which the chain goes on; returns the bytes to write, trailer included.
 
-        The chain of the slot goes on with what is about to go to `to_append`.
-
-        Args:
-            slot: which one.
-            memory: with the entry.
-            size_bytes: of the entry without its trailer.
-            sums: of these bytes, as the sums of a state without a tail.
-            place: as in `to_append`: an exception may have kept from the caller that the entry is sealed.
+        `size_bytes` is the entry without its trailer, and `sums` has no tail. An exception may have kept from the
+        caller that the entry is sealed: `place` is as in `to_append`.
         """
         record = self.slots[slot]
         content = ExtentLayout(size_bytes, 0, record.layout.base.alignment)
@@ -209,8 +191,7 @@ class ExtentRing:
     def open_sealed(self, slot: int, written: Written, memory: Memory) -> Sums:
         """Check the trailer of a part of a chain that was read; returns the sums that its bytes must have.
 
-        Raises:
-            CorruptionError: this is not what the manifest refers to.
+        Raises CorruptionError where this is not what the manifest refers to.
         """
         what = f"the {'base' if written.content == self.slots[slot].layout.base else 'log'} of slot {slot}"
         return open_sealed(
@@ -218,7 +199,7 @@ class ExtentRing:
         )
 
     def path_of(self, written: Written) -> str:
-        """The file in which a write begins."""
+        """Return the file in which a write begins."""
         return str(self._space.path_of(written.extent.stripes[0].fd))
 
     def _sealed(self, slot: int, extent: Extent, memory: Memory, content: ExtentLayout, sums: Sums) -> Written:
@@ -235,17 +216,13 @@ class ExtentRing:
         return [index for index, record in enumerate(self.slots) if record.current is not record.committed]
 
     def chains_of(self, tables: Mapping[str, np.ndarray], layouts: Sequence[SlotLayout]) -> list[Chain]:
-        """Return what a manifest refers to, for reading alone: whose it is does not change.
-
-        Raises:
-            ResumeError: it is not of such slots.
-        """
+        """Read what a manifest refers to, and own nothing of it. Raises ResumeError if it is not of such slots."""
         stripes_of = [stripes for _, stripes, _ in self._rows.writes_of(tables)]
         extents = {stripes: Extent(sum(stripe.size_bytes for stripe in stripes), stripes) for stripes in stripes_of}
         return self._rows.read(tables, layouts, extents, where="a manifest")
 
     def written_over(self, tables: Mapping[str, np.ndarray]) -> list[int]:
-        """Slots for which this life of the run has not kept what an older manifest refers to."""
+        """Return the slots for which this life of the run has not kept what an older manifest refers to."""
         known, over = self._known(), set()
         for slot, stripes, identity in self._rows.writes_of(tables):
             if stripes not in known or self._latest.get(stripes) != identity:
@@ -260,7 +237,7 @@ class ExtentRing:
     def take_back_write(self, slot: int) -> None:
         """Go back to what the newest committed manifest refers to, which has this slot. Idempotent.
 
-        What was written of it since counts no more, and may still be under way: wait for that before others write.
+        A write of it that counts no more may still be under way: wait for that before others write.
         """
         record = self.slots[slot]
         self.drop_target(slot)
@@ -270,7 +247,7 @@ class ExtentRing:
         self.suspects.discard(slot)
 
     def note_commit(self) -> None:
-        """The chains of this moment are committed: what only those before had is for other slots now."""
+        """Note that the chains of this moment are committed: what only those before had is for other slots now."""
         free: list[tuple[Size, Extent]] = []
         for record in self.slots:
             if record.current is not record.committed:
@@ -290,11 +267,7 @@ class ExtentRing:
         self.suspects = set(self.uncommitted)
 
     def take_back_commit(self, tables: Mapping[str, np.ndarray]) -> None:
-        """Go back to the manifest before: what it refers to is spared, and what was written since is not committed.
-
-        Args:
-            tables: of the manifest before. Nothing was written since the newest.
-        """
+        """Go back to the manifest before, which has `tables`; nothing may have been written since the newest."""
         known = {stripes: extent for stripes, (_, extent) in self._known().items()}
         layouts = [record.layout for record in self.slots[: len(tables[BASES])]]
         chains = self._rows.read(tables, layouts, known, where="the manifest before")
@@ -310,7 +283,7 @@ class ExtentRing:
         self._given_up = []
 
     def forget_commits(self) -> None:
-        """No manifest but those of snapshots refers to anything any more."""
+        """Forget all manifests but those of snapshots: no other one refers to anything any more."""
         self._claimed, self._given_up = {}, []
         while self._waiting:
             self._pool.give_back(self._waiting.popleft())
@@ -334,15 +307,11 @@ class ExtentRing:
     ) -> None:
         """Have the chains that a manifest refers to, in place of the slots there are.
 
-        Args:
-            tables: of the manifest, which was claimed, or is that of a commit that was kept.
-            layouts: of the slots.
-            where: the manifest's place, for messages.
-            older: tables of manifests that stay, the newest first.
+        The manifest was claimed, or is that of a commit that was kept. `older` has the tables of manifests that stay,
+        the newest first.
 
         Raises:
-            ResumeError: the tables are not of such slots, or they were written since in the place of what these refer
-                to; nothing has changed.
+            ResumeError: the tables are not of such slots, or what they refer to was written over; nothing has changed.
             OutOfSpaceError: there is no room for what turns need besides. The ring cannot be used then.
         """
         known = {stripes: extent for stripes, (_, extent) in self._known().items()}
@@ -362,9 +331,7 @@ class ExtentRing:
     def _refill(self, known: Mapping[Stripes, Extent], older: Sequence[set[Stripes]]) -> None:
         """Begin with another pool: what is there and no slot has waits there, as far as slots can use it.
 
-        Args:
-            known: all that is there.
-            older: what older manifests refer to, the newest first.
+        `known` is all that is there, and `older` what older manifests refer to, the newest first.
         """
         self._claimed, self._pool = {}, ExtentPool(self._space)
         sizes = {extent.stripes: size for size, extent in self._in_chains()}
@@ -390,12 +357,9 @@ class ExtentRing:
         self._pool.want(wanted)
 
     def pin(self, name: str, tables: Mapping[str, np.ndarray]) -> None:
-        """Keep what a committed manifest refers to, also when later ones do not, until `unpin`.
+        """Keep what a committed manifest refers to until `unpin`, and reserve what later writes need in its place.
 
-        What later writes need in its place is reserved here.
-
-        Raises:
-            OutOfSpaceError: there is no room for that; nothing is kept.
+        Raises OutOfSpaceError where there is no room for that; nothing is kept then.
         """
         known, stripes_of = self._known(), []
         for _, stripes, identity in self._rows.writes_of(tables):
@@ -454,7 +418,6 @@ class ExtentRing:
         self._release(record, record.become(chain))
 
     def _release(self, record: RingSlot, chain: Chain) -> None:
-        """Let others have what a chain had."""
         self._pool.give_back(self._set_free(record, chain))
 
     def _set_free(self, record: RingSlot, chain: Chain) -> list[tuple[Size, Extent]]:

@@ -48,13 +48,7 @@ class DurableRun:
         run.commit(step, blob, run.extents.tables, commit_id)  # when all writes are done, in a thread (`Committer`)
         tier.close(); run.close()                   # everything stays
 
-    Args:
-        paths: folders that exist, as `nvme_path`; the first one has the manifests.
-        name: of the run: at most 64 letters, digits, '.', '_' and '-'.
-        rank: of this process.
-        direct: as `aio.direct`.
-        weights: as `aio.path_weights`.
-        steps_back: how many commits before the newest stay whole between two steps; at least 1.
+    The first path has the manifests. `steps_back` commits before the newest stay whole between two steps; at least 1.
 
     Raises:
         ValueError: this cannot be a name.
@@ -65,7 +59,7 @@ class DurableRun:
 
     @classmethod
     def of(cls, config: OffloadConfig) -> DurableRun | None:
-        """This rank's part of the run that a section names; None where its state ends with the process."""
+        """Open this rank's part of the run that a section names; None where its state ends with the process."""
         section, aio = config.zero_optimization.offload_optimizer, config.aio
         if section.run_name is None:
             return None
@@ -94,7 +88,6 @@ class DurableRun:
         try:
             self._files = ManifestFiles(self.folder, direct=self.space.direct, count=1 + steps_back)
             self.snapshots = Snapshots(self.folder)
-            """Steps that are kept under a name, with all that is there of them."""
             self.found = self._files.newest_first()
             """Manifests that an earlier process committed and nobody adopted yet, newest first."""
             self.uuid = self._check_paths()
@@ -102,7 +95,6 @@ class DurableRun:
             newest = max((m.sequence for m in [*self.found, *self.snapshots.all.values()]), default=0)
             incarnation = secrets.randbits(_INCARNATION_BITS)
             self.extents = ExtentRing(self.space, incarnation, newest + 1, steps_back=steps_back)
-            """The extents of the slots."""
             self._claim()
         except BaseException:
             self.space.close()
@@ -129,12 +121,10 @@ class DurableRun:
     def identify(self, identity: Identity, uuid: str) -> None:
         """Say what this run is from now on: what is committed is committed as this.
 
-        Args:
-            identity: JSON that must be equal wherever a commit is taken up; its ``model`` is shown by ``offload runs``.
-            uuid: of the run, agreed by all ranks. An old run keeps its own.
+        `identity` is JSON that must be equal wherever a commit is taken up; `offload runs` shows its ``model``. All
+        ranks agree on `uuid`.
 
-        Raises:
-            ResumeError: what is there belongs to a run with another uuid.
+        Raises ResumeError where a run with another uuid is there.
         """
         if self.uuid is None:
             for place, directory in enumerate(self._directories):
@@ -153,8 +143,7 @@ class DurableRun:
     def differences(self, manifest: Manifest, identity: Identity) -> list[str]:
         """Return what `identity` has otherwise than what was committed, one line each; empty where it fits.
 
-        Raises:
-            ResumeError: what it was committed as is not there any more.
+        Raises ResumeError if nobody knows any more what it was committed as.
         """
         if manifest.identity == identities.digest(identity):
             return []
@@ -166,14 +155,8 @@ class DurableRun:
         """Have a snapshot among the commits, as the newest; a manifest that is there already stays where it is.
 
         Of several ranks all do this before the first of them destroys anything (`adopt`): whenever one of them is
-        killed, there is a commit that all have. As with every commit the oldest one gives its place.
-
-        Args:
-            manifest: one of `found`, `committed` or `snapshots`.
-            layouts: of the slots, in their order.
-
-        Returns:
-            The manifest among the commits that says the same.
+        killed, there is a commit that all have. As with every commit the oldest one gives its place. Returns the
+        manifest among the commits that says the same.
 
         Raises:
             ResumeError: it is not of such slots.
@@ -193,14 +176,8 @@ class DurableRun:
     def adopt(self, manifest: Manifest, layouts: Sequence[SlotLayout]) -> None:
         """Go on from a committed step: what did not lead to it, or is not whole, is destroyed when this returns.
 
-        Nothing of the state is read. What is written from here on spares what this manifest refers to.
-
-        Args:
-            manifest: one of `found`, `committed` or `snapshots`.
-            layouts: of the slots, in their order.
-
-        Raises:
-            ResumeError, OutOfSpaceError, SwapIOError: see `bring_to_front`.
+        Nothing of the state is read. What is written from here on spares what this manifest refers to, which is one of
+        `found`, `committed` or `snapshots`. Raises as `bring_to_front` does.
         """
         kept = [self.bring_to_front(manifest, layouts)]
         held = self._files.newest_first()
@@ -219,8 +196,7 @@ class DurableRun:
     def write_over_found(self, layouts: Sequence[SlotLayout]) -> None:
         """Have other state take the place of what was found, which is left as it is until the next commit.
 
-        Raises:
-            ResumeError: it is not of such slots.
+        Raises ResumeError if it is not of such slots.
         """
         self.extents.adopt(self.found[0].tables, layouts, where=str(self.folder))
         self.found = []
@@ -248,13 +224,8 @@ class DurableRun:
         """Make what was written last, and say so in a manifest. All writes of the slots in `tables` must be done.
 
         Nothing may be written meanwhile. If it raises, the step committed before is still whole, and writes go on
-        sparing it; the next call commits what is there then.
-
-        Args:
-            step: as the optimizer counts.
-            blob: what the optimizer keeps with it.
-            tables: `extents.tables` after the last of these writes was begun.
-            commit_id: see `Manifest.commit_id`; agreed by all ranks.
+        sparing it; the next call commits what is there then. `tables` are those of `extents` after the last of these
+        writes was begun, and all ranks agree on `commit_id`.
 
         Raises:
             StateError: a sync failed before, and `extents.suspects` were not written again since.
@@ -289,9 +260,7 @@ class DurableRun:
     # Snapshots.
 
     def prepare_snapshot(self, name: str) -> None:
-        """Pin the newest committed step, for a snapshot that `snapshots.publish` says is there.
-
-        Its extents stay as they are, and no byte of state is moved.
+        """Pin the newest committed step, for a snapshot that `snapshots.publish` says is there; no state is moved.
 
         Raises:
             ValueError: this cannot be a name, or there is a snapshot of this name.
@@ -310,10 +279,7 @@ class DurableRun:
             raise
 
     def delete_prepared(self, name: str) -> None:
-        """Unpin a step that is prepared, and delete what kept it.
-
-        What only it and the step before the newest refer to is free again, and that step gone.
-        """
+        """Delete a prepared step; what only it and the step before the newest refer to is free, and that step gone."""
         self.snapshots.delete_prepared(name)
         self._unpin(name)
 
@@ -327,11 +293,7 @@ class DurableRun:
                 self._unpin(_DAMAGED)
 
     def agree_on_snapshots(self, published: set[str]) -> None:
-        """Publish or delete what is prepared, as the other ranks did: see `snapshots`.
-
-        Args:
-            published: names of the snapshots that some rank has published.
-        """
+        """Publish what is prepared and some rank has published, and delete what none has: see `snapshots`."""
         for name in list(self.snapshots.prepared):
             if name in published:
                 self.snapshots.publish(name)
@@ -341,8 +303,7 @@ class DurableRun:
     def pin_newest(self) -> Manifest:
         """Pin the newest committed step for as long as this process has it: one at a time, and nothing is written.
 
-        Raises:
-            OutOfSpaceError: there is no room for what later steps write in place of it; nothing has changed.
+        Raises OutOfSpaceError where there is no room for what later steps write in its place; nothing has changed then.
         """
         newest = self.committed[0]
         self.extents.pin(_PINNED, newest.tables)

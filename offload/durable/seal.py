@@ -31,14 +31,12 @@ _UINT64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class ExtentLayout:
-    """A layout says where things are in the extent of one slot, in bytes."""
+    """The places of state, tail and trailer in the extent of one slot, in bytes."""
 
     state_bytes: int
-    """The state, as a store that is not durable has it."""
     tail_bytes: int
     """The bytes that are not read in training and cannot be had again: upper halves, fp32 parameters. May be 0."""
     alignment: int
-    """The alignment of direct I/O."""
 
     @property
     def state_span(self) -> int:
@@ -89,23 +87,15 @@ class Sums:
 
 @dataclass(frozen=True)
 class SealedAs:
-    """Which write of which slot an extent is of."""
+    """This says which write of which slot an extent is of: `sequence` is the number of the manifest that it is for."""
 
     slot: int
     sequence: int
-    """The number of the manifest that this write is for."""
     incarnation: int
 
 
 def seal(memory: Memory, layout: ExtentLayout, sealed_as: SealedAs, sums: Sums) -> int:
-    """Write the trailer into a buffer that holds state and tail; returns its root, an int64.
-
-    Args:
-        memory: the staging buffer, `layout.size_bytes` long.
-        layout: of this slot.
-        sealed_as: what it will be known as.
-        sums: of the bytes as they are in the buffer now.
-    """
+    """Write the trailer behind state and tail in a staging buffer; returns its root, an int64."""
     trailer = memory.view(torch.uint8, layout.trailer_at, layout.trailer_bytes)
     head = (sealed_as.incarnation, sealed_as.sequence, sealed_as.slot, sums.state.numel(), sums.tail.numel())
     content = b"".join([_HEADER.pack(_MAGIC, *head), sums.state.numpy().tobytes(), sums.tail.numpy().tobytes()])
@@ -117,16 +107,8 @@ def seal(memory: Memory, layout: ExtentLayout, sealed_as: SealedAs, sums: Sums) 
 def open_sealed(memory: Memory, layout: ExtentLayout, sealed_as: SealedAs, root: int, *, path: str, what: str) -> Sums:
     """Check the trailer of an extent that was read, and return the sums that state and tail must have.
 
-    Args:
-        memory: the staging buffer with the whole extent.
-        layout: of this slot.
-        sealed_as: what the manifest says about it.
-        root: what the manifest has of it.
-        path: the file, for the message.
-        what: whose extent, for the message.
-
-    Raises:
-        CorruptionError: this is not what the manifest refers to.
+    `root` is what the manifest has of it. Raises CorruptionError, which names `path` and `what`, where this is not what
+    the manifest refers to.
     """
     trailer = memory.view(torch.uint8, layout.trailer_at, layout.trailer_bytes)
     if (actual := _root(trailer)) != root:

@@ -37,22 +37,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(?<!\.new)")  # `replace_in`
 
 
 class Snapshots(Mapping[str, Manifest]):
-    """The published snapshots of one rank, by name, and what else is there of snapshots.
+    """The published snapshots of one rank, by name, and what else its folder on the first path has of snapshots.
 
     Nothing is changed by looking at them, so a run that is alive may be looked at.
-
-    Args:
-        folder: the run's directory on its first path.
-
-    Raises:
-        OSError: a file cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._published: dict[str, Manifest] = {}
         self.prepared: dict[str, Manifest] = {}
-        """Snapshots that are not published, by name."""
         self.unreadable: dict[str, list[Path]] = {}
         """Files that are damaged, by the name of the snapshot."""
         for file in names_in(folder):
@@ -84,7 +77,7 @@ class Snapshots(Mapping[str, Manifest]):
 
     @property
     def all(self) -> dict[str, Manifest]:
-        """Return all that can be read: the published ones and the prepared ones."""
+        """Return the published ones and the prepared ones."""
         return {**self.prepared, **self._published}
 
     def file_of(self, name: str) -> Path:
@@ -145,10 +138,7 @@ class Snapshots(Mapping[str, Manifest]):
     def held_sizes(self, sizes: Sequence[int]) -> list[int]:
         """Return how many bytes of each swap file, from its beginning, may not be written again. Something is damaged.
 
-        They are those of the moment when the damage was found, which is written down.
-
-        Args:
-            sizes: of the swap files now.
+        They are those of the moment when the damage was found, which is written down; `sizes` are those of now.
         """
         files = [file for of_name in self.unreadable.values() for file in of_name]
         digests = {hashlib.blake2b(read_in(self._folder, file.name), digest_size=16).hexdigest() for file in files}

@@ -20,23 +20,15 @@ def phases(layouts: Iterable[SlotLayout]) -> Iterator[int]:
 def turns_behind(turn: int, slots: Iterable[tuple[int, int, int]]) -> int:
     """Return how many turns after this one it was when slots were written: what most of them say.
 
-    Those that would be rewritten earlier or later than they were about to be need space of others.
-
-    Args:
-        turn: any.
-        slots: period, phase and entries in the log of each.
+    Slots that would be rewritten earlier or later than they were about to be need space of others. `slots` has the
+    period, the phase and the number of entries of each.
     """
     said = Counter((logged - phase - turn) % period for period, phase, logged in slots if period > 1)
     return said.most_common(1)[0][0] if said else 0
 
 
 def wanted(layouts: Iterable[SlotLayout], steps_back: int) -> Counter[Size]:
-    """Return how many extents of each size the turns of these slots need.
-
-    Args:
-        layouts: of the slots.
-        steps_back: how many steps can be gone back to.
-    """
+    """Return how many extents of each size the turns of these slots need, with `steps_back` steps to go back to."""
     counts: Counter[Size] = Counter()
     for layout, number in Counter(layouts).items():
         period = layout.period
@@ -49,7 +41,7 @@ def wanted(layouts: Iterable[SlotLayout], steps_back: int) -> Counter[Size]:
 
 
 def bytes_needed(layouts: Iterable[SlotLayout], steps_back: int) -> list[int]:
-    """Bytes of every extent that the turns of these slots need; arguments as of `wanted`."""
+    """Return the bytes of every extent that the turns of these slots need."""
     return [num_bytes(size) for size, count in wanted(layouts, steps_back).items() for _ in range(count)]
 
 
@@ -61,13 +53,8 @@ def num_bytes(size: Size) -> int:
 def num_needed(num_slots: int, period: int) -> tuple[int, int]:
     """Return how many bases and entries equal slots need that take turns.
 
-    Args:
-        num_slots: slots.
-        period: every how many steps each is rewritten.
-
-    Returns:
-        Bases: one for each slot, and one for each that a step rewrites. Entries: those that are there after a step, and
-        those that the next one adds, where they are most.
+    There is a base for each slot, and one for each that a step rewrites; and there are the entries after a step, with
+    those that the next one adds, where they are most.
     """
     in_phase = Counter(slot % period for slot in range(num_slots))
     entries = max(
