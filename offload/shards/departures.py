@@ -41,12 +41,8 @@ class Departures:
     """Copies blocks to a device, one at a time for each gather, on the stream on which FSDP2 gathers.
 
     The memory of a block is held until its copy is over, which the device says; who changes it, or takes it for another
-    block, asks here first. The host waits for nothing else.
-
-    Args:
-        device: that the blocks go to.
-        hold: brings a block into host memory and keeps it there for whom it is told.
-        release: ends that.
+    block, asks here first. The host waits for nothing else. `hold` brings a block into host memory and keeps it there
+    for whom it is told, until `release`.
     """
 
     def __init__(
@@ -62,15 +58,10 @@ class Departures:
         self._giving: dict[Block | HostBlock, Departure] = {}
 
     def take(self, block: Block | HostBlock, place: object, places: Iterable[object]) -> torch.Tensor:
-        """A copy of a block, uint8 [bytes], on the device, as soon as its stream comes there.
+        """Return a copy of a block, uint8 [bytes], on the device, as soon as its stream comes there.
 
-        Args:
-            block: which.
-            place: for which the copy is wanted. It is another copy when it is wanted again.
-            places: all that it will be wanted for. After the last of them nothing here keeps the device's memory.
-
-        Raises:
-            SwapIOError: the block cannot be read.
+        It is another copy when the same `place` asks again. After the last of `places` nothing here keeps the device's
+        memory.
         """
         self._end_finished()
         departure = self._giving.get(block)

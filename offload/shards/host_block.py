@@ -30,16 +30,10 @@ class HostBlock:
 def host_blocks(
     blocks: Sequence[tuple[str, int]], device: torch.device | None, locks: PageLocks, key: str
 ) -> list[HostBlock]:
-    """Blocks of this name and so many bytes, full of zeros.
+    """Make blocks of these names and bytes, full of zeros; they are page-locked for a device.
 
-    Args:
-        blocks: name and bytes of each.
-        device: that they are copied to or from, for which they are page-locked; None: there is none.
-        locks: of the section.
-        key: of the section, which keeps them in host memory.
-
-    Raises:
-        MemoryError, RuntimeError: it cannot be had, or not be pinned. Nothing is kept then.
+    `key` names their section. Raises MemoryError or RuntimeError if memory cannot be had, or not be pinned; nothing is
+    kept then.
     """
     made, remedy = [], f'write "nvme" for {key}.device, or lower host_budget'
     for name, size_bytes in blocks:

@@ -57,11 +57,7 @@ class _Gather:
 class ParamTier:
     """Blocks of parameters on NVMe, or in host memory beside a device. For one thread at a time.
 
-    Args:
-        config: `zero_optimization.offload_param`.
-        tier: of its own; closed with it.
-        checksum: see `BlockCache`.
-        locks: page-lock what a device copies from; None: where it can be done.
+    The tier is of its own, and closed with it. `locks` page-lock what a device copies from; None: where it can be done.
     """
 
     def __init__(
@@ -88,27 +84,20 @@ class ParamTier:
         self._kept: Block | None = None
         """It stays in its buffer until another block is gathered: somebody will change it there."""
         self._departures: Departures | None = None
-        """Blocks on their way to a device; None without one."""
         self._shards: dict[Block | HostBlock, list[TieredShard]] = {}
         self._closed = False
 
     def reserve(
         self, groups: Sequence[tuple[str, Sequence[Padded]]], device: torch.device = HOST, *, in_memory: bool = False
     ) -> list[list[TieredShard]]:
-        """Blocks for groups of parameters, with all of their space promised.
+        """Make blocks for named groups of parameters, all of their space promised; returns each parameter's place.
 
-        Args:
-            groups: the name of each, and how its parameters are stored.
-            device: where they are computed with.
-            in_memory: the blocks stay in host memory.
-
-        Returns:
-            A place for each parameter; `put` its values there before anything else.
+        `put` the values there before anything else. `device` computes with them.
 
         Raises:
             ConfigError: a block is larger than a staging buffer may be.
-            OutOfSpaceError: names bytes needed and free.
-            MemoryError, RuntimeError: host memory cannot be had, or not be pinned. Nothing was reserved then.
+            OutOfSpaceError, MemoryError, RuntimeError: there is no space, or memory cannot be pinned. Nothing was
+                reserved then.
         """
         if not in_memory:
             check_block_sizes(groups, self._config.buffer_size, BUFFER_SIZE_KEY)
@@ -151,12 +140,7 @@ class ParamTier:
                     place.view().copy_(stored.gather().reshape(-1))
 
     def begin_gather(self, shard: TieredShard) -> None:
-        """Hold the block of a parameter that FSDP2 is about to copy, if it is not held for that already.
-
-        Raises:
-            SwapIOError: it cannot be read; names the block.
-            ClosedError: after ``close``.
-        """
+        """Hold the block of a parameter that FSDP2 is about to copy, if it is not held for that already."""
         self._check_open()
         block = shard.block
         assert isinstance(block, Block)
@@ -183,12 +167,7 @@ class ParamTier:
             self._keep(block)
 
     def sent(self, shard: TieredShard) -> torch.Tensor:
-        """The bytes of a parameter's block on the device that computes with it: one copy for all of its parameters.
-
-        Raises:
-            SwapIOError: it cannot be read; names the block.
-            ClosedError: after ``close``.
-        """
+        """Return the bytes of a parameter's block on the device that computes with it, copied once for all in it."""
         self._check_open()
         assert self._departures is not None
         return self._departures.take(shard.block, shard, self._shards[shard.block])
@@ -207,7 +186,7 @@ class ParamTier:
             self.cache.release(before, by=self)
 
     def end_gather(self, shard: TieredShard) -> None:
-        """FSDP2 has copied a parameter; with the last one of its block the hold ends."""
+        """Note that FSDP2 has copied a parameter; with the last one of its block the hold ends."""
         for gather in self._gathers:
             if gather.block is shard.block:
                 gather.answered.add(shard)
@@ -289,7 +268,7 @@ class ParamTier:
 
 
 def block_layout(tensors: Iterable[tuple[int, torch.dtype]]) -> tuple[list[int], int]:
-    """Byte offsets in a block of tensors of so many elements and these dtypes, and the bytes of the block."""
+    """Return the byte offsets in a block of tensors of so many elements and these dtypes, and the block's bytes."""
     offsets, end = [], 0
     for numel, dtype in tensors:
         offsets.append(end)
@@ -298,13 +277,7 @@ def block_layout(tensors: Iterable[tuple[int, torch.dtype]]) -> tuple[list[int],
 
 
 def check_block_sizes(groups: Iterable[tuple[str, Sequence[Padded]]], limit: int | None, key: str) -> None:
-    """Raise ConfigError for the first block that has more elements than a staging buffer may have.
-
-    Args:
-        groups: the name of each block, and how its parameters are stored.
-        limit: elements of a staging buffer; None: no limit.
-        key: that sets the limit.
-    """
+    """Raise ConfigError, which names `key`, for the first block with more elements than a staging buffer may have."""
     for name, forms in groups:
         numel = sum(form.numel for form in forms)
         if limit is not None and numel > limit:

@@ -45,7 +45,7 @@ class _View(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     item: int | None
-    """Which output of the operator it is, for those that return several views."""
+    """The place of this view among those that the operator returns; None: it returns one."""
 
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
         result = self.op(tensor, *self.args, **self.kwargs)
@@ -54,12 +54,9 @@ class _View(NamedTuple):
 
 
 class _Source:
-    """A source gives the value of a tensor.
+    """A source gives the value of a tensor: joined parts, and the views that lead from there to the tensor.
 
-    Args:
-        parts: of the tensor that it is a view of, or of the tensor itself.
-        views: the steps from there.
-        owner: id of the tensor whose attribute this is.
+    `owner` is the id of the tensor whose attribute this is.
     """
 
     def __init__(self, parts: Parts, views: tuple[_View, ...], owner: int) -> None:
@@ -91,12 +88,11 @@ class _Source:
 class SplitTensor(MemorylessTensor):
     """A read-through, write-through fp32 tensor.
 
-    It holds no data of its own. Every operator joins the parts first; an operator that works in place splits the
-    result back; views stay views. So state dicts are fp32 and conventional, and ``copy_``, ``load_state_dict`` and
-    stock optimizers do what they say. Clones and factories (``zeros_like``) give plain tensors, as do serialization
-    and DLPack.
-    FSDP2 gathers what is stored for it alone, through its all-gather extension.
-    A frozen parameter that is never cast, as of a quantized base, declares its own dtype in place of fp32.
+    It holds no data of its own. Every operator joins the parts first; an operator that works in place splits the result
+    back; views stay views. So state dicts are fp32 and conventional, and ``copy_``, ``load_state_dict`` and stock
+    optimizers do what they say. Clones and factories (``zeros_like``) give plain tensors, as do serialization and
+    DLPack. FSDP2 gathers what is stored for it alone, through its all-gather extension. A frozen parameter that is
+    never cast, as of a quantized base, declares its own dtype in place of fp32.
 
     Reading one costs a pass over its parts, which may have to come from a drive: the training step never does it.
     """
@@ -120,11 +116,11 @@ class SplitTensor(MemorylessTensor):
         self._source.parts = parts
 
     def plain(self) -> torch.Tensor:
-        """An ordinary fp32 tensor of the same value, sharing nothing."""
+        """Return an ordinary fp32 tensor of the same value, sharing nothing."""
         return self.joined().clone()
 
     def joined(self) -> torch.Tensor:
-        """An ordinary fp32 tensor of the same value; of a view, with the memory of all it is a view of."""
+        """Return an ordinary fp32 tensor of the same value; of a view, with the memory of all it is a view of."""
         return self._source.joined()
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
@@ -134,11 +130,7 @@ class SplitTensor(MemorylessTensor):
         return self.plain()
 
     def __dlpack__(self, *, copy: bool | None = None, **asked: Any) -> Any:
-        """Give a capsule of a plain fp32 copy; who writes to it changes the copy alone.
-
-        Raises:
-            BufferError: `copy` is False, and there is no memory to share; or the tensor requires grad.
-        """
+        """Give a capsule of a plain fp32 copy; raises BufferError if `copy` is False: no memory is shared."""
         if copy is False:
             raise BufferError(str(self.refusal("DLPack with copy=False")))
         plain = self.plain().requires_grad_(self.requires_grad)  # torch refuses to export a tensor that requires grad

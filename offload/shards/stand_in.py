@@ -28,11 +28,10 @@ class MemorylessTensor(torch.Tensor):
         return False
 
     def share_memory_(self) -> NoReturn:
-        """Refuse: there is no memory to share. Raises StateError."""
+        """Refuse: there is no memory to share."""
         raise self.refusal("share_memory_()")
 
     def __dlpack__(self, **unused: Any) -> Any:
-        """Refuse: there is no memory to hand over. Raises StateError."""
         raise self.refusal("DLPack")
 
     @property
@@ -41,7 +40,7 @@ class MemorylessTensor(torch.Tensor):
         raise AttributeError(str(self.refusal("__cuda_array_interface__")))
 
     def refusal(self, what: str) -> StateError:
-        """The error for who needs the data in memory."""
+        """Make the error for who needs the data in memory."""
         name, remedy = self._whose()
         return StateError(name, f"an access that does not need its data in memory; {remedy}", what)
 
@@ -71,17 +70,10 @@ class StandIn(MemorylessTensor):
         device: torch.device = HOST,
         handlers: Mapping[Any, Callable[..., None]] | None = None,
     ) -> StandIn:
-        """Stand in for a tensor of `dtype` with the shape and strides of `like`.
+        """Stand in for a tensor of `dtype` with the shape and strides of `like`, which needs no data.
 
-        Args:
-            cls: the class itself.
-            like: any tensor, also one without data.
-            dtype: what is declared.
-            name: whose data it is, for the error.
-            remedy: what to use instead, for the error.
-            device: what is declared; a gradient has to be where its parameter is.
-            handlers: what to call for an in-place operator, with its arguments after the tensor itself; by operator or
-                by its overload packet.
+        `handlers` are called for in-place operators, with their arguments after the tensor itself; by operator or by
+        overload packet. A gradient has to be on its parameter's `device`. `name` and `remedy` are for the error.
         """
         tensor: StandIn = make_wrapper(cls, like, device, dtype)
         tensor._stand_for(name, remedy, handlers or {})
@@ -102,11 +94,7 @@ class StandIn(MemorylessTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the handler of an operator, or raise.
-
-        Raises:
-            StateError: the operator needs the data; names what to use instead.
-        """
+        """Call the handler of an operator, or raise StateError, which names what to use instead."""
         first = args[0] if args else None
         if isinstance(first, StandIn) and (handler := first._handlers.get(func.overloadpacket)):
             handler(*args[1:], **(kwargs or {}))

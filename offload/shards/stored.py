@@ -48,11 +48,7 @@ class StoredShard(Protocol):
 
 
 class ResidentShard:
-    """Stored where it is computed with.
-
-    Args:
-        values: padded, contiguous.
-    """
+    """Stored where it is computed with: `values` are padded and contiguous."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
@@ -76,23 +72,14 @@ class ResidentShard:
 
 
 class UnbornShard:
-    """A shard that has no place yet, because nothing has a value yet.
-
-    Args:
-        form: what FSDP2 will gather.
-        device: where it will be computed with.
-    """
+    """A shard that has no place yet, because nothing has a value yet."""
 
     def __init__(self, form: Padded, device: torch.device = HOST) -> None:
         self.form = form
         self.device = device
 
     def gather(self) -> torch.Tensor:
-        """There is nothing to gather.
-
-        Raises:
-            StateError: always.
-        """
+        """Raise StateError: there is nothing to gather."""
         raise StateError("a parameter", "an optimizer that gives it a place", "none yet")
 
     def end_gather(self) -> None:
@@ -128,15 +115,7 @@ class ShardTier(Protocol):
 
 
 class TieredShard:
-    """Stored in a block of a `ParamTier`.
-
-    Args:
-        tier: where the block is, a `ParamTier`.
-        block: which.
-        byte_offset: of the first element in the block.
-        form: what FSDP2 gathers.
-        device: where it is computed with.
-    """
+    """Stored in a block of a `ParamTier`, from `byte_offset` on."""
 
     def __init__(
         self, tier: ShardTier, block: Block | HostBlock, byte_offset: int, form: Padded, device: torch.device
@@ -149,7 +128,7 @@ class TieredShard:
         self._declared: torch.Tensor | None = None
 
     def gather(self) -> torch.Tensor:
-        """A view of the staging buffer, or of its copy on a device; see `param_tier`."""
+        """Return a view of the staging buffer, or of its copy on a device; see `param_tier`."""
         if not is_host(self.device):
             stop = self._byte_offset + self.form.numel * self.form.dtype.itemsize
             return self._tier.sent(self)[self._byte_offset : stop].view(self.form.dtype).view(self.form.shape)
@@ -163,11 +142,11 @@ class TieredShard:
     def held(
         self, *, change: bool, view: Callable[[], torch.Tensor] | None = None
     ) -> AbstractContextManager[torch.Tensor]:
-        """A view of the staging buffer, 1D, or another. For accesses from outside forward, backward and step."""
+        """Give a view of the staging buffer, 1D, or another. For accesses from outside forward, backward and step."""
         return self._tier.holding(self.block, view or self.view, change=change, in_order=False)
 
     def view(self) -> torch.Tensor:
-        """1D with the padding, over the staging buffer. The block must be held."""
+        """Return the elements over the staging buffer, 1D with the padding. The block must be held."""
         assert self.block.buffer is not None
         return self.block.buffer.view(self.form.dtype, self._byte_offset, self.form.numel)
 

@@ -30,11 +30,10 @@ class Block(Slot):
     """A slot of the cache, and what its policy knows of it."""
 
     holders: set[object] = field(default_factory=set, init=False)
-    """Users that need the block in its buffer."""
     unreadable: bool = field(default=False, init=False)
-    """Whether the latest read failed: the block is not read ahead then, only by who needs it."""
+    """The latest read failed: it is not read ahead then, only by who needs it."""
     unused: bool = field(default=False, init=False)
-    """Whether the block was read ahead and has not been used since."""
+    """It was read ahead and has not been used since."""
     deferred: bool = field(default=False, init=False)
     """DIRTY, and written when something else is needed: the next change may be to the same block."""
 
@@ -58,24 +57,21 @@ class Block(Slot):
 
     @property
     def holds(self) -> int:
-        """Return how many users need the block in its buffer."""
+        """Count the users that need the block in its buffer."""
         return len(self.holders)
 
 
 @dataclass
 class CacheStats:
-    """Counters since the cache was made."""
+    """Counters since the cache was made; `wait_seconds` is what users waited for reads, or for a buffer."""
 
     uses: int = 0
     """Times a block was held whose bytes were needed."""
     reads: int = 0
-    """Reads of blocks from the tier."""
     reads_ahead: int = 0
-    """Reads that were started before anybody waited for them."""
     reads_unused: int = 0
     """Reads ahead whose block was given up again unused: the order was not as it had been."""
     wait_seconds: float = 0.0
-    """Time that users spent waiting for reads, or for a buffer."""
 
     def count(self, **more: float) -> None:
         """Add to counters, by name."""
@@ -90,7 +86,7 @@ class BlockCache:
         tier: where the extents are; closed with the cache.
         kind: what the bytes are counted as, for example "parameters".
         most_buffers: staging buffers, each as large as the largest block; at least 2. No more than blocks are made.
-        read_ahead: start reads before they are needed. Off, every read is waited for (to measure what it saves).
+        read_ahead: off, every read is waited for (to measure what reading ahead saves).
         checksum: 1D int32 to its checksums, int64; what is read must have those of what was written. None: no checks.
         is_needed: whether what the extent of a block holds still means something: only that is read ahead.
         on_pressure: called when no buffer can be had: gives back holds that nobody needs any more.
@@ -129,12 +125,12 @@ class BlockCache:
 
     @property
     def num_buffers(self) -> int:
-        """Number of staging buffers that there are."""
+        """Count the staging buffers that there are."""
         return self._pool.num_buffers
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory of the staging buffers."""
+        """Host memory of all staging buffers."""
         return self._pool.size_bytes
 
     @property
@@ -143,11 +139,9 @@ class BlockCache:
         return self._pool.buffer_bytes
 
     def add(self, blocks: Sequence[tuple[str, int]]) -> list[Block]:
-        """New blocks, by name and bytes, all of their space promised.
+        """Add blocks, by name and bytes, with all of their space promised.
 
-        Raises:
-            OutOfSpaceError: names bytes needed and free; nothing was added.
-            SwapIOError: a write that ran behind failed; nothing was added.
+        Raises OutOfSpaceError, and SwapIOError where a write that ran behind failed; nothing was added then.
         """
         self._finish_transfers()  # and reads nothing ahead: the buffers may be exchanged
         extents = self.tier.reserve([size_bytes for _, size_bytes in blocks])
@@ -196,8 +190,8 @@ class BlockCache:
             is_new: False for the continuation of a use, which is not counted as another.
 
         Raises:
-            SwapIOError: the read failed, or no buffer is free because writes behind failed. Nothing is lost: what
-                could not be written is still in memory and is written again by the next call.
+            SwapIOError: the read failed, or no buffer is free because writes behind failed. Nothing is lost: what could
+                not be written is still in memory and is written again by the next call.
             CorruptionError: what was read is not what was written (with checksums on).
         """
         self._settle_finished()
@@ -236,10 +230,9 @@ class BlockCache:
             block.become(Residency.DIRTY)
 
     def release(self, block: Block, *, by: object = None, changed: bool = False, in_order: bool = True) -> None:
-        """Done with a held block; a change is written behind, after the last of its uses in a row.
+        """Let a held block go; a change is written behind, after the last of its uses in a row.
 
-        Raises:
-            SwapIOError: the write cannot be started. The bytes stay in memory and are written by the next call.
+        Raises SwapIOError if the write cannot be started; the bytes stay in memory and are written by the next call.
         """
         block.holders.discard(by)
         if changed and block.residency is Residency.DIRTY:
@@ -262,11 +255,7 @@ class BlockCache:
         self._read_ahead()
 
     def synchronize(self) -> None:
-        """Wait for everything under way.
-
-        Raises:
-            SwapIOError: a write failed. Its bytes are still in their buffer; the next call writes them again.
-        """
+        """Wait for everything under way. What a SwapIOError left in its buffer is written by the next call."""
         self._finish_transfers()
         self._read_ahead()
 

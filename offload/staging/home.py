@@ -12,11 +12,7 @@ TierName = Literal["device", "host", "nvme"]
 
 
 class Home:
-    """A place for the bytes of one slot, or of many.
-
-    Args:
-        tier: what the tier plan calls it.
-    """
+    """A place for the bytes of one slot, or of many."""
 
     memory: Memory | None = None
     """The bytes themselves, where they are in memory for good. None: they come to a staging buffer."""
@@ -37,11 +33,7 @@ class Visiting(Home):
 
 
 class Staying(Home):
-    """A staging buffer of the slot's own, which is written from: what is in it is not read again.
-
-    Args:
-        pool: of one buffer.
-    """
+    """One staging buffer of the slot's own, which is written from: what is in it is not read again."""
 
     def __init__(self, pool: BufferPool) -> None:
         super().__init__("host")
@@ -49,12 +41,7 @@ class Staying(Home):
 
 
 class Resident(Home):
-    """Memory of the host or of a device; nothing is moved.
-
-    Args:
-        memory: of an extent.
-        tier: "host" or "device".
-    """
+    """Memory of the host or of a device; nothing is moved."""
 
     def __init__(self, memory: Memory, tier: TierName) -> None:
         super().__init__(tier)

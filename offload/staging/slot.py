@@ -89,9 +89,7 @@ class Slot:
     """Messages call the slot this, as "parameters of layers.3"."""
     size_bytes: int
     extent: Extent | None = None
-    """The place of the bytes on the tier. None: nowhere yet."""
     home: Home = VISITING
-    """Whether the slot visits the staging buffers of all, or lives in memory of its own."""
     residency: Residency = Residency.UNBORN
     buffer: StagingBuffer | None = field(default=None, init=False)
     """The staging buffer that is leased to the slot: the pool sets this."""
@@ -103,11 +101,7 @@ class Slot:
     """When it was last leased a buffer or used, on a clock of the machine's."""
 
     def become(self, residency: Residency) -> None:
-        """Change the residency. A transfer belongs to the old one and is let go.
-
-        Raises:
-            StateError: there is no such transition.
-        """
+        """Change the residency, or raise StateError. A transfer belongs to the old one and is let go."""
         if residency not in _MAY_FOLLOW[self.residency]:
             expected = " or ".join(before.value for before, after in _MAY_FOLLOW.items() if residency in after)
             raise StateError(self.name, f"{expected} before {residency.value}", self.residency.value)
@@ -139,13 +133,11 @@ S_in = TypeVar("S_in", bound=Slot, contravariant=True)
 
 
 class WriteTarget(NamedTuple):
-    """A target says where a part of a buffer goes."""
+    """A part of a buffer goes to this extent: from byte `start` on, all that it holds where `size_bytes` is None."""
 
     extent: Extent
     start: int = 0
-    """Byte of the buffer that comes first."""
     size_bytes: int | None = None
-    """The number of bytes; None: as many as the extent has."""
 
 
 class Sealer(Protocol[S_in]):
@@ -171,11 +163,11 @@ class Sealer(Protocol[S_in]):
 class Staging(Generic[S]):
     """The machine: staging buffers of one kind, leased to slots, and the transfers between them and a tier.
 
-    For one thread at a time.
+    For one thread at a time. The tier is None where no slot has an extent.
 
     Args:
         kind: what the bytes are counted as, for example "optimizer state".
-        tier: where the extents are; None where no slot has one.
+        tier: where the extents are.
         pool: staging buffers, each large enough for any slot.
         checksum: 1D int32 to its checksums, int64; what is read must have those of what was written. None: no checks.
     """
@@ -229,11 +221,7 @@ class Staging(Generic[S]):
         return self._spare is not None and self._spare.try_acquire(slot) is not None
 
     def start_read(self, slot: S) -> None:
-        """Start bringing a slot's bytes into its buffer.
-
-        Raises:
-            SwapIOError: it cannot be started; the next `recover` makes the record right.
-        """
+        """Start bringing a slot's bytes into its buffer; after a SwapIOError `recover` makes the record right."""
         assert self.tier is not None
         assert slot.extent is not None
         assert slot.buffer is not None
@@ -297,9 +285,8 @@ class Staging(Generic[S]):
     def settle(self, slot: S) -> None:
         """Take note of a transfer that is done. What was read and is not right is given up, what was not written stays.
 
-        Raises:
-            SwapIOError: it failed.
-            CorruptionError: what was read is not what was written (with checksums on).
+        Raises SwapIOError if it failed, and CorruptionError if what was read is not what was written (with checksums
+        on).
         """
         assert slot.transfer is not None
         reading = slot.residency is Residency.READING
@@ -315,11 +302,7 @@ class Staging(Generic[S]):
         slot.become(Residency.STAGED)
 
     def give_up(self, slot: S) -> None:
-        """End the lease of a slot that is `evictable`.
-
-        Raises:
-            StateError: bytes would be lost, or a transfer is under way.
-        """
+        """End the lease of a slot that is `evictable`, or raise StateError where bytes would be lost."""
         if slot.residency is Residency.STAGED:
             slot.become(Residency.ON_TIER)
         if not slot.evictable or slot.transfer is not None:

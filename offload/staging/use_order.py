@@ -33,7 +33,7 @@ class UseOrder:
         self._note(block)
 
     def begin_step(self, blocks: Iterable[int]) -> None:
-        """A step begins, which will use these blocks in this order, each as often as it stands here."""
+        """Begin a step, which will use these blocks in this order, each as often as it stands here."""
         self._announced.clear()
         self._note(_STEP)
         self._announced.extend(blocks)
@@ -48,7 +48,7 @@ class UseOrder:
         return bool(self._announced) and self._announced[0] == block
 
     def end_step(self, next_step: Sequence[int]) -> None:
-        """The step is done; the next one will probably go in the order given."""
+        """End the step; the next one will probably go in the order given."""
         self._announced.clear()
         self._next_step = tuple(next_step)
         if self._cursor is None:  # the first period has just ended, and begins again
@@ -56,7 +56,7 @@ class UseOrder:
         self._cycle_start = len(self._record)
 
     def upcoming(self) -> Iterator[int]:
-        """Blocks in the order in which they will be used, with repetitions, as far as that is known."""
+        """Yield blocks in the order in which they will be used, with repetitions, as far as that is known."""
         yield from self._announced
         if self._cursor is None:
             return
@@ -75,7 +75,7 @@ class UseOrder:
         return _STEP not in period and len(set(period)) == len(period)
 
     def soonest(self, number: int) -> list[int]:
-        """The `number` different blocks that are used first from now on, in that order."""
+        """Return the `number` different blocks that are used first from now on, in that order."""
         found: dict[int, None] = {}
         for block in self.upcoming():
             found[block] = None

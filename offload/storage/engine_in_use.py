@@ -29,19 +29,14 @@ class EngineInUse:
     Args:
         name: of the engine, or ``auto``.
         options: what each engine is opened with.
-        path: for the message where the system refuses it descriptors, memory or threads.
+        path: named by the SwapIOError where the system refuses descriptors, memory or threads.
         fds: the files, to be registered with each engine.
-
-    Raises:
-        EngineUnavailable: the engine that was asked for cannot run here.
-        SwapIOError: see `path`.
     """
 
     def __init__(self, name: str, options: EngineOptions, path: Path, fds: Sequence[int]) -> None:
         self.opened = [_open(name, options, path)]
         """The engines, each in place of the one before it; the last does the I/O."""
         self.registration = Registration()
-        """The memory and files that the engine has registered."""
         self.no_other = "" if name == "auto" else "it was asked for by name"
         """Why no other engine may take the place of one that breaks."""
         self._regions: list[tuple[int, int]] = []
@@ -86,7 +81,7 @@ class EngineInUse:
             opened.engine.drain()
 
     def stats(self) -> EngineStats:
-        """Counters of all engines there were, added up."""
+        """Add up the counters of all engines there were."""
         stats = [opened.engine.stats() for opened in self.opened]
         return EngineStats(
             **{name: sum(getattr(each, name) for each in stats) for name in EngineStats.__dataclass_fields__}

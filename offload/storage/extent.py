@@ -14,7 +14,6 @@ class Stripe(NamedTuple):
 
     fd: int
     offset: int
-    """Position of the stripe in its file, in bytes."""
     size_bytes: int
 
 
@@ -28,7 +27,7 @@ class Extent:
     """
 
     size_bytes: int
-    """Bytes of the extent, rounded up to the alignment of direct I/O."""
+    """Rounded up to the alignment of direct I/O."""
     stripes: tuple[Stripe, ...]
 
     def segments(self, address: int, start: int = 0, size_bytes: int | None = None) -> list[Segment]:
@@ -60,11 +59,11 @@ class FreeList:
         self._free = list(free)  # (offset, size), by offset
 
     def copy(self) -> FreeList:
-        """The ranges as they are now, to go back to."""
+        """Copy the ranges, to go back to."""
         return FreeList(self.end, self._free)
 
     def take(self, size_bytes: int) -> int:
-        """Offset of a free range of this size, from a hole if one is large enough, else from the end."""
+        """Return the offset of a free range of this size, from a hole if one is large enough, else from the end."""
         for index, (offset, free_bytes) in enumerate(self._free):
             if free_bytes >= size_bytes:
                 rest = (offset + size_bytes, free_bytes - size_bytes)
@@ -75,16 +74,12 @@ class FreeList:
         return offset
 
     def free_below(self, end: int) -> list[tuple[int, int]]:
-        """Offset and size of every range before `end` that nobody has, also behind the last one handed out."""
+        """Return offset and size of every range before `end` that nobody has, also behind the last one handed out."""
         ranges = [*self._free, (self.end, max(0, end - self.end))]
         return [(offset, min(size, end - offset)) for offset, size in ranges if size and offset < end]
 
     def claim(self, offset: int, size_bytes: int) -> None:
-        """Take exactly this range.
-
-        Raises:
-            ValueError: part of it is taken.
-        """
+        """Take exactly this range; raises ValueError if part of it is taken."""
         stop = offset + size_bytes
         if offset >= self.end:
             if offset > self.end:

@@ -26,15 +26,13 @@ NO_FILE = -1
 
 
 class _Region(Memory, Protocol):
-    """Memory of an extent."""
-
     size_bytes: int
 
 
 class MemoryTier(ABC):
-    """A `Tier` whose extents are memory.
+    """A `Tier` whose extents are memory: `read` and `write` copy, and are done at once.
 
-    Whoever works on an extent where it is asks for its `memory`; `read` and `write` copy, and are done at once.
+    Whoever works on an extent where it is asks for its `memory`.
     """
 
     name: str
@@ -50,11 +48,7 @@ class MemoryTier(ABC):
         """Memory for an extent."""
 
     def reserve(self, sizes: Sequence[int]) -> list[Extent]:
-        """One extent per size, in bytes, each in memory of its own.
-
-        Raises:
-            MemoryError: there is not so much; nothing is kept.
-        """
+        """Return one extent per size, in bytes, each in memory of its own. On MemoryError nothing is kept."""
         regions = [self._region(size) for size in sizes]
         numbers = range(self._num_extents, self._num_extents + len(regions))
         extents = [
@@ -70,11 +64,11 @@ class MemoryTier(ABC):
         self._regions.pop(extent, None)
 
     def memory(self, extent: Extent) -> _Region:
-        """The bytes of an extent themselves."""
+        """Return the bytes of an extent themselves."""
         return self._regions[extent]
 
     def path_of(self, extent: Extent) -> Path:
-        """No file: the tier's name."""
+        """Return the tier's name: there is no file."""
         return Path(self.name)
 
     def describe(self, extent: Extent) -> str:
@@ -113,7 +107,7 @@ class MemoryTier(ABC):
         return
 
     def bytes_of_kind(self, op: Op, kind: str) -> int:
-        """Bytes copied in this direction under this kind, since construction."""
+        """Return the bytes copied in this direction under this kind, since construction."""
         return self._bytes_by_kind[op, kind]
 
     def stats(self) -> EngineStats:
@@ -175,14 +169,14 @@ class DeviceTier(MemoryTier):
 
 
 def done_at_once(op: Op, buffer: StagingBuffer) -> Transfer[StagingBuffer]:
-    """A transfer with nothing left to wait for."""
+    """Make a transfer with nothing left to wait for."""
     operation = PythonOperation(op, ())
     operation.complete(None)
     return Transfer(operation, lambda failure: OSError(failure.errno, "a transfer without I/O"), buffer)
 
 
 def stats_of(bytes_by_kind: Counter[tuple[Op, str]]) -> EngineStats:
-    """Counters of a tier without an engine."""
+    """Make counters of a tier without an engine."""
     moved = {op: sum(count for (its_op, _), count in bytes_by_kind.items() if its_op is op) for op in Op}
     return EngineStats(
         requests=0,

@@ -52,7 +52,7 @@ class _Submission:
     buffer: StagingBuffer
     engine: Engine
     operation: Operation | None = None
-    """The operation; None: not known. The engine may have it all the same, if an exception came before its answer."""
+    """None: not known. The engine may have it all the same, if an exception came before its answer."""
 
     def submit(self) -> Operation | None:
         """Hand it to the engine; None where that has no room for it now."""
@@ -79,10 +79,6 @@ class NvmeTier:
         paths: other folders than that.
         space: instead of swap space of its own; it belongs to the tier from here on.
         faults: failures to inject, for tests.
-
-    Raises:
-        SwapIOError: a path cannot be used.
-        EngineUnavailable: the engine that was asked for cannot run here.
     """
 
     def __init__(
@@ -139,19 +135,11 @@ class NvmeTier:
         return self._engines.latest
 
     def reserve(self, sizes: Sequence[int]) -> list[Extent]:
-        """One extent per size, with the space of all of them promised.
-
-        Raises:
-            OutOfSpaceError: names the path that is full and all the bytes needed there; nothing is kept.
-        """
+        """Return one extent per size, with the space of all of them promised. On OutOfSpaceError nothing is kept."""
         return self.space.allocate_all(sizes)
 
     def check_room(self, sizes: Sequence[int]) -> None:
-        """Look whether `reserve` would find the space now; takes none.
-
-        Raises:
-            OutOfSpaceError: names the path that is full and all the bytes needed there.
-        """
+        """Raise OutOfSpaceError where `reserve` would find no space now; takes none."""
         self.space.check_room(sizes)
 
     def free(self, extent: Extent) -> None:
@@ -159,10 +147,10 @@ class NvmeTier:
         self.space.free(extent)
 
     def memory(self, extent: Extent) -> None:
-        """None: the bytes of an extent are reached through a staging buffer."""
+        """Return None: the bytes of an extent are reached through a staging buffer."""
 
     def path_of(self, extent: Extent) -> Path:
-        """The file in which an extent begins."""
+        """Return the file in which an extent begins."""
         return self.space.path_of(extent.stripes[0].fd)
 
     def describe(self, extent: Extent) -> str:
@@ -186,10 +174,7 @@ class NvmeTier:
         return self._engines.registration
 
     def register(self, pools: Sequence[BufferPool]) -> Registration:
-        """Register the memory of `pools` and the swap files with the engine, in place of what was registered before.
-
-        Says once what was refused.
-        """
+        """Register memory and swap files with the engine, in place of what was; says once what was refused."""
         return self._engines.register([region for pool in pools for region in pool.regions])
 
     def read(
@@ -212,17 +197,17 @@ class NvmeTier:
         return self._start(Op.WRITE, extent, buffer, what, kind, size_bytes, start)
 
     def bytes_of_kind(self, op: Op, kind: str) -> int:
-        """Bytes handed to the engine under this kind, since construction."""
+        """Return the bytes handed to the engine under this kind, since construction."""
         with self._lock:
             return self._bytes_by_kind[op, kind]
 
     def bytes_by_kind(self, op: Op) -> dict[str, int]:
-        """Bytes handed to the engine in this direction since construction, under every kind there was."""
+        """Return the bytes handed to the engine in this direction since construction, under every kind there was."""
         with self._lock:
             return {kind: count for (its_op, kind), count in self._bytes_by_kind.items() if its_op is op and count}
 
     def stats(self) -> EngineStats:
-        """Counters of the engine since it was opened, and of those that broke before it."""
+        """Add up the counters of the engine since it was opened, and of those that broke before it."""
         return self._engines.stats()
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ _MOST_ATTEMPTS = 100
 
 
 class _Claim:
-    """A claim is a run directory to whoever makes it, from before there is any of it."""
+    """A run directory as its maker knows it, from before there is any of it."""
 
     def __init__(self) -> None:
         self.names: tuple[Path, ...] = ()
@@ -95,12 +95,9 @@ class RunDirectory:
 
     The lock is flock(2), which the kernel drops when the process dies however it dies. A directory gets its name when
     it is locked, so one between its creation and its lock is never taken for a dead one, and nobody waits for anybody.
+    What the working folder is later makes no difference.
 
-    Args:
-        path: may be relative: what the working folder is later makes no difference.
-
-    Raises:
-        SwapIOError: `path` is missing, not a directory, read-only or not ours.
+    Raises SwapIOError where `path` is missing, not a directory, read-only or not ours.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,7 +117,7 @@ class RunDirectory:
         return SwapFile(self.path / SWAP_NAME, direct)
 
     def leave(self) -> None:
-        """Nobody needs what is in it any more: `remove` it."""
+        """Remove it: nobody needs what is in it any more."""
         self.remove()
 
     def remove(self) -> None:
@@ -171,7 +168,7 @@ def _remove_if_dead(directory: Path) -> int:
 
 
 def _delete_if_dead(directory: Path) -> int | None:
-    """The bytes set free; None if it is not ours, or that of another run by now. OSError: alive, or gone."""
+    """Return the bytes set free; None if it is not ours, or that of another run by now. OSError: alive, or gone."""
     if not _is_ours(directory):
         return None
     # O_CREAT: a run that died between making its directory and its lock left a directory without one.

@@ -25,11 +25,9 @@ _OWN_FILE, _OWN_FOLDER = 0o600, 0o700
 
 @contextmanager
 def folder_open(folder: Path) -> Iterator[int]:
-    """A run's folder, open to work in by its descriptor: whoever exchanges the name meanwhile changes nothing.
+    """Open a run's folder, to work in by its descriptor: whoever exchanges the name meanwhile changes nothing.
 
-    Raises:
-        ForeignFolderError: it is no folder of this user alone.
-        OSError: it is not there, or cannot be opened.
+    Raises ForeignFolderError where it is no folder of this user alone.
     """
     with _opened(folder) as place:
         _check_own(folder, os.fstat(place))
@@ -39,9 +37,7 @@ def folder_open(folder: Path) -> Iterator[int]:
 def make_run_folder(folder: Path) -> None:
     """Make a run's folder with mode 0700, or find it there; its name lasts.
 
-    Raises:
-        ForeignFolderError: somebody else made it, or may write in it.
-        OSError: it cannot be made.
+    Raises ForeignFolderError where somebody else made it, or may write in it.
     """
     try:
         folder.mkdir(_OWN_FOLDER)
@@ -54,7 +50,7 @@ def make_run_folder(folder: Path) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in a run's folder, sorted. Raises as `folder_open` does."""
+    """Return the names in a run's folder, sorted. Raises as `folder_open` does."""
     with folder_open(folder) as place:
         return sorted(os.listdir(place))
 
@@ -65,9 +61,7 @@ def open_in(folder: Path, name: str, flags: int) -> Descriptor:
     One that has to be new (O_EXCL) is ours wherever it is. Whose the folder is, is not asked then: file systems that
     are not of this machine may say of a folder that was made just now that it is somebody else's.
 
-    Raises:
-        ForeignFolderError: the folder is not this user's alone, or the name is of a link or of no file.
-        OSError: as `os.open` does.
+    Raises ForeignFolderError where the folder is not this user's alone, or the name is of a link or of no file.
     """
     with _opened(folder) as place:
         if not flags & os.O_EXCL:
@@ -82,7 +76,7 @@ def open_in(folder: Path, name: str, flags: int) -> Descriptor:
 
 
 def read_in(folder: Path, name: str) -> bytes:
-    """All bytes of a file in a run's folder. Raises as `open_in` does."""
+    """Return all bytes of a file in a run's folder. Raises as `open_in` does."""
     with open_in(folder, name, os.O_RDONLY) as fd, os.fdopen(fd, "rb", closefd=False) as file:
         return file.read()
 
@@ -97,12 +91,9 @@ def write_in(folder: Path, name: str, content: bytes, *, synced: bool = False) -
 
 
 def open_synced(folder: Path, name: str, *, direct: bool) -> Descriptor:
-    """A file that exists: every write through its descriptor is on the drive when it returns, and that alone.
+    """Open a file that exists: every write through its descriptor is on the drive when it returns, and that alone.
 
-    Args:
-        folder: of a run.
-        name: of the file.
-        direct: past the page cache; then address, offset and size must be aligned.
+    `direct` goes past the page cache; then address, offset and size must be aligned.
     """
     return open_in(folder, name, os.O_RDWR | LASTING | (os.O_DIRECT if direct else 0))
 
@@ -110,10 +101,8 @@ def open_synced(folder: Path, name: str, *, direct: bool) -> Descriptor:
 def replace_in(folder: Path, name: str, content: bytes) -> None:
     """Give a file this content: after a crash it has all of it, or what it had before, or is not there if it was not.
 
-    What a crash leaves beside it ends in ``.new``.
-
-    Raises:
-        SwapIOError: the drive does not take it; the file has what it had before.
+    What a crash leaves beside it ends in ``.new``. Raises SwapIOError if the drive does not take it; the file has what
+    it had before.
     """
     new = f"{name}.new"
     try:

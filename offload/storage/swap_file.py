@@ -35,12 +35,11 @@ class SwapFile:
 
     Args:
         path: where; must not exist.
-        direct: what to do where the file system has no direct I/O. See ``aio.direct`` in the configuration.
+        direct: as ``aio.direct`` in the configuration.
         keep: it may exist, and what is in it stays. All of it is free: `claim` what somebody refers to.
         read_only: it exists, what is in it stays, and nothing can be written; also on a file system that is read-only.
 
-    Raises:
-        SwapIOError: the file cannot be made, or direct I/O is required and not to be had.
+    Raises SwapIOError where the file cannot be made, or direct I/O is required and not to be had.
     """
 
     def __init__(self, path: Path, direct: DirectPolicy, *, keep: bool = False, read_only: bool = False) -> None:
@@ -50,7 +49,6 @@ class SwapFile:
         self.direct = alignment is not None
         self.alignment = alignment or MIN_ALIGNMENT
         self.ranges = FreeList()
-        """The ranges that are handed out."""
         self._promised = 0
         self._counts_blocks = False
         if keep:
@@ -71,23 +69,18 @@ class SwapFile:
         self.ranges = ranges
 
     def take(self, size_bytes: int) -> Stripe:
-        """A range of this file, not promised yet: `reserve` everything up to `end` before it is used."""
+        """Take a range of this file, not promised yet: `reserve` everything up to `end` before it is used."""
         return Stripe(self.fd, self.ranges.take(size_bytes), size_bytes)
 
     def claim(self, stripe: Stripe) -> None:
-        """Take exactly this range, which nobody has. Not promised where the file is shorter: `reserve` as after `take`.
-
-        Raises:
-            ValueError: somebody has part of it.
-        """
+        """Take exactly this range, and `reserve` as after `take`; raises ValueError where somebody has part of it."""
         self.ranges.claim(stripe.offset, stripe.size_bytes)
 
     def reserve(self, size_bytes: int) -> None:
         """Make the file at least `size_bytes` long, its space promised by the file system, or change nothing.
 
-        Raises:
-            OutOfSpaceError: the file system cannot hold it; names the bytes needed and free.
-            SwapIOError: anything else that posix_fallocate answers, or the file is damaged (see `check_whole`).
+        Raises OutOfSpaceError, which names the bytes needed and free, and SwapIOError for anything else that
+        posix_fallocate answers, or where the file is damaged (see `check_whole`).
         """
         missing = size_bytes - self._promised
         if missing <= 0:
@@ -118,11 +111,7 @@ class SwapFile:
             self._note_promise(found.st_size)
 
     def check_room(self, size_bytes: int) -> None:
-        """Look whether the file system has space for that much beside what is handed out; takes none.
-
-        Raises:
-            OutOfSpaceError: it has not; names the bytes needed and free.
-        """
+        """Raise OutOfSpaceError where the file system has no room for that much beside what is handed out."""
         self._check_free(self.end + size_bytes - self._promised)
 
     def _check_free(self, missing: int) -> int:
@@ -140,13 +129,10 @@ class SwapFile:
         self._counts_blocks = os.fstat(self.fd).st_blocks * _STAT_BLOCK_BYTES >= size_bytes
 
     def check_whole(self) -> None:
-        """Raise if somebody shortened the file or took space from it.
+        """Raise SwapIOError, with ENODATA and the size found, if somebody shortened the file or took space from it.
 
         What was cut off would read as zeros once a later write has made the file long enough again, so the blocks are
         counted too, where the file system gave them when they were promised.
-
-        Raises:
-            SwapIOError: with ENODATA and the size found.
         """
         found = os.fstat(self.fd)
         held_bytes = found.st_blocks * _STAT_BLOCK_BYTES if self._counts_blocks else found.st_size

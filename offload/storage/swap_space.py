@@ -53,9 +53,6 @@ class SwapSpace:
         weights: one positive number per path, for example measured bandwidths; None for equal shares.
         direct: what to do where a file system has no direct I/O.
         directory: makes the directory of a path.
-
-    Raises:
-        SwapIOError: a path is missing, read-only, not ours, or has no direct I/O although that is required.
     """
 
     def __init__(
@@ -118,18 +115,13 @@ class SwapSpace:
         return self.paths[0]
 
     def allocate(self, size_bytes: int) -> Extent:
-        """An extent of at least `size_bytes`, its space promised on every path.
-
-        Raises:
-            OutOfSpaceError: names the path that is full; nothing is kept.
-        """
+        """Allocate one extent as `allocate_all` does."""
         return self.allocate_all([size_bytes])[0]
 
     def allocate_all(self, sizes: Sequence[Size]) -> list[Extent]:
-        """One extent per size. Holes are used first; the space of what is left is promised in one piece.
+        """Allocate one extent per size. Holes are used first; the space of what is left is promised in one piece.
 
-        Raises:
-            OutOfSpaceError: names the path that is full and all the bytes needed there; nothing is kept.
+        Raises OutOfSpaceError, which names the path that is full and all the bytes needed there; nothing is kept.
         """
         with self._lock:
             self._free_lost()
@@ -144,11 +136,7 @@ class SwapSpace:
         return extents
 
     def check_room(self, sizes: Sequence[Size]) -> None:
-        """Look whether `allocate_all` of these sizes would find space now; takes none.
-
-        Raises:
-            OutOfSpaceError: names the path that is full and all the bytes needed there.
-        """
+        """Raise OutOfSpaceError where `allocate_all` of these sizes would find no space now; takes none."""
         with self._lock:
             self._free_lost()
             shares = [self._split(part) for size in sizes for part in (size if isinstance(size, tuple) else (size,))]
@@ -156,12 +144,10 @@ class SwapSpace:
                 file.check_room(sum(share[number] for share in shares))
 
     def claim(self, stripes: Sequence[Stripe]) -> Extent:
-        """The extent that an earlier process had in these stripes, free again when nobody has it any more.
+        """Take the extent that an earlier process had in these stripes, free again when nobody has it any more.
 
-        `promise` what was claimed before it is used.
-
-        Raises:
-            ValueError: somebody has part of them; nothing is kept.
+        `promise` what was claimed before it is used. Raises ValueError where somebody has part of them; nothing is
+        kept.
         """
         with self._lock:
             self._free_lost()
@@ -179,11 +165,7 @@ class SwapSpace:
         return [self.claim([gap]) for gap in gaps]
 
     def promise(self) -> None:
-        """See that there is space for all that was claimed: none is missing unless somebody else changed the files.
-
-        Raises:
-            OutOfSpaceError: there is not.
-        """
+        """See that there is space for all that was claimed: none is missing unless somebody else changed the files."""
         with self._lock:
             for file in self._files:
                 file.reserve(file.end)

@@ -19,12 +19,11 @@ class Unit:
 
     name: str
     kind: str
-    """Name that totals are kept under, for example "optimizer state"."""
+    """Totals are kept under this name, for example "optimizer state"."""
     size_bytes: int
     bytes_read: int = 0
     """Bytes that one step reads of the unit from NVMe, if it lives there."""
     bytes_written: int = 0
-    """Bytes that one step writes of the unit to NVMe, if it lives there."""
     tiers: tuple[Tier, ...] = ("host", "nvme")
     """Tiers on which the unit may live; the last one is for when no budget holds it. One alone: that is decided."""
 
@@ -46,16 +45,16 @@ class TierPlan:
     """Bytes that each tier may hold; a tier that is absent has no limit."""
 
     def units_on(self, tier: Tier, kind: str | None = None) -> list[Unit]:
-        """The units of a tier, of one kind if it is given, in their order."""
+        """Return the units of a tier, of one kind if it is given, in their order."""
         pairs = zip(self.units, self.tiers, strict=True)
         return [unit for unit, its_tier in pairs if its_tier == tier and kind in (None, unit.kind)]
 
     def bytes_on(self, tier: Tier, kind: str | None = None) -> int:
-        """Bytes that live on a tier, of one kind if it is given."""
+        """Return the bytes that live on a tier, of one kind if it is given."""
         return sum(unit.size_bytes for unit in self.units_on(tier, kind))
 
     def excess(self, tier: Tier) -> int:
-        """Bytes by which a tier's budget is too small for what can live nowhere else; 0 if it fits."""
+        """Return the bytes by which a tier's budget is too small for what can live nowhere else; 0 if it fits."""
         return max(0, self.bytes_on(tier) - self.budgets[tier]) if tier in self.budgets else 0
 
     @property
@@ -101,15 +100,9 @@ class TierPlan:
 def plan_tiers(units: Iterable[Unit], budgets: Mapping[Tier, int]) -> TierPlan:
     """Place units: what may live on one tier only goes there first, the rest as high up as budgets allow.
 
-    Of what competes for a tier, that comes first which moves most per byte of memory. Units that move about the
-    same are spread evenly, in their order, so that work on those that stay hides the transfers of those that move.
-
-    Args:
-        units: in the order in which a step visits them.
-        budgets: bytes per tier; a tier that is absent has no limit.
-
-    Returns:
-        The plan. It is a plan also where a budget is too small: see `TierPlan.excess`.
+    Of what competes for a tier, that comes first which moves most per byte of memory. Units that move about the same
+    are spread evenly, in the order in which a step visits them, so that work on those that stay hides the transfers of
+    those that move. A plan is made also where a budget is too small: see `TierPlan.excess`.
     """
     units = tuple(units)
     tiers: list[Tier | None] = [unit.tiers[0] if len(unit.tiers) == 1 else None for unit in units]

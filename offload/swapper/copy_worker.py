@@ -60,20 +60,16 @@ class CopyWorker:
 
     The thread sleeps until it is rung. It is rung by the engine for every completed operation, by whoever submits a
     task, and by the partner, the worker of the other direction, whenever that gives a buffer back. While a device
-    copies, it looks again every millisecond instead of waiting for that alone. The thread only ever *tries* to
-    acquire a buffer, so completed reads are always copied out and their buffers freed.
+    copies, it looks again every millisecond instead of waiting for that alone. The thread only ever *tries* to acquire
+    a buffer, so completed reads are always copied out and their buffers freed.
 
     While both workers have something to do, each holds at most half of the buffers: a queue of writes cannot keep a
     read waiting, and the other way round.
 
-    Tasks of one piece and tasks of several take turns, so that a small tensor waits for a piece of a huge one and
-    never for all of it. Within these two kinds the order is first come, first served.
+    Tasks of one piece and tasks of several take turns, so that a small tensor waits for a piece of a huge one and never
+    for all of it. Within these two kinds the order is first come, first served.
 
-    Args:
-        name: of the thread.
-        staging: moves the pieces; for this worker alone.
-        pool: the buffers, which the partner uses, too.
-        on_done: called in the thread when a task is over.
+    This worker alone has `staging`; the partner uses `pool`, too. The thread calls `on_done` when a task is over.
     """
 
     def __init__(self, name: str, staging: Staging[Piece], pool: BufferPool, on_done: Callable[[Task], None]) -> None:

@@ -31,7 +31,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The specification of `tensor`; its strides are not part of it."""
+        """Specify a tensor; its strides are not part of it."""
         return cls(tensor.shape, tensor.dtype, tensor.device)
 
     @property
@@ -50,7 +50,6 @@ class Piece(Slot):
     start: int = 0
     """Position of the first byte in the tensor, in row-major order."""
     stop: int = 0
-    """Position behind the last byte."""
 
 
 class StoredValue(NamedTuple):
@@ -61,10 +60,7 @@ class StoredValue(NamedTuple):
 
 
 def piece_starts(size_bytes: int, num_buffers: int, buffer_bytes: int, alignment: int) -> range:
-    """Return where the pieces of a tensor begin; the step of the range is their size.
-
-    `buffer_bytes` must be aligned.
-    """
+    """Return where the pieces of a tensor begin; the range's step is their size. `buffer_bytes` must be aligned."""
     even_share = -(-size_bytes // num_buffers // alignment) * alignment
     step = min(max(even_share, MIN_PIECE_BYTES), MAX_PIECE_BYTES, buffer_bytes)
     return range(0, size_bytes, step)
@@ -92,6 +88,6 @@ def spans(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]
 
 
 def checksum_of(data: torch.Tensor) -> torch.Tensor:
-    """CRC-32 of 1D `data`, as int64 [1]: it finds every burst of errors of up to 32 bits; zlib releases the GIL."""
+    """Return the CRC-32 of 1D `data`, int64 [1]: it finds every burst of up to 32 bits; zlib releases the GIL."""
     raw: Any = data.numpy()  # numpy's stubs do not say that it is a buffer
     return torch.tensor([zlib.crc32(raw)], device=HOST)

@@ -43,10 +43,8 @@ class TensorResidency(enum.Enum):
 class Task(ABC):
     """One call: it waits for its turn, and then a worker moves its pieces.
 
-    Args:
-        record: what it is called for.
-        tensor: source or target, detached. On a device, the work that is queued on it now comes first.
-        result: what its transfer gives at the end.
+    `tensor` is the source or the target, detached. On a device, the work that is queued on it now comes first. `result`
+    is what the transfer gives at the end.
     """
 
     op: ClassVar[Op]
@@ -174,12 +172,8 @@ class SwapOut(Task):
 class SwapIn(Task):
     """Fills a tensor with the stored value, or with the copy that a prefetch brought.
 
-    Args:
-        record: what it is called for.
-        tensor: target.
-        result: the target as the caller knows it.
-        prefetch: called before, so that it is over when this begins.
-        replaceable: the caller has not seen `result`, so that a prefetched copy may be given in its place.
+    `prefetch` was called before, so that it is over when this begins. The caller has not seen the `result` of a
+    `replaceable` one: a prefetched copy may be given in its place.
     """
 
     op = Op.READ
@@ -267,10 +261,7 @@ class TensorRecord:
 
     @property
     def newest(self) -> TensorSpec | None:
-        """Return what a swap_in called now would return: the last value given, complete or not.
-
-        None if there is none.
-        """
+        """Return the last value given, complete or not, which a swap_in called now would return; None: none was."""
         given = (task.spec for task in reversed(self.tasks) if task.op is Op.WRITE)
         return next(given, self.stored.spec if self.stored else None)
 
@@ -281,11 +272,7 @@ class TensorRecord:
         return sum(task.spec.size_bytes for task in copies)
 
     def require_value(self) -> TensorSpec:
-        """Return what a swap_in called now would return.
-
-        Raises:
-            StateError: nothing is stored, because the only swap_out failed.
-        """
+        """Return what `newest` is, or raise StateError where nothing is stored, as the only swap_out failed."""
         spec = self.newest
         if spec is None:
             what = f"{self.residency.value}, because its swap_out failed: {self._failure}"
@@ -301,7 +288,7 @@ class TensorRecord:
             self.prefetch = task
 
     def begin_next(self) -> Task | None:
-        """The first task, unless it has begun."""
+        """Return the first task, unless it has begun."""
         if self._under_way or not self.tasks:
             return None
         self._under_way = True
@@ -310,8 +297,7 @@ class TensorRecord:
     def end_first(self) -> tuple[Sequence[Piece], list[Task]]:
         """Let the first task go, which is over, and those that were promised what it did not bring.
 
-        Returns:
-            Pieces that nobody needs any more, and all tasks that ended.
+        Returns pieces that nobody needs any more, and all tasks that ended.
         """
         self._under_way = False
         ended = [self.tasks.popleft()]

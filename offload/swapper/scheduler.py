@@ -27,18 +27,14 @@ from nvme_offload.offload.swapper.records import Prefetch, SwapIn, Task, TensorR
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
 
 KIND = "tensor"
-"""Name under which the tier counts these bytes, see `Tier.bytes_of_kind`."""
+"""The tier counts these bytes under this name, see `Tier.bytes_of_kind`."""
 
 
 class TaskScheduler:
     """Owns the tier, the staging buffers and the two threads that copy.
 
-    Everything about records happens under `lock`: callers hold it when they enqueue, and the threads take it to begin
-    a task and when it is over. I/O and copies happen outside it.
-
-    Args:
-        config: the whole section; `offload_optimizer.device` is `nvme`.
-        faults: failures to inject, for tests.
+    Everything about records happens under `lock`: callers hold it when they enqueue, and the threads take it to begin a
+    task and when it is over. I/O and copies happen outside it.
     """
 
     def __init__(self, config: OffloadConfig, faults: FaultSpec | None) -> None:
@@ -50,7 +46,7 @@ class TaskScheduler:
         self._busy: set[TensorRecord] = set()
         """Every record with a task, and perhaps others for a moment."""
         self._prefetching: set[TensorRecord] = set()
-        """Has every record with a prefetched copy or a task for one, and perhaps others."""
+        """Every record with a prefetched copy or a task for one, and perhaps others."""
         self._waiting: list[threading.Lock] = []
         self._workers: dict[Op, CopyWorker] = {}
         self.tier = NvmeTier(config, faults=faults)
@@ -94,11 +90,7 @@ class TaskScheduler:
         return prefetch.transfer
 
     def cut(self, name: str, size_bytes: int) -> list[Piece]:
-        """Cut a tensor into pieces, each as an extent that no other one has.
-
-        Raises:
-            OutOfSpaceError: names bytes needed and free; nothing is kept.
-        """
+        """Cut a tensor into pieces, each in an extent of its own. On OutOfSpaceError nothing is kept."""
         # An extent for each piece, not one for all: striped one by one, every piece keeps every drive busy, and
         # holes that smaller tensors left are used.
         starts = piece_starts(size_bytes, self.pool.num_buffers, self.pool.buffer_bytes, self.tier.alignment)

@@ -20,9 +20,7 @@ T = TypeVar("T")
 class TensorTransfer(Transfer[T]):
     """A transfer whose result and failure are known at its end, and whose failure may be more than an errno.
 
-    Args:
-        op: direction, seen from memory.
-        size_bytes: bytes of the tensor.
+    `op` is the direction as memory sees it.
     """
 
     def __init__(self, op: Op, size_bytes: int) -> None:
