@@ -29,11 +29,7 @@ from nvme_offload.optim.updates.logs import SlotLogs
 
 
 class Share:
-    """Work that takes at most a share of the time, in small pieces.
-
-    Args:
-        share: above 0, at most 1.
-    """
+    """Lets work take at most a share of the time, in small pieces."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -41,24 +37,21 @@ class Share:
         self._hurried = Flag()
 
     def rest(self) -> None:
-        """A piece of the work is done: rest in proportion to the time that it took."""
+        """Rest after a piece of the work, in proportion to the time that it took."""
         worked = time.monotonic() - self._begun
         self._hurried.wait(worked * (1 / self._share - 1))
         self._begun = time.monotonic()
 
     def hurry(self) -> None:
-        """Somebody waits: rest no more."""
+        """Rest no more: somebody waits."""
         self._hurried.set()
 
 
 class BackgroundSave:
     """Writes what was planned, and gives it its name when all ranks have written theirs. Begins at once.
 
-    Args:
-        items: of this rank.
-        pace: of the work.
-        end: makes a checkpoint of what all ranks have written, where that is up to this rank.
-        on_exit: leaves nothing of it where an exception comes through.
+    `end` makes a checkpoint of what all ranks have written, where that is up to this rank; `on_exit` leaves nothing of
+    it where an exception comes through.
     """
 
     def __init__(self, items: PlannedItems, pace: Share, others: Others, end: Callable[[], None], on_exit: ExitStack):
@@ -125,16 +118,8 @@ def begin_save(
 ) -> BackgroundSave:
     """Begin to write the checkpoint that `save_load.save` would write now; every rank must call it.
 
-    Args:
-        training: of this rank, as the step left it.
-        manifest: of that step, pinned until it is written.
-        root: as for `save_load.save`.
-        tag: likewise.
-        client_state: likewise.
-        share: of the time that the work may take, above 0, at most 1.
-
-    Raises:
-        See `save_load.save`; nothing has begun.
+    `manifest` is of this step, and pinned until it is written. What `save` raises is raised here; nothing has begun
+    then.
     """
     store, group = training.optimizer.store, training.group
     durable = training.optimizer.durable.commits.durable

@@ -64,12 +64,8 @@ class _Found(NamedTuple):
 def open_step(run: RunFound, *, step: int | None = None, snapshot: str | None = None) -> CommittedStep:
     """Open a committed step of a run, for the time of a ``with``; nobody can be in the run meanwhile.
 
-    What is read is verified; nothing is read before somebody asks for it.
-
-    Args:
-        run: with all its ranks and paths.
-        step: one that is held still; by default the newest that all ranks have.
-        snapshot: the name under which it was kept, in place of that.
+    The step is the newest that all ranks have, or the one of this number or snapshot. What is read is verified; nothing
+    is read before somebody asks for it.
 
     Raises:
         StateError: somebody is in the run; names the process.
@@ -109,7 +105,7 @@ def _chosen(name: str, ranks: Mapping[int, CommittedRank], step: int | None, sna
 
 
 def _commits_of(rank: CommittedRank, snapshot: str | None) -> dict[str | int, _Found]:
-    """Give what a rank has, the newest first, by the identity of the commit; an earlier version had ticks alone."""
+    """Return a rank's commits, the newest first, by identity; an earlier version had ticks alone."""
     manifests = rank.steps if snapshot is None else [rank.snapshot(snapshot)]
     found = [_Found(manifest, Content.decode(manifest.blob, rank.folder)) for manifest in manifests]
     return {each.manifest.commit_id or each.content.tick: each for each in found}
@@ -127,7 +123,7 @@ def _check_all_there(name: str, recorded: Mapping[int, RecordedRun]) -> None:
 
 
 def _check_stages(name: str, recorded: Mapping[int, RecordedRun]) -> None:
-    """Stages of a pipeline must not call different parameters the same: each name is one tensor in what is written."""
+    """Check that no two stages of a pipeline have a name in common: it would be one tensor in what is written."""
     stages: dict[str, int] = {}
     for run in recorded.values():
         for param in run.params:

@@ -90,14 +90,7 @@ class Contents:
         return name
 
     def add_param(self, name: str, shape: torch.Size, step: torch.Tensor, rule: UpdateRule) -> None:
-        """Take on a parameter that has state; where the two lie, `tier_items` says.
-
-        Args:
-            name: of the parameter.
-            shape: of the whole one.
-            step: how many updates it has had, fp32 scalar.
-            rule: its own.
-        """
+        """Take on a parameter of this whole shape that has state; `tier_items` says where the two lie."""
         self.add(Kind(shape, torch.float32), MODEL, name)
         self.items += plain_items(self.add(Kind(torch.Size(()), torch.float32), OPTIMIZER, name, "step"), step)
         for state in rule.states:
@@ -105,15 +98,10 @@ class Contents:
 
 
 def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
-    """Return what a checkpoint of this model and this optimizer consists of.
-
-    Args:
-        model: whose state dict it has.
-        body: the optimizer's state.
-        values: of that, as they are saved.
+    """Return what a checkpoint of this model and this optimizer consists of, with values as they are saved.
 
     Raises:
-        ValueError: the optimizer has parameters that the model has not, or the model's state dict holds no tensors.
+        ValueError: the optimizer has parameters that the model has not, or the state dict holds more than tensors.
     """
     tensors, tied = named_tensors(model)
     contents = Contents(tied={f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in tied.items()})
@@ -137,7 +125,7 @@ def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
 
 
 def plain_items(name: str, tensor: torch.Tensor) -> Iterator[Item]:
-    """The items of a tensor that is not in the optimizer's state."""
+    """Yield the items of a tensor that is not in the optimizer's state."""
     local = local_tensor(tensor.detach())
     part, place = replace(Part.of(tensor), order=tuple(range(local.dim()))), InMemory(local)
     for start in range(0, local.numel(), MAX_CHUNK_NUMEL):
@@ -148,13 +136,9 @@ def plain_items(name: str, tensor: torch.Tensor) -> Iterator[Item]:
 def tier_items(
     values: Values, parts: Mapping[int, Part], names: Mapping[int, str], weights: str = "master"
 ) -> Iterator[Item]:
-    """The items of parameters that have state, and of that, one subgroup after the other.
+    """Yield the items of parameters that have state, and of that, one subgroup after the other.
 
-    Args:
-        values: where they are reached.
-        parts: which part of each parameter this rank has, by index.
-        names: of the parameters, by index.
-        weights: the entry that gives the parameters themselves.
+    `parts` are those that this rank has; `weights` is the entry that gives the parameters themselves.
     """
     for slot in values.slots:
         entries = [weights, *(state.name for state in slot.subgroup.rule.states)]
@@ -182,7 +166,7 @@ class StreamedSavePlanner(DefaultSavePlanner):
         """Accept the state dict without a look at it: the contents were given."""
 
     def create_local_plan(self) -> SavePlan:
-        """The items of this rank. Copies on other ranks are left out in the global plan."""
+        """Plan the items of this rank. Copies on other ranks are left out in the global plan."""
         contents = self._contents
         aliases = {alias: tuple(alias.split(".", 1)) for alias in contents.tied}
         return SavePlan(
@@ -191,11 +175,7 @@ class StreamedSavePlanner(DefaultSavePlanner):
         )
 
     def keep_aside(self, plan: SavePlan, folder: Path) -> None:
-        """Have what is in memory and to be written by `plan` as it is now, in a file without a name in `folder`.
-
-        Raises:
-            OSError: there is no room for it.
-        """
+        """Keep what `plan` writes from memory as it is now, in a file without a name; OSError if there is no room."""
         wanted = [self._items[write.index] for write in plan.items]
         places = {id(item.place): item.place for item in wanted if isinstance(item.place, InMemory)}
         copies = dict(zip(places, copied_aside([*places.values()], folder), strict=True))
@@ -215,12 +195,7 @@ def _write_item(item: Item, kind: Kind) -> WriteItem:
 
 
 class StreamedLoadPlanner(LoadPlanner):
-    """Writes each item to where it belongs when it has been read.
-
-    Args:
-        contents: what is to be read.
-        advance: told of the elements of each item when they have been read.
-    """
+    """Writes each item to where it belongs when it has been read; `advance` is told of its elements then."""
 
     def __init__(self, contents: Contents, advance: Callable[[int], None]) -> None:
         self._contents = contents
@@ -280,11 +255,7 @@ class StreamedLoadPlanner(LoadPlanner):
 
 
 def check_fits(contents: Contents, metadata: Metadata) -> None:
-    """Compare names, shapes and dtypes.
-
-    Raises:
-        ValueError: names what is missing, what is too much, and what has another shape.
-    """
+    """Compare names, shapes and dtypes; ValueError names what is missing, what is too much, and what differs."""
     saved = {
         name: Kind(entry.size, entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()

@@ -50,16 +50,9 @@ class _PortionReader(NamedTuple):
 
 
 def digest_of_file(descriptor: int, size_bytes: int, kind: str, advance: Callable[[int], None]) -> str:
-    """Read a whole file and return its digest.
+    """Read a whole file and return its digest; `advance` is told of the bytes as they were read.
 
-    Args:
-        descriptor: of the file.
-        size_bytes: how long it is.
-        kind: `BLOCKS`, which is taken by as many threads as the rank has, or `SHA256`, which only one can take.
-        advance: told of the bytes as they were read.
-
-    Raises:
-        OSError: it cannot be read.
+    `BLOCKS` is taken by as many threads as the rank has; `SHA256` only one can take.
     """
     num_readers = num_threads_of_rank() if kind == BLOCKS else 1
     starts = range(0, size_bytes, PORTION_BYTES)
@@ -88,12 +81,12 @@ def digest_of_file(descriptor: int, size_bytes: int, kind: str, advance: Callabl
 
 
 def _begun(threads: ThreadPoolExecutor, read: Callable[[int], bytes], starts: range) -> Generator[bytes, None, None]:
-    """Give the results in the order of `starts`."""
+    """Yield the results in the order of `starts`."""
     yield from threads.map(read, starts)
 
 
 def _fill(descriptor: int, room: torch.Tensor, start: int) -> int:
-    """Read as much as there is, at most the room; returns how many bytes that was."""
+    """Read as much as there is, at most the room; return how many bytes that was."""
     view, done = room.numpy().data, 0
     while done < len(view) and (got := os.preadv(descriptor, [view[done:]], start + done)):
         done += got

@@ -31,23 +31,9 @@ def export_safetensors(
     own: Mapping[str, torch.dtype],
     group: dist.ProcessGroup | None = None,
 ) -> list[Path]:
-    """Write the model's parameters and buffers; every rank must call it.
+    """Write the model's parameters and buffers; every rank must call it. See `OffloadEngine.export_safetensors`.
 
-    Args:
-        model: sharded or not.
-        folder: on rank 0; made if it is missing. Weights exported there before are replaced, other files stay.
-        dtype: see `dtypes_in_files`.
-        max_shard_bytes: of one file; a larger tensor has a file of its own.
-        own: the dtype in which the training keeps each parameter for its forward, by name.
-        group: the ranks that have the model; None: all.
-
-    Returns:
-        The files.
-
-    Raises:
-        ValueError: `dtype` or `max_shard_bytes` cannot be used, or a weight is too large for fp16; names it.
-        CheckpointWriteError: the files could not be written; it says what is left: nothing, unless a rename failed at
-            the very end.
+    `own` is the dtype in which the training keeps each parameter for its forward, by name.
     """
     tensors = dict(weight_items(model))
 
@@ -80,15 +66,8 @@ def dtypes_in_files(
 ) -> dict[str, torch.dtype]:
     """Return the dtype of each tensor in the files: no integer is cast, and no parameter that the training never casts.
 
-    Args:
-        dtype: ``fp32``, ``bf16`` or ``fp16``; or ``own``: parameters as the forward has them, buffers as they are.
-            Where a training in 16 bits keeps some modules in fp32, these are fp32 in files of 16 bits, too: so what
-            is served computes what was trained.
-        own: see `export_safetensors`.
-        tensors: shape and dtype of each.
-
-    Raises:
-        ValueError: there is no such `dtype`.
+    Where a training in 16 bits keeps some modules in fp32, these are fp32 in files of 16 bits, too: so what is served
+    computes what was trained. With ``own`` parameters are as the forward has them, buffers as they are.
     """
     if dtype not in (*DTYPES, OWN):
         raise ValueError(f"dtype {dtype!r}: must be one of {', '.join((*DTYPES, OWN))}")
@@ -132,12 +111,9 @@ def write_weights(
 
 
 def _cast(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in the wanted dtype, sharded as it is.
+    """Return a tensor in the wanted dtype, sharded as it is.
 
     In the dtype in which it is stored, a split shard gives what forward computes with; nothing else is read for it.
-
-    Raises:
-        ValueError: a finite weight became infinite.
     """
     source, split = value.detach(), split_shard(value)
     if split is not None:
@@ -151,11 +127,7 @@ def _cast(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def checked_cast(name: str, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in another dtype; one that is not of floating-point numbers as it is.
-
-    Raises:
-        ValueError: a finite weight became infinite.
-    """
+    """Return a tensor in another dtype, if it is of floating point; ValueError if a finite weight became infinite."""
     if not source.is_floating_point():
         return source
     cast = source.to(dtype)
@@ -165,6 +137,6 @@ def checked_cast(name: str, source: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 
 def _num_infinite(tensor: torch.Tensor) -> int:
-    """Number of infinite elements in this rank's part of a tensor."""
+    """Count the infinite elements in this rank's part of a tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return int(local.isinf().sum())

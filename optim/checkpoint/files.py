@@ -57,11 +57,7 @@ class FileRecord(NamedTuple):
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> FileRecord:
-        """Return what an entry of a manifest says.
-
-        Raises:
-            ValueError, LookupError, TypeError: it is none.
-        """
+        """Return what an entry of a manifest says; ValueError, LookupError or TypeError if it is none."""
         [kind] = said.keys() - {"size_bytes"}
         if kind not in (BLOCKS, SHA256):
             raise ValueError(f"digest of kind {kind!r}, which this version does not know")
@@ -97,7 +93,7 @@ class HashingStream:
         return done
 
     def tell(self) -> int:
-        """Number of bytes written so far."""
+        """Return the number of bytes written so far."""
         return self._size_bytes
 
     def flush(self) -> None:
@@ -129,11 +125,10 @@ class HashingStream:
 
 @contextlib.contextmanager
 def durable_file(path: Path) -> Iterator[HashingStream]:
-    """A new file whose bytes are on the drive when the block ends.
+    """Open a new file whose bytes are on the drive when the block ends.
 
-    Raises:
-        Whatever ended the block. What ended a write within torch.save is raised itself, be it Ctrl-C or a full disk:
-        torch goes on to write the end of its container, and complains of the position in the place of it.
+    What ended a write within torch.save is raised itself, be it Ctrl-C or a full disk: torch goes on to write the end
+    of its container, and complains of the position in the place of it.
     """
     with path.open("wb", buffering=0) as file:
         stream = HashingStream(file)
@@ -154,11 +149,7 @@ def write_durably(path: Path, data: bytes) -> FileRecord:
 
 
 def locked(root: Path) -> Descriptor:
-    """Keep others from saving into the same folder until this is closed, or this process dies.
-
-    Raises:
-        StateError: somebody else is saving there.
-    """
+    """Keep others from saving into this folder until this is closed or the process dies; StateError if one does."""
     descriptor = Descriptor(os.open, root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -267,11 +258,7 @@ def _is_file(path: Path) -> bool:
 
 
 def find(root: Path, tag: str | None) -> Path | None:
-    """The folder of a checkpoint; None where `tag` is None and nothing was ever saved.
-
-    Raises:
-        CheckpointError: it is not there.
-    """
+    """Return the folder of a checkpoint, or raise CheckpointError; None if `tag` is None and nothing was ever saved."""
     if tag is None:
         latest = root / LATEST
         if not latest.exists():
@@ -297,11 +284,7 @@ def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Return what files there must be.
-
-    Raises:
-        CheckpointError: the list is missing or damaged.
-    """
+    """Return what files there must be; CheckpointError if the list is missing or damaged."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
@@ -316,11 +299,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def verify(path: Path, record: FileRecord, advance: Callable[[int], None] = lambda size_bytes: None) -> None:
-    """Read a whole file and compare; `advance` is told of the bytes as they were read.
-
-    Raises:
-        CheckpointError: it is missing or not what was written.
-    """
+    """Read a whole file; CheckpointError if it is not what was written. `advance` is told of the bytes as they come."""
     try:
         with path.open("rb", buffering=0) as file:
             actual = os.fstat(file.fileno()).st_size

@@ -19,13 +19,7 @@ _PATIENCE_SECONDS = 600.0
 
 
 class Others:
-    """The ranks that write one checkpoint.
-
-    Args:
-        folder: that all of them see, and that is theirs.
-        rank: this one.
-        num_ranks: all of them.
-    """
+    """The ranks that write one checkpoint, into a folder that all of them see."""
 
     def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
         self._folder = folder
@@ -33,20 +27,16 @@ class Others:
         self._num_ranks = num_ranks
 
     def say(self, written: RankFile) -> None:
-        """This rank has written its part."""
+        """Say that this rank has written its part."""
         self._say(written.as_json())
 
     def say_failed(self, failure: BaseException) -> None:
-        """This rank has not; who waits for it need not any longer."""
+        """Say that this rank has not, so that nobody waits for it any longer."""
         with suppress(OSError):
             self._say(_FAILED + f"{type(failure).__name__}: {failure}")
 
     def heard(self) -> list[RankFile]:
-        """Return what all ranks have written, when all of them have said so.
-
-        Raises:
-            CheckpointWriteError: one has failed, or is not heard of any more.
-        """
+        """Return what all ranks have written; CheckpointWriteError if one has failed, or is not heard of any more."""
         return [self._heard_of(rank) for rank in range(self._num_ranks)]
 
     def clear(self) -> None:

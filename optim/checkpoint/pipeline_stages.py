@@ -10,12 +10,7 @@ from nvme_offload.optim.checkpoint.contents import Contents
 
 
 def contents_of_stages(contents: Contents, stages: dist.ProcessGroup | None) -> list[Contents]:
-    """Return what the ranks of `stages` have; every rank must call it. Items and values stay where they are.
-
-    Args:
-        contents: of this rank's stage.
-        stages: this rank and those that have the other stages; None: there are none.
-    """
+    """Return what the ranks of `stages` have; every rank must call it. Items and values stay where they are."""
     if stages is None:
         return [contents]
     described = Contents(contents.kinds, contents.paths, contents.tied, group_names=contents.group_names)
@@ -25,11 +20,7 @@ def contents_of_stages(contents: Contents, stages: dist.ProcessGroup | None) -> 
 
 
 def take_on_stages(contents: Contents, stages: list[Contents]) -> None:
-    """Add the names of all stages to those of this rank's stage.
-
-    Raises:
-        ValueError: two stages use the same name: one would overwrite the other in a checkpoint.
-    """
+    """Add the names of all stages to those of this rank's stage; ValueError if two use the same one."""
     if len(stages) == 1:
         return
     owners: dict[str, int] = {}

@@ -73,11 +73,7 @@ class InMemory:
 
 
 def copied_aside(places: Sequence[InMemory], folder: Path) -> list[InMemory]:
-    """The same values as they are now, in the pages of a file without a name: they take no memory for good.
-
-    Args:
-        places: to copy.
-        folder: where the file is.
+    """Copy values as they are now into the pages of a file without a name: they take no memory for good.
 
     Raises:
         OSError: there is no room for it.
@@ -99,11 +95,7 @@ def copied_aside(places: Sequence[InMemory], folder: Path) -> list[InMemory]:
 class Stored:
     """A piece of a run, of ``master`` or a state. That of a commit is only read.
 
-    Args:
-        values: to reach it through.
-        slot: the subgroup.
-        run: part of one of its runs that begins at a multiple of `TILE_NUMEL`.
-        name: of the entry.
+    The piece begins at a multiple of `TILE_NUMEL`.
     """
 
     def __init__(self, values: Values, slot: SlotRecord, run: Run, name: str) -> None:

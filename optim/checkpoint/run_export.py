@@ -26,19 +26,11 @@ _SHOWN = 4
 
 
 def export_weights(step: CommittedStep, folder: Path, dtype: str, max_shard_bytes: int) -> list[Path]:
-    """Write a step's parameters and buffers as safetensors in the layout of Hugging Face; see `export_safetensors`.
+    """Write a step's parameters and buffers as safetensors in the layout of Hugging Face; return the files.
 
-    What `export_safetensors` of an engine would write that has resumed there, but for frozen parameters, of which a run
-    keeps nothing. One parameter is in memory at a time, and one subgroup of each rank.
-
-    Args:
-        step: that is open.
-        folder: made if it is missing. If this raises, nothing of it is left.
-        dtype: see `dtypes_in_files`.
-        max_shard_bytes: of one file; a larger tensor has a file of its own.
-
-    Returns:
-        The files.
+    They are what `export_safetensors` of an engine would write that has resumed there, but for frozen parameters, of
+    which a run keeps nothing. One parameter is in memory at a time, and one subgroup of each rank. If this raises,
+    nothing is left.
 
     Raises:
         ValueError: `dtype` or `max_shard_bytes` cannot be used, or a weight is too large for fp16; names it.
@@ -62,7 +54,7 @@ def export_weights(step: CommittedStep, folder: Path, dtype: str, max_shard_byte
 
 
 class _Weights:
-    """Parameters of a step, one at a time, put together of what all ranks have of them."""
+    """Puts parameters of a step together, one at a time, of what all ranks have of them."""
 
     def __init__(self, step: CommittedStep, entry: str) -> None:
         self._name = step.name
@@ -72,7 +64,7 @@ class _Weights:
             self._items[item.name].append(item)
 
     def whole(self, name: str, param: RecordedParam, dtype: torch.dtype) -> torch.Tensor:
-        """A parameter in its global shape."""
+        """Return a parameter in its global shape."""
         whole = torch.empty(param.part.whole, dtype=dtype, device="cpu")
         filled: dict[tuple[int, ...], int] = {}
         for _, chunk, place in self._items[f"{MODEL}.{name}"]:
@@ -85,7 +77,7 @@ class _Weights:
 
 
 def _params_of(step: CommittedStep) -> dict[str, RecordedParam]:
-    """Parameters that the run keeps, in the order in which its subgroups have them: each is read once then."""
+    """Return the parameters that the run keeps, in the order of its subgroups: each is read once then."""
     of_ranks = [(run.param, rank) for rank in step.ranks for slot in rank.run.slots for run in slot.subgroup.runs]
     in_order = [rank.run.params[index] for index, rank in of_ranks]
     empty = [param for rank in step.ranks for param in rank.run.params if param.has_state]
@@ -93,7 +85,7 @@ def _params_of(step: CommittedStep) -> dict[str, RecordedParam]:
 
 
 def _buffers_of(step: CommittedStep) -> dict[str, torch.Tensor]:
-    """Buffers that a training engine has committed, under their first names."""
+    """Return the buffers that a training engine has committed, under their first names."""
     tied = {alias for rank in step.ranks for alias in rank.run.tied}
     buffers: dict[str, torch.Tensor] = {}
     for rank in step.ranks:
@@ -104,17 +96,10 @@ def _buffers_of(step: CommittedStep) -> dict[str, torch.Tensor]:
 
 
 def export_checkpoint(step: CommittedStep, root: Path, tag: str | None = None) -> Path:
-    """Write a step of a training engine as the checkpoint that it could have saved then; see `save_load.save`.
+    """Write a step of a training engine as the checkpoint that it could have saved then; return its folder.
 
-    `load_checkpoint` of an engine on any number of ranks and any tier reads it. `client_state` is that of rank 0.
-
-    Args:
-        step: that is open.
-        root: made if it is missing. If this raises, nothing of it is left.
-        tag: ``global_step`` and the number of steps where it is None.
-
-    Returns:
-        Its folder.
+    `load_checkpoint` of an engine on any number of ranks and any tier reads it. `client_state` is that of rank 0. If
+    this raises, nothing is left.
 
     Raises:
         ResumeError: it is of an optimizer alone, or the model has parameters that the run does not keep.
@@ -152,7 +137,7 @@ def _scalars_of(step: CommittedStep) -> Scalars:
 
 
 def _contents_of(step: CommittedStep) -> Contents:
-    """All of a checkpoint, in the order in which the subgroups of one rank after the other are read."""
+    """Return all of a checkpoint, in the order in which the subgroups of one rank after the other are read."""
     contents = Contents(group_names=[[] for _ in step.ranks[0].content.groups])
     for rank in step.ranks:
         contents.tied.update({f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in rank.run.tied.items()})
@@ -175,7 +160,7 @@ def _contents_of(step: CommittedStep) -> Contents:
 
 
 def _items_of(rank: RankOfStep, weights: str = "master") -> Iterator[Item]:
-    """Parameters and states of one rank, as `contents_of` has them."""
+    """Yield parameters and states of one rank, as `contents_of` has them."""
     parts = {index: param.part for index, param in enumerate(rank.run.params)}
     names = {index: param.name for index, param in enumerate(rank.run.params)}
     return tier_items(rank.values, parts, names, weights)
@@ -189,7 +174,7 @@ def _check_whole(run: str, name: str, numel: int, whole_numel: int) -> None:
 
 
 class _NothingLeft:
-    """A folder that was not there before is not there afterwards, where the block raises."""
+    """Removes a folder that was not there before, if the block raises."""
 
     def __init__(self, folder: Path) -> None:
         self._made = [each for each in (folder, *folder.parents) if not each.exists()]

@@ -83,11 +83,7 @@ class RunState:
 
 
 def state_json(scalars: Scalars, contents: Contents) -> bytes:
-    """Counters, loss scale and hyperparameters.
-
-    Raises:
-        ValueError: a hyperparameter is neither number, string, bool, None nor a sequence of them.
-    """
+    """Return counters, loss scale and hyperparameters; ValueError for one that is no plain value or sequence."""
     content = {
         "format": FORMAT,
         "global_steps": scalars.global_steps,
@@ -104,7 +100,7 @@ def state_json(scalars: Scalars, contents: Contents) -> bytes:
 
 
 def objects_bytes(scalars: Scalars, client_state: Mapping[str, Any] | None) -> bytes:
-    """The schedule and what the user adds, as ``torch.save`` writes them.
+    """Return the schedule and what the user adds, as ``torch.save`` writes them.
 
     Raises:
         ValueError: they cannot be loaded again without running code.
@@ -132,12 +128,7 @@ def _reading_state(folder: Path) -> Iterator[None]:
 
 
 def check_same_optimizer(folder: Path, training: TrainingParts) -> None:
-    """Look whether the checkpoint is of an optimizer of this kind: others may have states of the same names.
-
-    Raises:
-        CheckpointError: the file that says so cannot be read.
-        ValueError: it is of another one.
-    """
+    """Check that the checkpoint is of this kind of optimizer, else ValueError: others have states of the same names."""
     with _reading_state(folder):
         saved = json.loads((folder / STATE).read_bytes()).get("optimizer", _FIRST_OPTIMIZER)
     if saved != (own := training.optimizer.rule.name):
@@ -198,7 +189,7 @@ def _apply(what: str, own: LRScheduler | LossScaler | None, saved: dict[str, Any
 
 
 def names_of_groups(optimizer: OffloadOptimizer, contents: Contents) -> list[list[str]]:
-    """Qualified names of the parameters of each parameter group; those that were always frozen have no state."""
+    """Return the names of the parameters of each parameter group; those that were always frozen have no state."""
     table = optimizer.store.table
     groups = [[table.of(param).index for param in group["params"]] for group in optimizer.param_groups]
     return [[contents.names[index] for index in group if index in contents.names] for group in groups]
@@ -223,11 +214,7 @@ def _options(group: Mapping[str, Any], number: int) -> dict[str, Any]:
 def _matched(
     training: TrainingParts, contents: Contents, saved: list[tuple[list[str], dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Hyperparameters of each group, where the groups are the same.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Return the hyperparameters of each group; ValueError where the groups are not the same."""
     own = training.optimizer.param_groups
     if len(saved) != len(own):
         raise ValueError(f"the checkpoint has {len(saved)} parameter groups, this run {len(own)}; nothing was changed")

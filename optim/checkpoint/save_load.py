@@ -100,11 +100,7 @@ def _save(training: TrainingParts, root: Path, tag: str | None, client_state: Ma
 
 
 def save_alone(root: Path, save: AgreedSave) -> Path:
-    """Write a checkpoint whose items are all this process's, where there is no process group. Returns its folder.
-
-    Raises:
-        FileExistsError, StateError, CheckpointWriteError, SwapIOError, CorruptionError: see `save`.
-    """
+    """Write a checkpoint whose items are all this process's, where there is no process group; return its folder."""
     with PartialFolder(root, save.tag, None) as partial:
         items = plan_items(partial, save.contents, None)
         with progress("writing the checkpoint", items.size_bytes) as advance:
@@ -129,14 +125,7 @@ def agree(
 ) -> AgreedSave:
     """Look at what there is to save, and see that all ranks can and mean the same; every rank must call it, `at_rest`.
 
-    Args:
-        training: of this rank.
-        tag: None: ``global_step`` and the number of steps.
-        client_state: what the user adds.
-        values: gives what is saved of the state, when all of it has its place.
-
-    Raises:
-        ValueError, StateError: see `save`.
+    `values` gives what is saved of the state, when all of it has its place.
     """
     store, group = training.optimizer.store, training.group
 
@@ -172,7 +161,7 @@ class PlannedItems:
 
     @property
     def size_bytes(self) -> int:
-        """About as many are written."""
+        """Return about how many bytes are written."""
         return size_of(self._of_save.plan)
 
     @property
@@ -190,12 +179,7 @@ class PlannedItems:
 
 
 def plan_items(partial: Path, contents: Contents, group: dist.ProcessGroup | None) -> PlannedItems:
-    """Plan who writes what into a new folder; every rank must call it.
-
-    Raises:
-        CheckpointError: not all ranks see the folder.
-        CheckpointWriteError: there is no room in it.
-    """
+    """Plan who writes what into a new folder; every rank must call it, and see the folder."""
     on_every_rank(lambda: _check_shared(partial), group)
     plan, planner = PlanOfSave(partial), StreamedSavePlanner(contents)
     with _one_error(group), warnings.catch_warnings():
@@ -224,8 +208,7 @@ def load(
 
     Raises:
         CheckpointError: there is no such checkpoint, or a file of it is missing, damaged or asks to run code.
-        ValueError: it does not fit the model, the optimizer or the scheduler; names what.
-            Nothing was changed in either case.
+        ValueError: it does not fit the model, the optimizer or the scheduler. In both cases nothing was changed.
         SwapIOError: a tier failed on the way: part of the state is old and part is new; load again.
     """
     group = training.group

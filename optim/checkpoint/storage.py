@@ -36,7 +36,7 @@ class RankFile(NamedTuple):
     """The place of each item, in the order of the plan."""
 
     def as_json(self) -> str:
-        """The same as text, for another process."""
+        """Return the same as text, for another process."""
         results = [_result_as_json(each) for each in self.results]
         return json.dumps({"name": self.name, "record": [*self.record], "results": results})
 
@@ -52,11 +52,7 @@ class RankFile(NamedTuple):
 
 
 class PlanOfSave(FileSystemWriter):
-    """Has all ranks agree on what each of them writes, before the first byte; `write_items` writes it then.
-
-    Args:
-        folder: an empty folder.
-    """
+    """Has all ranks agree on what each of them writes, before the first byte; `write_items` writes it then."""
 
     plan: SavePlan
     """This rank's own."""
@@ -72,11 +68,7 @@ class PlanOfSave(FileSystemWriter):
         return StorageMeta()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that there is room for all of it.
-
-        Raises:
-            CheckpointWriteError: there is not.
-        """
+        """Check that there is room for all of it; else CheckpointWriteError."""
         needed = sum(_size_of(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self._folder).free
         if needed > free:
@@ -109,20 +101,14 @@ def _result_from_json(name: str, said: Sequence[Any]) -> WriteResult:
 
 
 def size_of(plan: SavePlan) -> int:
-    """Bytes that the items of a plan may take in a file."""
+    """Return the bytes that the items of a plan may take in a file."""
     return sum(_size_of(item) for item in plan.items)
 
 
 def write_items(folder: Path, plan: SavePlan, planner: SavePlanner, advance: Callable[[int], None]) -> RankFile:
     """Write this rank's items into one file, one at a time, and forget each once it is written.
 
-    Torch's own writer holds on to the latest item of every name.
-
-    Args:
-        folder: of the checkpoint.
-        plan: of this rank.
-        planner: gives the values of each item.
-        advance: told of the bytes of each item when it is written.
+    Torch's own writer holds on to the latest item of every name. `advance` is told of the bytes of each item.
     """
     name = f"{plan.storage_data.prefix}0.distcp"
     results = []
@@ -139,13 +125,9 @@ def write_items(folder: Path, plan: SavePlan, planner: SavePlanner, advance: Cal
 def write_metadata(
     folder: Path, metadata: Metadata, written: Iterable[RankFile], tied: Mapping[str, str]
 ) -> dict[str, FileRecord]:
-    """Write what is where; returns the records of all files so far.
+    """Write what is where; return the records of all files so far.
 
-    Args:
-        folder: of the checkpoint.
-        metadata: see `PlanOfSave`.
-        written: by all ranks.
-        tied: names that are other names of an entry, with the entry's name. They cost no bytes.
+    `tied` names are other names of an entry; they cost no bytes.
     """
     written = list(written)
     stored = {result.index: result.storage_data for of_rank in written for result in of_rank.results}
@@ -181,12 +163,8 @@ class VerifiedReader(FileSystemReader):
 def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
     """Return what is where, read with an unpickler that makes containers of data and nothing else.
 
-    Args:
-        folder: of the checkpoint.
-        files: what it consists of; entries may lie in these alone.
-
     Raises:
-        CheckpointError: the file asks for anything else, or is no such file.
+        CheckpointError: the file asks for anything else, is none, or places an entry outside of `files`.
     """
     path = folder / METADATA
     try:
@@ -216,14 +194,14 @@ class _DataUnpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of that name, if it is on the list."""
+        """Return the class of that name, if it is on the list."""
         if (module, name) not in METADATA_GLOBALS:
             raise CheckpointError(self._path, f"asks for {module}.{name}, which could run code: it is not from here")
         return super().find_class(module, name)
 
 
 def _size_of(item: WriteItem) -> int:
-    """Bytes that an item may take in a file."""
+    """Return the bytes that an item may take in a file."""
     if item.tensor_data is None:
         return 0
     itemsize = item.tensor_data.properties.dtype.itemsize
@@ -231,6 +209,6 @@ def _size_of(item: WriteItem) -> int:
 
 
 def _compact(tensor: Any) -> Any:
-    """On the CPU and without the rest of the storage it is a view of: torch.save would write that too."""
+    """Return a tensor on the CPU, without the rest of the storage it is a view of: torch.save would write that too."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous() else tensor.clone()

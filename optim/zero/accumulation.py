@@ -30,7 +30,7 @@ class Accumulation:
 
     @property
     def is_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last of its step; so is each that a pipeline's schedule runs."""
+        """Whether the micro-batch under way is the last of its step; always true in a pipeline."""
         if self._is_pipelined:
             return True
         return self.micro_steps + 1 >= self.num_micro_batches if self.boundary is None else self.boundary

@@ -118,10 +118,10 @@ class BlockCall:
         return bool(self._sources) or any(param.requires_grad for param in self.block.parameters())
 
     def forward(self, keeper: Keeper, *, looks: bool) -> Any:
-        """Compute the block, leave no graph, and keep what it takes to do so again; tensors to train come as leaves.
+        """Compute the block, leave no graph, and keep what it takes to do so again.
 
-        With `looks`, buffers that it changes and another result in `backward` are refused, too, as changed arguments
-        always.
+        Tensors in the result that need a gradient are leaves. An argument that it changes is refused; with `looks` also
+        a buffer, and another result in `backward`.
         """
         # With a graph, which ends here: operators choose kernels by whether somebody will need a gradient.
         leaves = [

@@ -61,8 +61,8 @@ class CheckpointEngine(ABC):
             tag: by default ``global_step`` and the number of steps.
             client_state: what else to keep: anything that ``torch.load(weights_only=True)`` can load. Rank 0's counts.
             background: return when the step is pinned, and write the same files while training goes on. Of a `durable`
-                run, which reserves the space of another step for this. `wait_for_checkpoint`, `close` and the next
-                save or load wait for it; ``stats().checkpoint_progress`` of the optimizer says how far it is.
+                run, which reserves the space of another step for this. `wait_for_checkpoint`, `close` and the next save
+                or load wait for it; ``stats().checkpoint_progress`` of the optimizer says how far it is.
             share: of the time that writing in the background may take, above 0, at most 1.
 
         Returns:
@@ -72,7 +72,9 @@ class CheckpointEngine(ABC):
             StateError: micro-batches of an unfinished step, a step that stopped halfway, or another run saving there;
                 `background` without a durable run.
             OutOfSpaceError: there is no room to pin the step; nothing has begun.
-            ValueError, FileExistsError, CheckpointWriteError, SwapIOError: see `optim.checkpoint.save_load.save`.
+            ValueError: the tag, `client_state` or something else cannot be saved; nothing was written.
+            FileExistsError: something that is no checkpoint has this name.
+            CheckpointWriteError, SwapIOError: the drive is full or failed, or a tier did. Nothing of it is left.
         """
         if not 0 < share <= 1:
             raise ValueError(f"save_checkpoint: share = {share!r} of the time; write a number above 0, at most 1")

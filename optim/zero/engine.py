@@ -239,7 +239,7 @@ class OffloadEngine(CheckpointEngine):
         return loss.float() * (self.loss_scale / share)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, *, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Backward of one loss of a micro-batch.
+        """Run backward of one loss of a micro-batch.
 
         Args:
             loss: a scalar.
@@ -424,7 +424,7 @@ class OffloadEngine(CheckpointEngine):
         return self.optimizer.timeline()
 
     def get_global_grad_norm(self) -> float:
-        """Norm of all gradients of the latest step over all ranks, unscaled and before clipping; NaN before it."""
+        """Return the norm of all gradients of the latest step, unscaled and before clipping; NaN before any step."""
         return self.optimizer.total_norm
 
     @property
@@ -492,17 +492,19 @@ class OffloadEngine(CheckpointEngine):
         """Write the weights as safetensors in Hugging Face's layout; every rank must call it.
 
         Args:
-            dir: made if it is missing. Weights exported there before are replaced, other files stay.
-            dtype: ``fp32``, ``bf16`` or ``fp16``; or ``own``: each weight as the forward has it. Modules that stay
-                fp32 in a ``bf16`` or ``fp16`` training are fp32 in 16-bit files, too. Of autocast all are fp32.
-            max_shard_bytes: of one file, as bytes or ``"1GiB"``.
+            dir: on rank 0; made if it is missing. Weights exported there before are replaced, other files stay.
+            dtype: ``fp32``, ``bf16`` or ``fp16``; or ``own``: each weight as the forward has it. Modules that stay fp32
+                in a ``bf16`` or ``fp16`` training are fp32 in 16-bit files, too. Of autocast all are fp32.
+            max_shard_bytes: of one file, as bytes or ``"1GiB"``; a larger tensor has a file of its own.
 
         Returns:
             The files.
 
         Raises:
-            ValueError: the module is one stage of a pipeline, or see `optim.checkpoint.export.export_safetensors`.
-            CheckpointWriteError: see there.
+            ValueError: the module is one stage of a pipeline, an argument cannot be used, or a weight is too large for
+                fp16.
+            CheckpointWriteError: the files could not be written. Nothing is left, unless a rename failed at the very
+                end; it says so.
         """
         if self.is_pipelined:
             raise ValueError(

@@ -40,7 +40,7 @@ class Update:
             raise
 
     def outcome(self, step: int) -> bool | None:
-        """Say if an update that an exception came out of was done (True) or skipped (False); None: neither, so far.
+        """Whether an update that an exception came out of was done (True) or skipped (False); None: neither, so far.
 
         It may have been done: Ctrl-C waits for the last subgroup, a warning can be an error, and the user may have
         called ``finish_step``.
