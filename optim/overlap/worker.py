@@ -1,9 +1,9 @@
-"""A thread that works at a job in shifts, and whom others wait for, hurry, or keep away.
+"""Run a job in shifts in a thread that others wait for, hurry, or keep away.
 
 Who owns what the job works on (the pipeline of the state, its staging buffers, the records) at which moment:
 
 - In a shift the worker, which holds the lock for as long. It never waits for a drive in a shift.
-- Between two shifts nobody, or who is in `kept_away`: that one waits for drives as long as he likes.
+- Between two shifts nobody, or who is in `kept_away`: that one waits for drives as long as it likes.
 
 Signals arrive in the main thread alone, and may raise out of anything it does. So nothing here has to be undone there:
 a job begins with one assignment, who waits only waits, and the lock is taken and given back by C alone. CPython runs
@@ -40,7 +40,6 @@ class Flag:
 
     def __init__(self) -> None:
         self.is_set = False
-        """Whether somebody has called `set`."""
         self._told: SimpleQueue[None] = SimpleQueue()
 
     def set(self) -> None:
@@ -49,7 +48,7 @@ class Flag:
         self._told.put(None)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it is set, or so long at most; whether it is."""
+        """Wait until it is set, or so long at most; return whether it is."""
         with suppress(Empty):
             if not self.is_set:
                 self._told.get(timeout=seconds)
@@ -57,14 +56,14 @@ class Flag:
 
 
 class WorkerJob(Protocol):
-    """Something to be done behind the scenes, shift by shift."""
+    """A job to be done behind the scenes, shift by shift."""
 
     @property
     def must_end(self) -> bool:
-        """Whether it is done to its end also where everybody has let go of the worker."""
+        """Whether the worker finishes it even if everybody has let go of the worker."""
 
     def shift(self) -> bool:
-        """Do what can be done now, and wait for nothing; whether there is more that can be done at once."""
+        """Do what can be done now, and wait for nothing; return whether more can be done at once."""
 
     @property
     def is_done(self) -> bool:
@@ -93,7 +92,7 @@ class Worker:
         self.bell = Bell()
         """Ring it when there may be something to do, as `wake` does."""
         self.job: WorkerJob | None = None
-        """Its job; None where there is none, or it is done or given up."""
+        """None where there is none, or it is done or given up."""
         self.failure: BaseException | None = None
         """The error that ended the latest job, until somebody takes it with `raise_failure`."""
         self.wait_seconds = 0.0
@@ -143,19 +142,19 @@ class Worker:
             self.wait_seconds += time.monotonic() - start
 
     def kept_away(self) -> AbstractContextManager[object]:
-        """Have no shift begin during the block: ``with worker.kept_away():``. Re-entrant."""
+        """Let no shift begin during a ``with`` block. Re-entrant."""
         return self.lock
 
     def take_on(self, job: WorkerJob) -> None:
-        """Have this done in place of the job before. `wake` it then."""
+        """Replace the job. `wake` the worker then."""
         self.job = job
 
     def drop_job(self) -> None:
-        """Have nothing to do: its job is done otherwise, or not at all."""
+        """Drop the job: it is done otherwise, or not at all."""
         self.job = None
 
     def note_failure(self, failure: BaseException | None) -> None:
-        """Have this raised by `raise_failure`; None: whatever failed was made good."""
+        """Have `raise_failure` raise this; None: whatever failed was made good."""
         self.failure = failure
 
     def raise_failure(self) -> None:
@@ -177,7 +176,7 @@ class Worker:
         return self.job is None
 
     def shift(self) -> bool:
-        """One shift at the job; whether another can follow at once."""
+        """Do one shift of the job; return whether another can follow at once."""
         with self.lock:
             job = self.job
             if job is None:
@@ -198,11 +197,7 @@ class Worker:
 
 
 class _Started:
-    """The thread of a worker and what it ends with, for those who outlive the worker.
-
-    Args:
-        bell: of the worker.
-    """
+    """The thread of a worker and what it ends with, for those who outlive the worker."""
 
     def __init__(self, bell: Bell) -> None:
         self.bell = bell
@@ -217,7 +212,7 @@ class _Started:
 
 
 def _work(of: weakref.ref[Worker], started: _Started, device: torch.device) -> None:
-    """The thread: shifts, and sleep when there is nothing to do."""
+    """Run the thread: shifts, and sleep when there is nothing to do."""
     begin_thread(device)
     with started.at_work, torch.no_grad():
         while not started.end.is_set:

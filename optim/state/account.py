@@ -1,4 +1,4 @@
-"""One account of memory: what one rank holds in training, beside the state of the optimizer that is placed with it.
+"""Account for the memory that one rank holds in training, beside the state of the optimizer that is placed with it.
 
 `initialize` and the optimizer ask it what a host budget of "auto" may be, `offload plan` and `offload init` what fits.
 These are pure functions of sizes and of the section. The state itself is cut and placed by `optim.state.placement`.
@@ -29,16 +29,14 @@ from nvme_offload.optim.tiers.parts import parts_of
 from nvme_offload.optim.tiers.units import grad_unit, keep_first, param_unit, staging_unit
 
 GATHERED = "gathered groups"
-"""Kind of the unit that is gathered parameters, and gradients before they are reduced."""
+"""This is the kind of the unit of gathered parameters, and of gradients before they are reduced."""
 
 
 class ShardSize(NamedTuple):
-    """One rank's part of a parameter."""
+    """One rank's part of a parameter, of `whole_numel` elements; `form` is as large as the largest part of any rank."""
 
     form: Padded
-    """The part as it is stored: as large as the largest of any rank."""
     whole_numel: int
-    """Elements of the whole parameter."""
     precision: ParameterPrecision
     rule: UpdateRule
     trainable: bool = True
@@ -50,7 +48,7 @@ class GroupSize(NamedTuple):
     name: str
     shards: Sequence[ShardSize]
     owner: object = None
-    """The layer or end that gathers them, perhaps with other groups; None: what is in no layer, gathered all along."""
+    """The layer or end that gathers them, perhaps with others; None: they are in no layer, and gathered all along."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,6 @@ class Account:
     """An account of what one rank holds of a model: its methods give units, as they are placed or at their peak.
 
     Args:
-        config: the whole section.
         groups: in the order of the forward.
         num_shards: ranks that share each parameter.
         on_device: forward and backward compute on a device beside the CPU.
@@ -70,7 +67,7 @@ class Account:
     on_device: bool
 
     def places(self, log_itemsize: int = 0) -> list[ParamToPlace]:
-        """Return the parameters that have state, for `plan_subgroups`; each is called by the number of its group."""
+        """Return the parameters that have state, for `plan_subgroups`; each has the number of its group."""
         return [
             ParamToPlace(
                 number,
@@ -87,7 +84,7 @@ class Account:
         ]
 
     def blocks(self) -> list[Unit]:
-        """Return what is within the host budget beside the state: see `BlockTiers.units`."""
+        """Return what is within the host budget beside the state; see `BlockTiers.units`."""
         params, grads, units = self.config.zero_optimization.offload_param, self.config.offload_gradients, list[Unit]()
         if PARAMS in self._in_blocks:
             sized = []
@@ -107,7 +104,7 @@ class Account:
         return units
 
     def residents(self) -> Iterator[Unit]:
-        """Parameters and gradients that are in no block, and what is gathered of all of them at the worst moment."""
+        """Yield parameters and gradients that are in no block, and the most that is gathered at once."""
         device: Tier = "device" if self.on_device else "host"
         shards = [shard for group in self.groups for shard in group.shards]
         if PARAMS not in self._in_blocks:
@@ -119,17 +116,16 @@ class Account:
         yield Unit(GATHERED, GATHERED, self._gathered_bytes(), tiers=(device,))
 
     def to_come(self, *, on_meta: bool = False) -> int:
-        """Bytes of host memory that training will take beside the budget, and has not taken yet.
+        """Return the bytes of host memory that training will still take beside the budget.
 
-        Args:
-            on_meta: the model has no values yet, so that its parameters are to come, too.
+        `on_meta`: the model has no values yet, so that its parameters are to come, too.
         """
         units = [unit for unit in self.residents() if unit.tiers == ("host",)]
         return sum(unit.size_bytes for unit in units if on_meta or unit.kind != PARAMS)
 
     @property
     def _in_blocks(self) -> set[str]:
-        """Return the kinds that leave the memory of who computes with them."""
+        """Return the kinds that leave the memory of whoever computes with them."""
         leave = ("nvme", "cpu") if self.on_device else ("nvme",)
         devices = {
             PARAMS: self.config.zero_optimization.offload_param.device,
@@ -138,7 +134,7 @@ class Account:
         return {kind for kind, device in devices.items() if device in leave}
 
     def _gathered_bytes(self) -> int:
-        """At the worst moment of backward: two layers gathered, one with its gradients before and after the reduction.
+        """Return the peak of backward: two layers gathered, one with its gradients before and after the reduction.
 
         What is in no layer stays gathered, and its gradients wait unreduced until the end of backward. Below stage 3
         all layers stay gathered. One rank alone computes on its shards; where they are cast or lent, on one layer's
@@ -162,7 +158,7 @@ class Account:
 
 
 def account_of(config: OffloadConfig, table: ParamTable) -> Account:
-    """Return the account of parameters as an optimizer has them; gradients that there are need no room any more."""
+    """Return the account of an optimizer's parameters; gradients that are there already need no more room."""
     groups: dict[object, list[ShardSize]] = {}
     for record in table:
         leaf, parts = record.leaf, parts_of(record.leaf)

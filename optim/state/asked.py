@@ -1,4 +1,4 @@
-"""A step asks these of what its state is placed in: it knows no tier, no section and no run."""
+"""Name what a step asks of all that its state is placed in: it knows no tier, no section and no run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
 
 OverlapStep = Literal["off", "forward", "backward", "speculate"]
-"""The name of a schedule, as the section's ``overlap_step`` has it."""
+"""The name of a schedule, as in the section's ``overlap_step``."""
 
 
 class StepSettings(Protocol):
-    """The section says this of steps; see `OffloadConfig`."""
+    """The section's settings for steps; see `OffloadConfig`."""
 
     overlap_step: OverlapStep | None
     gradient_clipping: float
@@ -34,23 +34,23 @@ class Blocks(Protocol):
 
     @property
     def exist(self) -> bool:
-        """Whether there is one."""
+        """Whether there is a tier."""
 
     @property
     def pass_through_buffers(self) -> bool:
         """Whether an update needs a block that may have to be read first, or that a gather has."""
 
     def number_of(self, leaf: torch.Tensor) -> int:
-        """The block of a parameter; -1 where there is no tier for such."""
+        """Return the number of a parameter's block; -1 if there is no tier for it."""
 
     def takes_gradient(self, leaf: torch.Tensor) -> bool:
-        """Whether the gradient of a parameter comes to a tier when it arrives."""
+        """Return whether the gradient of a parameter comes to a tier when it arrives."""
 
     def land_gradients(self) -> None:
         """Wait for gradients that are on their way from a device."""
 
     def begin_step(self, order: Sequence[Subgroup]) -> None:
-        """A step will go through these subgroups in this order: read their blocks ahead."""
+        """Read blocks ahead for a step that will go through these subgroups in this order."""
 
     def held_for_update(
         self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor], *, in_order: bool = True
@@ -74,7 +74,7 @@ class Blocks(Protocol):
 
 
 class Commitments(Protocol):
-    """The life of the state that its process may not end; see `Durability`."""
+    """A life that the state may have after its process; see `Durability`."""
 
     @property
     def may_write(self) -> bool:
@@ -84,7 +84,7 @@ class Commitments(Protocol):
         """Return subgroups in the order in which a step had better go through them."""
 
     def is_as_committed(self, slot: SlotRecord) -> bool:
-        """Whether the latest commit has all of a subgroup as it is now."""
+        """Return whether the latest commit has all of a subgroup as it is now."""
 
     def take_back(self, slots: Sequence[SlotRecord], pipeline: StepPipeline) -> None:
         """Bring subgroups that `is_as_committed` held for back to that."""

@@ -1,4 +1,4 @@
-"""The state of an optimizer as everybody reads and writes it. Where it is placed is up to `optim.state.store`."""
+"""Give everybody one way to read and write an optimizer's state. `optim.state.store` decides where it is placed."""
 
 from __future__ import annotations
 
@@ -29,16 +29,7 @@ _BEHIND = StepPhase.BEHIND  # to look an enum's member up would call Python
 
 
 class StateBody(ABC):
-    """Records of parameters, slots of subgroups, and how to reach them.
-
-    Args:
-        owner: the optimizer's name, for messages.
-        table: the parameters.
-        kernels: to split, join and update with.
-        pipeline: through which the state of a subgroup is reached.
-        blocks: tiers of the parameters and gradients themselves.
-        mirror: copies of what is on a device.
-    """
+    """Records of parameters, slots of subgroups, and how to reach them; see `StateStore`."""
 
     def __init__(
         self,
@@ -56,15 +47,15 @@ class StateBody(ABC):
         self.blocks: Blocks = blocks
         self.mirror = mirror
         self.slots: list[SlotRecord] = []
-        """Records of all subgroups that have a place."""
+        """All subgroups that have a place."""
         self.condition: Condition = WholeState(owner)
-        """Whether all of it is of the same step, and what leads there where it is not: see `enter`."""
+        """Whether all state is of one step, and what leads there if not; see `enter`."""
         self.is_closed = False
         self.worker = Worker(pipeline.waiting, lambda: table.device)
         """Does what is left of a step when it returns."""
         pipeline.ring(self.worker.bell)
         self.uses = FirstUses()
-        """In which order the latest forward used the parameters."""
+        """The order in which the latest forward used the parameters."""
         self._owner_pid = os.getpid()
         _bodies[:] = [known for known in _bodies if known() is not None] + [weakref.ref(self)]
 
@@ -72,20 +63,13 @@ class StateBody(ABC):
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
         """Give parameters whose state has no place yet one, with all of its space promised. Call it `at_rest`.
 
-        The first that need one bring all along that require a gradient.
-
-        Raises:
-            OutOfSpaceError: names bytes needed and free.
-            ConfigError: the host budget does not hold what must be in host memory.
-            SwapIOError: what is in host memory could not be written to its tier. Nothing was placed then.
+        The first that need one bring all along that require a gradient. After an error nothing was placed:
+        OutOfSpaceError names bytes needed and free, ConfigError says that the host budget is too small, SwapIOError
+        that a write failed.
         """
 
     def place_trainable(self, records: Iterable[ParamRecord] | None = None) -> None:
-        """`ensure_placed` of those (by default of all) that require a gradient now; a frozen one waits for its first.
-
-        Raises:
-            OutOfSpaceError, ConfigError, SwapIOError: see `ensure_placed`.
-        """
+        """Call `ensure_placed` for those of `records`, by default of all, that require a gradient now."""
         wanted = self.table if records is None else records
         self.ensure_placed([record for record in wanted if record.leaf.requires_grad])
 
@@ -96,11 +80,11 @@ class StateBody(ABC):
 
     @property
     def has_let_go(self) -> bool:
-        """Whether it holds no parameter any more, until somebody needs one: see `StateStore.foresee`."""
+        """Whether it holds no parameter until somebody needs one; see `StateStore.foresee`."""
         return not len(self.table)
 
     def has_state(self, record: ParamRecord) -> bool:
-        """Whether a parameter has state: it has a place, or will have when the first one gets its own."""
+        """Return whether a parameter's state has a place, or will have one as soon as any has."""
         return record.is_placed or (not self.is_placed and record.leaf.requires_grad)
 
     @property
@@ -108,12 +92,12 @@ class StateBody(ABC):
         return [record for record in self.table if record.leaf.requires_grad]
 
     def slots_of(self, indices: Iterable[int]) -> list[SlotRecord]:
-        """Slots that hold state of any of these parameters."""
+        """Return slots that hold state of any of these parameters."""
         wanted = set(indices)
         return [slot for slot in self.slots if any(run.param in wanted for run in slot.subgroup.runs)]
 
     def enter(self, condition: Condition, job: WorkerJob | None = None) -> None:
-        """Begin a condition, with what the worker does in it. It keeps what it has done of the job before."""
+        """Begin a condition, with what the worker does in it. What the worker has done of the job before stays done."""
         # No call in between: a signal handler sees both or neither.
         self.condition = condition
         self.worker.job = job
@@ -138,28 +122,25 @@ class StateBody(ABC):
 
     @property
     def record(self) -> StepRecord | None:
-        """The step that is not done; None where there is none."""
+        """The step that is not done, if there is one."""
         return self.condition if isinstance(self.condition, StepRecord) else None
 
     def record_in(self, phase: StepPhase) -> StepRecord | None:
-        """Return the step in this phase; None where there is none."""
+        """Return the step, if it is in this phase."""
         record = self.record
         return record if record is not None and record.phase is phase else None
 
     def at_rest(
         self, *, forgiving: bool = False, meanwhile: Callable[[], None] = lambda: None
     ) -> AbstractContextManager[None]:
-        """Have the state as it is between two steps, for the time of a ``with``: nobody updates, reads or writes it.
+        """Hold the state as it is between two steps: nobody updates, reads or writes it meanwhile. Re-entrant.
 
-        Waits for the updates behind the latest step. Re-entrant. Who reaches for state or its pipeline does it in here.
+        It waits for the updates behind the latest step, and raises once what stopped them or a write behind them.
+        Whoever reaches for state or its pipeline does it in here.
 
         Args:
-            forgiving: do not raise what stopped them; for who makes good for it.
+            forgiving: do not raise what stopped them; for whoever makes good for it.
             meanwhile: called now and then while it waits; what it raises ends that.
-
-        Raises:
-            ClosedError, ForkError: see `check_usable`.
-            SwapIOError, CorruptionError, StateError: what stopped these updates, or a write behind them. Said once.
         """
         return _AtRest(self, partial(self.wait_for_updates, forgiving=forgiving, meanwhile=meanwhile))
 
@@ -190,11 +171,9 @@ class StateBody(ABC):
         worker.raise_failure()
 
     def wait_for_updates_of(self, indices: Iterable[int]) -> None:
-        """Wait until parameters are as the latest step leaves them: call it before their bytes are read.
+        """Wait until parameters are as the latest step leaves them; call it before their bytes are read.
 
-        Raises:
-            SwapIOError, CorruptionError, StateError: what stopped the updates before they came to one of these.
-            ForkError: they go on in another process.
+        It raises what stopped the updates before they came to one of these; in a forked process ForkError.
         """
         for index in indices:
             self._wait_for_update_of(index)
@@ -219,7 +198,7 @@ class StateBody(ABC):
             raise record.refusal("updated parameters")
 
     def end_begun(self) -> None:
-        """Give up what has begun in backward, of a step that nobody will call; what can be taken back is."""
+        """Give up what has begun in backward of a step that nobody will call; what can be taken back is."""
         record = self.record_in(StepPhase.BEGUN)
         if record is None:
             return
@@ -231,7 +210,7 @@ class StateBody(ABC):
                 self.worker.note_failure(error)
 
     def _goes_back(self, begun: StepRecord) -> bool:
-        """Take back what has begun in backward, where that is possible: somebody needs what was before."""
+        """Take back what has begun in backward, if that is possible; return whether it was."""
         if begun.claims.way_back is None:
             return False
         begun.claims.way_back()
@@ -239,7 +218,7 @@ class StateBody(ABC):
 
     @property
     def has_unfinished_step(self) -> bool:
-        """Whether the latest step stopped halfway. One whose updates go on behind it has not."""
+        """Whether the latest step, or a load, stopped halfway. A step whose updates go on behind it has not."""
         condition = self.condition
         if isinstance(condition, StepRecord):
             return condition.phase in (StepPhase.RUNNING, StepPhase.STOPPED, StepPhase.SPOILT)
@@ -258,31 +237,28 @@ class StateBody(ABC):
             raise ForkError(self.owner, self._owner_pid, os.getpid())
 
     def check(self, need: Need) -> None:
-        """Raise what refuses this in the present condition. Call it `at_rest`."""
+        """Raise what refuses this need in the present condition. Call it `at_rest`."""
         self.check_usable()
         if (error := self.condition.refuses(need)) is not None:
             raise error
 
 
 class StepState(StateBody):
-    """The state as a step finds it, with what it asks of all that the state is placed in."""
+    """The state as a step finds it, with what the step asks of all that the state is placed in."""
 
     config: StepSettings
     durability: Commitments
     means: Means
-    """The updaters of subgroups work with these."""
 
     @abstractmethod
     def updated_inside(self, record: ParamRecord) -> str:
-        """Say why a parameter is updated inside `step()`, wherever it is; empty: it need not be: `Updater.inside`."""
+        """Say why a parameter is updated inside `step()`, wherever it is; empty if it need not be: `Updater.inside`."""
 
 
 class _AtRest(AbstractContextManager[None]):
     """See `StateBody.at_rest`. As in `optim.overlap.worker` nothing is called with the lock held, and C gives it back.
 
-    Args:
-        body: the state.
-        wait: waits until no updates are under way; called again where another thread has taken a step since.
+    `wait` returns when no updates are under way; it is called again where another thread has taken a step since.
     """
 
     def __init__(self, body: StateBody, wait: Callable[[], None]) -> None:
@@ -324,12 +300,9 @@ def body_of(param: torch.Tensor) -> StateBody | None:
 
 
 def check_sole(body: StateBody, records: Iterable[ParamRecord]) -> None:
-    """Look whether no other optimizer that is still open has state of these parameters.
+    """Raise ValueError if another optimizer that is still open has state of one of these parameters.
 
     Closed ones have let go, and so have those that nobody holds: the garbage collector runs before this refuses.
-
-    Raises:
-        ValueError: names the first such parameter.
     """
     records = list(records)
     if _other_of(body, records) is None:

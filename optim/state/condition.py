@@ -1,4 +1,4 @@
-"""The condition of an optimizer's state: whole, in a step, in a load, or beside a run that was found."""
+"""Say in which condition an optimizer's state is: whole, in a step, in a load, or beside a run that was found."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Need(enum.Enum):
 
 
 class StepPhase(enum.Enum):
-    """The phase tells how far a step is.
+    """The phase of a step.
 
     The record keeps a gradient from the moment it is handed in until all parts of its parameter are updated.
     """
@@ -47,14 +47,9 @@ class StepPhase(enum.Enum):
 
 
 class Condition(ABC):
-    """One of four conditions, each a class.
-
-    Args:
-        owner: name of the optimizer, for messages.
-    """
+    """The condition of an optimizer's state."""
 
     phase = StepPhase.NONE
-    """The phase of the step, where this is one."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -65,7 +60,7 @@ class Condition(ABC):
         """Return all that nobody can have in this condition."""
 
     def refuses(self, need: Need) -> StateError | None:
-        """Return the error for whoever needs this; None where he can have it."""
+        """Return the error for whoever needs this; None if it can be had."""
         return self.refusal(need.value) if need in self.lacks else None
 
     def refusal(self, expected: str) -> StateError:
@@ -94,9 +89,7 @@ class WholeState(Condition):
 class LoadingState(Condition):
     """A load is under way, or was interrupted: part of the state is new and part is old.
 
-    Args:
-        owner: name of the optimizer, for messages.
-        split: whether there are split parameters, of which the state has a half.
+    `split`: there are split parameters, of which the state has a half.
     """
 
     lacks = frozenset({Need.NEXT_STEP, Need.STATE, Need.REST_OF_STEP})
@@ -113,12 +106,7 @@ class LoadingState(Condition):
 
 
 class UnresumedRun(Condition):
-    """A durable run was found and not taken up: what is in memory will not be its state.
-
-    Args:
-        owner: name of the optimizer, for messages.
-        name: of the run.
-    """
+    """The durable run `name` was found and not taken up: what is in memory will not be its state."""
 
     lacks = frozenset({Need.NEXT_STEP, Need.STATE, Need.REST_OF_STEP})
 
@@ -127,7 +115,7 @@ class UnresumedRun(Condition):
         self._name = name
 
     def refusal(self, expected: str) -> StateError:
-        """Return the error for whoever wants something that needs the state of the run."""
+        """Return the error for whoever needs the state of the run."""
         return super().refusal("a run that was resumed")
 
     @property
@@ -145,9 +133,5 @@ class UnresumedRun(Condition):
 
 
 def checkpoint_text(*, split: bool) -> str:
-    """Say how a checkpoint leads on.
-
-    Args:
-        split: whether there are split parameters, of which the state has a half.
-    """
+    """Say how a checkpoint leads on; `split` as in `LoadingState`."""
     return _CHECKPOINT + (_MODEL_LAST if split else _MODEL_FIRST)

@@ -1,4 +1,4 @@
-"""The state of an optimizer may outlast its process, and its store asks one object how."""
+"""Offer a store one object that says how long its state lasts: perhaps longer than its process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nvme_offload.optim.updates.updater import Means
 
 
 class Ground(NamedTuple):
-    """A store makes these first. All else of an optimizer stands on them."""
+    """A store makes these first; all else of an optimizer stands on them."""
 
     table: ParamTable
     kernels: KernelPool
@@ -29,7 +29,7 @@ class Ground(NamedTuple):
     meter: Meter
 
     def param_of(self, index: int) -> torch.Tensor:
-        """Give what is in this process's memory of a parameter."""
+        """Return what is in this process's memory of a parameter."""
         return self.table[index].param
 
 
@@ -38,9 +38,6 @@ class Durability:
 
     The state of a durable run has a class of its own (`optim.durable.state`), which the optimizer hands to the store.
     So nothing here and below asks whether a run is durable.
-
-    Args:
-        tier: where state on NVMe goes; None: there is none.
     """
 
     run_found: str | None = None
@@ -80,11 +77,7 @@ class Durability:
         return [subgroup.size_bytes for subgroup in subgroups]
 
     def promise(self, subgroups: Sequence[Subgroup]) -> None:
-        """Promise new subgroups their extents, where `takes_all`.
-
-        Raises:
-            OutOfSpaceError: there is no room for all of them; nothing has changed.
-        """
+        """Promise new subgroups their extents, where `takes_all`. OutOfSpaceError: nothing has changed."""
         raise AssertionError("whoever does not take all promises nothing")
 
     def drop(self, first: int) -> None:
@@ -100,38 +93,29 @@ class Durability:
         return list(slots)
 
     def is_as_committed(self, slot: SlotRecord) -> bool:
-        """Whether the latest commit has all of a subgroup as it is now, so that `take_back` brings that back."""
+        """Return whether the latest commit has all of a subgroup as it is now, so that `take_back` brings that back."""
         return False
 
     def take_back(self, slots: Sequence[SlotRecord], pipeline: StepPipeline) -> None:
         """Bring subgroups that `is_as_committed` held for back to that: their state and their parameters.
 
-        Nobody else may use the pipeline meanwhile. What was cut short is made good by another call.
-
-        Raises:
-            SwapIOError, CorruptionError: a subgroup cannot be read.
+        Nobody else may use the pipeline meanwhile. What an error or a signal cuts short is made good by another call.
         """
         raise AssertionError("nothing is as committed where nothing is committed")
 
     def end_updates(self, pipeline: StepPipeline, bell: Bell) -> None:
-        """Note that the updates behind a step are done. Called in a shift of the worker, or with it away.
+        """Note that the updates behind a step are done; ring `bell` when that lasts.
 
-        Args:
-            pipeline: may still write.
-            bell: rung when that lasts.
+        It is called in a shift of the worker, or with that away, while the pipeline may still write.
         """
 
     # Its life.
 
     def begin_load(self, subgroups: Iterable[Subgroup]) -> None:
-        """Note that other state takes the place of all there is.
-
-        Raises:
-            ResumeError: the run that was found is of another model.
-        """
+        """Note that other state replaces all there is. ResumeError: the run that was found is of another model."""
 
     def close(self) -> None:
-        """Close the files. Idempotent; not before transfers are done."""
+        """Close the files, after all transfers are done. Idempotent."""
         if self.tier is not None:
             self.tier.close()
 

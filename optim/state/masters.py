@@ -1,4 +1,4 @@
-"""Master weights and states in the memory of a subgroup: first values, reading, writing."""
+"""Read and write master weights in the memory of a subgroup, and give its state the first values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nvme_offload.optim.state.table import ParamTable
 
 
 def give_birth(slot: SlotRecord, memory: Memory, table: ParamTable, pool: KernelPool) -> None:
-    """First state of a subgroup: as its rule begins, and masters equal to the parameters as they are now."""
+    """Fill a subgroup's first state: as its rule begins, and masters equal to the parameters as they are now."""
     subgroup = slot.subgroup
     memory.view(torch.uint8, 0, subgroup.size_bytes).zero_()
     for state in subgroup.rule.states:
@@ -35,16 +35,7 @@ def give_birth(slot: SlotRecord, memory: Memory, table: ParamTable, pool: Kernel
 def write_master(
     run: Run, values: torch.Tensor, slot: SlotRecord, memory: Memory, table: ParamTable, pool: KernelPool
 ) -> None:
-    """Set master weights: the parameter gets their rounded value, the state the rest.
-
-    Args:
-        run: which elements.
-        values: fp32 [run.numel] on the CPU.
-        slot: of the subgroup where the run belongs.
-        memory: the subgroup's state.
-        table: the parameter itself and its checksums.
-        pool: kernels.
-    """
+    """Set a run's master weights to fp32 values on the CPU: the parameter gets them rounded, the state the rest."""
     master = section_view(slot.subgroup, memory, "master", run)
     rounded = torch.empty(run.numel, dtype=table[run.param].param.dtype, device="cpu")
     if master is None or not slot.home.on_device:
@@ -59,9 +50,9 @@ def write_master(
 
 
 def read_master(run: Run, slot: SlotRecord, memory: Memory, table: ParamTable, pool: KernelPool) -> torch.Tensor:
-    """Master weights of a run, fp32 [run.numel] on the CPU.
+    """Return the master weights of a run, fp32 [run.numel] on the CPU.
 
-    Where somebody changed the parameter since the last update, the parameter is the truth: see `step.update_of`.
+    If somebody changed the parameter since the last update, the parameter counts, as in a step.
     """
     param = table[run.param].copy_of(run)
     master = section_view(slot.subgroup, memory, "master", run)

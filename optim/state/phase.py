@@ -1,4 +1,4 @@
-"""A step from its first update to its last: the phase it is in, what it works with, and what is still to be done.
+"""Record a step from its first update to its last: its phase, what it works with, and what is still to be done.
 
 Whoever interrupts a step leaves its record behind, so the record never has to be put right afterwards:
 
@@ -34,7 +34,7 @@ _MAY_FOLLOW = {
     StepPhase.SPOILT: set(),
     StepPhase.DONE: set(),
 }
-"""Which phase may follow which. What was guessed in BEGUN and is taken back never was: its record goes."""
+"""These phases may follow a phase. If what was guessed in BEGUN is taken back, its record goes."""
 
 _LACKS = {
     StepPhase.BEGUN: {Need.STATE, Need.PARAMS, Need.REST_OF_STEP},
@@ -44,16 +44,15 @@ _LACKS = {
     StepPhase.SPOILT: set(Need),
     StepPhase.DONE: {Need.REST_OF_STEP},
 }
-"""Nobody can have these in a phase. Who can wait for a step that is BEHIND does so before he asks."""
+"""Nobody can have these in a phase. Whoever can wait for a step that is BEHIND does so before asking."""
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """A step needs these besides the state; they are fixed when the step begins."""
+    """A step needs these besides the state; they are fixed when it begins."""
 
     grads: dict[int, torch.Tensor]
-    """Flat gradient by parameter index; parameters without a gradient are absent. Those of an update behind the step
-    are taken out when it is done."""
+    """Flat gradients by parameter index, of parameters that have one. An update behind the step takes its own out."""
     scalars: Mapping[int, StepScalars]
     """Scalars by parameter index: the bias corrections follow each parameter's own step."""
     whole: WholeParams
@@ -76,11 +75,9 @@ class StepRecord(Condition):
     """The record of a step that is not done.
 
     Args:
-        owner: name of the optimizer, for messages.
         phase: BEGUN or RUNNING.
         number: of the step, counted from 1.
         order: subgroups in the order of this step: first those that are updated inside it, then those behind it.
-        inputs: gradients and scalars, as they were when the step began.
         split: whether there are split parameters, of which the state has a half.
         claims: of a step that is BEGUN.
         begun: the same step, as it began in backward; its subgroups are in `order` too.
@@ -118,11 +115,7 @@ class StepRecord(Condition):
             self._go_on_from(begun)
 
     def become(self, phase: StepPhase) -> None:
-        """Change the phase. Where a kernel was cut off, any phase but DONE becomes SPOILT.
-
-        Raises:
-            StateError: there is no such transition.
-        """
+        """Change the phase, or raise StateError. If a kernel was cut off, any phase but DONE becomes SPOILT."""
         if self._in_kernel and phase is not StepPhase.DONE:
             phase = StepPhase.SPOILT
         if phase not in _MAY_FOLLOW[self.phase]:
@@ -142,7 +135,7 @@ class StepRecord(Condition):
         return len(self.order) - len(self.pending)
 
     def concerns(self, index: int) -> bool:
-        """Whether a part of this parameter is still to be updated, or nobody knows. From any thread."""
+        """Return whether a part of this parameter is still to be updated, or nobody knows. From any thread."""
         if self.phase is StepPhase.DONE:  # also where an exception came before the optimizer let go of the record
             return False
         return index in self._left or self.phase is StepPhase.SPOILT
@@ -158,12 +151,7 @@ class StepRecord(Condition):
             yield from (slot for slot in self.pending if any(run.param == index for run in slot.subgroup.runs))
 
     def update(self, slot: SlotRecord, kernel: Callable[[], int]) -> None:
-        """Run the kernel of a subgroup, and note that it is updated.
-
-        Args:
-            slot: of the subgroup.
-            kernel: updates all of it, and returns how many tiles somebody else had changed.
-        """
+        """Run a subgroup's kernel, which returns how many tiles somebody else had changed; note that it is updated."""
         # No other call until it is False again: an exception in between leaves a step that nobody can finish.
         self._in_kernel = True
         self.changed_tiles += kernel()
@@ -171,11 +159,11 @@ class StepRecord(Condition):
         self._in_kernel = False
 
     def ends_with(self, slot: SlotRecord, index: int) -> bool:
-        """Whether nothing of this parameter is left to be updated when this subgroup is."""
+        """Return whether nothing of this parameter is left to be updated when this subgroup is."""
         return self._left.get(index) == sum(run.param == index for run in slot.subgroup.runs)
 
     def let_go_of(self, slot: SlotRecord) -> None:
-        """Keep no gradient of parameters that are updated, as this subgroup is, in all of their parts."""
+        """Note that a subgroup is updated, and drop gradients of parameters of which that was the last part."""
         for run in slot.subgroup.runs:
             if run.param not in self._left:
                 continue
@@ -187,19 +175,16 @@ class StepRecord(Condition):
                     self.wanted.remove(run.param)
 
     def keep_pending_only(self) -> None:
-        """Let go of all that is updated, before the rest is left to be done behind the step."""
+        """Drop gradients of all that is updated, before the rest is left to be done behind the step."""
         self._left = count_parts(self.pending)
         for index in [index for index in self.inputs.grads if index not in self._left]:
             del self.inputs.grads[index]
 
     def take_on(self, index: int, grad: torch.Tensor, num_parts: int, slots: Sequence[SlotRecord]) -> None:
-        """Add a parameter to a step that has begun in backward.
+        """Add a parameter's gradient to a step that has begun in backward; `slots` may be updated now.
 
-        Args:
-            index: of the parameter.
-            grad: its gradient, flat. It is kept until all parts are updated, here or in the step itself.
-            num_parts: in how many subgroups it has a part.
-            slots: subgroups that may be updated now.
+        The gradient is kept until `num_parts` subgroups, all that have a part of it, are updated, here or in the step
+        itself.
         """
         self.inputs.grads[index] = grad
         self._versions[index] = _version(grad)
@@ -216,7 +201,7 @@ class StepRecord(Condition):
 
     @property
     def begun(self) -> Collection[int]:
-        """Parameters of which it has, or had, the gradient, by index."""
+        """Parameters that it has, or had, the gradient of, by index."""
         return self._versions.keys()
 
     @property
@@ -238,11 +223,7 @@ class StepRecord(Condition):
         )
 
     def check_grads(self, indices: Iterable[int]) -> None:
-        """Check that the gradients of these parameters are as they were when the step began.
-
-        Raises:
-            StateError: one has changed.
-        """
+        """Raise StateError if a gradient of these parameters has changed since the step began."""
         grads = self.inputs.grads
         if any(_version(grads[index]) != self._versions[index] for index in indices if index in grads):
             raise self.gradients_changed()
@@ -262,7 +243,7 @@ def count_parts(slots: Iterable[SlotRecord]) -> Counter[int]:
 
 
 def _version(grad: torch.Tensor) -> int:
-    """Return the version counter of a gradient: in-place changes after the step began show in it.
+    """Return a gradient's version counter, which in-place changes after the step began have raised.
 
     On a tier a gradient of a later backward takes the place of the one before: that is a change too.
     """

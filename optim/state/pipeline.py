@@ -1,16 +1,17 @@
-"""Reads run ahead, writes run behind: the traffic of one step through a fixed number of staging buffers.
+"""Move the state of one step through a fixed number of staging buffers: reads run ahead, writes run behind.
 
 For every subgroup in turn a step acquires its state, updates it and releases it::
 
     read k+1, k+2 ...  |  update k  |  write k-1, k-2 ...
 
-Steps that end before they return go through the subgroups in alternating directions. What the end of one step leaves in
-the staging buffers is what the next one wants first, so it starts without waiting and these reads never happen. Updates
-behind a step go in the order of the next forward, each time the same; what they want first is read in backward.
+Steps that end before they return go through the subgroups in alternating directions. What the end of one step leaves
+in the staging buffers is what the next one wants first, so it starts without waiting and these reads never happen.
+Updates behind a step go in the order of the next forward, each time the same; what they want first is read in
+backward.
 
-Where nobody waits for the end of the updates, but for the next one of them, reads go first: a drive that has both to do
-would put what was changed long ago before what is wanted next. Writes then go on when there is nothing to read, which
-at the latest is when the buffers are full of what is to be written.
+Where nobody waits for the end of the updates, but for the next one of them, reads go first: a drive that has both to
+do would put what was changed long ago before what is wanted next. Writes then go on when there is nothing to read,
+which at the latest is when the buffers are full of what is to be written.
 
 Subgroups that live in host memory (all on the cpu tier, some within a host budget) take no staging buffer: the window
 of read-ahead looks past them, so that reads and writes go on while they are updated.
@@ -43,14 +44,10 @@ _SPAN_OF: dict[Residency, SpanKind] = {Residency.READING: "read", Residency.WRIT
 
 
 class Seal(Sealer[SlotRecord], Protocol):
-    """A seal makes of a subgroup's state in a buffer all that another process needs of it."""
+    """Makes of a subgroup's state in a buffer all that another process needs of it."""
 
     def replay(self, slot: SlotRecord) -> None:
-        """Do the updates that are in the log which was read with the state.
-
-        Raises:
-            CorruptionError: it is not what was written.
-        """
+        """Do the updates of the log that was read with the state. CorruptionError: it is not what was written."""
 
     @property
     def discards(self) -> bool:
@@ -60,12 +57,11 @@ class Seal(Sealer[SlotRecord], Protocol):
 class StepPipeline:
     """Subgroups on NVMe visit the staging buffers; those in host memory of their own are passed over on the way.
 
-    What happens to one of them is up to `offload.staging.slot`; here is which comes next. A buffer whose slot is DIRTY
+    `offload.staging.slot` decides what happens to one of them; here is which comes next. A buffer whose slot is DIRTY
     is never given up, so state that could not be written is still there when the drive is well again.
 
     Args:
         give_birth: fills the memory of a subgroup that has no state yet.
-        meter: counts waiting and collects the timeline.
         tier: where the extents are; None where no subgroup has one.
         pool: staging buffers, each large enough for any subgroup with an extent.
         checksum: 1D int32 to its checksums, int64; what is read must have those of what was written. None: no checks.
@@ -111,20 +107,18 @@ class StepPipeline:
         load: bool = True,
         replay: bool = True,
     ) -> Memory:
-        """The memory of ``order[position]`` with its valid state in it; reads of what follows on NVMe are under way.
+        """Return the memory of ``order[position]`` with its valid state; reads of what follows on NVMe are under way.
+
+        If a write that ran behind failed, this raises, its bytes stay in their buffer, and the next call writes them
+        again. CorruptionError: what was read is not what was written (with checksums on).
 
         Args:
             order: subgroups in the order in which they will be asked for.
-            position: of the one wanted now.
+            position: the one wanted now.
             for_change: first write again what could not be written. Readers do not insist: a drive that takes no more
                 writes must not keep them from state that is still in memory.
             load: False when all of the state is about to be overwritten; then a copy on the tier is not read.
-            replay: False for who does himself what the log has that is read with it: see `LogState.needs_replay`.
-
-        Raises:
-            SwapIOError: the read failed, or a write that ran behind did. What could not be written is still in its
-                buffer, and the next call writes it again.
-            CorruptionError: what was read is not what was written (with checksums on).
+            replay: False for whoever applies the log that is read with it; see `LogState.needs_replay`.
         """
         window, slot = self._window(order, position), order[position]
         if for_change:
@@ -149,9 +143,9 @@ class StepPipeline:
 
     @contextmanager
     def reads_first(self) -> Iterator[None]:
-        """In here a write begins only where the reads leave the drive idle: `advance` sees to it, again and again.
+        """Begin writes in here only where reads leave the drive idle, as `advance` sees again and again.
 
-        Who does not call that any more calls `start_writes` once.
+        Whoever calls that no more calls `start_writes` once.
         """
         self._reads_go_first = True
         try:
@@ -161,7 +155,7 @@ class StepPipeline:
 
     @contextmanager
     def pausing(self, on_pause: Callable[[], None]) -> Iterator[None]:
-        """In here `on_pause` is called now and then while waiting.
+        """Call `on_pause` now and then while something in here waits.
 
         It may raise: what was waited for goes on and can be waited for again.
         """
@@ -172,21 +166,13 @@ class StepPipeline:
             self._on_pause = None
 
     def advance(self, ahead: Sequence[SlotRecord]) -> None:
-        """Go on without waiting: take note of what is done, and start the reads of the first of `ahead` on NVMe.
-
-        Raises:
-            SwapIOError, CorruptionError: as in `acquire` of ``ahead[0]``.
-        """
+        """Note what is done and start reads of the first of `ahead`, without waiting. It raises as `acquire` does."""
         self._settle_finished(ahead[0] if ahead else None)
         self._read_ahead(self._window(ahead, 0))
         self.start_writes()
 
     def start_writes(self) -> None:
-        """Begin to write what was changed and is not being written, also what could not be written before.
-
-        Raises:
-            SwapIOError: it cannot be begun.
-        """
+        """Begin to write what was changed, also what could not be written before."""
         for slot in self.residents:
             num_under_way = sum(other.transfer is not None for other in self.residents)
             if not may_write(num_under_way, reads_first=self._reads_go_first):
@@ -195,15 +181,11 @@ class StepPipeline:
                 self._staging.start_write(slot)
 
     def window(self, order: Sequence[SlotRecord]) -> list[SlotRecord]:
-        """The first subgroups on NVMe, as many as there are staging buffers."""
+        """Return the first subgroups on NVMe, as many as there are staging buffers."""
         return self._window(order, 0)
 
     def read_into_free_buffers(self, window: Sequence[SlotRecord], first: int) -> int:
-        """Start reads of ``window[first:]`` as far as there are buffers, without waiting; where to go on.
-
-        Raises:
-            SwapIOError: a write that ran behind failed.
-        """
+        """Start reads of ``window[first:]`` as far as there are buffers, without waiting; return where to go on."""
         self._settle_finished()
         for place in range(first, len(window)):
             if window[place].buffer is None and not self._lease(window[place], window):
@@ -212,7 +194,7 @@ class StepPipeline:
         return len(window)
 
     def is_here(self, slot: SlotRecord) -> bool:
-        """Whether `acquire` of this subgroup, for a change, would wait for nothing: not for an old write either."""
+        """Return whether `acquire` for a change would wait for nothing: not for an old write either."""
         if slot.home.memory is not None:
             return True
         return slot.buffer is not None and slot.transfer is None and slot.residency is not Residency.DIRTY
@@ -231,7 +213,7 @@ class StepPipeline:
         self._staging.listener = bell
 
     def begin_change(self, slot: SlotRecord) -> None:
-        """Let what is done to the acquired memory from here on count from `will_change` on; without it it is forgotten.
+        """Let changes of the acquired memory count only from `will_change` on; without that they are forgotten.
 
         In host memory there is one copy, and nothing to go back to.
         """
@@ -239,19 +221,14 @@ class StepPipeline:
             slot.become(Residency.ON_TIER)
 
     def will_change(self, slot: SlotRecord, updated: Iterable[int] = ()) -> None:
-        """Say that the acquired memory is about to differ from the tier.
-
-        Args:
-            slot: whose memory it is.
-            updated: parameters that have a gradient in an update, by index.
-        """
+        """Say that the acquired memory is about to differ from the tier; parameters in `updated` have a gradient."""
         if slot.home.memory is None:
             if slot.log is not None:
                 slot.log.begin_version(frozenset(updated))
             slot.become(Residency.DIRTY)
 
     def release(self, slot: SlotRecord) -> None:
-        """Done with the acquired memory: a change is written behind, anything else stays as a clean copy."""
+        """Let go of the acquired memory: a change is written behind, anything else stays as a clean copy."""
         if self._seal is not None and self._seal.discards:
             self._forget(slot)
         if slot.residency is Residency.DIRTY and slot.buffer is not None:
@@ -261,28 +238,21 @@ class StepPipeline:
                 self._staging.start_write(slot)
 
     def writes_under_way(self) -> list[Transfer[StagingBuffer]]:
-        """Transfers of all that is being written now; what could not be written before is begun once more.
-
-        Raises:
-            SwapIOError: it cannot be begun.
-        """
+        """Return the transfers of all that is being written; what could not be written before is begun once more."""
         self._staging.recover()
         self.start_writes()
         return [slot.transfer for slot in self.residents if slot.residency is Residency.WRITING and slot.transfer]
 
     def adopt(self, slot: SlotRecord, extent: Extent, num_logged: int) -> None:
-        """Take what a run that ended has left in an extent for the state of a subgroup, of which nothing else is kept.
+        """Take a subgroup's state from where a run that ended has left it, and keep nothing else of it.
 
-        Args:
-            slot: the subgroup.
-            extent: where it was left; all of it is read.
-            num_logged: entries of a log that it ends with.
+        All of `extent` is read; it ends with `num_logged` entries of a log.
         """
         self._forget(slot, num_logged)
         self._staging.adopt(slot, extent)
 
     def forget(self, slots: Iterable[SlotRecord]) -> None:
-        """Give up subgroups that nobody will ask for: waits for their transfers, keeps nothing of their state."""
+        """Give up subgroups that nobody will ask for: wait for their transfers, and keep nothing of their state."""
         for slot in slots:
             self._forget(slot)
 
@@ -292,11 +262,7 @@ class StepPipeline:
             slot.log.begin_anew(num_logged)
 
     def synchronize(self) -> None:
-        """Wait for everything under way.
-
-        Raises:
-            SwapIOError: a write failed. Its bytes are still in their buffer; the next call writes them again.
-        """
+        """Wait for everything under way. Bytes that could not be written stay, and the next call writes them again."""
         self._staging.recover()
         self.start_writes()
         failure: Exception | None = None
@@ -327,9 +293,9 @@ class StepPipeline:
         self._staging.close()
 
     def _window(self, order: Sequence[SlotRecord], position: int) -> list[SlotRecord]:
-        """The next subgroups on NVMe, as many as there are staging buffers, and those in between with one of their own.
+        """Return the next subgroups on NVMe, as many as there are staging buffers.
 
-        Of the latter only those that have to be read first, or that are wanted now.
+        Between them come those with a buffer of their own that must be read first, or that are wanted now.
         """
         return window_of(
             islice(order, position, None),
@@ -339,7 +305,7 @@ class StepPipeline:
         )
 
     def _catch_up(self, slot: SlotRecord) -> None:
-        """Do what the log has. Where an exception cuts that short, it is read again: it must not be done twice."""
+        """Apply the log. Where an exception cuts that short, the state is read again: it must not be done twice."""
         assert self._seal is not None
         self.begin_change(slot)
         self._seal.replay(slot)
@@ -368,7 +334,7 @@ class StepPipeline:
                 self._staging.start_read(slot)
 
     def _take_spare_buffer(self, slot: SlotRecord, load: bool) -> None:
-        """For a reader when the drive takes no writes: a buffer outside the pool, so that state can be rescued."""
+        """Give a reader a buffer outside the pool when the drive takes no writes, so that state can be rescued."""
         if not self._staging.lease_spare(slot):
             raise StateError(slot.name, "a staging buffer", "all of them hold state that the drive does not take")
         self._begin(slot, load)
@@ -385,7 +351,7 @@ class StepPipeline:
             self._on_pause()
 
     def _settle_finished(self, wanted: SlotRecord | None = None) -> None:
-        """Take note of finished transfers; raise for a failed write, and for a failed read of the slot wanted now.
+        """Note finished transfers; raise for a failed write, and for a failed read of the slot wanted now.
 
         Nobody waits for other reads that ran ahead: they are tried again when they are needed, and raise then.
         """

@@ -1,4 +1,4 @@
-"""The state of each subgroup and each block lives where the configuration says, within the host budget."""
+"""Plan where the state of each subgroup and each block lives: as the configuration says, within the host budget."""
 
 from __future__ import annotations
 
@@ -27,11 +27,8 @@ class StatePlacement:
     Args:
         config: the whole section. A host budget of "auto" is fixed by `fix_budget`.
         rule: of the optimizer; a group may have fewer states than it has at most.
-        period: every how many steps a durable run is rewritten; None: what is known of that before it is measured.
+        period: every how many steps a durable run is rewritten; None: it is not measured yet.
         size_of: gives the bytes that a durable run's subgroups take in a buffer; None: they hold the state alone.
-
-    Raises:
-        ConfigError: the staging budget does not hold one block for each buffer; names what is needed.
     """
 
     def __init__(
@@ -45,7 +42,7 @@ class StatePlacement:
         every = self._section.rewrite_every
         period = period or (every if isinstance(every, int) else 1)
         self._num_logged = period - 1 if self._section.run_name is not None else None
-        """Entries of a log that are read beside a subgroup of a durable run, at most; None where there is none."""
+        """Log entries that are read beside a subgroup of a durable run, at most; None where there is no log."""
         self._size_of = size_of
         # A master that is not beside its parameter has it in a tail: sealed or not, the widest form is the same.
         widest = state_itemsize(MasterForm.FULL, rule.widest_states) + (self._num_logged or 0) * _GRAD_ITEMSIZE
@@ -56,25 +53,23 @@ class StatePlacement:
         self._on_nvme = self._section.device == "nvme"
         self._is_found = config.host_budget == "auto"
         self.host_budget = None if config.host_budget == "auto" else config.host_budget
-        """In bytes; None is no limit, and no wish to have state in host memory that may be on NVMe."""
+        """Bytes; None is no limit, and no wish to have state in host memory that may be on NVMe."""
         self.device_budget = config.device_budget
-        """In bytes of state; None: no state stays on a device but for `_device_share`."""
+        """Bytes of state; None: no state stays on a device but for `_device_share`."""
         self._device_share = 1 - self._section.ratio
         """The share of the state that stays on a device without a budget in bytes."""
         if self._on_nvme:
             self._check_staging_budget()
 
     def fix_budget(self, found: Callable[[], int]) -> None:
-        """Have a host budget of "auto" be what is found, in bytes, before anything is placed."""
+        """Replace a host budget of "auto" by what is found, in bytes, before anything is placed."""
         if self._is_found:
             self.host_budget = max(0, found())
 
     def max_subgroup_bytes(self, host_state_bytes: int, with_mirrors: bool) -> int:
-        """Bytes that one staging buffer, and with it the state of one new subgroup, may have.
+        """Return the bytes that one staging buffer, and with it the state of one new subgroup, may have.
 
-        Args:
-            host_state_bytes: what lives in host memory already: subgroups, blocks, and the staging buffers of blocks.
-            with_mirrors: parameters are on a device, and mirrored.
+        `host_state_bytes` live in host memory already: subgroups, blocks, and the staging buffers of blocks.
         """
         if not self._on_nvme:
             return sys.maxsize
@@ -89,10 +84,8 @@ class StatePlacement:
     def num_buffers(self, subgroups: Sequence[Subgroup], *, may_stay: bool = False) -> int:
         """Return how many staging buffers these need: no more than they are, nor more bytes than all of them have.
 
-        Args:
-            subgroups: they visit the buffers.
-            may_stay: some of them may stay in host memory. Within a host budget all buffers have room then, so that
-                there is some for subgroups that come later.
+        `may_stay`: some may stay in host memory. Within a host budget all buffers have room then, for what comes
+        later.
         """
         count = self._section.buffer_count
         if may_stay and self.host_budget is not None:
@@ -101,15 +94,11 @@ class StatePlacement:
         return max(1, min(count, sum(sizes) // max([1, *sizes])))
 
     def size_bytes(self, subgroup: Subgroup) -> int:
-        """Bytes that a subgroup takes in memory: its state, in a durable run also what is written beside it."""
+        """Return the bytes that a subgroup takes in memory: its state, and what a durable run writes beside it."""
         return subgroup.size_bytes if self._size_of is None else self._size_of(subgroup)
 
     def check_whole(self, rule: UpdateRule, needed_bytes: int, name: str) -> None:
-        """Look whether a staging buffer holds the state of a parameter that its rule needs whole.
-
-        Raises:
-            ConfigError: it does not; names the parameter and what is needed.
-        """
+        """Raise ConfigError if no staging buffer holds the state of a parameter that its rule needs whole."""
         section = self._section
         share = section.staging_budget // section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE
         needed_bytes += self._sealed_beside(needed_bytes)
@@ -138,19 +127,18 @@ class StatePlacement:
     ) -> TierPlan:
         """Plan what lives where: staging buffers first, then what has its place, then as much as fits of the new.
 
+        ConfigError: the host budget does not hold what must be in host memory.
+
         Args:
             placed: subgroups that have their place; they stay where they are.
             new: subgroups to place.
             staging_bytes: host memory of the staging buffers (and mirrors) that all of them need.
-            page: what extents are rounded up to, in bytes.
+            page: extents are rounded up to this, in bytes.
             blocks: of parameters and gradients, with their staging buffers: see `BlockTiers.units`.
             on_device: the parameters of new subgroups are on a device.
 
         Returns:
             A plan of `blocks`, the staging buffers of the state, `placed` and `new`, in this order.
-
-        Raises:
-            ConfigError: the host budget does not hold what must be in host memory; names what is needed.
         """
         choice: tuple[Tier, ...] = ("nvme",) if self._on_nvme else ("host",)
         if self._on_nvme and self.host_budget is not None:
@@ -171,7 +159,7 @@ class StatePlacement:
         return plan
 
     def _choice(self, subgroup: Subgroup, choice: tuple[Tier, ...], on_device: bool) -> tuple[Tier, ...]:
-        """Return where a new subgroup may be. Whole matrices are updated by the host."""
+        """Return where a new subgroup may be. The host updates whole matrices."""
         # Without a byte of state, as that of plain SGD over fp32 parameters, there is nothing to put on a drive.
         usual: tuple[Tier, ...] = choice if self.size_bytes(subgroup) else ("host",)
         has_budget = self.device_budget is not None or self._device_share > 0
@@ -199,9 +187,9 @@ class StatePlacement:
             )
 
     def _sealed_beside(self, size_bytes: int) -> int:
-        """Bytes that a buffer with so many of state, parameters and gradients has besides, at most.
+        """Return the most bytes that a durable run's buffer has beside these of state, parameters and gradients.
 
-        A trailer has 8 bytes for each 256 KiB, an entry of a log 16 for each tile; and each of these parts is rounded.
+        A trailer has 8 bytes for each 256 KiB, a log entry 16 for each tile; each of these parts is rounded up.
         """
         if self._num_logged is None:
             return 0

@@ -1,4 +1,4 @@
-"""One record per subgroup says what is where."""
+"""Record what is where, once for each subgroup."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ class SlotRecord(Slot):
     """A slot with the state of a subgroup, where that is, and how it is updated.
 
     Args:
-        subgroup: whose state it is.
-        updater: updates it; None: it is read only.
-        log: in a durable run; None: the state ends with the process.
+        updater: None: the state is read only.
+        log: of a durable run; None: the state ends with the process.
     """
 
     def __init__(self, subgroup: Subgroup, updater: Updater | None = None, log: LogState | None = None) -> None:
@@ -29,7 +28,7 @@ class SlotRecord(Slot):
 
     @property
     def can_be_behind(self) -> bool:
-        """Whether the way it is updated lets that be done behind a step."""
+        """Whether its updater can work behind a step."""
         return self.updater is not None and not self.updater.inside
 
     def place(self, home: Home, extent: Extent | None = None) -> None:

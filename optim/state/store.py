@@ -1,4 +1,4 @@
-"""The state of an optimizer's parameters lives here: placement, tiers, buffers, and their end."""
+"""Place the state of an optimizer's parameters on tiers and in buffers, and end its life."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from nvme_offload.optim.updates.choice import updater_of, way_of
 from nvme_offload.optim.updates.mirrored import DeviceMirror
 
 NewParts = Callable[[StateBody, int, ShardParts], ShardParts]
-"""Makes the parts of a split parameter: the state, the index of the parameter in it, and the parts until now."""
+"""It makes parts for a split parameter: from the state, the parameter's index in it, and its parts until now."""
 
 
 class StateStore(StepState):
@@ -55,15 +55,8 @@ class StateStore(StepState):
 
     Args:
         config: the whole section.
-        meter: shared with the optimizer.
-        rule: the optimizer's.
-        owner: the optimizer's name, for messages.
         open_durability: opens the files of the state.
         new_parts: makes the parts of a split parameter whose state gets its place.
-
-    Raises:
-        SwapIOError: a path cannot be used.
-        ConfigError: a budget does not hold the smallest staging buffers.
     """
 
     def __init__(
@@ -82,7 +75,6 @@ class StateStore(StepState):
         """The tiers of the state; that of a device comes with the first state that stays there."""
         self.pool: BufferPool | None = None
         self.plan = plan_tiers([], {})
-        """The plan of what lives where."""
         self._arrived: list[ParamRecord] = []
         """Placed, with something still where it was before: see `_tidy_up`."""
         table, kernels = ParamTable(), KernelPool(num_threads_of_rank())
@@ -120,15 +112,11 @@ class StateStore(StepState):
         return self.durability.tier
 
     def updated_inside(self, record: ParamRecord) -> str:
-        """Say why a parameter is updated inside `step()`: see `StateBody`."""
+        """Say why a parameter is updated inside `step()`; see `StepState`."""
         return way_of(record.rule, is_durable=self.durability.takes_all, on_device=False).inside
 
     def begin_load(self) -> None:
-        """Begin a load: see `StateBody.begin_load`. A run that was found and not resumed is left as it is until then.
-
-        Raises:
-            ResumeError: the run that was found is of another model.
-        """
+        """Begin a load, which gives up a run that was found. ResumeError: that run is of another model."""
         self.durability.begin_load(slot.subgroup for slot in self.slots)
         super().begin_load()
 
@@ -137,7 +125,7 @@ class StateStore(StepState):
         return [self.table.add(leaf, name, group, rule) for leaf, name in params.items()]
 
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
-        """Give parameters whose state has no place yet one: see `StateBody`."""
+        """Give parameters whose state has no place yet one; see `StateBody`."""
         self._tidy_up()
         self._fix_budget()
         wanted = {record.index for record in records}
@@ -165,14 +153,11 @@ class StateStore(StepState):
         self._tidy_up()
 
     def foresee(self) -> None:
-        """Look whether the state of all that requires a gradient finds a place, without giving it one yet.
+        """Check that the state of all that requires a gradient finds a place, without giving it one yet.
 
         Shards in parts get theirs at once: part of their weights goes there, and nobody shards them again. Of plain
         parameters in a process group nobody knows yet what this rank will have; it is asked for the least, and what
         has no place is let go, so that those who shard the model can free it.
-
-        Raises:
-            OutOfSpaceError, ConfigError, SwapIOError: see `ensure_placed`.
         """
         self._fix_budget()
         may_be_sharded = dist.is_initialized() and not any(isinstance(leaf, DTensor) for leaf in self.table.leaves)
@@ -195,7 +180,7 @@ class StateStore(StepState):
         self._check_room(self.durability.space_of(moving))
 
     def _fix_budget(self) -> None:
-        """Until something has its place, a budget of "auto" is what is left beside what these parameters will take."""
+        """Set a budget of "auto" to what these parameters will leave, as long as nothing has its place."""
         if not self.is_placed:
             self._placement.fix_budget(lambda: auto_host_budget() - account_of(self.config, self.table).to_come())
 
@@ -217,7 +202,7 @@ class StateStore(StepState):
         self._arrived = []
 
     def _place(self, missing: Sequence[ParamRecord], admitted: Admission, slots: list[SlotRecord]) -> TierPlan:
-        """Promise places and fill in `slots`, one for each new subgroup; returns the plan with them in it."""
+        """Promise places and fill in `slots`, one for each new subgroup; return the plan with them in it."""
         blocks, there = self.blocks.units(admitted), self._on_device
         subgroups = self._cut(missing, blocks)
         if not subgroups and not admitted.groups:
@@ -258,7 +243,6 @@ class StateStore(StepState):
         return plan
 
     def _reserve(self, name: TierName, slots: Sequence[SlotRecord]) -> None:
-        """Promise an extent to each of these slots."""
         if name == "device" and name not in self._tiers:
             self._tiers[name] = DeviceTier(_only(self._devices))
         tier = self._tiers[name]
@@ -278,7 +262,7 @@ class StateStore(StepState):
 
     @property
     def run_directory(self) -> Path | None:
-        """Return where the swap file of the state is; None where no state is on NVMe."""
+        """The directory of the state's swap file; None where no state is on NVMe."""
         return self.tier.space.directory if self.tier is not None else None
 
     @property
@@ -301,8 +285,7 @@ class StateStore(StepState):
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files. Idempotent; no-op in a forked child.
 
-        Raises:
-            SwapIOError, CorruptionError, StateError: an update behind the latest step failed; all is closed by then.
+        It raises, once all is closed, what stopped updates behind the latest step.
         """
         if not self.is_own_process:
             return
@@ -328,7 +311,7 @@ class StateStore(StepState):
             self.worker.raise_failure()
 
     def _write_rests(self, slots: Sequence[SlotRecord]) -> None:
-        """Bring what the masters of split shards have besides to its tier, subgroup by subgroup. It also stays."""
+        """Write the rests of split shards' masters to their tier, subgroup by subgroup. They also stay in memory."""
         split = {record.index for record in self.table if isinstance(parts_of(record.leaf), OwnParts)}
         order = [
             slot
@@ -422,7 +405,7 @@ class StateStore(StepState):
 
 
 def num_threads_of_rank() -> int:
-    """As many as torch uses; under torchrun, which sets that to 1, this rank's share of the CPUs."""
+    """Return as many as torch uses; under torchrun, which sets that to 1, this rank's share of the CPUs."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return max(torch.get_num_threads(), num_processors_of_rank(ranks_on_host()))
     return torch.get_num_threads()

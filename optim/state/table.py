@@ -1,4 +1,4 @@
-"""The optimizer's parameters: one record each, with all that is known of it."""
+"""Keep one record for each of the optimizer's parameters, with all that is known of it."""
 
 from __future__ import annotations
 
@@ -31,27 +31,23 @@ class ParamRecord:
     leaf: torch.Tensor
     """The parameter as the user knows it: it carries the gradient."""
     name: str
-    """Messages call the parameter this."""
     group: int
-    """Number of the parameter group that it came with."""
+    """The number of the parameter group that it came with."""
     rule: UpdateRule
     layout: Layout = field(init=False)
     param: torch.Tensor = field(init=False)
     """The part of the parameter that is in this process's memory: see `storage_of`."""
     checksums: torch.Tensor | None = field(init=False)
-    """Checksums of what the kernel last wrote to the parameter, int64 per tile of 65536 elements. None for an fp32
-    parameter, which is its own master."""
+    """Sums of what the kernel last wrote, int64 per tile of 65536 elements; None for fp32, which is its own master."""
     steps: int = 0
-    """Number of updates that the parameter has had."""
     is_placed: bool = False
     """Whether its state has a place (it has had state, or was trainable when it came)."""
     is_awaited: bool = False
     """Whether the forwards of a plain module wait until it is updated, so that it may be behind a step."""
     sums_on_device: torch.Tensor | None = field(default=None, init=False)
-    """Sums of what was last written where the state is on a device, in the place of `checksums` for these tiles;
-    int64 per tile there. None: no state of it is on a device."""
+    """`checksums` of tiles whose state is on a device, kept there; None: no state of it is."""
     tiered: TieredShard | None = None
-    """Its shard on the parameter tier; None where it is not there."""
+    """Its shard, if that is on the parameter tier."""
 
     def __post_init__(self) -> None:
         self.param = storage_of(self.leaf)
@@ -67,7 +63,7 @@ class ParamRecord:
 
     @property
     def log_dtype(self) -> torch.dtype:
-        """Return what the parameter's gradients are expected to be: those that are wider are not logged."""
+        """The dtype that the parameter's gradients are expected to have: wider ones are not logged."""
         parts = parts_of(self.leaf)
         return parts.accumulate if parts is not None else self.param.dtype
 
@@ -84,7 +80,7 @@ class ParamRecord:
 
     @property
     def first_rest(self) -> torch.Tensor | None:
-        """The masters of a split shard without state have this besides what is stored; None where that says all."""
+        """The rest of the masters of a split shard without state; None if what is stored says all."""
         parts = parts_of(self.leaf)
         return parts.rest if isinstance(parts, OwnParts) else None
 
@@ -103,50 +99,38 @@ class ParamRecord:
             self.tiered = parts.stored
 
     def reaching(self, run: Run, *, change: bool) -> AbstractContextManager[torch.Tensor]:
-        """A run of it, 1D [run.numel], outside the step; what is done to it with `change` is kept.
-
-        Raises:
-            SwapIOError: it is on a tier and cannot be read.
-        """
+        """Hold a run of it, 1D [run.numel], outside the step; with `change`, changes are kept."""
         if self.tiered is None:
             return nullcontext(self.view(run))
         return self.tiered.held(change=change, view=lambda: self.view(run))
 
     def copy_of(self, run: Run) -> torch.Tensor:
-        """A run of it, to be read on the CPU: a copy, unless it is in host memory for good.
-
-        Raises:
-            SwapIOError: it is on a tier and cannot be read.
-        """
+        """Return a run of it, to be read on the CPU: a copy, unless it is in host memory for good."""
         with self.reaching(run, change=False) as param:
             # A staging buffer may be another block's right after this.
             return param.clone() if self.tiered is not None else param.cpu()
 
     def view(self, run: Run) -> torch.Tensor:
-        """A run of it inside the step, which holds the block of a parameter on a tier."""
+        """Return a run of it inside the step, which holds the block of a parameter on a tier."""
         whole = self.tiered.view() if self.tiered is not None else flat_view(self.param)
         return whole[run.start : run.stop]
 
     def address(self, run: Run) -> int:
-        """Return the address of `view`, without a tensor. Of a parameter in host memory, which is dense."""
+        """Return the address of `view`, without a tensor. The parameter is dense, in host memory."""
         if self.tiered is not None:
             return self.view(run).data_ptr()
         with without_torch_function():
             return self.param.data_ptr() + run.start * self.layout.dtype.itemsize
 
     def checksums_of(self, run: Run, *, on_device: bool = False) -> torch.Tensor | None:
-        """The checksums that belong to a run, which are others where its state is on a device; None in fp32."""
+        """Return the checksums of a run, from the device if its state is there; None in fp32."""
         sums = self.sums_on_device if on_device else self.checksums
         return None if sums is None else sums[run.start // TILE_NUMEL : -(-run.stop // TILE_NUMEL)]
 
     def note_written(self, run: Run, values: torch.Tensor, pool: KernelPool, *, on_device: bool) -> None:
-        """Remember what a 16-bit parameter is now, so that changes by others show.
+        """Remember what a 16-bit parameter is now, from its values in host memory, so that changes by others show.
 
-        Args:
-            run: which elements.
-            values: of them, in host memory.
-            pool: kernels.
-            on_device: the state of the run is there.
+        `on_device`: the state of the run is on a device.
         """
         if self.checksums is None:
             return
@@ -160,7 +144,7 @@ class ParamRecord:
             pool.tile_checksums(values, out=sums)
 
     def changed_tiles(self, run: Run, values: torch.Tensor, pool: KernelPool, *, on_device: bool) -> list[int]:
-        """Numbers of the tiles of a run, of which these are the values in host memory, that somebody has changed."""
+        """Return the numbers of a run's tiles that somebody has changed, by the run's values in host memory."""
         known = self.checksums_of(run, on_device=on_device)
         if known is None:
             return []
@@ -188,11 +172,11 @@ class ParamTable:
         return self.find(leaf) is not None
 
     def find(self, leaf: object) -> ParamRecord | None:
-        """The record of a parameter; None for anything else."""
+        """Return the record of a parameter; None for anything else."""
         return self._by_leaf.get(leaf) if isinstance(leaf, torch.Tensor) else None
 
     def of(self, leaf: torch.Tensor) -> ParamRecord:
-        """The record of a parameter that is known to have one."""
+        """Return the record of a parameter that is known to have one."""
         return self._by_leaf[leaf]
 
     def add(self, leaf: torch.Tensor, name: str, group: int, rule: UpdateRule) -> ParamRecord:
@@ -254,10 +238,9 @@ class ParamTable:
             self._records[index].steps = count
 
     def members(self, groups: Iterable[Mapping[str, Any]]) -> list[ParamRecord]:
-        """Records of what is in the optimizer's groups now, in the order of the table; the state of others rests.
+        """Return the records of what is in the groups now, in the order of the table; the state of others rests.
 
-        Raises:
-            ValueError: somebody put others in their place, which would never be updated, or one into two places.
+        ValueError: somebody put others in their place, which would never be updated, or one into two places.
         """
         places: dict[int, tuple[int, str]] = {}
         for number, group in enumerate(groups):
@@ -280,11 +263,10 @@ class ParamTable:
 
 
 class PlacesInTable(NamedTuple):
-    """The parameters of a table as the `Places` of a step."""
+    """The parameters of a table as the `Places` of a step; `on_device`: their state stays on a device."""
 
     table: ParamTable
     on_device: bool
-    """Whether their state stays on a device."""
 
     def view(self, run: Run) -> torch.Tensor:
         """See `Places`."""

@@ -23,11 +23,8 @@ def window_of(
 ) -> list[S]:
     """Return the subgroups that are read ahead: the next ones, as many as there are staging buffers.
 
-    Args:
-        upcoming: subgroups in the order in which they will be needed, each once.
-        num_buffers: staging buffers that all subgroups share.
-        visits: whether a subgroup passes through one of them. The others are looked past.
-        reads_alone: whether one that does not has to be read into a buffer of its own; it comes with those around it.
+    `upcoming` has each once. Those that do not visit a buffer are looked past; those that `reads_alone` have one of
+    their own, and come with the ones around them.
     """
     window, room = list[S](), num_buffers
     for slot in upcoming if room else ():
@@ -42,23 +39,15 @@ def window_of(
 
 
 def leaving(residents: Iterable[S], window: Iterable[S], may_leave: Callable[[S], bool]) -> S | None:
-    """Return the subgroup that gives its buffer to one of the window; None: there is none to be had.
-
-    Args:
-        residents: subgroups that have a buffer, the one that has it longest first.
-        window: what is wanted next.
-        may_leave: whether nothing is lost and nothing is under way.
-    """
+    """Return the first resident outside the window that may leave its buffer with nothing lost or under way."""
     wanted = set(window)
     return next((slot for slot in residents if may_leave(slot) and slot not in wanted), None)
 
 
 def may_write(num_under_way: int, *, reads_first: bool) -> bool:
-    """Return whether one more write may begin.
+    """Return whether one more write may begin beside the transfers under way, in both directions.
 
-    Args:
-        num_under_way: transfers, in both directions.
-        reads_first: nobody waits for the end of the updates, so writes only keep a drive busy that reads leave idle.
+    `reads_first`: nobody waits for the end of the updates, so writes only keep a drive busy that reads leave idle.
     """
     return not reads_first or num_under_way < _KEEP_BUSY
 
@@ -66,7 +55,7 @@ def may_write(num_under_way: int, *, reads_first: bool) -> bool:
 class FirstUses:
     """Ranks parameters by when the latest forward first used them.
 
-    A hint: whoever finds his parameter not ready asks for it, and it comes next.
+    It is a hint: whoever finds a parameter not ready asks for it, and it comes next.
     """
 
     def __init__(self) -> None:
@@ -83,7 +72,7 @@ class FirstUses:
         return self._latest.keys()
 
     def take(self) -> dict[int, int]:
-        """Rank by index, of what was used since the call before first; then what was used before that.
+        """Return ranks by index: what was used since the call before comes first, then what was used before that.
 
         A parameter that was never used has no rank.
         """
@@ -93,5 +82,5 @@ class FirstUses:
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Return the ranks as `take` would."""
+        """The ranks as `take` would return them."""
         return {index: rank for rank, index in enumerate({**self._latest, **self._before})}
