@@ -21,12 +21,12 @@ def missing(package: str, error: ModuleNotFoundError) -> Any:
 
 
 def figures_of(optimizer: OffloadOptimizer, prefix: str) -> dict[str, float]:
-    """``optimizer.stats().scalars(prefix)`` without what is not known yet: logs are JSON, which has no NaN."""
+    """Return ``optimizer.stats().scalars(prefix)`` without what is not known yet: logs are JSON, which has no NaN."""
     return {name: float(value) for name, value in optimizer.stats().scalars(prefix).items() if math.isfinite(value)}
 
 
 def offloaded(optimizers: Iterable[Optimizer | None]) -> OffloadOptimizer | None:
-    """The first optimizer with its state on a tier, also where accelerate or Lightning have put another around it."""
+    """Return the first optimizer with its state on a tier, even if accelerate or Lightning put another around it."""
     for optimizer in optimizers:
         while optimizer is not None and not isinstance(optimizer, OffloadOptimizer):
             inner = getattr(optimizer, "optimizer", None)

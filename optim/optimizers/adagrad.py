@@ -31,13 +31,6 @@ class OffloadAdagrad(OffloadOptimizer):
         norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
         torch_arguments: what else ``torch.optim.Adagrad`` takes. ``fused`` and ``foreach`` change nothing;
             ``differentiable`` must be false.
-
-    Raises:
-        ConfigError: the section is wrong.
-        TypeError: an argument that this optimizer does not have.
-        ValueError: a hyperparameter or a parameter cannot be used; names it.
-        OutOfSpaceError: the paths cannot hold the state; names bytes needed and free, and leaves nothing behind.
-        SwapIOError: a path cannot be used.
     """
 
     rule = Adagrad()

@@ -94,7 +94,7 @@ class OffloadMuon(OffloadOptimizer):
 
 
 def _grouped(params: list[Any]) -> list[Any]:
-    """Plain parameters as a group of matrices and one of all else; anything but plain parameters as it is."""
+    """Return plain parameters as a group of matrices and one of all else; anything but plain parameters as it is."""
     if not all(isinstance(param, torch.Tensor) for param in params):
         return params
     others = [param for param in params if param.ndim != 2]

@@ -9,7 +9,7 @@ from nvme_offload.optim.optimizer import OffloadOptimizer
 
 
 def optimizer_class(name: str) -> Callable[..., OffloadOptimizer]:
-    """``OffloadX`` for the optimizer called X, from the module of that name in lower case."""
+    """Return ``OffloadX`` for the optimizer called X, from the module of that name in lower case."""
     found: Callable[..., OffloadOptimizer] = getattr(
         importlib.import_module(f"{__package__}.{name.lower()}"), f"Offload{name}"
     )

@@ -41,12 +41,8 @@ def cast_where_needed(model: nn.Module, plan: PrecisionPlan) -> None:
 
     A model that arrived in one dtype knows nothing of the modules that the section names. Each of them casts 16-bit
     inputs to fp32, and its fp32 outputs to the dtype in which its first floating input came; called with fp32 inputs it
-    gives fp32. What the model returns straight from such a module is fp32, wherever that was registered; and so is,
-    for the model's own code, what the last module that has parameters gives: nothing after it computes in 16 bits.
-
-    Args:
-        model: a plain module, before it is sharded.
-        plan: of that module.
+    gives fp32. What the model returns straight from such a module is fp32, wherever that was registered; and so is, for
+    the model's own code, what the last module that has parameters gives: nothing after it computes in 16 bits.
     """
     if not plan.keeps_fp32_modules:
         return
@@ -69,13 +65,8 @@ def cast_where_needed(model: nn.Module, plan: PrecisionPlan) -> None:
 def guard_autocast(model: nn.Module, plan: PrecisionPlan) -> None:
     """Run the model's forward under autocast as the plan says, and look whether somebody else does already.
 
-    With autocast in the plan, the model's forward runs under it; an autocast context around the model changes nothing
-    then, and is warned about. Without, such a context is an error. Inside the forward, autocast means what it means in
-    PyTorch.
-
-    Args:
-        model: a module on its device.
-        plan: of that module.
+    With autocast in the plan, an autocast context around the model changes nothing, and is warned about. Without, such
+    a context is an error. Inside the forward, autocast means what it means in PyTorch.
     """
     device_type = next(model.parameters()).device.type
 
@@ -103,10 +94,6 @@ def gather_fp32_outside_autocast(model: nn.Module, plan: PrecisionPlan) -> None:
 
     They are gathered and their gradients reduced once more, in fp32, for each such call: an autocast context in the
     model's own forward means what it means in PyTorch.
-
-    Args:
-        model: after it was sharded.
-        plan: of that module.
     """
     for prefix, module in model.named_modules():
         # Attention computes with the parameters of its projection, whose forward it does not call.
@@ -141,11 +128,7 @@ def _with_fp32_parameters(
 
 
 def _whole(shard: nn.Parameter) -> torch.Tensor:
-    """A sharded parameter, gathered; the gradient is averaged over ranks, as FSDP2 does.
-
-    Raises:
-        RuntimeError: it is sharded over tensor-parallel ranks too.
-    """
+    """Gather a sharded parameter; the gradient is averaged over ranks, as FSDP2 does."""
     if not isinstance(shard, DTensor):
         return shard
     mesh = shard.device_mesh
@@ -179,7 +162,7 @@ def _autocast_without_section(dtype: torch.dtype) -> str:
 
 
 def _outermost_within(module: nn.Module, params: set[nn.Parameter]) -> Iterator[nn.Module]:
-    """The largest parts of `module` that are called and have no parameters but these."""
+    """Yield the largest parts of `module` that are called and have no parameters but these."""
     for child in dict.fromkeys(module.children()):
         own = set(child.parameters())
         if own and own <= params and not isinstance(child, CONTAINERS):
@@ -189,7 +172,7 @@ def _outermost_within(module: nn.Module, params: set[nn.Parameter]) -> Iterator[
 
 
 class _Unrounded:
-    """The fp32 module that was called last gave this, before it was cast: what the model returns of it is not."""
+    """Knows what the fp32 module called last gave before the cast: what the model returns of it is not cast."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Any, Any]] | None = None
@@ -261,7 +244,7 @@ def _cast_to_own(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _norm_in_fp32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """An fp32 norm gives 16 bits when called with 16 bits: as PyTorch's does on the CPU; CUDA has no kernel for it."""
+    """Have an fp32 norm give 16 bits for 16 bits: as PyTorch's does on the CPU; CUDA has no kernel for it."""
     leaves, _ = tree_flatten((args, kwargs))
     if all(leaf.device.type == "cpu" for leaf in leaves):
         return forward(*args, **kwargs)
@@ -279,7 +262,7 @@ def _floating_dtypes(tree: Any) -> list[torch.dtype]:
 
 
 def _cast(tree: Any, those: tuple[torch.dtype, ...], dtype: torch.dtype) -> Any:
-    """Tensors of `those` dtypes in a tree of tuples, lists and dicts, in `dtype`."""
+    """Return a tree of tuples, lists and dicts with its tensors of `those` dtypes in `dtype`."""
     leaves, layout = tree_flatten(tree)
     return tree_unflatten(
         [leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in those else leaf for leaf in leaves], layout

@@ -22,16 +22,7 @@ _MIN_SCALE = 2.0**-126
 
 @dataclass
 class LossScaler:
-    """Decides the loss scale of the next step from what happened in this one.
-
-    Args:
-        loss_scale: present scale.
-        dynamic: whether it moves at all.
-        growth_interval: good steps in a row before it doubles.
-        hysteresis: overflows until it halves; the last of them halves it.
-        consecutive_hysteresis: a good step forgives earlier overflows at once, not only when the scale grows.
-        min_loss_scale: it never goes below; nor below 2^-126.
-    """
+    """Decides the loss scale of the next step from what happened in this one."""
 
     loss_scale: float
     dynamic: bool
@@ -46,7 +37,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, section: Fp16Config) -> LossScaler:
-        """The scaler that the keys of the ``fp16`` section describe."""
+        """Return the scaler that the keys of the ``fp16`` section describe."""
         dynamic = section.loss_scale == 0
         return cls(
             loss_scale=2.0**section.initial_scale_power if dynamic else section.loss_scale,
@@ -84,10 +75,6 @@ class LossScaler:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave.
-
-        Raises:
-            KeyError: an entry is missing.
-        """
+        """Take over what `state_dict` gave."""
         for item in fields(self):
             setattr(self, item.name, state[item.name])

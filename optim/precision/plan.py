@@ -73,14 +73,9 @@ class PrecisionPlan:
     ) -> PrecisionPlan:
         """Plan a plain module, before it is sharded and in the dtypes it came with.
 
-        Args:
-            config: the section. What is unset follows the compute dtype of each parameter.
-            model: with 16-bit and fp32 parameters in one model, those in fp32 stay fp32.
-            elsewhere: where `model` is one stage of a pipeline, the dtypes of the other stages' parameters; a name in
-                the section may then match nothing here.
-            rule: of the optimizer; left out, the section's.
-            on_device: it is trained on a device beside the CPU, so that what the section keeps in host memory has to
-                leave it.
+        What is unset in the section follows the compute dtype of each parameter. In a model with 16-bit and fp32
+        parameters those in fp32 stay so. `elsewhere` are the dtypes of other pipeline stages; a name in the section may
+        match nothing here then. `on_device` says that what the section keeps in host memory has to leave a device.
 
         Raises:
             ConfigError: keys that do not go together for this model; a name in the section that matches nothing.
@@ -116,7 +111,7 @@ class PrecisionPlan:
         return self.parameters[name]
 
     def policy_of(self, name: str) -> MixedPrecisionPolicy:
-        """A parameter's policy for ``fully_shard``. It always has a reduce dtype: torch's default differs by version.
+        """Return a parameter's policy for ``fully_shard``. It has a reduce dtype: torch's default differs by version.
 
         Modules cast their inputs to the dtype they compute in, but in a model that arrived in mixed dtypes and for fp32
         modules of a 16-bit model (`optim.precision.casts`), and under autocast, where every operator does.
@@ -132,11 +127,11 @@ class PrecisionPlan:
 
     @property
     def own(self) -> dict[str, torch.dtype]:
-        """The dtype of each parameter by name, as the forward has it; see `ParameterPrecision.own`."""
+        """Return the dtype of each parameter by name, as the forward has it; see `ParameterPrecision.own`."""
         return {name: precision.own for name, precision in self.parameters.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, dicts, strings and numbers: what `to_json` writes."""
+        """Return plain lists, dicts, strings and numbers: what `to_json` writes."""
         return {
             "mode": self.mode,
             "autocast": self.autocast and NAMES[self.autocast],
@@ -146,7 +141,7 @@ class PrecisionPlan:
         }
 
     def to_json(self) -> str:
-        """The whole plan as JSON."""
+        """Return the whole plan as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
@@ -154,7 +149,7 @@ class PrecisionPlan:
 
 
 def mode_of(config: OffloadConfig) -> str:
-    """Which of the five precision modes the section asks for."""
+    """Return which of the five precision modes the section asks for."""
     if config.autocast_dtype:
         return f"autocast-{config.autocast_dtype}"
     return "none" if config.compute_dtype == "fp32" else config.compute_dtype
@@ -169,15 +164,11 @@ def precision_of(
     on_device: bool = False,
     kept_as: torch.dtype | None = None,
 ) -> ParameterPrecision:
-    """The rule: a key that is set holds for every parameter; one that is unset follows the parameter's own dtype.
+    """Apply the rule: a key that is set holds for every parameter; one that is unset follows the parameter's own dtype.
 
-    Args:
-        config: the section.
-        kept: the parameter stays fp32 in a 16-bit model.
-        safe: autocast casts it wherever it is used.
-        beside_fp32: its module also has parameters that stay fp32; FSDP2 reduces a module's own parameters together.
-        on_device: it is computed with on a device beside the CPU.
-        kept_as: its dtype, where that is none of `DTYPES`.
+    A parameter that is `kept` stays fp32 in a 16-bit model; one that is `safe` is cast by autocast wherever it is used.
+    `beside_fp32`: its module also has parameters that stay fp32, and FSDP2 reduces a module's own parameters together.
+    `kept_as` is its dtype, where that is none of `DTYPES`.
     """
     reduce, accumulate = config.communication_data_type, config.gradient_accumulation_dtype
     if config.autocast_dtype:
@@ -203,7 +194,7 @@ def precision_of(
 def _rows(
     config: OffloadConfig, model: nn.Module, parameters: Mapping[str, ParameterPrecision], rule: UpdateRule
 ) -> Iterable[PlanRow]:
-    """Parameters whose names differ in numbers only, together; tied ones count once."""
+    """Return a row for all parameters whose names differ in numbers only; tied ones count once."""
     named = list(model.named_parameters())
     alike: dict[str, set[tuple[bool, ParameterPrecision]]] = {}
     for name, param in named:
@@ -224,7 +215,7 @@ def _rows(
 def _bytes(
     config: OffloadConfig, param: nn.Parameter, precision: ParameterPrecision, rule: UpdateRule
 ) -> dict[str, int]:
-    """Bytes per parameter of one shard, by tier: what is kept between steps, with the gradient at its largest."""
+    """Return bytes per parameter of one shard by tier: what is kept between steps, with the gradient at its largest."""
     zero = config.zero_optimization
     memory = param.device.type if is_device(param.device) else "memory"  # one on meta is born in memory
     storage = {"none": memory, "cpu": "memory", "nvme": "nvme"}[zero.offload_param.device]
@@ -258,7 +249,7 @@ def _is_mixed(config: OffloadConfig, model: nn.Module, elsewhere: Collection[tor
 def _arrived_fp32(
     config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None
 ) -> set[nn.Parameter]:
-    """Parameters that stay fp32 because the user left them so, in a model with 16-bit ones."""
+    """Return parameters that stay fp32 because the user left them so, in a model with 16-bit ones."""
     if config.compute_dtype == "fp32" and any(param.dtype in SIXTEEN_BITS for param in model.parameters()):
         why = "neither bf16.enabled nor fp16.enabled is true"
         warn_user(f"the model has 16-bit parameters and {why}: they become fp32 and are computed in fp32")
@@ -270,11 +261,7 @@ def _arrived_fp32(
 def _named_fp32(
     config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None
 ) -> set[nn.Parameter]:
-    """Parameters that stay fp32 because the section names them.
-
-    Raises:
-        ConfigError: a pattern matches nothing.
-    """
+    """Return parameters that stay fp32 because the section names them; ConfigError if a pattern matches nothing."""
     named: set[nn.Parameter] = set()
     if config.compute_dtype == "fp32":
         return named
@@ -289,18 +276,15 @@ def _named_fp32(
 
 
 def _beside_kept(module: nn.Module, kept: set[nn.Parameter]) -> set[nn.Parameter]:
-    """A module's own 16-bit parameters, if it also has some that stay fp32."""
+    """Return a module's own 16-bit parameters, if it also has some that stay fp32."""
     own = set(module.parameters(recurse=False))
     return own - kept if own & kept else set()
 
 
 def _safe_params(config: OffloadConfig, model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that may be gathered in 16 bits under autocast, because all of their modules have it cast them.
+    """Return parameters that may be gathered in 16 bits under autocast, because all of their modules have it cast them.
 
-    Those of the classes that the section names, and where it names none what a forward of each module shows.
-
-    Raises:
-        ConfigError: a class cannot be imported.
+    They are those of the classes that the section names; where it names none, a forward of each module shows them.
     """
     if config.autocast_dtype is None:
         return set()
@@ -324,11 +308,7 @@ def _safe_params(config: OffloadConfig, model: nn.Module) -> set[nn.Parameter]:
 
 
 def _class_named(name: str) -> type:
-    """A class by its name with package.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return a class by its name with package, or raise ConfigError."""
     home, _, last = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(home), last)

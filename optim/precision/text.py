@@ -31,7 +31,7 @@ class PlanRow:
     numel: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """One entry of ``parameters`` in the plan's JSON."""
+        """Return one entry of ``parameters`` in the plan's JSON."""
         precision = self.precision
         dtypes = {name: name_of(getattr(precision, name)) for name in _COLUMNS[:-1]}
         if not self.trainable:
@@ -55,16 +55,12 @@ def name_of(dtype: torch.dtype | None) -> str:
 
 
 def name_pattern(name: str, most: int = 0) -> str:
-    """A qualified name with ``*`` for each part that is a number, or for the first `most` of them."""
+    """Return a qualified name with ``*`` for each part that is a number, or for the first `most` of them."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=most)
 
 
 def as_text(plan: Mapping[str, Any]) -> str:
-    """The plan as a table.
-
-    Args:
-        plan: as `PrecisionPlan.to_dict` gives it.
-    """
+    """Return a plan, as `PrecisionPlan.to_dict` gives it, as a table."""
     tiers = list(dict.fromkeys(tier for row in plan["parameters"] for tier in row["bytes_per_parameter"]))
     head = ["parameters", "tensors", "numel", *_COLUMNS, *(f"B/{tier}" for tier in tiers)]
     lines = [

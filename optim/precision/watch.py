@@ -22,9 +22,6 @@ class Watch:
     """Calls the forward of a copy of each module with tensors of shapes that its parameters suggest.
 
     Where a forward takes none of them, nothing is known; `say_what_is_lowered` looks at such modules later.
-
-    Args:
-        dtype: of autocast.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -63,13 +60,7 @@ class Watch:
 
 
 def say_what_is_lowered(model: nn.Module, names: Mapping[nn.Module, str], dtype: torch.dtype) -> None:
-    """Warn, in their first forward, of modules that are computed in `dtype` although their matrices are gathered whole.
-
-    Args:
-        model: see `lowered_params`.
-        names: of the modules to look at.
-        dtype: of autocast.
-    """
+    """Warn, in their first forward, of modules that are computed in `dtype` although they are gathered in fp32."""
     said: set[type[nn.Module]] = set()
 
     def look(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -118,7 +109,7 @@ def _like(param: nn.Parameter, device: str) -> nn.Parameter:
 
 
 def _input_shapes(module: nn.Module, own: Iterable[nn.Parameter]) -> Iterator[tuple[int, ...]]:
-    """Shapes that its matrices and kernels suggest: their sizes as features, or as channels that are convolved."""
+    """Yield shapes that its matrices and kernels suggest: their sizes as features, or as channels of a convolution."""
     groups = getattr(module, "groups", 1)
     for weight in own:
         kernel = [2 * length for length in weight.shape[2:]]

@@ -50,11 +50,7 @@ class AdamW(UpdateRule):
             )
 
     def scalars(self, group: Mapping[str, Any], step: int) -> AdamWScalars:
-        """Scalars that the kernel takes of a step, each exactly an fp32 number.
-
-        Raises:
-            ValueError: if `step` is below 1.
-        """
+        """Scalars that the kernel takes of a step, each exactly an fp32 number; ValueError if `step` is below 1."""
         if step < 1:
             raise ValueError(f"step is {step}; the first update is step 1")
         decay = 1 - float(group["lr"]) * group["weight_decay"]
@@ -68,6 +64,6 @@ class AdamW(UpdateRule):
 
 
 def moment_scalars(group: Mapping[str, Any], step: int) -> list[float]:
-    """The scalars of `AdamWScalars` that are about the moments, in their order, in fp64."""
+    """Return the scalars of `AdamWScalars` that are about the moments, in their order, in fp64."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     return [1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5, group["eps"]]

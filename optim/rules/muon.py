@@ -31,7 +31,7 @@ class MuonScalars(NamedTuple):
     adjust_lr_fn: str | None
 
     def step_size(self, shape: torch.Size) -> float:
-        """The learning rate of a whole matrix of this shape."""
+        """Return the learning rate of a whole matrix of this shape."""
         rows, columns = shape
         if self.adjust_lr_fn == "match_rms_adamw":
             return self.lr * (0.2 * math.sqrt(max(rows, columns)))
@@ -126,7 +126,7 @@ class Muon(UpdateRule):
 def newton_schulz(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """A bf16 matrix with all of its singular values brought near 1, in the order of torch's Muon. May overwrite it."""
+    """Bring all singular values of a bf16 matrix near 1, in the order of torch's Muon; it may be overwritten."""
     a, b, c = coefficients
     is_tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if is_tall else matrix

@@ -13,12 +13,12 @@ import torch
 
 
 def divided(values: torch.Tensor, number: float) -> torch.Tensor:
-    """Values over a number. Over a Python number, or a tensor on the CPU, CUDA multiplies by the reciprocal instead."""
+    """Divide values by a number. Given a Python number, or a tensor on the CPU, CUDA multiplies by the reciprocal."""
     return values / torch.full((), number, dtype=values.dtype, device=values.device)
 
 
 def rooted(values: torch.Tensor) -> torch.Tensor:
-    """Square roots, rounded once. In fp64 in between: torch's fp32 root is off by one in a fifth of all cases on CPUs.
+    """Return square roots, rounded once, by way of fp64: on CPUs torch's fp32 root is off by one in a fifth of cases.
 
     The root of an fp32 number is further from the middle between two of them than an fp64 root is from the truth, even
     if that is off by one: so rounding it gives the nearest fp32 number.
@@ -27,21 +27,14 @@ def rooted(values: torch.Tensor) -> torch.Tensor:
 
 
 def decayed(grad: torch.Tensor, master: torch.Tensor, weight_decay: float) -> torch.Tensor:
-    """The gradient with an L2 penalty; itself where there is none."""
+    """Return the gradient with an L2 penalty; itself where there is none."""
     return grad + master * weight_decay if weight_decay else grad
 
 
 def change_by_moments(
     grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, scalars: Any
 ) -> torch.Tensor:
-    """Take a gradient into both moments, in place; returns by how much that moves the master.
-
-    Args:
-        grad: fp32 [numel].
-        exp_avg: fp32 [numel].
-        exp_avg_sq: fp32 [numel].
-        scalars: with the names of `AdamWScalars`.
-    """
+    """Take a gradient into both moments, in place, and return by how much it moves the master. All are fp32 [numel]."""
     share = scalars.beta1_complement
     if share < 0.5:
         exp_avg.add_((grad - exp_avg) * share)

@@ -15,7 +15,7 @@ PREFIX = "nvme_offload_"
 
 @cache
 def field_texts(of: type) -> dict[str, str]:
-    """The docstring under each field of a class, in one line; a field without one is left out."""
+    """Return the docstring under each field of a class, in one line; a field without one is left out."""
     body = ast.parse(dedent(inspect.getsource(of))).body[0]
     assert isinstance(body, ast.ClassDef)
     texts = {}
@@ -32,14 +32,10 @@ def prometheus_text(
     labels: Mapping[str, object],
     facts: Mapping[str, object],
 ) -> str:
-    """The text exposition format of Prometheus, version 0.0.4.
+    """Return values in the text exposition format of Prometheus, version 0.0.4.
 
-    Args:
-        values: numbers by name.
-        texts: what they mean, by name.
-        gauges: names of those that go up and down; the others only grow, and get the suffix ``_total``.
-        labels: put on each of them, for example the rank.
-        facts: words, as the labels of one metric that is always 1.
+    `gauges` go up and down; the others only grow, and get the suffix ``_total``. `facts` are the labels of one metric
+    that is always 1.
     """
     lines: list[str] = []
     for name, value in values.items():

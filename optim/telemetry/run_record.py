@@ -28,7 +28,7 @@ FORMAT = 1
 SECONDS = 1.0
 """Between two records, at least."""
 LOG_SHARE = 1e-3
-"""At least this share of the time since a run began is between two lines of its log: a day of it is some 6000 lines."""
+"""Least share of the time since a run began between two lines of its log: a day of it is some 6000 lines."""
 
 Say = Callable[[], Mapping[str, Any]]
 """It gives what a record is made of: see `said`."""
@@ -63,11 +63,8 @@ class RunRecord:
     """Keeps the latest record of a run in its run directory, and appends some of them to a log.
 
     It never stops a training: a file that cannot be written is said once and left alone. Nothing is synchronized to the
-    drive, and readers see a whole record or the one before it.
-
-    Args:
-        directory: the run directory; None for a run that has nothing on NVMe.
-        log: a file to append to; None for no log. Ranks after the first write beside it, see `log_of_rank`.
+    drive, and readers see a whole record or the one before it. Without NVMe there is no `directory`. Ranks after the
+    first write beside `log`, see `log_of_rank`.
     """
 
     def __init__(self, directory: Path | None, log: Path | None) -> None:
@@ -151,22 +148,22 @@ def _append(file: Path, _same: Path, line: str) -> None:
 
 
 def log_of_rank(log: Path, rank: int) -> Path:
-    """The file of a rank's log: ``run.jsonl`` of rank 0, ``run.rank1.jsonl`` of rank 1."""
+    """Return the file of a rank's log: ``run.jsonl`` of rank 0, ``run.rank1.jsonl`` of rank 1."""
     return log if rank == 0 else log.with_name(f"{log.stem}.rank{rank}{log.suffix}")
 
 
 def bytes_read(scalars: Mapping[str, float]) -> float:
-    """Bytes read, of state, parameters and gradients."""
+    """Return the bytes read, of state, parameters and gradients."""
     return sum(scalars.get(f"{kind}bytes_read", 0.0) for kind in ("", "param_", "grad_"))
 
 
 def bytes_written(scalars: Mapping[str, float]) -> float:
-    """Bytes written, of state, parameters and gradients."""
+    """Return the bytes written, of state, parameters and gradients."""
     return sum(scalars.get(f"{kind}bytes_written", 0.0) for kind in ("", "param_", "grad_"))
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """The records of a file that a run keeps, of its latest run where it is a log; empty where it has none yet.
+    """Return the records of a file that a run keeps, of its latest run where it is a log; none where it has none yet.
 
     Raises:
         ValueError: it is no such file, or of another format; says which.

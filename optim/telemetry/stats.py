@@ -15,8 +15,7 @@ from nvme_offload.optim.telemetry.metrics import field_texts, prometheus_text
 
 SpanKind = Literal["forward", "backward", "step", "norm", "wait", "read", "compute", "write", "commit"]
 Cause = Literal["drive", "staging buffers", "kernel", "device"]
-"""Somebody waits for it: a transfer, a buffer to read into, an update that another does, what a device computes and
-copies."""
+"""Somebody waits for it: a transfer, a buffer to read into, another's update, what a device computes and copies."""
 Limit = Literal["compute", "drive", "staging buffers", "kernel", "norm", "device"]
 
 CLOSE = 0.9
@@ -228,7 +227,7 @@ _NO_NUMBERS = ("iteration", "commit_failure")
 
 
 def _of_iteration(iteration: IterationStats | None) -> dict[str, float]:
-    """The seconds of an iteration under flat names; NaN where there was none."""
+    """Return the seconds of an iteration under flat names; NaN where there was none."""
     plain = ("seconds", "compute_seconds", "drive_seconds", "norm_seconds", "kernel_seconds")
     found = {name: getattr(iteration, name, math.nan) for name in (*plain, "ideal_seconds", "share_of_ideal")}
     for cause in get_args(Cause):
@@ -352,11 +351,7 @@ class Meter:
         self._waits, self._norm_seconds, self._kernel_seconds = {}, 0.0, 0.0
 
     def end_iteration(self, moved: DriveTotals) -> None:
-        """The step is at its end: sum up what has been since the end of the step before, and forget what was earlier.
-
-        Args:
-            moved: what drives have done by now.
-        """
+        """Sum up what has been since the step before, and forget what was earlier; drives have `moved` this by now."""
         before, waits, norm, kernel = self._ended, self._waits, self._norm_seconds, self._kernel_seconds
         self.begin_iteration(moved)
         if before is None:

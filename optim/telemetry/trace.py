@@ -27,7 +27,7 @@ def write_trace(spans: Iterable[Span], path: Path) -> None:
 
 
 def trace_events(spans: Iterable[Span]) -> list[dict[str, Any]]:
-    """Complete events (``ph: X``), in microseconds since the first span began, and the names of their tracks.
+    """Return complete events (``ph: X``), in microseconds since the first span began, and the names of their tracks.
 
     On a track, one span is inside another or beside it. What would overlap, as transfers do, gets a further track of
     the same name.
@@ -45,7 +45,7 @@ def trace_events(spans: Iterable[Span]) -> list[dict[str, Any]]:
 
 
 def _lanes(spans: list[Span]) -> list[list[Span]]:
-    """Spans shared out so that in each lane those that overlap are inside each other."""
+    """Share spans out so that in each lane those that overlap are inside each other."""
     lanes: list[list[Span]] = []
     open_in: list[list[int]] = []
     """Ends of the spans that are still open in each lane, the innermost last."""
