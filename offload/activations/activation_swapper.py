@@ -170,11 +170,7 @@ def _take_back(packed: torch.Tensor | KeptTensor) -> torch.Tensor:
 
 
 def check_blocks(model: nn.Module, blocks: Sequence[nn.Module], section: ActivationsConfig) -> None:
-    """Look whether a model's blocks can be checkpointed, where the section wants that.
-
-    Raises:
-        ValueError: there are none, or the model is compiled as a whole.
-    """
+    """Raise ValueError where blocks are to be checkpointed, and there are none, or the model is compiled whole."""
     if section.device == "none" or section.keep == "all":
         return
     if is_compiled(model):

@@ -14,12 +14,9 @@ from nvme_offload.offload.activations.kept import Handle
 class AttentionResults:
     """The results of attention in one call of a block; the repetition takes them in the same order.
 
-    Autograd's own node for attention is made in the repetition, too, around the results that are taken: it saves
-    them as if they had just been computed. Selective checkpointing works so as well, but keeps them where hooks on
-    saved tensors do not look.
-
-    Args:
-        keep: gives a tensor away.
+    Autograd's own node for attention is made in the repetition, too, around the results that are taken: it saves them
+    as if they had just been computed. Selective checkpointing works so as well, but keeps them where hooks on saved
+    tensors do not look.
     """
 
     def __init__(self, keep: Callable[[torch.Tensor], Handle]) -> None:

@@ -16,7 +16,7 @@ _PLAIN = (int, float, complex, bool, str, torch.Tensor, torch.dtype, torch.devic
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model, which are worth gathering one by one.
+    """Find the repeated layers of a model, which are worth gathering one by one.
 
     They are what Hugging Face models name in ``_no_split_modules``, and the members of every ``nn.ModuleList`` or
     ``nn.Sequential`` that holds two or more modules of one class with parameters.
@@ -35,7 +35,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def outermost(blocks: dict[nn.Module, None], model: nn.Module) -> list[nn.Module]:
-    """The blocks without the model itself and without blocks inside blocks: FSDP2 would gather those twice as often."""
+    """Leave out the model itself and blocks inside blocks: FSDP2 would gather those twice as often."""
     inside = {inner for block in blocks for inner in block.modules() if inner is not block}
     return [block for block in blocks if block not in inside and block is not model]
 
@@ -53,10 +53,8 @@ def checkpoint_calls(
 ) -> Callable[[], None]:
     """Checkpoint each call of a block while `is_wanted()`; returns a function that undoes it.
 
-    Args:
-        blocks: of a model.
-        is_wanted: false within a checkpoint, for example, so that nothing is computed three times.
-        contexts: makes what a forward runs in, and what its repetition does.
+    It is not wanted within a checkpoint, for example: nothing is computed three times. `contexts` makes what a forward
+    runs in, and what its repetition does.
     """
 
     def call(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -19,12 +19,7 @@ class SavedFacts(NamedTuple):
 
 
 def is_moved(facts: SavedFacts, min_bytes: int) -> bool:
-    """Whether a saved tensor is moved. One that is small, and a small part of its storage, frees little by leaving.
-
-    Args:
-        facts: of the tensor.
-        min_bytes: of a storage that is worth a transfer.
-    """
+    """Whether a saved tensor is moved. One that is small, and a small part of its storage, frees little by leaving."""
     large = facts.storage_bytes >= min_bytes and facts.size_bytes * _LEAST_PART >= min_bytes
     return facts.is_plain and large and not facts.is_weight
 

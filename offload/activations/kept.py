@@ -41,11 +41,7 @@ _MAY_FOLLOW = {
 class SavedRecord:
     """One storage in one version: the store's knowledge of it.
 
-    Args:
-        number: how many were kept before.
-        storage: of the tensor that was saved.
-        version: its version then.
-        on_death: called, with anything, by whatever thread lets the last handle go.
+    Whatever thread lets the last handle go calls `on_death`, with anything.
     """
 
     def __init__(
@@ -64,15 +60,13 @@ class SavedRecord:
 
     @property
     def name(self) -> str:
-        """The name under which it is on the drive."""
+        """It is on the drive under this name."""
         return f"activation {self.number}"
 
     def is_of(self, version: int, since: int) -> bool:
-        """Whether its bytes are those that its storage has now, as far as that can be known.
+        """Whether its bytes are those that its storage has now, at this `version`, as far as that can be known.
 
-        Args:
-            version: of the storage.
-            since: the number from which on records are of the forward that is running.
+        Records of the forward that is running have numbers from `since` on.
         """
         aliases = self.residency in (ActivationResidency.MEMORY, ActivationResidency.LEAVING)
         return self.version == version and (aliases or self.number >= since)
@@ -99,15 +93,9 @@ class SavedRecord:
         memory: torch.Tensor | None,
         transfer: TensorTransfer[Any] | None = None,
     ) -> None:
-        """Change the residency, and with it the memory that is held.
+        """Change the residency, or raise StateError, and with it the memory that is held, which has 1D bytes.
 
-        Args:
-            residency: the new one.
-            memory: 1D uint8; None on the tier and on the way from it.
-            transfer: that begins with it.
-
-        Raises:
-            StateError: there is no such transition.
+        The memory is None on the tier and on the way from it. A transfer may begin with the residency.
         """
         if residency not in _MAY_FOLLOW[self.residency]:
             expected = " or ".join(before.value for before, after in _MAY_FOLLOW.items() if residency in after)
@@ -155,13 +143,7 @@ class InPlace:
 
 
 class KeptTensor:
-    """A handle of a tensor whose storage is kept: its shape, strides and place there.
-
-    Args:
-        holder: the storage.
-        fetch: gives the storage's bytes.
-        tensor: what was saved.
-    """
+    """A handle of a tensor whose storage is kept: its shape, strides and place there."""
 
     __slots__ = ("_counter", "_fetch", "_holder", "_layout", "_saved_version")
 
@@ -194,5 +176,5 @@ class KeptTensor:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage, 1D uint8, and no copy."""
+    """View all bytes of a storage, 1D uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -73,7 +73,7 @@ class ActivationStats:
 
 
 class ReadOrder:
-    """It says in which order records are read next: backwards from the one that was taken last, or as announced."""
+    """The order in which records are read next: backwards from the one that was taken last, or as announced."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
@@ -108,10 +108,8 @@ class ReadOrder:
 class ActivationStore:
     """Keeps storages of saved tensors. Thread-safe.
 
-    Args:
-        swapper: where those go that the budget has no room for; it is the store's from here on.
-        host_budget: bytes of memory that those may take that stay, with those on their way. Staging buffers and at
-            most 64 MiB of memory for reads come beside it.
+    What has no room in `host_budget` goes to the swapper, which is the store's from here on. The budget is for tensors
+    that stay and those on their way; staging buffers and at most 64 MiB of memory for reads come beside it.
     """
 
     def __init__(self, swapper: TensorSwapper, host_budget: int) -> None:
@@ -125,7 +123,7 @@ class ActivationStore:
         self._leaving: dict[int, int] = {}
         """Bytes of each one that is being copied to staging buffers."""
         self._refusal: Exception | None = None
-        """Why the latest write failed; None if it did not."""
+        """The failure of the latest write; None if it did not fail."""
         self._gone: deque[int] = deque()
         """Numbers of those that nobody has any more."""
         self._order = ReadOrder()
@@ -140,8 +138,7 @@ class ActivationStore:
     def keep(self, tensor: torch.Tensor) -> KeptTensor:
         """Keep the storage of a tensor, which the caller may then let go; views of one storage share it.
 
-        Raises:
-            SwapIOError, OutOfSpaceError: the budget has no room for it, and the drive has not either. Nothing is lost.
+        Raises SwapIOError where neither the budget nor the drive has room for it. Nothing is lost.
         """
         version = version_of(tensor)
         with self._changed:
@@ -179,11 +176,7 @@ class ActivationStore:
             self._read_ahead()
 
     def fetch(self, holder: Holder) -> torch.Tensor:
-        """Return the bytes of a storage, 1D uint8, and begin to read those that are wanted next.
-
-        Raises:
-            SwapIOError, CorruptionError: they cannot be read.
-        """
+        """Return the bytes of a storage, 1D uint8, and begin to read those that are wanted next."""
         record = holder.record
         with self._changed:
             self._bury()
@@ -246,11 +239,7 @@ class ActivationStore:
     # Out of memory
 
     def _make_room(self) -> None:
-        """Wait until what is held is within the budget.
-
-        Raises:
-            SwapIOError: what would have to leave cannot be written.
-        """
+        """Wait until what is held is within the budget; raise what kept the rest from being written."""
         self._send_off()
         start = time.perf_counter()
         while self._stats.held_bytes > self._stats.host_budget and self._leaving:

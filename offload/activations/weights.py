@@ -17,11 +17,7 @@ _SAMPLE = 64
 
 
 class ModelMemory:
-    """The memory of a model's parameters and buffers, as it is at this moment.
-
-    Args:
-        model: any module, sharded or not.
-    """
+    """The memory of a model's parameters and buffers, sharded or not, as it is at this moment."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

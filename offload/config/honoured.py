@@ -21,12 +21,9 @@ BY_SWAPPER = frozenset({"zero_optimization", "aio"})
 
 
 def unread_text(config: OffloadConfig, who: str, reads: frozenset[str]) -> str | None:
-    """A warning that names the keys which were written, ask for something, and are not read; None without any.
+    """Name in a warning the keys that were written, ask for something, and are not read; None without any.
 
-    Args:
-        config: the whole section.
-        who: reads it.
-        reads: the keys of the top level that are.
+    `who` reads the keys of the top level that are in `reads`.
     """
     names = [name for name in OffloadConfig.model_fields if name not in reads and _asks(config, name)]
     if not names:

@@ -55,7 +55,7 @@ ByteBudget = Annotated[int | Literal["auto"], PlainValidator(_budget), WithJsonS
 def key(
     default: object, write: str, deepspeed: str = "", unit: str = "", *, shown: str | None = None, **limits: Any
 ) -> Any:
-    """A field of a section: default, what may be written, equivalent in DeepSpeed (and default there), unit.
+    """Make a field of a section: default, what may be written, equivalent in DeepSpeed (and default there), unit.
 
     `shown` is what people read as its default, where `default` itself says nothing.
     """
@@ -68,7 +68,7 @@ def key(
 
 
 def each(keys: str, why: Any) -> dict[str, Any]:
-    """A table of several keys, separated by spaces, that have one entry in common."""
+    """Make a table of several keys, separated by spaces, that have one entry in common."""
     return dict.fromkeys(keys.split(), why)
 
 
@@ -77,14 +77,14 @@ READER: Mapping[str, object] = {"reader": True}
 
 
 class Contradiction(NamedTuple):
-    """Keys that do not go together, each relative to the section that says so."""
+    """Keys that do not go together, each relative to the section that says so.
+
+    The one to change comes first. `what` says why, with the others and their values, and what to write.
+    """
 
     key: str
-    """The one to change."""
     what: str
-    """Why, with the others and their values, and what to write."""
     beside: tuple[str, ...]
-    """The others."""
 
 
 def _accept_more(schema: dict[str, Any], model: type["Section"]) -> None:
@@ -178,7 +178,7 @@ def parts(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The model of a field that is a section; None for a value, or a list of sections."""
+    """Return the model of a field that is a section; None for a value, or a list of sections."""
     if get_origin(field.annotation) is tuple:
         return None
     kinds = get_args(field.annotation) or (field.annotation,)  # "Section | None" is a section that may be absent

@@ -150,7 +150,7 @@ class OptimizerConfig(Section):
 
     @property
     def kind(self) -> str:
-        """Which of `OPTIMIZERS` it is."""
+        """Return its name in `OPTIMIZERS`."""
         return "AdamW" if self.type == "Adam" and self.params.adam_w_mode else self.type
 
     @property

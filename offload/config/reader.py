@@ -28,14 +28,8 @@ WRAPPER = "deepspeed"
 def read(model: type[AnySection], data: object, source: str, problems: Mapping[str, str] | None = None) -> AnySection:
     """Read a section; the warning about what is without effect points at the caller's caller.
 
-    Args:
-        model: of the whole section.
-        data: as it stands in a file.
-        source: what to call it in messages.
-        problems: what is known to be wrong with it already, by key.
-
-    Raises:
-        ConfigError: every problem, by its full key, with what to write instead.
+    Messages call it `source`. `problems` says what is known to be wrong with it already, by key. Raises ConfigError
+    with every problem, by its full key, and with what to write instead.
     """
     reader = _Reader(model, problems or {})
     if is_wrapped(data):
@@ -76,12 +70,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def parse_file(path: Path) -> Any:
-    """Return what a .json or .toml file says.
-
-    Raises:
-        ConfigError: it says nothing, by line and column.
-        OSError: it cannot be read.
-    """
+    """Return what a .json or .toml file says; raises ConfigError, by line and column, where it says nothing."""
     parse = _PARSERS.get(path.suffix)
     if parse is None:
         raise ConfigError([f'the suffix is "{path.suffix}"; name the file .json or .toml'], str(path))
@@ -128,8 +117,8 @@ class _Reader:
         """Keys whose values are wrong, of which nothing else is told."""
         self.written: dict[str, _Written] = {}  # by full key, in the spelling of the models
         self.is_deepspeed = False
-        """Whether the section was written for DeepSpeed: it has a key, or a spelling of one, that means nothing
-        anywhere else, or stands in a table of that name."""
+        """It was written for DeepSpeed: it has a key, or a spelling of one, that means nothing anywhere else, or stands
+        in a table of that name."""
 
     def left_out(self) -> Iterator[str]:
         """Return what a DeepSpeed section leaves out where DeepSpeed's default is another than the default here."""

@@ -192,11 +192,7 @@ class BatchSizes(NamedTuple):
 
 
 def complete_batch_sizes(train: int | None, micro: int | None, steps: int | None, world_size: int) -> BatchSizes:
-    """Derive what is left out, so that train = micro x steps x world size.
-
-    Raises:
-        ConfigError: no whole number does it; names the three keys and a number that would.
-    """
+    """Derive what is left out: train = micro x steps x world size. ConfigError names a number that would do."""
     train_key, micro_key, steps_key = BatchSizes._fields
     if train is None:
         steps = steps or 1

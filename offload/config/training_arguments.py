@@ -11,11 +11,10 @@ from nvme_offload.offload.errors import ConfigError
 
 
 class _Argument(NamedTuple):
-    """An argument stands for a key of the section."""
+    """An argument stands for a key of the section: its value, and the attribute, or how it is computed."""
 
     value: Any
     name: str
-    """The attribute, or how it is computed."""
 
 
 def resolve(
@@ -23,17 +22,9 @@ def resolve(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Put a value in the place of each "auto" that the arguments decide; an "auto" that they do not decide stays.
 
-    Args:
-        section: as it stands in a file; it is left alone.
-        args: the arguments.
-        num_training_steps: optimizer steps of the whole run; ``args.max_steps`` where that is positive.
-
-    Returns:
-        The section, with AdamW and the arguments' hyperparameters where it names no optimizer; and what is wrong, by
-        key: one that says something else than the arguments, or that needs `num_training_steps`.
-
-    Raises:
-        ConfigError: `args` lacks an attribute.
+    Returns the section, with AdamW and the arguments' hyperparameters where it names no optimizer; and what is wrong,
+    by key: one that says something else than the arguments, or that needs `num_training_steps` of the whole run
+    (``args.max_steps`` where that is positive). Raises ConfigError if `args` lacks an attribute.
     """
     if num_training_steps is None and getattr(args, "max_steps", 0) > 0:
         num_training_steps = args.max_steps

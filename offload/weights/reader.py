@@ -36,7 +36,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""torch's dtypes by the names that the format has for them."""
+"""The dtypes of torch by the names that the format has for them."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -56,7 +56,6 @@ class HeaderEntry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Position of the tensor's first byte in the file."""
 
     @property
     def numel(self) -> int:
@@ -80,22 +79,21 @@ class SafetensorsReader:
             these are shards that have lost their index), or an index ``.json``.
 
     Raises:
-        WeightsError: there is no such file, a header is damaged, a file is too short, an index names a file or
-            tensor that is not there, a file in another folder or one of another export, or shards have no index.
+        WeightsError: there is no such file, a header is damaged, a file is too short, an index names a file or tensor
+            that is not there, a file in another folder or one of another export, or shards have no index.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._files: dict[Path, Descriptor] = {}
         self.tensors: dict[str, HeaderEntry] = _tensors_at(self.path)
-        """The stored tensors by name, in the order of the files."""
+        """In the order of the files."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements `start` to `stop` of a tensor in row-major order: 1D, in the stored dtype.
+        """Read elements `start` to `stop` of a tensor in row-major order: 1D, in the stored dtype.
 
-        Raises:
-            KeyError: there is no such tensor.
-            WeightsError: the file cannot be read, or has become shorter.
+        Raises KeyError where there is no such tensor, and WeightsError where the file cannot be read, or has become
+        shorter.
         """
         stored = self.tensors[name]
         stop = stored.numel if stop is None else stop
@@ -131,11 +129,7 @@ class SafetensorsReader:
 
 
 def read_header(path: Path) -> dict[str, HeaderEntry]:
-    """The tensors of one file, from its header.
-
-    Raises:
-        WeightsError: it cannot be read, or is no intact safetensors file.
-    """
+    """Read the tensors of one file from its header; raises WeightsError where it is no intact safetensors file."""
     return _read_header(path)[0]
 
 

@@ -16,7 +16,6 @@ STAGING = ".nvme-offload-export"
 """Our name, so that the next export knows what a killed one left behind."""
 
 WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-"""The files of an export are called this."""
 
 _LOCK = "lock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -27,11 +26,8 @@ _MOST_ATTEMPTS = 100
 class HiddenFolder:
     """The hidden folder in `folder`, locked while this object has it; what a killed export left in it is removed.
 
-    The lock is flock(2) on a file of ours, which the kernel drops when the process dies however it dies.
-
-    Raises:
-        OSError: another export is under way there (EBUSY), the name is taken by something else (EEXIST), or the
-            folder cannot be used.
+    The lock is flock(2) on a file of ours, which the kernel drops when the process dies however it dies. Raises OSError
+    if another export is under way there (EBUSY), or something else has the name (EEXIST).
     """
 
     def __init__(self, folder: Path) -> None:

@@ -56,7 +56,7 @@ class _Shard:
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors in a module's state dict, each under its first name, and the first name by each other name.
+    """Return a module's tensors, each under its first name, and the first name by each other name.
 
     Nothing is gathered or copied; what is no tensor is left out.
     """
@@ -138,10 +138,7 @@ def write_sharded(
 
 
 class _Export:
-    """Files on their way into a folder.
-
-    Only rank 0 writes. What goes wrong there is kept until all ranks can stop together: `agree`.
-    """
+    """Files on their way into a folder. Rank 0 alone writes; what goes wrong there waits until all ranks `agree`."""
 
     def __init__(
         self,
@@ -164,7 +161,7 @@ class _Export:
         self._renaming = False
 
     def do(self, action: Callable[..., None], *arguments: Any) -> None:
-        """On the rank that writes, unless something has gone wrong already."""
+        """Act on the rank that writes, unless something has gone wrong already."""
         if not self._writes or self._error is not None:
             return
         try:
