@@ -1,4 +1,4 @@
-"""Commits of an optimizer's state: each step is made to last while the next forward computes.
+"""Commit an optimizer's state: each step is made to last while the next forward computes.
 
 What belongs to a step is encoded when it ends. Its last writes may then still be under way, and where updates are done
 behind the step they may not even have begun. When the updates are done, a thread waits for the writes, has the drive
@@ -53,20 +53,17 @@ class _Agreed(NamedTuple):
 
 
 class Background(Protocol):
-    """Something that is written in the background, of a step that `pin` keeps."""
+    """A checkpoint that is written in the background, of a step that `pin` keeps."""
 
     @property
     def progress(self) -> float:
-        """Return how much of it is written, 0 to 1."""
+        """The share of it that is written, 0 to 1."""
 
 
 class Commits:
     """Takes commits of one optimizer, one at a time: see `optim.durable.latest` for what holds meanwhile.
 
-    Args:
-        store: the optimizer's state.
-        durable: what that asks of its durability.
-        norm_group: further ranks that step with this one.
+    `norm_group` are further ranks that step with this one.
     """
 
     def __init__(self, store: StateStore, durable: DurableState, norm_group: dist.ProcessGroup | None) -> None:
@@ -114,26 +111,21 @@ class Commits:
         return sum(record.is_placed for record in self.store.table)
 
     def ranks(self) -> Ranks:
-        """The ranks that step together."""
+        """Return the ranks that step together."""
         num_params = len(self.store.table)
         if self._ranks is None or self._ranks[0] != num_params:
             self._ranks = num_params, Ranks(self.store.table.leaves, self._norm_group)
         return self._ranks[1]
 
     def snapshots(self) -> SnapshotsOfRanks:
-        """Snapshots of the ranks that step together."""
+        """Return the snapshots of the ranks that step together."""
         return SnapshotsOfRanks(self.run, self.ranks())
 
     def end_step(self, groups: Groups, step: int, engine: Mapping[str, Any] | None = None) -> None:
         """Commit the step that is over as it is now, behind the caller's back.
 
-        Args:
-            groups: the optimizer's parameter groups.
-            step: how many the run has taken or skipped.
-            engine: what a training engine adds.
-
-        Raises:
-            ValueError: something cannot be committed; names it. The step is done, and the next one can be.
+        `step` is how many the run has taken or skipped. ValueError names what cannot be committed: the step is done,
+        and the next one can be taken.
         """
         self.step = step
         if not self._num_placed:  # nothing has had a gradient so far
@@ -163,12 +155,10 @@ class Commits:
                 self.durable.end_updates(store.pipeline, store.worker.bell)
 
     def settle(self, *, quietly: bool = False) -> bool:
-        """Wait for the commit under way, and say in a warning that it failed; whether it did not.
+        """Wait for the commit under way, and warn if it failed; return False then.
 
-        Collective where several ranks step together: it lasts on all of them, or on none.
-
-        Args:
-            quietly: leave what failed on this rank to the caller.
+        Collective where several ranks step together: it lasts on all of them, or on none. `quietly` leaves what failed
+        on this rank to the caller.
         """
         latest = self.durable.latest
         state = self._wait()
@@ -201,15 +191,8 @@ class Commits:
     def commit(self, groups: Groups, engine: Mapping[str, Any] | None = None, step: int | None = None) -> None:
         """Commit what there is now, parameters that somebody changed included; it lasts when this returns.
 
-        Args:
-            groups: the optimizer's parameter groups.
-            engine: what a training engine adds.
-            step: as the engine counts; None: as before.
-
-        Raises:
-            StateError: a step stopped halfway, or the commit failed on another rank.
-            SwapIOError, OutOfSpaceError: it failed here. The commit before is whole.
-            ValueError: something cannot be committed; names it.
+        After an I/O error the commit before is whole. StateError: a step stopped halfway, or the commit failed on
+        another rank. ValueError names what cannot be committed.
         """
         store, latest = self.store, self.durable.latest
         self.step = self.step if step is None else step
@@ -224,12 +207,7 @@ class Commits:
             raise failure or StateError("commit", "a commit that lasts on every rank", "one that failed on another")
 
     def snapshot(self, name: str) -> int:
-        """Keep the latest step under a name, on every rank or on none; returns the step. No byte of state is moved.
-
-        Raises:
-            StateError: a step stopped halfway, or does not last.
-            ValueError, OutOfSpaceError, SwapIOError: see `DurableRun.prepare_snapshot`; nothing is kept on any rank.
-        """
+        """Keep the latest step under a name, on every rank or on none; return the step. No byte of state is moved."""
         with self.store.at_rest():
             self.store.check(Need.STATE)
             if not self.settle():
@@ -242,11 +220,8 @@ class Commits:
     def pin(self, groups: Groups, engine: Mapping[str, Any] | None = None, step: int | None = None) -> Manifest:
         """Have what there is now committed, and keep it until `unpin`, or until the process ends.
 
-        Every rank must call it; it holds on all of them, or on none. Arguments as of `commit`.
-
-        Raises:
-            OutOfSpaceError: there is no room for what later steps write in its place.
-            StateError, SwapIOError, ValueError: see `commit`.
+        Every rank must call it; it holds on all of them, or on none. It raises as `commit` does, and OutOfSpaceError
+        if there is no room for what later steps write in its place.
         """
         store = self.store
         with store.at_rest():
@@ -279,11 +254,7 @@ class Commits:
             self.run.unpin_newest()
 
     def remove_snapshot(self, name: str) -> None:
-        """Give up what `snapshot` kept, on every rank.
-
-        Raises:
-            KeyError: there is none of this name.
-        """
+        """Give up what `snapshot` kept, on every rank. KeyError: there is none of this name."""
         with self.store.at_rest():
             self.settle()
             self.snapshots().remove(name)
@@ -314,7 +285,7 @@ class Commits:
         self._num_identified = self._num_placed
 
     def _own_uuid(self) -> tuple[bool, str, int, str]:
-        """Whether the run is new here, what this rank would call it, its next tick, and a number for its history."""
+        """Return whether the run is new here, its name for this rank, its next tick, and a number for its history."""
         # A run that is loaded over counts on: of two commits the later one has the larger number on every rank.
         ticks = [Content.decode(manifest.blob, self.run.folder).tick + 1 for manifest in self.run.committed]
         return self.run.uuid is None, self.run.uuid or random_id(), max([self.tick, *ticks]), random_id()
@@ -322,11 +293,9 @@ class Commits:
     def begin_history(self, drawn: Iterable[str]) -> None:
         """Give the commits from here on identities that no other commits have, and all ranks alike.
 
-        An identity is a digest of a random number and the tick. The number is drawn anew wherever ticks may be counted
-        again: it travels with what ranks tell each other there anyway, and steps need no further word.
-
-        Args:
-            drawn: what each rank has drawn (`random_id`).
+        An identity is a digest of a random number, the least of what ranks have `drawn`, and the tick. The number is
+        drawn anew wherever ticks may be counted again: it travels with what ranks tell each other there anyway, and
+        steps need no further word.
         """
         self._agreed = self._agreed._replace(history=min(drawn))
 
@@ -364,7 +333,7 @@ class Commits:
             )
 
     def _prepare(self) -> None:
-        """See that the run knows what it is, and that there is something to commit of every subgroup."""
+        """Make sure that the run knows what it is, and that there is something to commit of every subgroup."""
         store = self.store
         if self._num_identified != self._num_placed:
             with store.at_rest():
@@ -411,5 +380,5 @@ def _cause_of(failure: BaseException) -> tuple[object, ...]:
 
 
 def random_id() -> str:
-    """32 random hexadecimal digits. They come from the system: those of the training must not change by it."""
+    """Return 32 random hexadecimal digits. They come from the system: those of the training must not change by it."""
     return secrets.token_hex(_ID_BYTES)

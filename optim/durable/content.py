@@ -1,4 +1,4 @@
-"""A commit holds step counts, hyperparameters, random numbers and the user's own beside the state on its tier."""
+"""Encode what a commit holds beside the state: step counts, hyperparameters, random numbers and the user's own."""
 
 from __future__ import annotations
 
@@ -49,14 +49,7 @@ class Content:
     ) -> Content:
         """Return what there is now. Encode it before anything changes.
 
-        Args:
-            step: of the run.
-            tick: of the commit.
-            table: the parameters.
-            counts: updates of those that are still updated behind the step, by index.
-            groups: parameter groups.
-            client_state: the user's own.
-            engine: what a training engine adds.
+        `counts` are the updates of parameters that are still updated behind the step, by index.
         """
         return cls(
             step=step,
@@ -71,11 +64,7 @@ class Content:
         )
 
     def encode(self) -> bytes:
-        """The bytes that `decode` takes.
-
-        Raises:
-            ValueError: something cannot be read again without running code; names it.
-        """
+        """Return the bytes that `decode` takes. ValueError names what cannot be read again without running code."""
         for name, value in (("client_state", self.client_state), ("the engine's state", self.engine)):
             _check(value, name)
         for number, group in enumerate(self.groups):
@@ -84,15 +73,7 @@ class Content:
 
     @classmethod
     def decode(cls, blob: bytes, folder: Path) -> Content:
-        """Read what `encode` made, without running code from it.
-
-        Args:
-            blob: the bytes.
-            folder: where they were found, for messages.
-
-        Raises:
-            ResumeError: it is none, or of another version.
-        """
+        """Read what `encode` made, without running code from it. ResumeError: it is none, or of another version."""
         try:
             found = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
             version = found.pop("format")
@@ -103,7 +84,7 @@ class Content:
         raise ResumeError(folder, f"has a manifest of format {version}; this version reads {FORMAT}")
 
     def _checked(self) -> Content:
-        """This, if each field is what `encode` was given; ValueError names one that is not."""
+        """Return this, if each field is what `encode` was given; ValueError names one that is not."""
         for name, kind in (("step", int), ("tick", int), ("steps", torch.Tensor), ("groups", list)):
             if type(getattr(self, name)) is not kind:
                 raise ValueError(f"its {name} is no {kind.__name__}")
@@ -131,7 +112,7 @@ def _generators(params: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _check(value: Any, place: str) -> None:
-    """Look whether a value can be read again with ``torch.load(weights_only=True)``; ValueError names what cannot.
+    """Raise ValueError if a value, at this place, cannot be read again with ``torch.load(weights_only=True)``.
 
     Plain values are known by their type, which costs next to nothing; anything else is tried.
     """

@@ -1,4 +1,4 @@
-"""A run is all that must be equal where somebody goes on from it, and all that is needed to read it alone.
+"""Say what a run is: all that must be equal to go on from it, and all that is needed to read it alone.
 
 It is written once, beside the manifests, and has the layout of every extent: whoever has no model reads what was
 committed by it (`optim.durable.recorded`).
@@ -37,7 +37,7 @@ class ModelRecord(NamedTuple):
     rule: str = ""
     """Name of the optimizer's rule; single groups may have others."""
     stage: int = 0
-    """Which stage of a pipeline the model is."""
+    """The model's stage in a pipeline."""
 
     @classmethod
     def of(cls, model: nn.Module, table: ParamTable, *, precision: str, rule: str, stage: int) -> ModelRecord:
@@ -56,12 +56,9 @@ class ModelRecord(NamedTuple):
 
 
 def identity_of(body: StateBody, durable: DurableState, model: ModelRecord) -> dict[str, Any]:
-    """JSON that is equal for the same parameters, groups, rules, ranks, subgroups and kind of log.
+    """Return JSON that is equal for the same parameters, groups, rules, ranks, subgroups and kind of log.
 
-    Args:
-        body: the optimizer's state.
-        durable: says how subgroups lie on the drive.
-        model: what it does not name is called as the optimizer calls it.
+    What `model` does not name is called as the optimizer calls it.
     """
     table = body.table
     rules: list[dict[str, Any]] = []
@@ -96,7 +93,7 @@ def _in_words(table: Iterable[ParamRecord]) -> str:
 
 
 def _named(table: ParamTable, model: ModelRecord) -> list[str]:
-    """A name for each parameter, and no name twice: an optimizer alone may have been given one for several."""
+    """Name each parameter, and no two alike: an optimizer alone may have been given one name for several."""
     named = [model.params.get(record.index, record.name) for record in table]
     known = Counter(named)
     return [name if known[name] == 1 else f"{name} ({index})" for index, name in enumerate(named)]
@@ -124,5 +121,5 @@ def _rule_as_json(rule: UpdateRule) -> dict[str, Any]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """``bfloat16`` of ``torch.bfloat16``."""
+    """Return ``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The latest commit has a state on this rank, which says what may be written meanwhile.
+"""Keep the state of the latest commit on this rank, which says what may be written meanwhile.
 
 Invariants, which all the rest of durability rests on:
 
@@ -28,7 +28,7 @@ from nvme_offload.optim.telemetry.stats import Meter
 
 
 class CommitState(enum.Enum):
-    """The state tells how far the latest commit is on this rank."""
+    """The progress of the latest commit on this rank."""
 
     SETTLED = "settled"
     """All ranks know whether it lasts. Each may write."""
@@ -49,7 +49,7 @@ _MAY_FOLLOW = {
     CommitState.LASTING: {CommitState.SETTLED},
     CommitState.FAILED: {CommitState.SETTLED},
 }
-"""Which state may follow which."""
+"""These states may follow a state."""
 _ENDS_TURN = (CommitState.UNDER_WAY, CommitState.FAILED)
 
 
@@ -62,12 +62,7 @@ class Taken(NamedTuple):
 
 
 class LatestCommit:
-    """The latest commit of one rank. All methods are for the thread that trains, or for the worker in its place.
-
-    Args:
-        run: that is committed.
-        meter: of the optimizer; commits are on its timeline.
-    """
+    """The latest commit of one rank. All methods are for the thread that trains, or for the worker in its place."""
 
     def __init__(self, run: DurableRun, meter: Meter) -> None:
         self.state = CommitState.SETTLED
@@ -102,11 +97,7 @@ class LatestCommit:
         return not self._committer.is_busy
 
     def become(self, state: CommitState) -> None:
-        """Change the state.
-
-        Raises:
-            StateError: it does not follow the present one.
-        """
+        """Change the state; StateError: it does not follow the present one."""
         if state not in _MAY_FOLLOW[self.state]:
             expected = " or ".join(before.value for before, after in _MAY_FOLLOW.items() if state in after)
             raise StateError("the latest commit", f"{expected} before {state.value}", self.state.value)
@@ -129,9 +120,7 @@ class LatestCommit:
     def begin(self, pipeline: StepPipeline, bell: Bell) -> None:
         """Begin what is PENDING, behind the caller's back; for anything else a no-op. Updates must be done.
 
-        Args:
-            pipeline: has what is still to be written.
-            bell: rung when it is over.
+        `pipeline` has what is still to be written; `bell` is rung when it is over.
         """
         if self.state is not CommitState.PENDING:
             return
@@ -181,7 +170,7 @@ class LatestCommit:
         self._committer.close()
 
     def _make_last(self, writes: Sequence[Transfer[StagingBuffer]], bell: Bell) -> None:
-        """Make it last. In the committer's thread."""
+        """Make it last. The committer's thread calls this."""
         step, blob, commit_id = self._taken
         try:
             for write in writes:

@@ -1,4 +1,4 @@
-"""Every how many steps a durable run is rewritten, where the section leaves that to a measurement."""
+"""Decide every how many steps a durable run is rewritten, where the section leaves that to a measurement."""
 
 from __future__ import annotations
 
@@ -25,17 +25,6 @@ def period_of(
 
     The section says it. With "auto" a run that was found goes on with what it wrote down when it began; a new one
     decides now, see `auto_period`.
-
-    Args:
-        section: of the optimizer.
-        run: that was opened.
-        tier: over its files.
-        rule: of the optimizer.
-        num_threads: that update.
-
-    Raises:
-        OutOfSpaceError, SwapIOError: see `measure_rates`.
-        ResumeError: what was found cannot be read.
     """
     if isinstance(section.rewrite_every, int):
         return section.rewrite_every

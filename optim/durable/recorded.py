@@ -1,4 +1,4 @@
-"""A run says in its directory which subgroups and parameters it has, for who has no model."""
+"""Read, without a model, which subgroups and parameters a run has."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ class RecordedParam:
     """A parameter, and the part of it that one rank had."""
 
     name: str
-    """Qualified, of a training engine; else as the optimizer called it."""
+    """Qualified if there was a training engine, else as the optimizer called it."""
     part: Part
     dtype: torch.dtype
     """The dtype of what is kept of it beside the state; its master is as `FORM_OF_DTYPE` says."""
     log_dtype: torch.dtype
     """See `ParamRecord.log_dtype`."""
     group: int
-    """Number of its parameter group."""
     rule: RecordedRule
     has_state: bool
     """Whether the run keeps it; not a parameter that was always frozen."""
@@ -62,7 +61,7 @@ class RecordedRun:
     rule: str
     """Name of a training engine's optimizer; empty where there was none."""
     stage: int
-    """Which stage of a pipeline this rank had."""
+    """The rank's stage in a pipeline."""
     num_ranks: int
     period: int
     """Every how many steps a subgroup was rewritten."""
@@ -71,15 +70,7 @@ class RecordedRun:
 
     @classmethod
     def of(cls, identity: Identity, folder: Path) -> RecordedRun:
-        """Read what a run was.
-
-        Args:
-            identity: see `identity_of`.
-            folder: where it was found, for messages.
-
-        Raises:
-            ResumeError: it is no such thing, or its log cannot be replayed by this version.
-        """
+        """Read what a run was. ResumeError: it is no such thing, or its log cannot be replayed by this version."""
         try:
             revision = int(identity["kernel_revision"])
             if revision != REVISION and identity["rewrite_every"] > 1:

@@ -1,4 +1,4 @@
-"""Going on from a committed step: which one all ranks have, whether it is whole, and all of it back in its place."""
+"""Go on from a committed step: find one that all ranks have, verify it, and bring all of it back to its place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Check = Callable[[Mapping[str, Any], int], None]
 
 
 class _Offer(NamedTuple):
-    """An offer says what one rank could go on from."""
+    """One rank could go on from these steps."""
 
     host: str
     folder: str
@@ -43,10 +43,7 @@ class _Offer(NamedTuple):
 class Resumption:
     """Takes up what was committed, by this process or by one that has ended.
 
-    Args:
-        commits: of the optimizer.
-        groups: the optimizer's parameter groups, which get the hyperparameters that were committed.
-        check_group: see `Check`.
+    `groups` get the hyperparameters that were committed.
     """
 
     def __init__(self, commits: Commits, groups: Sequence[MutableMapping[str, Any]], check_group: Check) -> None:
@@ -60,12 +57,7 @@ class Resumption:
         self._lacks_room = False
 
     def resume(self) -> Content | None:
-        """Go on from the latest step that every rank has, or the one before where that is damaged.
-
-        Raises:
-            StateError: the run has begun already.
-            ResumeError: what was committed is of another model, or damaged, or not the same on all ranks; names what.
-        """
+        """Go on from the latest step that every rank has, or from the one before if that is damaged."""
         store = self._store
         with store.at_rest(), torch.no_grad():
             if not (self._run.found or self._commits.step == 0):
@@ -79,12 +71,7 @@ class Resumption:
             return self._take_up(self._common(lambda: self._run.found))
 
     def resume_snapshot(self, name: str) -> Content:
-        """Go on from a step that was kept under a name.
-
-        Raises:
-            KeyError: there is none of this name.
-            ResumeError: a rank lacks it, or it is of another model, or damaged, or not the same on all; names what.
-        """
+        """Go on from a step that was kept under a name; see `Durable.resume`."""
         store = self._store
         with store.at_rest(), torch.no_grad():
             kept = self._commits.snapshots().find(name)
@@ -96,13 +83,7 @@ class Resumption:
             return self._take_up(candidates)
 
     def rewind(self, steps: int) -> Content:
-        """Go back so many steps from the latest one that is committed.
-
-        Raises:
-            ValueError: that is no number of steps.
-            StateError: there is no such step that is whole; nothing has changed.
-            ResumeError: it is not the same on all ranks, or got damaged just now.
-        """
+        """Go back so many steps from the latest one that is committed; see `Durable.rewind`."""
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"rewind({steps!r}): write how many steps to go back, 1 or more")
         with self._store.at_rest(), torch.no_grad():
@@ -126,11 +107,7 @@ class Resumption:
         return found
 
     def _check_whole(self, manifest: Manifest) -> None:
-        """Read and verify a step past what is there: a life that was killed in a step may have written over it.
-
-        Raises:
-            StateError: it is not whole on every rank.
-        """
+        """Read and verify a step past what is there: a life that was killed in a step may have written over it."""
         damages = self._ranks.gather(self._damage_of(manifest))
         if any(damages.values()):
             said = "; ".join(f"rank {rank}: {damage}" for rank, damage in damages.items() if damage)
@@ -156,7 +133,7 @@ class Resumption:
         return Content.decode(manifest.blob, self._run.folder)
 
     def _died_in_first_commit(self) -> bool:
-        """Whether some rank has nothing yet, and the others no more than the first commit of all."""
+        """Return whether some rank has nothing yet, and the others no more than the first commit of all."""
         found = self._ranks.gather((bool(self._run.found), self._run.is_under_way)).values()
         return not all(has_any for has_any, _ in found) and not any(is_under_way for _, is_under_way in found)
 
@@ -182,11 +159,7 @@ class Resumption:
             )
 
     def _common(self, find: Callable[[], Sequence[Manifest]]) -> list[Manifest]:
-        """The manifests that all ranks have, newest first, checked against what this run is.
-
-        Args:
-            find: gives those of this rank.
-        """
+        """Return those of this rank's manifests, as `find` gives them, that all ranks have; newest first."""
         own = self._ranks.together(lambda: {self._commit_of(found): found for found in find()})
         steps = {commit: manifest.step for commit, manifest in own.items()}
         of_all = self._ranks.gather(_Offer(platform.node(), str(self._run.folder), steps, random_id()))
@@ -201,7 +174,7 @@ class Resumption:
         return [manifest for manifest, lines in zip(candidates, different, strict=True) if not lines]
 
     def _commit_of(self, manifest: Manifest) -> str:
-        """The identity of a commit; that of an earlier version, which had none, is known by its tick."""
+        """Return the identity of a commit; that of an earlier version, which had none, is known by its tick."""
         return manifest.commit_id or f"commit {self._content(manifest).tick}"
 
     def _refuse_other_histories(self, of_all: Mapping[int, _Offer], common: set[str]) -> None:
@@ -258,10 +231,9 @@ class Resumption:
         )
 
     def _bring_back(self, manifest: Manifest) -> tuple[Content, str | None]:
-        """Read and verify every subgroup, and give its parameters their values.
+        """Read and verify every subgroup, and give its parameters their values; return what else was committed.
 
-        Returns:
-            What else was committed, and what went wrong, in words.
+        With it comes what went wrong, in words.
         """
         content = self._content(manifest)
         for number, (group, options) in enumerate(zip(self._groups, content.groups, strict=True)):

@@ -1,4 +1,4 @@
-"""Subgroups that another process can go on with: what is written beside their state, and brought back from there."""
+"""Complete what is written of subgroups so that another process can go on with them, and bring them back from there."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class Sealing:
 
     Args:
         run: says where each subgroup is written to.
-        logs: of its subgroups.
         latest: the commit that a write waits for.
-        ground: of the optimizer.
     """
 
     def __init__(self, run: DurableRun, logs: SlotLogs, latest: LatestCommit, ground: Ground) -> None:
@@ -119,20 +117,12 @@ class Sealing:
             tail[run.numel :].zero_()
 
     def replay(self, slot: SlotRecord) -> None:
-        """Do the updates that are in the log which was read with the state, where that is not done.
-
-        Raises:
-            CorruptionError: it is not what was written.
-        """
+        """Apply the log that was read with the state, if that is not done."""
         assert slot.buffer is not None
         self.logs.replay(slot.subgroup, _log_of(slot), slot.buffer)
 
     def verify(self, slot: SlotRecord) -> None:
-        """Look whether what a step reads of a slot is what was written.
-
-        Raises:
-            CorruptionError: it is not.
-        """
+        """Raise CorruptionError if what a step reads of a slot is not what was written."""
         if slot.checksums is None or slot.buffer is None:  # who takes it up looks at all of it
             return
         if _log_of(slot).needs_replay:
@@ -145,11 +135,7 @@ class Sealing:
         check_sums(slot.checksums, actual, path=path, what=f"the state of subgroup {slot.index}")
 
     def is_changed(self, slot: SlotRecord) -> bool:
-        """Whether somebody changed parameters of a subgroup since it was last written.
-
-        Raises:
-            SwapIOError: one is on a tier and cannot be read.
-        """
+        """Return whether somebody changed parameters of a subgroup since it was last written."""
         with self._mirror.looking():
             return self._differs(slot)
 
@@ -169,18 +155,16 @@ class Sealing:
         return known is None or not torch.equal(self._kernels.tile_checksums(scratch.words), known)
 
     def find(self, slot: SlotRecord, pipeline: StepPipeline) -> bool:
-        """Have all of the newest that is written of a slot read next, its log too; False: there is nothing."""
+        """Have all of the newest that is written of a slot read next, its log too; return False if there is nothing."""
         chain = self._chain_of(slot)
         if chain.base is not None:
             pipeline.adopt(slot, chain.reading(base_bytes=chain.base.content.size_bytes), len(chain.log))
         return chain.base is not None
 
     def bring_back(self, slot: SlotRecord, memory: Memory) -> None:
-        """Verify all that was read of a slot, do what its log has, and give its parameters the values that it says.
+        """Verify all that was read of a slot, apply its log, and give its parameters the values that it says.
 
-        Raises:
-            CorruptionError: it is not what the table of the adopted manifest refers to.
-            SwapIOError: a parameter is on a tier that fails.
+        CorruptionError: it is not what the table of the adopted manifest refers to.
         """
         sums = self.logs.check(slot.subgroup, self._chain_of(slot), memory)
         self.replay(slot)
@@ -221,10 +205,9 @@ def _log_of(slot: SlotRecord) -> LogState:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy 1D tensors of one dtype.
+    """Copy 1D tensors of one dtype, from host memory in this thread alone.
 
-    From host memory in this thread alone: torch's threads meet at a barrier, for which a busy machine needs 20 ms
-    where the copy itself needs one.
+    Torch's threads meet at a barrier, for which a busy machine needs 20 ms where the copy itself needs one.
     """
     if source.device.type == "cpu":
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())

@@ -1,4 +1,4 @@
-"""Snapshots of all ranks: each one comes and goes on all of them or on none (`offload.durable.snapshots` says how)."""
+"""Take and remove snapshots on all ranks or on none (`offload.durable.snapshots` says how)."""
 
 from __future__ import annotations
 
@@ -25,19 +25,14 @@ class _Kept(NamedTuple):
 
 
 class SnapshotsOfRanks:
-    """Every method is collective: all ranks that step together call it.
-
-    Args:
-        run: of this rank.
-        ranks: that step together.
-    """
+    """The snapshots of ranks that step together; all of them call each method."""
 
     def __init__(self, run: DurableRun, ranks: Ranks) -> None:
         self._run = run
         self._ranks = ranks
 
     def agree(self) -> dict[int, _Kept]:
-        """Complete what a kill left half done, and say which files are damaged; returns what each rank has, by rank."""
+        """Complete what a kill left half done, and warn of damaged files; return what each rank has, by rank."""
         own = self._run.snapshots
         unreadable = {name: ", ".join(map(str, files)) for name, files in own.unreadable.items()}
         kept = _Kept(platform.node(), str(self._run.folder), set(own), set(own.prepared), unreadable)
@@ -54,11 +49,7 @@ class SnapshotsOfRanks:
         return of_all
 
     def take(self, name: str) -> None:
-        """Keep the newest committed step under a name.
-
-        Raises:
-            ValueError, StateError, OutOfSpaceError, SwapIOError: see `DurableRun.prepare_snapshot`; nothing is kept.
-        """
+        """Keep the newest committed step under a name. If a rank cannot prepare it, none keeps it."""
         self.agree()
         try:
             self._ranks.together(partial(self._run.prepare_snapshot, name))
@@ -69,11 +60,7 @@ class SnapshotsOfRanks:
         self._ranks.together(partial(self._run.snapshots.publish, name))
 
     def remove(self, name: str) -> None:
-        """Give up what is kept under a name, or damaged of that name, wherever it is.
-
-        Raises:
-            KeyError: no rank has anything of this name.
-        """
+        """Give up what is kept under a name, or damaged of that name, wherever it is. KeyError: no rank has it."""
         of_all = self.agree()
         if not any(name in one.published or name in one.unreadable for one in of_all.values()):
             raise _none_of(name, of_all)
@@ -82,11 +69,9 @@ class SnapshotsOfRanks:
         self._ranks.together(partial(self._run.delete_snapshot, name))
 
     def find(self, name: str) -> Manifest:
-        """Give this rank's part of a snapshot that all ranks have.
+        """Return this rank's part of a snapshot that all ranks have.
 
-        Raises:
-            KeyError: no rank has it.
-            ResumeError: a rank lacks it, or cannot read it; names rank, host and place.
+        It raises KeyError if no rank has it, ResumeError if one lacks it or cannot read it.
         """
         of_all = self.agree()
         lacking = {rank: one for rank, one in of_all.items() if name not in one.published}

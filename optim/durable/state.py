@@ -1,4 +1,4 @@
-"""The state of a durable run: its files, and what its store asks of it."""
+"""Keep the state of a durable run: its files, and what its store asks of it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,7 @@ from nvme_offload.optim.updates.updater import Means
 
 
 def open_durability(config: OffloadConfig, rule: UpdateRule, ground: Ground) -> Durability:
-    """Open the files of an optimizer's state, those of a durable run where the section names one.
-
-    Raises:
-        SwapIOError: a path cannot be used.
-        ResumeError, StateError, ValueError: see `DurableRun`.
-    """
+    """Open the files of an optimizer's state; if the section names a durable run, those of that run."""
     section = config.zero_optimization.offload_optimizer
     if (run := DurableRun.of(config)) is None:
         return Durability(NvmeTier(config) if section.device == "nvme" else None)
@@ -55,7 +50,6 @@ class DurableState(Durability):
         run: that was opened; it is this object's to close.
         tier: over its files.
         period: every how many steps a subgroup is rewritten at the latest, where its updates can be logged.
-        ground: of the optimizer.
     """
 
     takes_all = True

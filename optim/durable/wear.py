@@ -1,4 +1,4 @@
-"""A run writes so much in a day, its drives last so long at that, and where it is too much that is said."""
+"""Measure what a run writes in a day and how long its drives last at that, and warn if it is too much."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ class _Moment(NamedTuple):
 class Wear:
     """Watches what is written from the end of the first step on.
 
-    Where that is more than the section allows, it says so once, with the section that would keep it.
-
-    Args:
-        section: has the limit, which the ranks of a host share, and what the drives may still be written.
-        store: that writes it.
+    If that is more than the section allows per host, it warns once and names a section that would keep the limit.
     """
 
     def __init__(self, section: OffloadOptimizerConfig, store: StateStore) -> None:
@@ -53,7 +49,7 @@ class Wear:
         }
 
     def note_step(self) -> None:
-        """A step has ended."""
+        """Note that a step has ended."""
         now = _Moment(time.monotonic(), self._written)
         if self._begun is None:
             self._begun = now
@@ -99,7 +95,7 @@ class Wear:
 
     @property
     def _size(self) -> DurableBytes:
-        """Return the bytes of the state that is logged, with what a base has besides; of all of it where none is."""
+        """The bytes of the state that is logged, with what a base has besides; of all of it where none is."""
         size, durability = DurableBytes(state=0, tail=0, grad=0, numel=0), self._store.durability
         for subgroup in (slot.subgroup for slot in self._store.slots):
             if durability.period > 1 and not is_loggable(subgroup.form, subgroup.rule):

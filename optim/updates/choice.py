@@ -1,4 +1,4 @@
-"""Which way a subgroup is updated."""
+"""Choose the way in which a subgroup is updated."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from nvme_offload.optim.updates.updater import Means, Updater
 
 
 def way_of(rule: UpdateRule, *, is_durable: bool, on_device: bool) -> type[Updater]:
-    """Return how subgroups of a rule are updated. Another way is one more class, and one more line here.
-
-    Args:
-        rule: of their parameters.
-        is_durable: the state outlives the process.
-        on_device: the state stays on a device.
-    """
+    """Return the way in which subgroups of a rule are updated. Another way is one more class, and one line here."""
     if on_device:
         return OnDevice
     if rule.whole:

@@ -1,4 +1,4 @@
-"""One entry of a log: what a step did to a subgroup, in bytes that another process can do it again from.
+"""Write one entry of a log: what a step did to a subgroup, in bytes that another process can do it again from.
 
 ::
 
@@ -36,10 +36,7 @@ _LINE = 64  # bytes: what the kernel begins each tile at
 
 @dataclass(frozen=True)
 class EntryFormat:
-    """A format says where things are in the entries of one subgroup.
-
-    All offsets are bytes from an entry's beginning.
-    """
+    """Says where things are in the entries of one subgroup. All offsets are bytes from an entry's beginning."""
 
     numels: tuple[int, ...]
     """Elements of each run."""
@@ -48,7 +45,7 @@ class EntryFormat:
 
     @classmethod
     def of(cls, subgroup: Subgroup, grad_dtype: torch.dtype) -> EntryFormat:
-        """The format of a subgroup whose gradients have this dtype."""
+        """Return the format of a subgroup whose gradients have this dtype."""
         return cls(tuple(run.numel for run in subgroup.runs), grad_dtype.itemsize)
 
     @property
@@ -63,7 +60,7 @@ class EntryFormat:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of an entry with every gradient, and no parameter that was found changed."""
+        """The bytes of an entry with every gradient, and no parameter that was found changed."""
         tiles = [min(TILE_NUMEL, numel - first) for numel in self.numels for first in range(0, numel, TILE_NUMEL)]
         return self.data_at + sum(_rounded(tile * self.grad_itemsize) for tile in tiles)
 
@@ -77,10 +74,9 @@ class EntryFormat:
     def note_run(
         self, memory: Memory, run: int, *, grad_dtype: torch.dtype, grad_scale: float, scalars: Sequence[float]
     ) -> torch.Tensor:
-        """Note with what a run is updated; returns the offsets of its tiles, for `make_segment` to have them filled in.
+        """Note with what a run is updated; return the offsets of its tiles, for `make_segment` to have them filled in.
 
-        Raises:
-            ValueError: a rule has more scalars than an entry has room for, or the gradient is wider.
+        It raises ValueError if there are more scalars than an entry has room for, or the gradient is wider.
         """
         if len(scalars) > MAX_SCALARS or grad_dtype.itemsize > self.grad_itemsize:
             raise ValueError(
@@ -95,21 +91,17 @@ class EntryFormat:
         return self._offsets(memory, run)
 
     def data(self, memory: Memory, entry_bytes: int) -> torch.Tensor:
-        """The part that the kernel fills, of an entry that may take so many bytes: 1D uint8."""
+        """Return the part that the kernel fills, of an entry that may take so many bytes: 1D uint8."""
         return self._bytes(memory, self.data_at, entry_bytes - self.data_at)
 
     def finish(self, memory: Memory, data_bytes: int) -> int:
-        """Note how much the kernel filled; returns the bytes of the entry."""
+        """Note how much the kernel filled; return the bytes of the entry."""
         header, _ = self._head(memory)
         header["data_bytes"] = data_bytes
         return self.data_at + data_bytes
 
     def steps(self, memory: Memory) -> list[LoggedStep | None]:
-        """Return what to do again, by run; None where a run had no gradient.
-
-        Raises:
-            ValueError: the memory has no entry of such a subgroup.
-        """
+        """Return what to do again, by run (None: it had no gradient). ValueError: the memory has no such entry."""
         header, records = self._head(memory)
         if header["magic"] != _MAGIC or header["runs"] != len(self.numels):
             raise ValueError(f"no log entry of {len(self.numels)} runs: it begins with {header['magic']:#x}")
@@ -129,7 +121,7 @@ class EntryFormat:
         )
 
     def _head(self, memory: Memory) -> tuple[np.ndarray, np.ndarray]:
-        """The header, 0D, and the records, 1D: views."""
+        """Return the header, 0D, and the records, 1D: views."""
         content = self._bytes(memory, 0, self.offsets_at).numpy()
         header = content[: _HEADER.itemsize].view(_HEADER).reshape(())
         records = content[_HEADER.itemsize :][: len(self.numels) * _RECORD.itemsize].view(_RECORD)
@@ -146,14 +138,13 @@ class EntryFormat:
 
 @dataclass(frozen=True)
 class PartOfMemory:
-    """Memory that begins somewhere in other memory."""
+    """Memory that begins at byte `start` of other memory."""
 
     memory: Memory
     start: int
-    """Byte at which it begins."""
 
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
-        """1D tensor [numel] over the bytes from `byte_offset`."""
+        """Return a 1D tensor [numel] over the bytes from `byte_offset`."""
         return self.memory.view(dtype, self.start + byte_offset, numel)
 
 

@@ -1,7 +1,7 @@
-"""Updates in torch operators: for rules without a native kernel, for whole matrices, and for state on a device.
+"""Update in torch operators: rules without a native kernel, whole matrices, and state on a device.
 
-Masters, states and checks are those of the native kernels. On a device rules that have a kernel give its bits, too, and
-nothing waits for the device: what the host wants to know is a tensor there.
+Masters, states and checks are those of the native kernels. On a device rules that have a kernel give its bits, too,
+and nothing waits for the device: what the host wants to know is a tensor there.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class OnDevice(Updater):
     inside = "updates state on the device"
 
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
-        """See `Updater.prepare`. Tiles found changed are not in what is returned: see `Means.found_changed`."""
+        """See `Updater.prepare`. What is returned leaves out tiles found changed: see `Means.found_changed`."""
         there, update = OnAccelerator(), self.subgroup.rule.update
 
         def update_all() -> int:

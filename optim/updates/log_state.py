@@ -1,4 +1,4 @@
-"""A subgroup of a durable run has a log: what is read with it, and as what it is to be written."""
+"""Keep the log of a subgroup of a durable run: what is read with it, and as what it is to be written."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from nvme_offload.offload.staging.slot import WriteTarget
 
 
 class Draft(NamedTuple):
-    """The entry of a log in a slot's buffer, which nobody has sealed yet."""
+    """An entry of a log that is in a slot's buffer and not sealed yet."""
 
     start: int
     """Byte of the buffer at which it begins."""
     size_bytes: int
     """Without its trailer."""
     place: int
-    """Which entry of the log it is."""
+    """Its number in the log."""
 
 
 class LogState:
@@ -27,7 +27,7 @@ class LogState:
         self.num_logged = 0
         """Entries of the log that are read along with the base."""
         self.read_bytes: int | None = None
-        """The number of the first bytes of the extent that are read; None: all."""
+        """So many of the extent's first bytes are read; None: all."""
         self.needs_replay = False
         """Whether the state in the buffer is that of the base: the updates in the log are still to be done."""
         self.updated: Container[int] = ()
@@ -40,12 +40,7 @@ class LogState:
         """The place for which the buffer was sealed; None: it has changed since."""
 
     def point(self, num_logged: int, read_bytes: int | None) -> None:
-        """Note what is read next.
-
-        Args:
-            num_logged: entries of the log behind the base.
-            read_bytes: how many of the first bytes of the extent; None: all.
-        """
+        """Note that the next read takes `num_logged` entries and the first `read_bytes` of the extent (None: all)."""
         self.num_logged = num_logged
         self.read_bytes = read_bytes
 
@@ -54,18 +49,14 @@ class LogState:
         self.needs_replay = load and self.num_logged > 0
 
     def begin_version(self, updated: Container[int] = ()) -> None:
-        """Note that what was to be written is not what comes next.
-
-        Args:
-            updated: parameters that have a gradient in the update that comes, by index.
-        """
+        """Forget what was to be written; `updated` are the parameters that have a gradient in the update that comes."""
         self.target = None
         self.draft = None
         self.sums = None
         self.updated = updated
 
     def end_version(self, target: WriteTarget) -> None:
-        """Note where the buffer was sealed for."""
+        """Note the place that the buffer was sealed for."""
         # No call in between: a signal handler sees what is sealed, or what is to be, which is then sealed once more.
         self.draft = self.sums = None
         self.target = target

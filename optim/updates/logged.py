@@ -1,4 +1,4 @@
-"""Updates of a durable run: after those in the log, and with what it takes to do this one again."""
+"""Update subgroups of a durable run: after the updates in the log, and with what it takes to do this one again."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class DurableMeans(Means):
 
 
 class LoggedKernel(Updater):
-    """The rule's kernel does what the log has, then the step. Where a base is not due, an entry is drafted.
+    """The rule's kernel does what the log has, then the step. If no base is due, it drafts an entry.
 
-    What cannot be put into the log is rewritten. Where all of it has a gradient, the update completes it for that, too.
+    What cannot be put into the log is rewritten. Where all of it has a gradient, the update completes it for that,
+    too.
     """
 
     def __init__(self, subgroup: Subgroup, means: Means, log: LogState | None) -> None:
@@ -85,10 +86,7 @@ class LoggedKernel(Updater):
         return sum(changed)
 
     def _begin_entry(self, memory: Memory, runs: Mapping[int, RunTensors]) -> PartOfMemory | None:
-        """Return where an entry of this update goes; None where the subgroup is rewritten.
-
-        Either way there is room for it.
-        """
+        """Return the place for an entry of this update, or None to rewrite the subgroup. Either has room."""
         extents, index, format_ = self._logs.extents, self.subgroup.index, self._logs.format_of(self.subgroup)
         is_wide = any(run.grad.dtype.itemsize > format_.grad_itemsize for run in runs.values())
         has_many = any(len(run.scalars.of_rule) > MAX_SCALARS for run in runs.values())

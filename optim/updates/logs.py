@@ -1,4 +1,4 @@
-"""Logs of subgroups: what steps did is kept beside a base, and done again."""
+"""Keep logs of subgroups: what steps did since a base was written, to do it again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class SlotLogs:
     Args:
         extents: where bases and entries are.
         log_dtype_of: gives `ParamRecord.log_dtype` of a parameter, by its index.
-        kernels: that update.
         period: every how many steps a subgroup is rewritten.
     """
 
@@ -60,17 +59,13 @@ class SlotLogs:
         return SlotLayout(base, entry.size_bytes, self.period)
 
     def replay(self, subgroup: Subgroup, log: LogState, memory: Memory) -> None:
-        """Do the updates of the log that was read behind a base: the state, and the tail, are then the newest.
-
-        Raises:
-            CorruptionError: the log is not what was written.
-        """
+        """Apply the log that was read behind a base: state and tail are then the newest."""
         if log.needs_replay:
             self.replay_chain(subgroup, self.extents.slots[subgroup.index].current, memory)
             log.end_update()
 
     def replay_chain(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> None:
-        """`replay` of a chain that was read into any memory: all of its base, then each entry."""
+        """Replay a chain that was read into any memory: all of its base, then each entry."""
         steps = self.steps(subgroup, chain, memory)
         runs = zip(subgroup.runs, steps, strict=True)
         self.kernels.update([self.segment(subgroup, memory, run, None, its, None) for run, its in runs])
@@ -89,9 +84,9 @@ class SlotLogs:
         """Describe a run to the kernels.
 
         Args:
-            subgroup: of the run.
+            subgroup: the one that has the run.
             memory: the base, with the log behind it.
-            run: of elements.
+            run: a run of it.
             tensors: of the update; None: there is none but those of the log.
             log: updates to be done before.
             offsets: gets where the update puts its tiles; None: it is not logged.
@@ -122,7 +117,7 @@ class SlotLogs:
         return memory.view(dtype, self.base_of(subgroup).tail_at + run.at * dtype.itemsize, run.numel)
 
     def tails(self, subgroup: Subgroup, memory: Memory) -> Iterator[tuple[Run, torch.Tensor]]:
-        """The part of the tail of every run, up to the next one's; none where the state has all."""
+        """Yield the part of the tail of every run, up to the next one's; none where the state has all."""
         dtype = subgroup.tail_dtype
         if dtype is None:
             return
@@ -132,7 +127,7 @@ class SlotLogs:
             yield run, memory.view(dtype, at + run.at * dtype.itemsize, end - run.at)
 
     def parts(self, subgroup: Subgroup, memory: Memory) -> BaseTensors:
-        """State and tail, in which nothing is left of what was between runs before."""
+        """Return state and tail, with nothing left of what was between runs before."""
         for run, tail in self.tails(subgroup, memory):
             tail[run.numel :].zero_()
         return self._state_and_tail(subgroup, memory)
@@ -143,21 +138,14 @@ class SlotLogs:
         return state, memory.view(torch.int32, layout.tail_at, layout.tail_bytes // 4)
 
     def _any_param(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor:
-        """Memory of the parameter's kind, which a replay alone does not look at."""
+        """Return memory of the parameter's kind, which a replay alone does not look at."""
         base = self.base_view(subgroup, memory, run)
         return memory.view(DTYPE_OF_FORM[subgroup.form], 0, run.numel) if base is None else base
 
     # Entries in a buffer.
 
     def check(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> Sums:
-        """Verify every byte of a chain that was read into memory: all of its base, then each entry of its log.
-
-        Returns:
-            The sums of the base.
-
-        Raises:
-            CorruptionError: one is not what was written.
-        """
+        """Verify every byte of a chain, base and log, that was read into memory; return the base's sums."""
         assert chain.base is not None
         index, path = subgroup.index, self.extents.path_of(chain.base)
         base, actual = self.extents.open_sealed(index, chain.base, memory), self.sums(subgroup, memory)
@@ -171,7 +159,7 @@ class SlotLogs:
         return base
 
     def sums(self, subgroup: Subgroup, memory: Memory) -> Sums:
-        """Take the sums of a base as it is in memory."""
+        """Return the sums of a base as it is in memory."""
         return Sums(*map(self.kernels.tile_checksums, self._state_and_tail(subgroup, memory)))
 
     def steps(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> list[list[LoggedStep]]:
@@ -193,7 +181,7 @@ class SlotLogs:
 
 
 def _entries(chain: Chain, memory: Memory) -> Iterator[tuple[Written, PartOfMemory]]:
-    """The entries of a chain, each with the memory that it was read into."""
+    """Yield the entries of a chain, each with the memory that it was read into."""
     start = chain.base.content.size_bytes if chain.base is not None else 0
     for written in chain.log:
         yield written, PartOfMemory(memory, start)
@@ -201,7 +189,7 @@ def _entries(chain: Chain, memory: Memory) -> Iterator[tuple[Written, PartOfMemo
 
 
 def is_loggable(form: MasterForm, rule: UpdateRule) -> bool:
-    """Whether updates can be logged, and a subgroup need not be rewritten in every step.
+    """Return whether updates can be logged, so that a subgroup need not be rewritten in every step.
 
     Somebody could change an fp32 parameter unnoticed: it has no checksums. And the rule has to be one of the kernel.
     """

@@ -1,4 +1,4 @@
-"""Parameters on a device whose state is not: copies of one subgroup at a time are updated in host memory."""
+"""Update parameters on a device whose state is not: copies of one subgroup at a time are updated in host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUM_MIRRORS = 3  # one arrives, one is worked on, one leaves
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 ParamOf = Callable[[int], torch.Tensor]
-"""Gives what is in this process's memory of a parameter, by its index."""
+"""It gives what is in this process's memory of a parameter, by its index."""
 
 
 class MirroredRuns:
@@ -44,11 +44,11 @@ class MirroredRuns:
         return self._region.size_bytes
 
     def param(self, run: Run, dtype: torch.dtype) -> torch.Tensor:
-        """The copy of a run of a parameter, 1D."""
+        """Return the copy of a run of a parameter, 1D."""
         return self._region.view(dtype, run.at * dtype.itemsize, run.numel)
 
     def grad(self, run: Run, dtype: torch.dtype) -> torch.Tensor:
-        """The copy of a run of a gradient, 1D."""
+        """Return the copy of a run of a gradient, 1D."""
         return self._region.view(dtype, self._grads_at + run.at * dtype.itemsize, run.numel)
 
     def arrive(self, queue: CopyQueue, pairs: Pairs) -> None:
@@ -67,14 +67,10 @@ class MirroredRuns:
 class DeviceMirror:
     """Three mirrors in turn: while the kernel works on one subgroup, the next one's bytes arrive and the last one's go.
 
-    Each direction has a queue of its own, so that neither waits for the other's bytes. Copies begin after what computed
-    the gradients, and what computes next begins after them. A mirror is filled again after its bytes have gone, which
-    the device sees to; the host waits only for what the kernel is about to read. Before `fit` there is nothing to
-    mirror, and nothing happens.
-
-    Args:
-        meter: counts the time that is spent waiting for the device.
-        locks: page-lock the memory, which asynchronous copies need.
+    Each direction has a queue of its own, so that neither waits for the other's bytes. Copies begin after what
+    computed the gradients, and what computes next begins after them. A mirror is filled again after its bytes have
+    gone, which the device sees to; the host waits only for what the kernel is about to read. Before `fit` there is
+    nothing to mirror, and nothing happens.
     """
 
     BYTES_PER_ELEMENT = _NUM_MIRRORS * 2 * _MAX_ITEMSIZE
@@ -90,14 +86,9 @@ class DeviceMirror:
         """Mirrors that were filled and not taken yet, by the subgroup's index; the one filled first comes first."""
 
     def fit(self, device: torch.device, max_numel: int) -> None:
-        """Have room for subgroups of this size, in place of the room before. Call it between two steps.
+        """Make room for subgroups of up to `max_numel` padded elements on this device. Call it between two steps.
 
-        Args:
-            device: where parameters and gradients are.
-            max_numel: padded elements of the largest subgroup.
-
-        Raises:
-            RuntimeError: memory cannot be pinned, which the section asks for; all is as before.
+        It raises RuntimeError if memory cannot be pinned, which the section asks for; all is then as before.
         """
         mirrors: list[MirroredRuns] = []
         try:
@@ -137,23 +128,20 @@ class DeviceMirror:
             self._up.let_current_come_after()
 
     def come_after(self, mark: Event) -> AbstractContextManager[object]:
-        """Let copies of this step come after a mark, too: a gradient is final there.
-
-        Returns:
-            A context in which operators come after it as well.
-        """
+        """Let copies of this step, and operators in the context returned, come after a gradient's mark."""
         self._down.come_after(mark)
         return self.looking()
 
     def looking(self) -> AbstractContextManager[object]:
-        """A context in which parameters are looked at behind the copies of this step, and not behind all backward."""
+        """Return a context in which parameters are read behind the copies of this step, and not behind all backward."""
         return self._down.computing() if self._mirrors else nullcontext()
 
     def fetch(self, subgroup: Subgroup, param_of: ParamOf, grads: Mapping[int, torch.Tensor]) -> None:
-        """Start copying the parameters and gradients of a subgroup to the host; what is there already, not.
+        """Start copying the parameters and gradients of a subgroup to the host, unless they are there already.
 
         Fetch the subgroup that is taken next, then at most one further. Where that one does not come next, others are
-        fetched beside it; where no mirror is free, what was fetched first is given up, and fetched again when it comes.
+        fetched beside it; where no mirror is free, what was fetched first is given up, and fetched again when it
+        comes.
         """
         if subgroup.index in self._ready:
             return
@@ -164,7 +152,7 @@ class DeviceMirror:
         self._ready[subgroup.index] = mirror
 
     def _unused(self) -> MirroredRuns:
-        """The mirror whose bytes have probably left: the one that was filled the longest ago of those that are free."""
+        """Return the free mirror that was filled the longest ago: its bytes have probably left."""
         if len(self._ready) == _NUM_MIRRORS:
             del self._ready[next(iter(self._ready))]
         mirror = next(each for each in self._mirrors if each not in self._ready.values())
@@ -173,7 +161,7 @@ class DeviceMirror:
         return mirror
 
     def take(self, subgroup: Subgroup) -> MirroredRuns:
-        """The mirror that ``fetch`` filled, when its bytes have arrived."""
+        """Return the mirror that `fetch` filled, when its bytes have arrived."""
         mirror = self._ready.pop(subgroup.index)
         if mirror.arrived is not None:
             with self._meter.waiting("device"):
@@ -200,12 +188,7 @@ class DeviceMirror:
 
 
 class Mirrored(Updater):
-    """Parameters and gradients on a device are brought to the host for another updater, and parameters back.
-
-    Args:
-        updater: for the state in host memory.
-        mirror: for what is on the device.
-    """
+    """Brings parameters and gradients on a device to the host for another updater, and parameters back."""
 
     def __init__(self, updater: Updater, mirror: DeviceMirror) -> None:
         super().__init__(updater.subgroup, updater.means)
@@ -218,7 +201,7 @@ class Mirrored(Updater):
         self._mirror.fetch(self.subgroup, self.means.param_of, grads)
 
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
-        """See `Updater.prepare`. Waits for the copies that `expect` has begun."""
+        """See `Updater.prepare`. It waits for the copies that `expect` has begun."""
         copies = self._mirror.take(self.subgroup)
         on_host = {}
         for run in self.subgroup.runs:
@@ -248,5 +231,5 @@ def _down_pairs(
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has its bytes on a device."""
+    """Return whether a tensor has its bytes on a device."""
     return not (isinstance(tensor, StandIn) or is_host(tensor.device))

@@ -1,4 +1,4 @@
-"""Updates by a native kernel: all runs of a subgroup in one call."""
+"""Update by a native kernel: all runs of a subgroup in one call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_MEMORIES = 16  # of a slot: more than it usually has buffers to take turns
 class NativeKernel(Updater):
     """The rule's kernel updates the state where it is.
 
-    What it is told of a run is made once. A step says what is new: addresses, and the scalars.
+    It is told once what stays the same of a run. A step says what is new: addresses, and the scalars.
     """
 
     def __init__(self, subgroup: Subgroup, means: Means, log: LogState | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Every way to update a subgroup is an updater to whoever updates it."""
+"""Define the updater: what updates one subgroup, in whatever way."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ class Means:
 
 
 class Updater(ABC):
-    """A way to update one subgroup. It is chosen when the subgroup is placed, and stays: see `updater_of`.
+    """Updates one subgroup in one way. It is chosen when the subgroup is placed, and stays: see `updater_of`.
 
-    Args:
-        subgroup: to update.
-        means: to do it with.
-        log: of a subgroup of a durable run.
+    `log` is that of a subgroup of a durable run.
     """
 
     inside = ""
@@ -43,16 +40,12 @@ class Updater(ABC):
         self.log = log
 
     def expect(self, grads: Mapping[int, torch.Tensor]) -> None:
-        """Start to bring what `prepare` will wait for, before the state is there.
-
-        Args:
-            grads: flat gradients of the step, by index of the parameter.
-        """
+        """Start to bring what `prepare` will wait for, before the state is there; `grads` are flat, by parameter."""
         return
 
     @abstractmethod
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
-        """Make an update ready. Before what it returns is called nothing changes.
+        """Make an update ready. Nothing changes before what it returns is called.
 
         Returns:
             A function that updates the state and the parameters, to be called once. It returns how many tiles of 65536

@@ -1,4 +1,4 @@
-"""Whole parameters for rules that need them: gathered over ranks one by one, in one order on all of them."""
+"""Gather whole parameters for rules that need them: over ranks, one by one, in one order on all of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ class WholeParams:
     """The gathers of one step. A rank whose shard of a parameter is empty has no state of it, and joins all the same.
 
     Args:
-        leaves: all parameters.
-        order: which of them are needed whole, by index, in the order in which every rank comes to them.
-        dtype: what is gathered.
+        order: indices of the parameters that are needed whole, as every rank comes to them.
+        dtype: of what is gathered.
     """
 
     def __init__(self, leaves: Sequence[torch.Tensor], order: Iterable[int], dtype: torch.dtype) -> None:
@@ -26,12 +25,9 @@ class WholeParams:
         self._dtype = dtype
 
     def through(self, index: int, part: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """This rank's part of what `function` makes of the whole tensor of which `part` is this rank's part.
+        """Apply `function` to the whole tensor of which `part` is this rank's shard; return this rank's result.
 
-        Args:
-            index: of the parameter.
-            part: in the shape of this rank's shard.
-            function: gets a copy, which it may overwrite.
+        `function` gets a copy, which it may overwrite.
         """
         self._join_until(index)
         self._pending.popleft()

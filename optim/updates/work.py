@@ -1,4 +1,4 @@
-"""A step hands its tensors to an updater, cut into runs, and its scalars."""
+"""Hand a step's tensors to an updater, cut into runs, and its scalars."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunTensors(NamedTuple):
 
 
 class Places(Protocol):
-    """The parameters of a step, where they are."""
+    """Says where the parameters of a step are."""
 
     def view(self, run: Run) -> torch.Tensor:
         """Return a run of its parameter, 1D [run.numel]."""
@@ -50,7 +50,7 @@ class Places(Protocol):
 
 @dataclass(frozen=True)
 class SubgroupStep:
-    """One step does this to a subgroup. Tensors of its runs are made for who asks for them."""
+    """One step does this to a subgroup. Tensors of its runs are made for whoever asks for them."""
 
     subgroup: Subgroup
     memory: Memory
@@ -62,7 +62,6 @@ class SubgroupStep:
     whole: WholeParams
     """Parameters that their rule needs whole."""
     places: Places
-    """The parameters."""
     copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Runs whose parameter and gradient are copies in another place, by index of the parameter."""
 
