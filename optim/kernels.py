@@ -1,7 +1,8 @@
-"""The door to the native kernels: tensors in, checks, and nothing else.
+"""Open the door to the native kernels: tensors in, checks, and nothing else.
 
 All kernels are exact: every ISA, any number of threads and the twins in `optim.rules` give the same bits, whatever
-``torch.set_flush_denormal`` says. They run without the GIL over tiles of ``TILE_NUMEL`` elements.
+``torch.set_flush_denormal`` says. They run without the GIL over tiles of ``TILE_NUMEL`` elements. They raise
+ValueError for a wrong dtype or number of elements, or a tensor that is not contiguous on the CPU.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, TILE_N
 from nvme_offload.optim.rules.rule import UpdateRule
 
 REVISION = 1
-"""The revision of the kernels, to the bit: a run that goes on with another one would not be the run it was. Count it up
-whenever an update gives other bits."""
+"""The revision of the kernels' bits, which a run keeps. Count it up whenever an update gives other bits."""
 
 CHUNK_NUMEL = 256 * TILE_NUMEL
 """Elements that a device works on at a time: seven fp32 tensors of them are needed besides."""
@@ -52,11 +52,7 @@ class GradDtype(enum.IntEnum):
 
     @classmethod
     def of(cls, grad: torch.Tensor) -> GradDtype:
-        """Look up the dtype of a gradient.
-
-        Raises:
-            ValueError: if no kernel takes this dtype.
-        """
+        """Return the number of a gradient's dtype."""
         if grad.dtype not in _GRAD_DTYPES:
             raise ValueError(f"grad is {grad.dtype}; the kernels take float32, bfloat16 and float16")
         return _GRAD_DTYPES[grad.dtype]
@@ -74,7 +70,7 @@ _RULES = {name: number for number, name in enumerate(_kernels.rules())}
 
 
 def available_isas() -> tuple[str, ...]:
-    """Names of the instruction sets that this machine runs, slowest first."""
+    """Return the names of the instruction sets that this machine runs, slowest first."""
     return tuple(_kernels.available_isas())
 
 
@@ -102,11 +98,11 @@ def make_segment(
         grad: fp32, bf16 or fp16 [numel]; None: there is no update but those of the `log`.
         master: uint16 [numel] beside bf16, fp32 [numel] beside fp16, None for an fp32 parameter.
         states: fp32 [numel] each, those of the rule in its order.
-        checksums: int64 [num_tiles(numel)] from `KernelPool.tile_checksums` of the parameter; the update keeps
-            them current. None: changes by others are not looked for.
+        checksums: int64 [num_tiles(numel)] from `KernelPool.tile_checksums` of the parameter; the update keeps them
+            current. None: changes by others are not looked for.
         rule: one with a native kernel.
         scalars: of this step, as the rule gives them.
-        grad_scale: what the gradient is multiplied by: unscaling and clipping in one factor, negative to maximize.
+        grad_scale: the gradient is multiplied by this: unscaling and clipping in one factor, negative to maximize.
         log: earlier updates that `master` and `states` lack, the oldest first: they are done first, in memory that is
             in the cache.
         base: the parameter as it was before those, which becomes what it was after them, in the dtype of ``param``.
@@ -114,10 +110,6 @@ def make_segment(
         offsets: int64 [num_tiles(numel), 2]: gets where `KernelPool.update_and_log` has put each tile's gradient, and
             the parameter where somebody had changed it, in bytes from the beginning of the entry. None: not logged.
         tail: gets a copy of ``param`` as the step leaves it, in the same dtype. None: not wanted. May be ``base``.
-
-    Raises:
-        ValueError: for a rule without a kernel, a wrong dtype, a wrong number of tensors or elements, or a tensor not
-            contiguous on the CPU.
     """
     if param.dtype not in FORM_OF_DTYPE:
         raise ValueError(f"param is {param.dtype}; the kernels take bfloat16, float16 and float32")
@@ -161,17 +153,15 @@ def make_logged_step(
 ) -> LoggedStep:
     """Describe one update of a run of elements as `KernelPool.update_and_log` has kept it. Keep the tensors alive.
 
+    Offsets that lead out of the entry are refused by the update.
+
     Args:
-        entry: uint8 [size_bytes], at a multiple of 64 bytes: what the offsets count from.
+        entry: uint8 [size_bytes], at a multiple of 64 bytes: the offsets count from there.
         offsets: int64 [num_tiles(numel), 2], as that call has filled them in.
         numel: elements of the run.
         grad_dtype: of its gradient then.
         scalars: of that step.
         grad_scale: of that step.
-
-    Raises:
-        ValueError: for a dtype that no gradient has, a wrong number of elements, or a tensor not contiguous on the CPU.
-            Offsets that lead out of the entry are refused by the update.
     """
     if grad_dtype not in _GRAD_DTYPES:
         raise ValueError(f"grad_dtype is {grad_dtype}; the kernels take float32, bfloat16 and float16")
@@ -186,11 +176,7 @@ def make_logged_step(
 
 
 def ordered_sum(values: torch.Tensor) -> float:
-    """Sum fp64 [n] in index order, so that a norm depends on nothing but the gradients.
-
-    Raises:
-        ValueError: if ``values`` is not contiguous fp64 on the CPU.
-    """
+    """Sum fp64 [n] in index order, so that a norm depends on nothing but the gradients."""
     return _kernels.ordered_sum(_address("values", values, torch.float64, values.numel()), values.numel())
 
 
@@ -202,15 +188,10 @@ class KernelPool:
     """
 
     def __init__(self, num_threads: int | None = None, *, isa: str | None = None) -> None:
-        """Start nothing yet.
+        """Start nothing yet. `isa` is one of `available_isas`, by default the fastest.
 
-        Args:
-            num_threads: threads that work on one call, the caller included; by default one per CPU that this
-                process may run on. Ranks that share a machine should share its CPUs.
-            isa: one of `available_isas`; by default the fastest.
-
-        Raises:
-            ValueError: if ``num_threads`` is below 1, or ``isa`` is not available on this machine.
+        `num_threads` work on one call, the caller included; by default one per CPU that this process may run on. Ranks
+        that share a machine should share its CPUs.
         """
         isas = available_isas()
         if isa is not None and isa not in isas:
@@ -222,7 +203,7 @@ class KernelPool:
 
     @property
     def isa(self) -> str:
-        """Name of the instruction set in use."""
+        """The name of the instruction set in use."""
         return self._isa
 
     @property
@@ -242,26 +223,24 @@ class KernelPool:
     def update(
         self, segments: Sequence[Segment], summed: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     ) -> list[int]:
-        """Update parameters, masters and states in place: what the log has, then one step for every gradient.
+        """Update parameters, masters and states in place: apply the log, then one step for every gradient.
 
         A tile whose parameter no longer matches its checksum was changed by somebody else: before the update its
-        master is made from the parameter as found.
+        master is made from the parameter as found. ValueError: a segment has a null or unaligned address, or an
+        unknown rule, form or dtype.
 
         Args:
-            segments: what to update.
+            segments: made by `make_segment`.
             summed: memory, 1D int32, and what gets its `tile_checksums`, as they are after the update: int64
                 [num_tiles(memory)]. They are taken on the way, while the memory is in the cache.
 
         Returns:
             The number of such tiles, per segment.
-
-        Raises:
-            ValueError: for a segment that cannot be right (null or unaligned address, unknown rule, form or dtype).
         """
         return _kernels.update(self._threads, self._isa, segments, 0, 0, [_summed(*pair) for pair in summed])[0]
 
     def update_and_log(self, segments: Sequence[Segment], entry: torch.Tensor) -> tuple[list[int], int]:
-        """`update`, and keep what it takes to do the same again: of each tile its gradient, unless every bit is zero.
+        """Update, and keep what it takes to do the same again: of each tile its gradient, unless every bit is zero.
 
         A tile that was found changed is kept with its parameter as found. In which order tiles lie in the entry is up
         to the threads; `offsets` of the segments say where, and those without offsets are not kept.
@@ -273,9 +252,6 @@ class KernelPool:
         Returns:
             As `update`, and the bytes that the entry takes. More than it has: the update is done, but the entry and
             the offsets are of no use.
-
-        Raises:
-            ValueError: as `update` does.
         """
         address = _address("entry", entry, torch.uint8, entry.numel())
         return _kernels.update(self._threads, self._isa, segments, address, entry.numel(), [])
@@ -283,18 +259,11 @@ class KernelPool:
     def split(
         self, src: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split fp32 into its two halves, losslessly.
-
-        Args:
-            src: fp32, any shape.
-            out: hi and lo to write to.
+        """Split fp32, any shape, into its two halves, losslessly.
 
         Returns:
-            hi, bf16: the nearest (ties away from zero); lo, uint16: what leads back. A NaN becomes a quiet NaN
-            with ``lo = 0``. Both have the shape of ``src``.
-
-        Raises:
-            ValueError: for a wrong dtype or number of elements, or a tensor not contiguous on the CPU.
+            hi, bf16: the nearest (ties away from zero); lo, uint16: what leads back. A NaN becomes a quiet NaN with
+                ``lo = 0``. Both have the shape of ``src``.
         """
         numel = src.numel()
         address = _address("src", src, torch.float32, numel)
@@ -308,19 +277,7 @@ class KernelPool:
         return hi, lo
 
     def join(self, hi: torch.Tensor, lo: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Join the halves that `split` made.
-
-        Args:
-            hi: bf16, any shape.
-            lo: uint16, as many elements.
-            out: fp32 tensor to write to.
-
-        Returns:
-            fp32, of the shape of ``hi``.
-
-        Raises:
-            ValueError: for a wrong dtype or number of elements, or a tensor not contiguous on the CPU.
-        """
+        """Join bf16 and uint16, the halves that `split` made, to fp32 in the shape of ``hi``."""
         numel = hi.numel()
         hi_address = _address("hi", hi, torch.bfloat16, numel)
         lo_address = _address("lo", lo, torch.uint16, numel)
@@ -330,30 +287,16 @@ class KernelPool:
         return dst
 
     def joined(self, stored: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
-        """The fp32 master weights of which `divide` makes these: a new tensor, in the shape of ``stored``.
+        """Return the fp32 master weights of which `divide` makes these: a new tensor, in the shape of ``stored``.
 
-        Args:
-            stored: bf16, fp16 or fp32, any shape: what is computed with.
-            rest: what a master has besides, see `MASTER_DTYPE`. None beside 16 bits: masters are what is computed with.
-
-        Raises:
-            ValueError: as `join` does.
+        Without a ``rest`` 16-bit weights are the masters.
         """
         if rest is None:
             return stored.to(torch.float32, copy=True)
         return self.join(stored, rest) if rest.dtype is torch.uint16 else rest.view(stored.shape).clone()
 
     def divide(self, master: torch.Tensor, stored: torch.Tensor, rest: torch.Tensor | None) -> None:
-        """Put fp32 master weights where they are kept.
-
-        Args:
-            master: fp32, any shape.
-            stored: bf16, fp16 or fp32, as many elements: gets what is computed with.
-            rest: of the dtype that `MASTER_DTYPE` has for ``stored``: gets what else there is. None beside fp32.
-
-        Raises:
-            ValueError: as `split` does.
-        """
+        """Put fp32 master weights where they are kept: ``stored`` is computed with, ``rest`` has `MASTER_DTYPE`."""
         if rest is None:
             stored.copy_(master)
         elif rest.dtype is torch.uint16:
@@ -363,31 +306,23 @@ class KernelPool:
             stored.copy_(self.fp32_to_fp16(master))
 
     def fp16_to_fp32(self, src: torch.Tensor) -> torch.Tensor:
-        """Widen fp16 exactly, in the same shape. Raises ValueError as `split` does."""
+        """Widen fp16 exactly, in the same shape."""
         dst = torch.empty_like(src, dtype=torch.float32)
         address = _address("src", src, torch.float16, src.numel())
         _kernels.fp16_to_fp32(self._threads, self._isa, address, dst.data_ptr(), src.numel())
         return dst
 
     def fp32_to_fp16(self, src: torch.Tensor) -> torch.Tensor:
-        """Round fp32 to the nearest fp16, ties to even, in the same shape. Raises ValueError as `split` does."""
+        """Round fp32 to the nearest fp16, ties to even, in the same shape."""
         dst = torch.empty_like(src, dtype=torch.float16)
         address = _address("src", src, torch.float32, src.numel())
         _kernels.fp32_to_fp16(self._threads, self._isa, address, dst.data_ptr(), src.numel())
         return dst
 
     def tile_checksums(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Checksum the bits of every tile; one changed 32-bit word always shows.
+        """Return a checksum of the bits of every tile, int64 [num_tiles]; one changed 32-bit word always shows.
 
-        Args:
-            tensor: any dtype, any shape.
-            out: int64 [num_tiles] to write to.
-
-        Returns:
-            int64 [num_tiles]; 64 hash bits each (torch.uint64 lacks most operations).
-
-        Raises:
-            ValueError: if a tensor is not contiguous on the CPU, or ``out`` does not fit.
+        Each has 64 hash bits (torch.uint64 lacks most operations). The tensor has any dtype and shape.
         """
         numel = tensor.numel()
         address = _address("tensor", tensor, tensor.dtype, numel)
@@ -397,17 +332,7 @@ class KernelPool:
         return sums
 
     def tile_sq_sums(self, *grads: torch.Tensor) -> torch.Tensor:
-        """Sum the squares of every tile in fp64; `ordered_sum` adds the tiles up.
-
-        Args:
-            grads: fp32, bf16 or fp16, any shape.
-
-        Returns:
-            fp64 [num_tiles], those of one gradient after the other.
-
-        Raises:
-            ValueError: for another dtype, or a tensor not contiguous on the CPU.
-        """
+        """Return the sums of squares of every tile, fp64 [num_tiles], those of one gradient after the other."""
         numels = [grad.numel() for grad in grads]
         dtypes = [GradDtype.of(grad) for grad in grads]
         addresses = [_address("grad", grad, grad.dtype, numel) for grad, numel in zip(grads, numels, strict=True)]
@@ -427,7 +352,7 @@ def _summed(memory: torch.Tensor, sums: torch.Tensor) -> SummedMemory:
 
 
 def _address(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, numel: int) -> int:
-    """Address of a tensor that a kernel can take, or ValueError saying what is wrong with it."""
+    """Return the address of a tensor that a kernel can take, or raise ValueError saying what is wrong with it."""
     if tensor.device.type != "cpu":
         raise ValueError(f"{name} is on {tensor.device}; the kernels run on the CPU")
     if tensor.dtype != dtype:
@@ -440,13 +365,13 @@ def _address(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, numel: 
 
 
 class OnAccelerator:
-    """It does what `KernelPool` does to parameters, in torch's operators: for memory of a device."""
+    """Does what `KernelPool` does to parameters, in torch's operators: for memory of a device."""
 
     def tile_checksums(self, param: torch.Tensor) -> torch.Tensor:
-        """Checksum each tile; the sums are others than the kernel's.
+        """Return a checksum of each tile; it differs from the kernel's.
 
-        Each element counts with an odd weight of its own, modulo 2^64: that a single one changed always shows, of other
-        changes about one in 2^64 does not.
+        Each element counts with an odd weight of its own, modulo 2^64: that a single one changed always shows, of
+        other changes about one in 2^64 does not.
         """
         weights = _weights(param.device)
         sums = []
@@ -459,7 +384,7 @@ class OnAccelerator:
         return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=param.device)
 
     def join(self, hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
-        """Undo `divide`: bf16 and uint16 [numel] to fp32."""
+        """Join bf16 and uint16 [numel], which `divide` made, to fp32."""
         upper = hi.view(torch.int16).to(torch.int32)
         lower = lo.view(torch.int16).to(torch.int32) & 0xFFFF
         return ((upper - (lower >> 15)) << 16 | lower).view(torch.float32)
@@ -481,7 +406,7 @@ class OnAccelerator:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Odd numbers without a pattern, int64 [TILE_NUMEL]: of splitmix64, but for the sign in its shifts."""
+    """Return odd numbers without a pattern, int64 [TILE_NUMEL]: of splitmix64, but for the sign in its shifts."""
     mixed = torch.arange(1, TILE_NUMEL + 1, dtype=torch.int64, device="cpu") * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         mixed = (mixed ^ (mixed >> shift)) * factor

@@ -1,4 +1,4 @@
-"""An optimizer whose state lives on a tier, whatever its update rule: what torch and a training loop see of it."""
+"""Offer torch and a training loop an optimizer whose state lives on a tier, whatever its update rule."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class OffloadOptimizer(Optimizer):
         return loss
 
     def _end_step(self) -> None:
-        """A step was taken: sum up its iteration, have it last, and note how the run is."""
+        """Sum up the iteration of a step that was taken, have it last, and note how the run is."""
         self._meter.end_iteration(self._moved())
         self._wear.note_step()
         commits = self._commits
@@ -486,7 +486,7 @@ class OffloadOptimizer(Optimizer):
             self.store.be_whole()
 
     def _take_over(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Bring a state dict to the tiers; returns what is left of it for torch: the groups."""
+        """Bring a state dict to the tiers; return what is left of it for torch: the groups."""
         store = self.store
         self._follow()
         groups = [without_torch_switches(group) for group in state_dict["param_groups"]]
@@ -596,12 +596,9 @@ class OffloadOptimizer(Optimizer):
         check_group(self.rule, group, number, records, type(self).__name__)
 
     def _check_torch_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Check arguments that torch's optimizer has and this one does not name.
+        """Raise TypeError for an argument that is not supported, or that torch's optimizer has not either.
 
         ``fused`` and ``foreach`` choose among torch's implementations; there is one here, so either value will do.
-
-        Raises:
-            TypeError: it asks for what is not supported, or torch has no such argument either.
         """
         own = type(self).__name__
         for name, value in arguments.items():

@@ -1,4 +1,4 @@
-"""Entries of the optimizer's state, by parameter and name: read, checked, written."""
+"""Read, check and write entries of the optimizer's state, by parameter and name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nvme_offload.optim.tiers.parts import drop_gathered
 
 
 def read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[int, dict[str, torch.Tensor]]:
-    """Copies of state entries by parameter index and name, reading every subgroup at most once."""
+    """Return copies of state entries by parameter index and name, reading every subgroup at most once."""
     with body.at_rest():
         return _read_entries(body, wanted)
 
@@ -52,13 +52,13 @@ def _size_of(slot: SlotRecord) -> int:
 
 
 def _as_entry(record: ParamRecord, flat: torch.Tensor) -> torch.Tensor:
-    """State of a sharded parameter is sharded like it, as checkpoints expect."""
+    """Shape a flat entry as its parameter; shard it like a sharded one, as checkpoints expect."""
     local = unflatten(flat, record.param)
     return sharded_like(local, record.leaf) if isinstance(record.leaf, DTensor) else local
 
 
 def _room_for(body: StateBody, index: int, name: str) -> torch.Tensor:
-    """Flat memory for an entry, to be filled slot by slot; what has no slots is as it would be born."""
+    """Return flat memory for an entry, to be filled slot by slot; without slots it is as it would be born."""
     record = body.table[index]
     if record.is_placed:
         return torch.empty(record.param.numel(), dtype=torch.float32, device="cpu")
@@ -70,11 +70,7 @@ def _all_of(record: ParamRecord) -> Run:
 
 
 def fresh_entry(body: StateBody, index: int, name: str) -> torch.Tensor:
-    """An entry of a parameter, wherever it is, that was never updated: see `fresh_values`.
-
-    Raises:
-        SwapIOError: it is on a tier and cannot be read.
-    """
+    """Return an entry of a parameter, wherever it is, that was never updated: see `fresh_values`."""
     if name == "step":
         return torch.zeros((), device="cpu")
     record = body.table[index]
@@ -82,11 +78,9 @@ def fresh_entry(body: StateBody, index: int, name: str) -> torch.Tensor:
 
 
 def prepare_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, torch.Tensor]]:
-    """Entries by parameter index and name as `write_entries` takes them, with a place for each; no state changes.
+    """Return entries by parameter index and name, as `write_entries` takes them; each has a place, no state changes.
 
-    Raises:
-        ValueError: an entry has the wrong shape or is not a number.
-        OutOfSpaceError: parameters that had no state so far find no place for it.
+    ValueError: an entry has the wrong shape or is not a number. OutOfSpaceError: there is no place for new state.
     """
     with body.at_rest():
         body.table.check_layouts()
@@ -133,13 +127,13 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
 
 
 def _sets_everything(slot: SlotRecord, entries: Mapping[int, Mapping[str, torch.Tensor]]) -> bool:
-    """Whether nothing of what the slot holds now is kept. Then it need not be readable either."""
+    """Return whether nothing of what the slot holds now is kept. Then it need not be readable either."""
     sections = slot.subgroup.sections.keys()
     return all(sections <= entries.get(run.param, {}).keys() for run in slot.subgroup.runs)
 
 
 def _check_entry(body: StateBody, index: int, name: str, value: Any) -> torch.Tensor:
-    """The entry as flat fp32 on the CPU, in the parameter's order of memory."""
+    """Return the entry as flat fp32 on the CPU, in the parameter's order of memory."""
     param, where = body.table[index].param, f"{name} of {body.table[index].name}"
     tensor = local_tensor(value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu"))
     if tensor.is_complex():

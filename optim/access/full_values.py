@@ -1,4 +1,4 @@
-"""One parameter's full values, for debugging: read and set, wherever its pieces are."""
+"""Read and set one parameter's full values, wherever its pieces are, for debugging."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @torch.no_grad()
 def get_full_param(param: torch.Tensor) -> torch.Tensor:
-    """The whole fp32 value of a parameter of an `OffloadOptimizer`, its master weights. Every rank must call it.
+    """Return the whole fp32 value of a parameter of an `OffloadOptimizer`, its master weights. Every rank must call it.
 
     Returns:
         A copy, fp32, on the CPU, in the parameter's global shape, the same on every rank.
@@ -60,7 +60,7 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """The whole gradient of a parameter as it is in ``p.grad`` now (under fp16 scaled). Every rank must call it.
+    """Return the whole gradient of a parameter, as in ``p.grad`` now (under fp16 scaled). Every rank must call it.
 
     Returns:
         A copy, fp32, on the CPU, in the parameter's global shape; None where there is no gradient.
@@ -99,7 +99,7 @@ def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def get_full_optimizer_state(param: torch.Tensor, name: str) -> torch.Tensor:
-    """The whole of a state of a parameter, as ``exp_avg``, or its ``step``. Every rank must call it.
+    """Return the whole of a state of a parameter, as ``exp_avg``, or its ``step``. Every rank must call it.
 
     Returns:
         A copy, fp32, on the CPU, in the parameter's global shape; of ``step`` a scalar.
@@ -151,7 +151,7 @@ def _check_name(record: ParamRecord, name: str, caller: str) -> None:
 
 
 def _own_part(param: torch.Tensor, value: torch.Tensor, caller: str) -> torch.Tensor:
-    """The part of a whole tensor that belongs to this rank."""
+    """Return the part of a whole tensor that belongs to this rank."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != param.shape:
         found = f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"{caller}: needs a whole tensor of shape {tuple(param.shape)}, not {found}")

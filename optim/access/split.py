@@ -1,4 +1,4 @@
-"""Split parameters that an optimizer has: what their masters have besides what is stored is in its state."""
+"""Keep split parameters of an optimizer: the rest of their masters is in its state."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from nvme_offload.optim.tiers.parts import OwnParts, ShardParts, parts_of
 
 
 class StateParts(ShardParts):
-    """The rest in the optimizer's state, on whatever tier that is; of an fp32 parameter there is none.
+    """The rest is in the optimizer's state, on whatever tier that is; of an fp32 parameter there is none.
 
-    Args:
-        body: the optimizer's state.
-        index: of the parameter in it.
-        before: where the parts were; what is stored stays where it is.
+    What is stored stays where it was `before`.
     """
 
     def __init__(self, body: StateBody, index: int, before: ShardParts) -> None:
@@ -30,32 +27,21 @@ class StateParts(ShardParts):
         self._index = index
 
     def gathered(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return what FSDP2 gathers, as the latest step leaves it; waits for its update.
-
-        Raises:
-            SwapIOError, CorruptionError, StateError: see `StateBody.wait_for_updates_of`.
-        """
+        """Return what FSDP2 gathers, as the latest step leaves it; wait for its update."""
         self.body.wait_for_updates_of((self._index,))
         return super().gathered(dtype)
 
     def held(self, *, change: bool) -> AbstractContextManager[torch.Tensor]:
-        """Have what is stored as the latest step leaves it, 1D with padding. Call it `between_steps`, in no gather.
+        """Hold what is stored as the latest step leaves it, 1D with padding. Call it `between_steps`, in no gather.
 
-        Raises:
-            SwapIOError, CorruptionError, StateError: it cannot be read, as where a step stopped halfway: other
-                parameters may be of another step than this one.
+        It raises StateError where a step stopped halfway: other parameters may be of another step than this one.
         """
         if not (change or self.body.is_closed):
             self.body.check(Need.PARAMS)
         return super().held(change=change)
 
     def read(self) -> torch.Tensor:
-        """The parts joined, fp32, in the shape of this rank's shard.
-
-        Raises:
-            SwapIOError: the tier cannot be read.
-            StateError: a step stopped halfway.
-        """
+        """Return the parts joined, fp32, in the shape of this rank's shard. StateError: a step stopped halfway."""
         if self._is_all_stored:
             with self.between_steps():
                 if not self.body.is_closed:
@@ -65,11 +51,7 @@ class StateParts(ShardParts):
         return local_tensor(master).to(self.device)
 
     def write(self, values: torch.Tensor) -> None:
-        """Divide fp32 values, in the shape of this rank's shard, among the parts.
-
-        Raises:
-            SwapIOError: the tier cannot be written.
-        """
+        """Divide fp32 values, in the shape of this rank's shard, among the parts."""
         if not self._is_all_stored:
             set_entries(self.body, {self._index: {"master": values}})
             return
@@ -78,7 +60,7 @@ class StateParts(ShardParts):
         self.owner.reshard()
 
     def between_steps(self) -> AbstractContextManager[None]:
-        """`StateBody.at_rest`, or nothing of parameters that are whole in memory and outlive their optimizer."""
+        """Hold the state `at_rest`, unless the parameter is whole in memory and has outlived its optimizer."""
         stays = self._is_all_stored and isinstance(self.stored, ResidentShard)
         return nullcontext() if stays and self.body.is_closed else self.body.at_rest()
 
@@ -88,11 +70,7 @@ class StateParts(ShardParts):
 
 
 def check_not_elsewhere(body: StateBody, leaf: torch.Tensor, name: str) -> None:
-    """Look whether no other optimizer has half of a split parameter: each would change what is under the other's rest.
-
-    Raises:
-        ValueError: one has, or had.
-    """
+    """Raise ValueError if another optimizer has or had half of a split parameter: each would undo the other's work."""
     parts = parts_of(leaf)
     if isinstance(parts, OwnParts) and isinstance(parts.stored, TieredShard):  # frozen, and on its way at most
         raise ValueError(

@@ -1,4 +1,4 @@
-"""State dicts as torch lays them out: parameters are numbered as they stand in the groups."""
+"""Make and take state dicts as torch lays them out: parameters are numbered as they stand in the groups."""
 
 from __future__ import annotations
 
@@ -13,17 +13,10 @@ from nvme_offload.optim.tiers.parts import split_shard
 
 
 def packed_state(store: StateStore, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of what is in the groups; others are left out. Of what was let go there is none. Call it at rest.
-
-    Args:
-        store: the optimizer's state.
-        groups: the optimizer's parameter groups.
+    """Return the state of what is in the groups, without that of others or what was let go. Call it `at_rest`.
 
     Returns:
         ``state`` by number, fp32 copies in host memory, and ``param_groups`` with numbers in place of parameters.
-
-    Raises:
-        SwapIOError: the state could not be read from its tier.
     """
     leaves = dict.fromkeys(leaf for group in groups for leaf in group["params"])
     numbers = {leaf: number for number, leaf in enumerate(leaves)}
@@ -48,16 +41,10 @@ def matched_state(
     state_dict: Mapping[str, Any],
     check: Callable[[Mapping[str, Any], int], None],
 ) -> dict[int, dict[str, Any]]:
-    """The entries of a state dict by parameter index; what it does not hold of a parameter with state is fresh.
+    """Return the entries of a state dict by parameter index; what it does not hold of a parameter with state is fresh.
 
-    Args:
-        store: the optimizer's state.
-        groups: the optimizer's parameter groups.
-        state_dict: ``state`` and ``param_groups`` as torch lays them out.
-        check: raises ValueError for a group, of some number, that cannot take the place of the optimizer's.
-
-    Raises:
-        ValueError: groups or entries do not fit this optimizer.
+    `check` gets each of its groups with the number of the optimizer's group, and raises ValueError for one that cannot
+    replace that. So does this if groups or entries do not fit.
     """
     sizes = [len(group["params"]) for group in state_dict["param_groups"]]
     own_sizes = [len(group["params"]) for group in groups]

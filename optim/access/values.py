@@ -1,8 +1,8 @@
-"""One way to reach a value: an entry of a parameter, a range of it, as it is now or as a commit has it.
+"""Reach any value in one way: an entry of a parameter, a range of it, as it is now or as a commit has it.
 
-Entries are ``master`` and the states of the rule. Everybody goes by slots and runs: what is read in their order is read
-once, and the drive can read ahead. Here alone is it decided where in a subgroup an entry lies, in which dtype, and what
-stands for state that was never born.
+Entries are ``master`` and the states of the rule. Everybody goes by slots and runs: what is read in their order is
+read once, and the drive can read ahead. Here alone is it decided where in a subgroup an entry lies, in which dtype,
+and what stands for state that was never born.
 """
 
 from __future__ import annotations
@@ -33,18 +33,13 @@ class Values(Protocol):
     """The slots of all subgroups, in the order in which they are read best."""
 
     def read(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
-        """Give an entry of a run, or of a piece of one, fp32 [run.numel]; it is valid until another slot is read.
-
-        Raises:
-            SwapIOError, CorruptionError: the drive cannot be read, or has not what was written.
-        """
+        """Return an entry of a run, or of a piece of one, fp32 [run.numel]; it is valid until another slot is read."""
 
 
 class LiveValues:
     """The `Values` of now, which can also be written. Use it `StateBody.at_rest`.
 
     Args:
-        body: the optimizer's state.
         ahead: subgroups in the order in which they are going to be read: reads of those that follow are under way. Of
             others one buffer is enough, even if the rest hold state that the drive does not take.
         anew: whether everything that is written to is going to be overwritten as a whole. Then nothing is read of it.
@@ -79,7 +74,7 @@ class LiveValues:
         return pipeline.acquire(self._ahead, position, for_change=False)
 
     def open(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
-        """Give an entry to be overwritten, in whole or in part, and then given to `write`."""
+        """Return an entry to be overwritten, in whole or in part, and then given to `write`."""
         if name not in slot.subgroup.sections:
             return fresh_values(self._body, run, name)
         return read_run(self._body, slot, self._change(slot), run, name)
@@ -88,9 +83,6 @@ class LiveValues:
         """Set an entry of a run, or of a piece of one; fp32 [run.numel] on the CPU.
 
         A subgroup stays in its buffer until another one is written to, or `release`, and is then written behind.
-
-        Raises:
-            SwapIOError: the drive cannot be read or written.
         """
         write_run(self._body, slot, self._change(slot), run, name, values)
 
@@ -116,16 +108,12 @@ class LiveValues:
 class CommittedValues:
     """The `Values` of a committed step, verified. One subgroup is in memory at a time, in memory of its own.
 
-    Nothing that training changes is looked at after construction, so another thread may read.
+    Nothing that training changes is looked at after construction, so another thread may read. ResumeError: the
+    manifest is not of such slots.
 
     Args:
-        slots: of the run.
         logs: of the run, with kernels of their own: with those of a step they would take turns.
         space: where the extents are. Somebody keeps what the step refers to until all is read.
-        manifest: of the step.
-
-    Raises:
-        ResumeError: it is not of such slots.
     """
 
     def __init__(self, slots: Sequence[SlotRecord], logs: SlotLogs, space: SwapSpace, manifest: Manifest) -> None:
@@ -137,7 +125,7 @@ class CommittedValues:
         self._held: tuple[SlotRecord, Memory] | None = None
 
     def read(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
-        """See `Values`; `COMPUTED` in its own dtype."""
+        """See `Values`. It returns `COMPUTED` in its own dtype."""
         memory, is_weight = self._memory_of(slot), name in ("master", COMPUTED)
         section = section_view(slot.subgroup, memory, "master" if is_weight else name, run)
         tail = self._logs.base_view(slot.subgroup, memory, run) if is_weight else None
@@ -147,7 +135,7 @@ class CommittedValues:
         return section.float()
 
     def _memory_of(self, slot: SlotRecord) -> Memory:
-        """State, tail and trailer of a subgroup, with what its log has."""
+        """Return state, tail and trailer of a subgroup, with its log applied."""
         if self._held is None or self._held[0] is not slot:
             self._held = None
             chain = self._chains[slot.index]
@@ -159,11 +147,7 @@ class CommittedValues:
 
 
 def fresh_values(body: StateBody, run: Run, name: str) -> torch.Tensor:
-    """An entry of a run that was never updated, fp32 [run.numel]: as the rule begins; the master as the parameter is.
-
-    Raises:
-        SwapIOError: the parameter is on a tier and cannot be read.
-    """
+    """Return an entry of a run that was never updated, fp32 [run.numel]: as born; the master from the parameter."""
     record = body.table[run.param]
     if name == "master":
         rest = record.first_rest
@@ -173,7 +157,7 @@ def fresh_values(body: StateBody, run: Run, name: str) -> torch.Tensor:
 
 
 def read_run(body: StateBody, slot: SlotRecord, memory: Memory, run: Run, name: str) -> torch.Tensor:
-    """Masters of a run, joined, or a state, where it lies if that is in fp32; fp32 [run.numel]."""
+    """Return masters of a run, joined, or a state, where it lies if that is in fp32; fp32 [run.numel]."""
     if name == "master":
         return read_master(run, slot, memory, body.table, body.kernels)
     section = section_view(slot.subgroup, memory, name, run)

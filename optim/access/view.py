@@ -1,4 +1,4 @@
-"""``optimizer.state``: entries that are read from their tier on access and written through."""
+"""Offer ``optimizer.state``: entries that are read from their tier on access and written through."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from nvme_offload.optim.state.table import ParamRecord
 
 
 class ParamState(MutableMapping[str, Any]):
-    """State of one parameter: ``step``, the states of its rule and, beside a 16-bit parameter, ``master``.
+    """The state of one parameter: ``step``, the states of its rule and, beside a 16-bit parameter, ``master``.
 
-    Reading a key fetches a copy from the tier: fp32 tensors in the parameter's shape on the CPU (of a sharded one whose
-    ranks can only gather on a device, there), ``step`` an fp32 scalar as in torch. Assigning to a key writes through to
-    the tier, ``master`` also to the parameter. Changing a fetched tensor in place changes nothing but the copy.
+    Reading a key fetches a copy from the tier: fp32 tensors in the parameter's shape on the CPU (of a sharded one
+    whose ranks can only gather on a device, there), ``step`` an fp32 scalar as in torch. Assigning to a key writes
+    through to the tier, ``master`` also to the parameter. Changing a fetched tensor in place changes nothing but the
+    copy.
     """
 
     def __init__(self, body: StateBody, index: int) -> None:
@@ -100,7 +101,7 @@ class StateView(MutableMapping[torch.Tensor, ParamState]):
             del self[param]
 
     def pop(self, param: torch.Tensor, *default: Any) -> Any:
-        """The state of a parameter as a dict of copies; it begins afresh."""
+        """Return the state of a parameter as a dict of copies; it begins afresh."""
         if default and param not in self:
             return default[0]
         entries = dict(self[param])
@@ -108,7 +109,7 @@ class StateView(MutableMapping[torch.Tensor, ParamState]):
         return entries
 
     def popitem(self) -> tuple[torch.Tensor, ParamState]:
-        """Raises TypeError: there would always be another."""
+        """Raise TypeError: there would always be another."""
         raise TypeError("every parameter keeps an entry in optimizer.state; use pop(parameter), or clear()")
 
     def _set(self, index: int, entries: Mapping[str, Any]) -> None:
@@ -118,7 +119,7 @@ class StateView(MutableMapping[torch.Tensor, ParamState]):
             set_entries(self._body, {index: entries})
 
     def _fresh(self, index: int) -> dict[str, torch.Tensor]:
-        """Values of fresh state, without the master; nothing of a parameter that never had state."""
+        """Return values of fresh state, without the master; nothing of a parameter that never had state."""
         if not self._body.table[index].is_placed:
             return {}
         names = self._body.table[index].entry_names

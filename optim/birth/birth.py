@@ -1,4 +1,4 @@
-"""A model on the meta device gets its values block by block, each straight onto its tier; never whole in memory."""
+"""Give a model on the meta device its values block by block, each straight onto its tier; never whole in memory."""
 
 from __future__ import annotations
 
@@ -38,33 +38,30 @@ from nvme_offload.optim.tiers.parts import (
 )
 
 Elements = Callable[[int, int], torch.Tensor]
-"""Elements from one index to another of this rank's shard, flat, in any floating dtype, on the CPU."""
+"""It gives elements from one index to another of this rank's shard, flat, in any floating dtype, on the CPU."""
 
 Write = Callable[[torch.Tensor, Elements], None]
-"""Sets the master weights of a parameter; its values are asked for in order, a few million at a time. In the order of
-the optimizer each subgroup is written once, and none is read."""
+"""It sets the master weights of a parameter, whose values it asks for in order, a few million at a time."""
 
 _PIECE_NUMEL = 64 * TILE_NUMEL
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether a model has parameters, all of them without data."""
+    """Return whether a model has parameters, all of them without data."""
     devices = {param.device.type for param in model.parameters()}
     return devices == {"meta"}
 
 
 class Birth:
-    """The way of one model from the meta device to values.
+    """Takes one model from the meta device to values.
+
+    It raises WeightsError if the files are damaged or do not fit, ValueError if nobody can give a parameter its value.
 
     Args:
         model: plain, all parameters on the meta device.
         weights: safetensors to load; None: the model's own initialisers.
         init: called with each module after its own initialiser.
         params_on_tier: parameters will be on the parameter tier.
-
-    Raises:
-        WeightsError: the files are damaged or do not fit the model.
-        ValueError: a parameter is not fp32, bf16 or fp16, or nobody can give it or a buffer a value.
     """
 
     def __init__(
@@ -88,10 +85,7 @@ class Birth:
     def give_shards(self, storage_of: StorageOf) -> None:
         """Replace FSDP2's shards on meta by shards that can take values, on the device of their mesh.
 
-        Those in parts have memory for what is stored, and only where that is not on the parameter tier.
-
-        Args:
-            storage_of: how each of them is to be kept.
+        Those in parts, as `storage_of` says, have memory for what is stored unless that is on the parameter tier.
         """
         kernels = KernelPool(torch.get_num_threads())
         for owner, group, records in gather_groups(self._model):
@@ -109,25 +103,15 @@ class Birth:
                 install_parts(record, SplitTensor(parts, shard), give_shard)
 
     def _unborn(self, form: Padded, device: torch.device) -> StoredShard:
-        """Return where what is stored of a parameter will be.
-
-        Memory full of zeros takes none before it is written to.
-        """
+        """Return the place of what will be stored of a parameter. Memory of zeros takes none until it is written to."""
         if self._params_on_tier:
             return UnbornShard(form, device)
         return ResidentShard(torch.zeros(form.shape, dtype=form.dtype, device=device))
 
     def fill(self, body: StateBody, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-        """Give every parameter and buffer its value.
+        """Give every parameter and buffer its value. All ranks of `mesh` draw the same random numbers.
 
-        Args:
-            body: state of the optimizer that owns the parameters; none of it is born.
-            blocks: what is in memory together while it is initialised.
-            mesh: whose ranks draw the same random numbers.
-
-        Raises:
-            ValueError: nobody fills a parameter or buffer.
-            WeightsError, SwapIOError: a file could not be read, the tier not be written.
+        `blocks` are in memory together while they are initialised. No state of the optimizer may be born.
         """
         for record in body.table:
             split = split_shard(record.leaf)
@@ -207,7 +191,7 @@ def _stored_values(source: WeightSource, new: NewTensor) -> Elements:
 
 
 def _local_range(param: torch.Tensor) -> tuple[int, int, int]:
-    """Dimension along which FSDP2 cut a parameter, and where this rank's part begins and how long it is."""
+    """Return the dimension along which FSDP2 cut a parameter, where this rank's part begins, and how long it is."""
     assert isinstance(param, DTensor)
     cuts = [(number, place.dim) for number, place in enumerate(param.placements) if isinstance(place, Shard)]
     if len(cuts) > 1:

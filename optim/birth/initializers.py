@@ -1,4 +1,4 @@
-"""Values from a model's own initialisers: some modules at a time in host memory, the same on every rank."""
+"""Take values from a model's own initialisers: some modules at a time in host memory, the same on every rank."""
 
 from __future__ import annotations
 
@@ -22,16 +22,10 @@ _REMEDY = "give its class a reset_parameters() that does, or pass init= to initi
 
 
 class Initializers:
-    """Initializers fill the parameters and buffers of each module.
+    """Fills the parameters and buffers of each module.
 
-    Of a Hugging Face model its ``_init_weights``; where that leaves something out, and in other models, the module's
-    ``reset_parameters``. Then the user's function.
-
-    Args:
-        model: all of it.
-        plan: of the same model, before it was sharded.
-        init: called with every module, after its own initialiser.
-        device: where buffers end up.
+    A Hugging Face model's ``_init_weights`` does it; where that leaves something out, and in other models, the
+    module's ``reset_parameters``. Then the user's function `init`. Buffers end up on `device`.
     """
 
     def __init__(self, model: nn.Module, plan: BirthPlan, init: Init | None, device: torch.device) -> None:
@@ -44,12 +38,9 @@ class Initializers:
     def run(self, unit: Sequence[nn.Module], place: Callable[[NewTensor, torch.Tensor], None] | None) -> None:
         """Give some modules whole parameters, initialise them, hand the values on, and take the memory back.
 
-        Args:
-            unit: modules in the order in which they are initialised; each has its own parameters and buffers only.
-            place: called with each parameter and its whole value on the CPU; None where only buffers are wanted.
-
-        Raises:
-            ValueError: nobody fills a parameter or buffer, or an initialiser writes to what is not among `unit`.
+        `unit` has modules in the order in which they are initialised, without their children. `place` gets each
+        parameter and its whole value on the CPU; None where only buffers are wanted. ValueError: nobody fills a
+        parameter or buffer, or an initialiser writes to what is not in `unit`.
         """
         with _WholeParameters(self._plan, unit) as whole:
             buffers = self._make_buffers(unit)
@@ -119,7 +110,7 @@ def _nobody_fills(orphans: Sequence[NewTensor]) -> str:
 
 
 def _hugging_face_models(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """The nearest Hugging Face model around each module; nothing is imported for that."""
+    """Return the nearest Hugging Face model around each module; nothing is imported for that."""
     found: dict[nn.Module, nn.Module] = {}
     if (library := sys.modules.get("transformers.modeling_utils")) is not None:
         for module in model.modules():  # parents first: the nearest is the last to claim a module
@@ -129,7 +120,7 @@ def _hugging_face_models(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 class SharedRandomNumbers:
-    """Draw the same random numbers on every rank: those of the first one.
+    """Draws the same random numbers on every rank: those of the first one.
 
     A rank whose generator stood where the first one's did goes on behind the numbers drawn, as after an ordinary
     construction; one that had a state of its own gets it back.
@@ -155,7 +146,7 @@ class SharedRandomNumbers:
 
 
 class _WholeParameters:
-    """Real parameters, full of NaN, in the place of shards; of tied weights the first in the unit counts."""
+    """Puts real parameters, full of NaN, in the place of shards; of tied weights the first in the unit counts."""
 
     def __init__(self, plan: BirthPlan, unit: Sequence[nn.Module]) -> None:
         self._plan, self._unit = plan, unit
@@ -182,5 +173,5 @@ class _WholeParameters:
 
 
 def _is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether writing to it would be lost, or reach this rank's shard alone."""
+    """Return whether writing to it would be lost, or reach this rank's shard alone."""
     return tensor.is_meta or isinstance(tensor, DTensor | SplitTensor)

@@ -1,4 +1,4 @@
-"""A model on the meta device consists of new tensors, which are written down before it is sharded."""
+"""Write down the parameters and buffers of a model on the meta device before it is sharded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class NewTensor:
     """Qualified names; several where weights are tied."""
     module: nn.Module = field(default_factory=nn.Module)
     attribute: str = ""
-    """Attribute of `module` that the first name leads to."""
     persistent: bool = True
     """Whether the tensor is in the state dict."""
 
@@ -39,16 +38,12 @@ class NewTensor:
         return tensor
 
     def set_buffer(self, value: torch.Tensor) -> None:
-        """Put `value` in the buffer's place."""
+        """Replace the buffer by `value`."""
         self.module.register_buffer(self.attribute, value, persistent=self.persistent)
 
 
 class BirthPlan:
-    """Parameters and buffers of a model on the meta device, by where they are.
-
-    Raises:
-        ValueError: a parameter cannot be born, because of its dtype.
-    """
+    """Parameters and buffers of a model on the meta device, by where they are."""
 
     def __init__(self, model: nn.Module) -> None:
         self.params: list[NewTensor] = []
@@ -74,11 +69,11 @@ class BirthPlan:
             self._put(model, name, self._buffer_at.get(place, self.buffers[-1]), self._buffer_at)
 
     def param_at(self, module: nn.Module, attribute: str) -> NewTensor:
-        """The parameter that a module has under a name of its own."""
+        """Return the parameter that a module has under a name of its own."""
         return self._param_at[module, attribute]
 
     def unborn_buffers(self, module: nn.Module) -> Iterator[NewTensor]:
-        """Buffers of a module (not of its children) that are still on the meta device."""
+        """Yield buffers of a module (not of its children) that are still on the meta device."""
         for attribute, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if buffer.is_meta:
                 yield self._buffer_at[module, attribute]
@@ -93,7 +88,7 @@ class BirthPlan:
 
 
 def units(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """The modules of a model in the groups in which they are born, children before parents as in ``Module.apply``.
+    """Yield the modules of a model in groups in which they are born, children before parents as in ``Module.apply``.
 
     A group is a block, or a part of the model without blocks in it; what lies above blocks is born module by module.
     """
@@ -113,7 +108,7 @@ def units(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[list[nn.Mod
 
 
 def has_new_value(buffer: torch.Tensor, version_before: int, placeholder: torch.Tensor) -> bool:
-    """Whether somebody wrote to a buffer, or put another one in its place."""
+    """Return whether somebody wrote to a buffer, or put another one in its place."""
     return not buffer.is_meta and (buffer is not placeholder or version_of(buffer) > version_before)
 
 

@@ -1,4 +1,4 @@
-"""Which stored tensor is which parameter: everything that can be wrong is found from the headers alone."""
+"""Match stored tensors to parameters: everything that can be wrong is found from the headers alone."""
 
 from __future__ import annotations
 
@@ -18,15 +18,9 @@ _MAX_PROBLEMS = 12
 
 
 class WeightSource:
-    """Weight files that fit a model.
+    """Weight files that fit a model on the meta device.
 
-    Args:
-        path: see `SafetensorsReader`.
-        model: on the meta device.
-        plan: of the same model.
-
-    Raises:
-        WeightsError: the files are damaged or do not fit; lists what is missing, left over or of another shape.
+    WeightsError: they are damaged or do not fit; it lists what is missing, left over or of another shape.
     """
 
     def __init__(self, path: str | os.PathLike[str], model: nn.Module, plan: BirthPlan) -> None:
@@ -38,7 +32,7 @@ class WeightSource:
             raise WeightsError(path, *problems[:_MAX_PROBLEMS], *more)
 
     def read(self, new: NewTensor, start: int, stop: int) -> torch.Tensor:
-        """Elements `start` to `stop` of a parameter or buffer in row-major order: 1D, in the stored dtype."""
+        """Return elements `start` to `stop` of a parameter or buffer in row-major order: 1D, in the stored dtype."""
         return self._reader.read(self._names[new], start, stop)
 
     def close(self) -> None:
@@ -56,7 +50,7 @@ def _ignored(model: nn.Module, plan: BirthPlan) -> re.Pattern[str]:
 def _match(
     wanted: Iterable[NewTensor], stored: Mapping[str, HeaderEntry], ignored: re.Pattern[str]
 ) -> tuple[dict[NewTensor, str], list[str]]:
-    """Stored name by tensor, and what does not fit, in words."""
+    """Return stored names by tensor, and what does not fit, in words."""
     names, missing, misfits, known = dict[NewTensor, str](), list[NewTensor](), list[str](), set[str]()
     for new in wanted:
         known.update(new.names)

@@ -1,4 +1,4 @@
-"""Parts of a model that are used one after the other: what is gathered, or waited for, one by one."""
+"""Find parts of a model that are used one after the other: they are gathered, or waited for, one by one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ def find_units(model: nn.Module) -> list[nn.Module]:
 
 
 def find_ends(model: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
-    """Embeddings and heads beside the repeated layers that are worth gathering by themselves, in the model's order.
+    """Return embeddings and heads beside the repeated `blocks` that are worth gathering alone, in the model's order.
 
     What is gathered with the model itself is needed first in forward, and its gradients are final last in backward. So
     that should be little. Theirs are `nn.Embedding` and `nn.Linear` with half the parameters of the largest layer, or
     more, that share none with other modules.
-
-    Args:
-        model: as a whole.
-        blocks: its repeated layers.
     """
     largest = max((_numel(block) for block in blocks), default=0)
     owners: dict[nn.Parameter, int] = {}
@@ -44,11 +40,7 @@ def find_ends(model: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module
 
 
 def match_blocks(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
-    """Modules whose class name or qualified name is one of `patterns`.
-
-    Raises:
-        ValueError: a pattern matches nothing.
-    """
+    """Return modules whose class name or qualified name is one of `patterns`. ValueError: one matches nothing."""
     blocks: dict[nn.Module, None] = {}
     for pattern in patterns:
         found = [module for name, module in model.named_modules() if pattern in (type(module).__name__, name)]
@@ -60,7 +52,7 @@ def match_blocks(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
 
 
 def params_outside(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Parameter]:
-    """All parameters of a module that are not in a block inside it; some perhaps twice."""
+    """Yield all parameters of a module that are not in a block inside it; some perhaps twice."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if child not in blocks:

@@ -1,4 +1,4 @@
-"""Parameters and gradients as the kernels see them: one dimension, in the order of memory."""
+"""Show parameters and gradients as the kernels see them: one dimension, in the order of memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Layout(NamedTuple):
-    """A layout says how the elements of a parameter lie in memory. Its state follows it, so it must stay."""
+    """Says how the elements of a parameter lie in memory. Its state follows it, so it must stay."""
 
     dtype: torch.dtype
     device: torch.device
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, leaf: torch.Tensor) -> Layout:
-        """The present layout of what is in this process's memory of a parameter."""
+        """Return the present layout of what is in this process's memory of a parameter."""
         param = storage_of(leaf)
         is_split = isinstance(local_tensor(leaf), SplitTensor)
         return cls(param.dtype, param.device, tuple(param.shape), param.stride(), is_split)
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one run of memory without gaps or overlap, in whatever order of dimensions."""
+    """Return whether the elements fill one run of memory without gaps or overlap, in whatever order of dimensions."""
     if tensor.numel() == 0:
         return True
     expected = 1
@@ -55,18 +55,18 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """1D [numel] over the memory of a dense tensor as it is now, outside autograd, also where its readers wait."""
+    """Return 1D [numel] over the memory of a dense tensor, outside autograd, also where its readers wait."""
     with without_torch_function():
         return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def room_like(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """New memory with the shape and strides of a dense tensor, without its values."""
+    """Return new memory with the shape and strides of a dense tensor, without its values."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
 
 
 def unflatten(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A flat tensor seen with the shape and strides of the parameter `like`."""
+    """View a flat tensor with the shape and strides of the parameter `like`."""
     return flat.as_strided(like.shape, like.stride())
 
 
@@ -81,11 +81,7 @@ def storage_of(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def check_param(param: torch.Tensor, name: str) -> None:
-    """Raise for a parameter that cannot be offloaded.
-
-    Raises:
-        ValueError: wrong dtype, sparse, with gaps in memory, or on a device without a path to host memory.
-    """
+    """Raise ValueError for a parameter that cannot be offloaded."""
     if param.layout is not torch.strided:
         raise ValueError(f"{name} has layout {param.layout}: only strided parameters can be offloaded")
     if param.dtype not in FORM_OF_DTYPE:
@@ -115,14 +111,11 @@ def check_no_overlap(params: Sequence[torch.Tensor], names: Sequence[str]) -> No
 
 
 def flat_grad(leaf: torch.Tensor, name: str) -> torch.Tensor | None:
-    """The gradient of a parameter, 1D [numel], in the parameter's order of memory; None if there is none.
+    """Return the gradient of a parameter, 1D [numel], in the parameter's order of memory; None if there is none.
 
-    Of a sharded parameter this rank's part; where that is on a tier the stand-in for it. A DTensor laid out otherwise
-    than its parameter (a sum that is still in parts on the ranks of tensor parallelism) is brought into its layout
-    first, which all of these ranks must do.
-
-    Raises:
-        ValueError: sparse, complex, of a dtype the kernels do not take, of another shape or on another device.
+    Of a sharded parameter it is this rank's part; where that is on a tier the stand-in for it. A DTensor laid out
+    otherwise than its parameter (a sum that is still in parts on the ranks of tensor parallelism) is brought into its
+    layout first, which all of these ranks must do. ValueError: the kernels cannot take it.
     """
     sharded = leaf.grad
     if sharded is None:
@@ -153,14 +146,14 @@ def flat_grad(leaf: torch.Tensor, name: str) -> torch.Tensor | None:
 
 
 class StoredGrad(Protocol):
-    """A gradient on a tier is this to who finds a stand-in for it."""
+    """A gradient on a tier is this to whoever finds a stand-in for it."""
 
     num_changes: int
     """Number of gradients that arrived, and of changes in place."""
 
     @property
     def landed_sums(self) -> torch.Tensor:
-        """Return the fp64 sums of squares of its tiles, which the norm needs."""
+        """The fp64 sums of squares of its tiles, which the norm needs."""
 
     def view(self) -> torch.Tensor:
         """Return it in memory, 1D, while its block is held."""

@@ -1,4 +1,4 @@
-"""Geometry of sharded tensors: boxes of one that are contiguous runs of one rank's memory."""
+"""Cut sharded tensors into boxes that are contiguous runs of one rank's memory."""
 
 from __future__ import annotations
 
@@ -39,12 +39,7 @@ class Chunk(NamedTuple):
         return math.prod(self.saved.sizes)
 
     def view(self, flat: torch.Tensor, first: int) -> torch.Tensor:
-        """The chunk as a view of the right shape.
-
-        Args:
-            flat: 1D, this rank's part in its order of memory, from element `first` on.
-            first: see above.
-        """
+        """View the chunk in its shape; `flat` is this rank's part, 1D in order of memory, from element `first` on."""
         sizes = [self.saved.sizes[dim] for dim in self.order]
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         begin = self.start - first
@@ -53,7 +48,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a tensor this rank has, and how it lies in memory. It is dense."""
+    """The part of a tensor that this rank has, and how it lies in memory. It is dense."""
 
     whole: torch.Size
     offsets: tuple[int, ...]
@@ -62,7 +57,7 @@ class Part:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Part:
-        """The part of a tensor that this rank has: the local tensor of a DTensor, all of any other tensor."""
+        """Return this rank's part: the local tensor of a DTensor, all of any other tensor."""
         local = local_tensor(tensor)
         offsets = shard_offsets(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.dim()
         strides = local.stride()
@@ -70,7 +65,7 @@ class Part:
         return cls(torch.Size(tensor.shape), offsets, tuple(local.shape), tuple(order))
 
     def chunks(self, start: int, stop: int) -> Iterator[Chunk]:
-        """The chunks that make up elements `start` to `stop` of this rank's memory."""
+        """Yield the chunks that make up elements `start` to `stop` of this rank's memory."""
         for box in boxes([self.shape[dim] for dim in self.order], start, stop):
             offsets, sizes = list(self.offsets), [0] * len(self.order)
             for place, dim in enumerate(self.order):
@@ -80,7 +75,7 @@ class Part:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Boxes, in order, that elements `start` to `stop` of a contiguous tensor consist of; few, and as large as can be.
+    """Yield boxes, in order, that elements `start` to `stop` of a contiguous tensor consist of: few, and large.
 
     A run that begins and ends inside rows is the end of a row, whole rows, and the beginning of a row.
     """

@@ -1,4 +1,4 @@
-"""The fp32 master weights have a form: one table for all."""
+"""Describe the form of the fp32 master weights in one table for all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TILE_NUMEL = _kernels.TILE_NUMEL
 
 
 class MasterForm(enum.IntEnum):
-    """The form tells where the fp32 master weights are."""
+    """The place of the fp32 master weights."""
 
     SPLIT = 0
     """The master is in two halves: the bf16 parameter (``hi``), and a uint16 tensor with the lower half (``lo``)."""
@@ -35,24 +35,24 @@ FORM_OF_DTYPE = {
 DTYPE_OF_FORM = {form: dtype for dtype, form in FORM_OF_DTYPE.items()}
 
 MASTER_DTYPE = {MasterForm.SPLIT: torch.uint16, MasterForm.FULL: torch.float32, MasterForm.ITSELF: None}
-"""Dtype of the tensor that is kept beside the parameter, by form of the master; None: there is none."""
+"""The dtype of the tensor that is kept beside the parameter, by form of the master; None: there is none."""
 
 TAIL_DTYPE = {MasterForm.SPLIT: torch.bfloat16, MasterForm.FULL: None, MasterForm.ITSELF: torch.float32}
-"""Dtype of what a parameter has that cannot be had from its state, by form of the master; None: there is nothing."""
+"""The dtype of what a parameter has that its state does not say, by form of the master; None: there is nothing."""
 
 
 def num_tiles(numel: int) -> int:
-    """Tiles of `TILE_NUMEL` in a run of ``numel`` elements."""
+    """Return the tiles of `TILE_NUMEL` in a run of ``numel`` elements."""
     return -(-numel // TILE_NUMEL)
 
 
 def sealed_itemsize(form: MasterForm, states: Sequence[State]) -> int:
-    """Bytes of state and parameter per parameter, where both are kept: 12 with two fp32 states, whatever the dtype."""
+    """Return bytes per parameter where state and parameter are kept: 12 with two fp32 states, whatever the dtype."""
     dtype = TAIL_DTYPE[form]
     return state_itemsize(form, states) + (dtype.itemsize if dtype else 0)
 
 
 def state_itemsize(form: MasterForm, states: Sequence[State]) -> int:
-    """Bytes of state per parameter on the tier: with two fp32 states 10 for bf16, 12 for fp16, 8 for fp32."""
+    """Return bytes of state per parameter on the tier: with two fp32 states 10 for bf16, 12 for fp16, 8 for fp32."""
     dtype = MASTER_DTYPE[form]
     return sum(state.dtype.itemsize for state in states) + (dtype.itemsize if dtype else 0)

@@ -1,4 +1,4 @@
-"""Parameters by name: their own, those of the modules that they are in, and those modules' class names."""
+"""Find parameters by name: their own, those of the modules that they are in, and those modules' class names."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from torch import nn
 
 
 def params_matching(model: nn.Module, pattern: str) -> dict[nn.Parameter, None]:
-    """The parameters of which a shell pattern matches a name, in the model's order.
+    """Return the parameters of which a shell pattern matches a name, in the model's order.
 
-    Args:
-        model: as a whole; a tied parameter has all of its names.
-        pattern: of a qualified name of a parameter or of a module that it is in, or of such a module's class name,
-            alone or with the package it is imported from, as ``torch.nn.LayerNorm``.
+    Names are those of a parameter (a tied one has several) and of the modules that it is in, and these modules' class
+    names, alone or with the package they are imported from, as ``torch.nn.LayerNorm``.
     """
     found = (param for param, names in _names_of_owners(model) if any(fnmatchcase(name, pattern) for name in names))
     return dict.fromkeys(found)
 
 
 def _names_of_owners(model: nn.Module) -> Iterator[tuple[nn.Parameter, set[str]]]:
-    """Every parameter with its own name and the names and class names of the modules it is in, but the model's."""
+    """Yield every parameter with its own name, and names and class names of the modules it is in, but the model's."""
     for module_name, module in model.named_modules(remove_duplicate=False):
         parts = module_name.split(".")
         paths = [".".join(parts[: depth + 1]) for depth in range(len(parts))] if module_name else []
@@ -34,7 +32,7 @@ def _names_of_owners(model: nn.Module) -> Iterator[tuple[nn.Parameter, set[str]]
 
 
 def _names_of_class(kind: type) -> set[str]:
-    """A class's name, and that with each package it is imported from: torch.nn.LayerNorm is of a module below that."""
+    """Return a class's name, and that with each package it is imported from: torch.nn.LayerNorm is defined deeper."""
     parts = kind.__module__.split(".")
     packages = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     public = {package for package in packages if getattr(sys.modules.get(package), kind.__qualname__, None) is kind}

@@ -1,4 +1,4 @@
-"""Cutting parameters into subgroups, the units of read, update and write."""
+"""Cut parameters into subgroups, the units of read, update and write."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Run(NamedTuple):
 class Subgroup:
     """A fixed set of runs whose state is read, updated and written together.
 
-    Its extent is the master section, then one for each state of the rule, each `padded_numel` elements long. The master
-    section holds the lower halves of split master weights (uint16), full master weights (fp32), or nothing where the
-    parameter is fp32 itself.
+    Its extent is the master section, then one for each state of the rule, each `padded_numel` elements long. The
+    master section holds the lower halves of split master weights (uint16), full master weights (fp32), or nothing
+    where the parameter is fp32 itself.
     """
 
     index: int
@@ -86,7 +86,7 @@ class Subgroup:
 
     @property
     def tail_dtype(self) -> torch.dtype | None:
-        """Dtype of what the parameters have besides the state; None where the state has all."""
+        """The dtype of what the parameters have besides the state; None where the state has all."""
         return TAIL_DTYPE[self.form]
 
     @cached_property
@@ -103,7 +103,7 @@ class Subgroup:
 
 
 def section_view(subgroup: Subgroup, memory: Memory, name: str, run: Run) -> torch.Tensor | None:
-    """A run's part of the section ``master`` or of a state; None where there is no such section."""
+    """Return a run's part of the section ``master`` or of a state; None where there is no such section."""
     section = subgroup.sections.get(name)
     if section is None:
         return None
@@ -112,7 +112,7 @@ def section_view(subgroup: Subgroup, memory: Memory, name: str, run: Run) -> tor
 
 
 def state_views(subgroup: Subgroup, memory: Memory, run: Run) -> list[torch.Tensor]:
-    """A run's part of every state of the rule, in the rule's order."""
+    """Return a run's part of every state of the rule, in the rule's order."""
     places = [subgroup.sections[state.name] for state in subgroup.rule.states]
     return [memory.view(dtype, offset + run.at * dtype.itemsize, run.numel) for dtype, offset in places]
 
@@ -137,16 +137,13 @@ def plan_subgroups(
     """Cut parameters, in their order, into subgroups.
 
     A subgroup holds parameters of one group, one master form, one block of the tiers and one kind of log, at most
-    `max_numel` elements (rounded up to `TILE_NUMEL`) and at most `max_bytes` of state. Parameters are cut at multiples
-    of `TILE_NUMEL` only, those of a rule that needs them whole not at all: each has a subgroup of its own, so that
-    ranks whose shards differ in size agree on the order. Empty ones are left out.
+    `max_numel` elements (rounded up to `TILE_NUMEL`) and at most `max_bytes` of state, which must hold a block of the
+    widest state. Parameters are cut at multiples of `TILE_NUMEL` only, those of a rule that needs them whole not at
+    all: each has a subgroup of its own, so that ranks whose shards differ in size agree on the order. Empty ones are
+    left out.
 
-    Args:
-        params: what to place.
-        max_bytes: size of a staging buffer, in bytes; must hold a block of the widest state.
-        max_numel: upper limit of a subgroup, in elements.
-        first: index of the first subgroup made.
-        sealed: the parameters have a place beside their state, which counts as state in `max_bytes`.
+    `first` is the index of the first subgroup made. `sealed`: parameters have a place beside their state, which counts
+    as state in `max_bytes`.
     """
     subgroups: list[Subgroup] = []
     pending: list[Run] = []
@@ -179,7 +176,7 @@ def plan_subgroups(
 
 
 def _fitting(wanted: int, room: int) -> int:
-    """Elements of a run that fit: all of them, or as many whole tiles as there is room for."""
+    """Return the elements of a run that fit: all of them, or as many whole tiles as there is room for."""
     if _round_up(wanted, _RUN_ALIGNMENT) <= room:
         return wanted
     return max(0, room) // TILE_NUMEL * TILE_NUMEL

@@ -1,4 +1,4 @@
-"""All ranks do something or none: an error on one rank is raised on every rank."""
+"""Do something on all ranks or on none: an error on one rank is raised on every rank."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ T = TypeVar("T")
 
 
 def is_alone() -> bool:
-    """Whether there is no process group at all, and this process takes no part in anything with others."""
+    """Return whether there is no process group at all, and this process takes no part in anything with others."""
     return not dist.is_initialized()
 
 
 def is_first_rank(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether what one rank does for all is up to this one."""
+    """Return whether this rank does what one does for all."""
     return is_alone() or dist.get_rank(group) == 0
 
 
 def gather(value: T, *groups: dist.ProcessGroup | None) -> dict[int, T]:
     """Gather what each rank gives, by rank; it is pickled. Collective.
 
-    Args:
-        value: of this rank.
-        groups: of one dimension of a mesh each, or one group; None: all ranks.
+    `groups` are of one dimension of a mesh each, or one group; None: all ranks.
     """
     found = {dist.get_rank(): value}
     for group in groups:
@@ -44,15 +42,11 @@ def gather(value: T, *groups: dist.ProcessGroup | None) -> dict[int, T]:
 
 
 def on_every_rank(action: Callable[[], T], *groups: dist.ProcessGroup | None) -> T:
-    """Run `action` on every rank and wait for all; returns this rank's result. Without a process group, just run it.
+    """Run `action` on every rank and wait for all; return this rank's result. Without a process group, just run it.
 
-    Args:
-        action: may have collectives in it, if no rank can fail alone before or between them.
-        groups: see `gather`; without any, all ranks.
-
-    Raises:
-        Whatever it raised on this rank, or else what it raised on the first rank on which it failed, with a note that
-        names this rank and its host.
+    An error of this rank, or else of the first rank that failed, is raised on all, with a note that names that rank
+    and its host. `action` may have collectives in it, if no rank can fail alone before or between them. `groups` as
+    for `gather`; without any, all ranks.
     """
     if is_alone():
         return action()
@@ -70,7 +64,7 @@ def on_every_rank(action: Callable[[], T], *groups: dist.ProcessGroup | None) ->
 
 
 def _first_of_all(errors: list[BaseException], groups: tuple[dist.ProcessGroup | None, ...]) -> BaseException | None:
-    """Return what this rank is to raise: of the error that it had or had not, which is taken out, and all others'."""
+    """Return what this rank is to raise, from its own error, which is taken out of `errors`, and all others'."""
     error = errors.pop() if errors else None
     failures = gather((platform.node(), _sendable(error)), *(groups or (None,)))
     for rank, (host, failure) in sorted(failures.items(), key=lambda found: found[0] != dist.get_rank()):
@@ -85,11 +79,7 @@ def _first_of_all(errors: list[BaseException], groups: tuple[dist.ProcessGroup |
 
 
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run `action` on the first rank alone; returns its result on every rank.
-
-    Raises:
-        Whatever it raised there, on every rank.
-    """
+    """Run `action` on the first rank alone; return its result, or raise its error, on every rank."""
     if is_alone():
         return action()
     results: list[T] = []
@@ -106,7 +96,7 @@ def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def reachable(tensor: DTensor) -> DTensor:
-    """A sharded tensor whose shards are where the groups of its mesh can gather them; itself if they are there.
+    """Return a sharded tensor whose shards are where the groups of its mesh can gather them; itself if they are there.
 
     State of parameters on a device is in host memory, for which groups of NCCL alone have no backend.
     """
@@ -118,7 +108,7 @@ def reachable(tensor: DTensor) -> DTensor:
 
 
 def _sendable(error: BaseException | None) -> BaseException | None:
-    """The error, or one in its place that says the same where it cannot be pickled."""
+    """Return the error, or one in its place that says the same if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

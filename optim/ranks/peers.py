@@ -1,4 +1,4 @@
-"""A rank hears of the others while it waits for them: which one failed, where, and of what."""
+"""Tell a rank that waits for others which one failed, where, and of what."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ class Peers:
     """The other ranks of a model, and what they say of their failures.
 
     A rank that fails alone leaves the others in a collective, where gloo keeps them until its timeout: it cannot be
-    aborted. So the rank puts a line on a board, and on the others a thread reads it and logs it while they wait.
-
-    Args:
-        ranks: of the model. With this one alone there is neither board nor thread.
+    aborted. So the rank puts a line on a board, and on the others a thread reads it and logs it while they wait. With
+    one rank there is neither board nor thread.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -47,23 +45,16 @@ class Peers:
             start(thread)
 
     def tell(self, where: str, error: BaseException, *, goes_on: bool) -> None:
-        """Let the other ranks know of an error of this one.
+        """Let the other ranks know of an error that came out of a call, `where`.
 
-        Args:
-            where: in which call.
-            error: what came out of it.
-            goes_on: whether calling it again may succeed, so that the others wait for good reason.
+        `goes_on`: calling it again may succeed, so that the others wait for good reason.
         """
         if self._board is not None:
             self._board.put(f"rank {dist.get_rank()} failed in {where}: {type(error).__name__}: {error}", goes_on)
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Around what has collectives in it: if one fails because another rank did, the error says so.
-
-        Raises:
-            PeerError: with what that rank said, from the error of the collective.
-        """
+        """Raise PeerError, with what the failed rank said, if a collective in here fails because another rank did."""
         try:
             yield
         except RuntimeError as error:
@@ -72,7 +63,7 @@ class Peers:
             raise
 
     def instead_of(self, error: BaseException) -> PeerError | None:
-        """The error to raise for one of a collective that failed because another rank did; itself, if it is that."""
+        """Return the error to raise if a collective failed because another rank did; `error` itself, if it is that."""
         if isinstance(error, PeerError):
             return error
         is_of_torch = isinstance(error, RuntimeError) and not isinstance(
@@ -106,7 +97,7 @@ class _Board:
             logger.warning("the other ranks cannot be told that %s", said)
 
     def look(self) -> str:
-        """Log what is new; what a rank said that cannot go on, or nothing."""
+        """Log what is new; return what a rank said that cannot go on, or nothing."""
         with self._lock:
             while self._store.check([_ENTRY.format(self._seen + 1)]):
                 self._seen += 1

@@ -1,4 +1,4 @@
-"""The ranks that take steps together, and what they have to agree on before one of them writes."""
+"""Say which ranks take steps together, and have them agree before one of them writes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ T = TypeVar("T")
 class Ranks:
     """All ranks whose parameters are updated in the same steps as this one's.
 
-    Those of the meshes that parameters are sharded over, and of `group`. Where nothing is sharded and there is a
-    process group all the same, all of that: the parameters are copies, as with DistributedDataParallel.
-
-    Args:
-        leaves: parameters as the user knows them.
-        group: further ranks that step with these, as the stages of a pipeline do.
+    They are those of the meshes that parameters are sharded over, and of `group`, as the stages of a pipeline. Where
+    nothing is sharded and there is a process group all the same, all of that: the parameters are copies, as with
+    DistributedDataParallel.
     """
 
     def __init__(self, leaves: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
@@ -45,7 +42,7 @@ class Ranks:
         return bool(self._groups)
 
     def all(self, value: bool) -> bool:
-        """Whether `value` is true on every rank. Collective: no rank returns before all have called."""
+        """Return whether `value` is true on every rank. Collective: no rank returns before all have called."""
         for group in self._groups:
             flag = torch.tensor([int(value)], device=device_of(group))
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
