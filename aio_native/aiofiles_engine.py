@@ -44,10 +44,10 @@ class AiofilesThread(OwnerThread):
             raise
 
     def _start_threads(self) -> None:
-        """All of them, at once.
+        """Start all of them, at once.
 
-        A pool that is refused a thread later keeps the request that it was for, and another of its threads would run
-        it after we had said that it failed, on memory that may be somebody else's by then.
+        A pool that is refused a thread later keeps the request that it was for, and another of its threads would run it
+        after we had said that it failed, on memory that may be somebody else's by then.
         """
         everyone = threading.Barrier(self.depth)
         try:

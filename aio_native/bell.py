@@ -23,14 +23,13 @@ class Bell:
         self._poll.register(self._eventfd, select.POLLIN)
 
     def fileno(self) -> int:
-        """The descriptor that can be read once it has rung, for an event loop."""
+        """Return the descriptor that can be read once it has rung, for an event loop."""
         return self._eventfd
 
     def hang_on(self, operation: Operation) -> bool:
         """Ring when `operation` is done; at once if it already is.
 
-        Returns:
-            False where no descriptor is left for that (EMFILE): nothing will ring, and who waits must look again.
+        False where no descriptor is left for that (EMFILE): nothing will ring, and who waits must look again.
         """
         with suppress(OSError, RuntimeError):
             operation.add_waker(self._eventfd)
@@ -44,11 +43,7 @@ class Bell:
                 os.eventfd_write(eventfd, 1)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the bell rings or `timeout` seconds have passed; what rang before counts. Signals are handled.
-
-        Returns:
-            Whether it rang.
-        """
+        """Wait until it rings (True) or `timeout` seconds have passed; what rang before counts. Signals are handled."""
         if not self._poll.poll(None if timeout is None else timeout * 1000):
             return False
         with suppress(BlockingIOError):  # another wake-up took the count

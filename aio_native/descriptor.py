@@ -13,14 +13,7 @@ class Descriptor:
     """A descriptor that a system call opened; it is closed with this object, at the latest.
 
     A number alone is lost where an exception (a signal handler's, say) comes between the call that returns it and
-    whoever would note it. Here it is noted by the same call.
-
-    Args:
-        opened_by: a function in C that returns a descriptor, for example `os.open`.
-        arguments: its positional ones.
-
-    Raises:
-        OSError: nothing was opened.
+    whoever would note it. Here it is noted by the same call: `opened_by` is a function in C, for example `os.open`.
     """
 
     def __init__(self, opened_by: Callable[..., int], *arguments: Any) -> None:
@@ -30,7 +23,7 @@ class Descriptor:
         self._held.extend(map(opened_by, *([argument] for argument in arguments)))
 
     def fileno(self) -> int:
-        """The descriptor; -1 when it is closed."""
+        """Return the descriptor; -1 when it is closed."""
         return self._held[0] if self._held else -1
 
     def close(self) -> None:

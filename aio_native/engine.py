@@ -20,7 +20,6 @@ from typing import NamedTuple, Protocol
 from nvme_offload.aio_native.faults import FaultSpec
 
 DRAIN_POLL_SECONDS = 0.001
-"""Seconds between two looks that `Engine.drain` takes at what is under way."""
 
 MAX_BLOCK_SIZE = 1 << 30
 """Largest request of any engine, in bytes; the kernel cuts a single read or write short of 2 GiB."""

@@ -30,10 +30,6 @@ class OwnerThread(ABC):
 
     There is one, whatever ``options.rings`` says, since a second one would only wait for the interpreter lock; it keeps
     as many requests in flight as all the rings together would, that is ``queue_depth * rings``, within ``max_depth``.
-
-    Args:
-        name: of the engine.
-        options: as for the engine.
     """
 
     max_depth = 2**15
@@ -42,7 +38,6 @@ class OwnerThread(ABC):
         self.name = name
         self.depth = min(options.queue_depth * options.rings, self.max_depth)
         self.breakdown: Breakdown | None = None
-        """The way in which the thread broke; None while it works."""
         self._options = options
         self.pid = os.getpid()
         """The process that has the thread: a forked child does not."""
@@ -201,16 +196,13 @@ class OwnerThread(ABC):
             return bool(self._num_operations)
 
     def stats(self) -> EngineStats:
-        """Counters since it began; they can be read after `end`, too."""
+        """Count since it began; can be asked after `end`, too."""
         with self._lock:
             at_end = self._cpu_ns_at_end
             return self._requests.stats(self._cpu_ns() if at_end is None else at_end)
 
     def end(self) -> None:
-        """Finish what is under way and end the thread, also one that has only begun. Idempotent.
-
-        Does nothing in a forked child.
-        """
+        """End the thread, also one that only began, when all under way is done. Idempotent; no-op in a forked child."""
         if os.getpid() != self.pid:
             return
         with self._lock:

@@ -30,7 +30,6 @@ class PythonEngine(Engine):
     """
 
     owner_type: ClassVar[type[OwnerThread]]
-    """The thread that does the work."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -72,7 +71,7 @@ class PythonEngine(Engine):
         self._check_process()
 
     def stats(self) -> EngineStats:
-        """Counters since the engine was opened; they can be read after ``close`` too."""
+        """Return the counters since the engine was opened; they can be read after ``close`` too."""
         self._check_process()
         return self._owner.stats()
 

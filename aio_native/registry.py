@@ -24,14 +24,9 @@ class EngineEntry:
     least_share: float | None
     """Least acceptable share of fio's bandwidth in the same minute; None: the engine's speed is not judged."""
     summary: str
-    """The engine in a few words."""
 
     def open(self, options: EngineOptions) -> Engine:
-        """Import the engine and open it.
-
-        Raises:
-            EngineUnavailable: it cannot run here.
-        """
+        """Import the engine and open it; raises EngineUnavailable if it cannot run here."""
         engine: Engine = getattr(import_module(self.module), self.class_name)(options)
         return engine
 
@@ -61,7 +56,7 @@ class OpenedEngine:
 
 
 def describe_engines() -> str:
-    """The engines that ``auto`` tries, in its order, in words."""
+    """Name the engines that ``auto`` tries, in its order, in words."""
     *others, last = [f"{name} ({REGISTRY[name].summary})" for name in ENGINES]
     return f"{', '.join(others)} and {last}"
 
@@ -69,11 +64,8 @@ def describe_engines() -> str:
 def open_engine(name: str, options: EngineOptions) -> OpenedEngine:
     """Open the engine called `name`, or with ``auto`` the first of `ENGINES` that works here.
 
-    What ``auto`` passed over, and why, is logged as a warning once per process.
-
-    Raises:
-        ValueError: no engine has this name.
-        EngineUnavailable: the named engine cannot run here. ``auto`` raises it only if nothing works.
+    What ``auto`` passed over, and why, is logged as a warning once per process. Raises ValueError where no engine has
+    this name, and EngineUnavailable where the named engine, or with ``auto`` every one, cannot run here.
     """
     if name != "auto":
         if name not in REGISTRY:
@@ -90,12 +82,9 @@ def open_engine(name: str, options: EngineOptions) -> OpenedEngine:
 
 
 def open_next_engine(broken: Engine) -> OpenedEngine:
-    """Open the first of `ENGINES` after one that ``auto`` chose and that broke since.
+    """Open the first of `ENGINES` after one that ``auto`` chose and that broke since, or raise EngineUnavailable.
 
     Which, and why, is logged as a warning once per process.
-
-    Raises:
-        EngineUnavailable: there is none that works here.
     """
     assert broken.breakdown is not None
     cause = f"{broken.name} has stopped working: {os.strerror(broken.breakdown.errno)}"

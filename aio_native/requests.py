@@ -31,7 +31,6 @@ from nvme_offload.aio_native.engine import EngineOptions, EngineStats, Failure, 
 from nvme_offload.aio_native.operation import PythonOperation
 
 MAX_ATTEMPTS = 64
-"""Attempts without a byte of progress before a request is given up."""
 
 MAX_STRIPES = 16
 """Segments of one operation that are issued side by side; more go one after the other."""
@@ -151,7 +150,7 @@ class RequestQueue:
         self._waiting[operation.op].append(course)
 
     def next(self) -> Request | None:
-        """The request to issue now, or None while the queue depth is used up or nothing waits."""
+        """Return the request to issue now, or None while the queue depth is used up or nothing waits."""
         if self.meter.depth >= self._depth:
             return None
         if self._repeats:
@@ -241,7 +240,7 @@ class RequestQueue:
         self._repeats = kept
 
     def take_finished(self) -> list[tuple[PythonOperation, Failure | None]]:
-        """Operations finished since the last call, each with its failure."""
+        """Return the operations finished since the last call, each with its failure."""
         finished, self._finished = self._finished, []
         return [(course.operation, course.failure) for course in finished]
 

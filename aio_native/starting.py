@@ -13,11 +13,7 @@ from queue import SimpleQueue
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread. An exception in between leaves one that begins, or none.
-
-    Raises:
-        RuntimeError: the system refuses another thread.
-    """
+    """Start a thread; RuntimeError: the system refuses one. An exception in between leaves one that begins, or none."""
     told: SimpleQueue[BaseException | None] = SimpleQueue()
     _thread.start_new_thread(_start, (thread, told))
     if (refusal := told.get()) is not None:

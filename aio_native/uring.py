@@ -74,13 +74,8 @@ class UringOperation:
 class UringEngine(Engine):
     """io_uring through liburing, with one owner thread per ring and optional registered buffers and files.
 
-    Args:
-        options: sizes and limits; see `EngineOptions`.
-        no_io: submit no-ops in place of transfers, to measure everything except the drive.
-
-    Raises:
-        EngineUnavailable: the package was built without liburing, or the kernel refuses io_uring. The message says
-            which and what would change it.
+    With `no_io` no-ops are submitted in place of transfers, to measure everything except the drive. Raises
+    EngineUnavailable where the package was built without liburing, or the kernel refuses io_uring.
     """
 
     name = "io_uring"

@@ -11,7 +11,7 @@ SYSCTL = Path("/proc/sys/kernel/io_uring_disabled")
 
 
 def io_uring_disabled() -> int | None:
-    """The sysctl ``kernel.io_uring_disabled`` (0 allowed, 1 privileged only, 2 off); None before Linux 6.6."""
+    """Return the sysctl ``kernel.io_uring_disabled`` (0 allowed, 1 privileged only, 2 off); None before Linux 6.6."""
     try:
         return int(SYSCTL.read_text())
     except (OSError, ValueError):
@@ -19,7 +19,7 @@ def io_uring_disabled() -> int | None:
 
 
 def probe_errno(entries: int) -> int:
-    """Return what the kernel says to a ring of so many entries, set up and entered once: an errno, or 0 if all is well.
+    """Set up a ring of so many entries, enter it once, and return the kernel's errno, or 0 if all is well.
 
     Both calls are made because a seccomp filter can allow the one and forbid the other.
     """
@@ -39,7 +39,7 @@ def probe_errno(entries: int) -> int:
 
 
 def explain_refusal(code: int) -> str:
-    """Cause and remedy for the errno that io_uring_setup answered."""
+    """Say cause and remedy for the errno that io_uring_setup answered."""
     kernel = os.uname().release
     if code == errno.ENOSYS:
         return f"kernel {kernel} has no io_uring (Linux 5.6 or newer is needed), or a sandbox hides it"

@@ -77,43 +77,30 @@ __all__ = [
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place.
+    """Return how often a tensor was changed in place; writes through ``.data`` do not show in it.
 
-    ``Tensor._version``: autograd's own counter, the only sign of an in-place change. Writes through ``.data`` do not
-    show in it.
+    ``Tensor._version``: autograd's own counter, the only sign of an in-place change.
     """
     return tensor._version
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that another one is a view of; None where it is none.
-
-    ``Tensor._base``: all views of one share its `version_of`.
-    """
+    """Return the tensor that another is a view of (``Tensor._base``), or None. Views of one share its `version_of`."""
     return tensor._base
 
 
 def is_view(op: Any) -> bool:
-    """Whether an operator's result shares memory with its argument.
-
-    ``OpOverload.is_view``: derived by torch from the operator's schema; the schema itself is not public either.
-    """
+    """Whether an operator's result shares memory with its argument: ``OpOverload.is_view``, made from the schema."""
     return bool(op.is_view)
 
 
 def is_cast(op: Any) -> bool:
-    """Whether an operator copies its argument into another dtype.
-
-    ``aten._to_copy``: what ``Tensor.to`` and autocast come to.
-    """
+    """Whether an operator is ``aten._to_copy``, which ``Tensor.to`` and autocast come to: a copy in another dtype."""
     return op is torch.ops.aten._to_copy.default
 
 
 def written_arguments(op: Any) -> list[int | str]:
-    """Positions (or names, of keyword-only arguments) that an operator changes in place.
-
-    ``OpOverload._schema``: the only description of which arguments an operator writes to.
-    """
+    """Return positions (or keyword-only names) of what an operator changes in place; ``OpOverload._schema`` says so."""
     return [
         argument.name if argument.kwarg_only else place
         for place, argument in enumerate(op._schema.arguments)
@@ -122,10 +109,7 @@ def written_arguments(op: Any) -> list[int | str]:
 
 
 def written_tensors(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments of an operator that it changes in place; also those in lists.
-
-    ``OpOverload._schema``, see `written_arguments`.
-    """
+    """Return the tensors, also in lists, that an operator changes in place: see `written_arguments`."""
     places = written_arguments(op)
     arguments = [
         kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None for place in places
@@ -134,15 +118,15 @@ def written_tensors(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def foreach_of(op: Any) -> Any:
-    """The operator on one tensor that `op` runs on each of a list of tensors, where it is one of those known here.
+    """Return the operator on one tensor that ``aten._foreach_zero_`` runs on each of a list; None for other operators.
 
-    ``aten._foreach_zero_``: what ``Optimizer.zero_grad(set_to_none=False)`` calls for all gradients at once.
+    ``Optimizer.zero_grad(set_to_none=False)`` calls it for all gradients at once.
     """
     return torch.ops.aten.zero_.default if op is torch.ops.aten._foreach_zero_.default else None
 
 
 def store_of_all_ranks() -> Store:
-    """The store through which the ranks of the default process group found each other.
+    """Return the store through which the ranks of the default process group found each other.
 
     ``distributed_c10d._get_default_store``: the only channel between ranks that is no collective, and that exists
     whichever way the process group was made.
@@ -151,7 +135,7 @@ def store_of_all_ranks() -> Store:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, or the tensor itself.
+    """Return this rank's part of a DTensor, or the tensor itself.
 
     ``DTensor._local_tensor``: ``to_local()`` goes through autograd and returns a view; the optimizer needs the object
     that FSDP2 keeps.
@@ -160,7 +144,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_base(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor as one that is no view: for results whose base nobody else holds, as of ``nn.Linear``.
+    """Return the memory of a tensor as one that is no view: for results whose base nobody holds, as of ``nn.Linear``.
 
     ``Tensor._base``, ``aten::_unsafe_view``: what matrix products use for their own results. FSDP2 hooks what a module
     returns, and an operation in place on a view drops the hook.
@@ -172,7 +156,7 @@ def without_base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_wrapper(cls: Any, like: torch.Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """A tensor of class `cls` that declares `dtype` and the shape and strides of `like`, and holds no data.
+    """Make a tensor of class `cls` that declares `dtype` and the shape and strides of `like`, and holds no data.
 
     ``Tensor._make_wrapper_subclass``: the documented way to write such a class, with an undocumented name.
     ``torch._C._set_throw_on_mutable_data_ptr``: without it C++ (DLPack, storages) hands out address 0, and who reads
@@ -186,7 +170,7 @@ def make_wrapper(cls: Any, like: torch.Tensor, device: torch.device, dtype: torc
 
 
 def sharded_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor with the layout of `like` around another local tensor.
+    """Make a DTensor with the layout of `like` around another local tensor.
 
     ``DTensor._spec``: ``DTensor.from_local`` cannot express a shard that is empty or uneven without communication.
     """
@@ -195,10 +179,9 @@ def sharded_like(local: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def fsdp_groups(module: torch.nn.Module) -> list[list[Any]]:
-    """FSDP2's records of the parameters that `module` manages (not its children), by what is gathered together.
+    """Return FSDP2's records of the parameters that `module` manages (not its children), by what is gathered together.
 
-    ``FSDPModule._get_fsdp_state()._fsdp_param_group``: there is no public way from a sharded parameter to what
-    FSDP2 gathers for it.
+    ``FSDPModule._get_fsdp_state()._fsdp_param_group``: nothing public leads from a sharded parameter to its group.
     """
     return [list(group.fsdp_params) for group in _param_groups(module)]
 
@@ -214,12 +197,12 @@ def _param_groups(module: torch.nn.Module) -> list[Any]:
 
 
 def fsdp_params(module: torch.nn.Module) -> list[Any]:
-    """FSDP2's records of the parameters that `module` manages (not its children). See `fsdp_groups`."""
+    """Return the records of all `fsdp_groups` of a module."""
     return [param for group in fsdp_groups(module) for param in group]
 
 
 def gathered_params(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Parameters of modules that FSDP2 has gathered at this moment; it frees their memory when it reshards.
+    """Yield the parameters of modules that FSDP2 has gathered at this moment; it frees their memory when it reshards.
 
     ``FSDPParamGroup.is_unsharded``, ``FSDPParam._unsharded_param``: the gathered parameter stays the same object, and
     between two uses its storage has no bytes.
@@ -269,17 +252,13 @@ def _take_unsharded_grad(fsdp_param: Any) -> torch.Tensor | None:
 
 
 class TakingTurns:
-    """Let the passes of several micro-batches go through one FSDP2 model by turns, block by block.
+    """Let the passes of several micro-batches go through `blocks` of one FSDP2 model by turns.
 
     FSDP2 (2.11 to 2.15) knows of one forward at a time (``FSDPState._training_state``, ``_modules_to_run_forward``,
     ``FSDPStateContext.iter_forward_root``), frees what it gathered after every call (``FSDPParamGroup.reshard``), and
     reduces what any group has at the end of every backward (``FSDPState._root_post_backward_final_callback``, unless
     ``FSDPStateContext.post_backward_final_callback_queued``). While turns are taken, a forward that waits is put aside,
     and whoever takes them says when a group is freed, and when it is reduced.
-
-    Args:
-        root: the whole model, after ``fully_shard``.
-        blocks: the parts that turns are taken in.
     """
 
     def __init__(self, root: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
@@ -301,12 +280,12 @@ class TakingTurns:
         return self._root._get_fsdp_state()._state_ctx
 
     def begin(self) -> None:
-        """From here on nothing is freed or reduced by itself."""
+        """Free and reduce nothing by itself from here on."""
         self._is_under_way = True
         self._context.post_backward_final_callback_queued = True
 
     def end(self) -> None:
-        """All passes are done: do what FSDP2 does after the last backward of a step."""
+        """End all passes: do what FSDP2 does after the last backward of a step."""
         self._is_under_way = False
         self._root._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -336,7 +315,7 @@ class TakingTurns:
             getattr(one, "_modules_to_run_forward", set()).update(to_run)
 
     def end_pass(self, modules: Sequence[torch.nn.Module], *, reduces: bool) -> None:
-        """These modules' part in a pass is over. With `reduces` their gradients are whole, for one micro-batch."""
+        """End these modules' part in a pass. With `reduces` their gradients are whole, for one micro-batch."""
         for module in modules:
             for group in _param_groups(module):
                 if reduces and group._training_state.name != "POST_BACKWARD":  # else it reduced by itself
@@ -358,10 +337,7 @@ class TakingTurns:
                 group._to_sharded()
 
     def gathered(self, module: torch.nn.Module) -> list[tuple[Any, torch.Tensor]]:
-        """FSDP2's records of what a module gathers (not its children), with the gathered parameters, which have graphs.
-
-        ``FSDPParam._unsharded_param``: autograd adds to the gradient of this one.
-        """
+        """Return the records of what a module gathers (not its children), with the parameters that autograd sees."""
         records = fsdp_params(module)
         return [(record, record._unsharded_param) for record in records if hasattr(record, "_unsharded_param")]
 
@@ -383,14 +359,10 @@ class TakingTurns:
 
 
 def hook_outputs(module: torch.nn.Module, tensors_in: Callable[[object], Iterable[torch.Tensor]]) -> None:
-    """Have backward through an FSDP2 module begin with every tensor in what its forward returns.
+    """Have backward through an FSDP2 module (not its children) begin with every tensor in what its forward returns.
 
     ``FSDPState._register_pre_backward_hook``, ``_pre_backward``: torch hooks the tensors in tuples, lists and dicts,
     from 2.13 on those in dataclasses, and not one in any other object. ``Tensor._backward_hooks`` says which it did.
-
-    Args:
-        module: after ``fully_shard``; any other is left as it is. Not its children.
-        tensors_in: finds the tensors in an output.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -408,17 +380,13 @@ def hook_outputs(module: torch.nn.Module, tensors_in: Callable[[object], Iterabl
 
 
 def compute_on_shards(module: torch.nn.Module) -> None:
-    """Let a module that is sharded over one rank compute with its shards, and train them with autograd's gradients.
+    """Let a module (not its children) that is sharded over one rank compute with its shards, and train them.
 
     ``FSDPParamGroup.unshard``, ``wait_for_unshard``, ``post_backward``: for a group of one rank FSDP2 (2.11 to 2.15)
     copies every shard into a gathered parameter, and every gradient four times: into the input of a reduction, into its
     output, to the dtype of the shard, and to that of the partition. Here a gathered parameter is the shard's own memory
-    (where a cast is due, or the memory is only lent, a copy), and ``p.grad`` is the gradient that autograd made.
-
-    A module with tensor-parallel parameters is left as it is.
-
-    Args:
-        module: after ``fully_shard`` over a mesh of one rank. Not its children.
+    (where a cast is due, or the memory is only lent, a copy), and ``p.grad`` is the gradient that autograd made. A
+    module with tensor-parallel parameters is left as it is.
     """
     for group in _param_groups(module):
         if not any(record.is_dtensor for record in group.fsdp_params):
@@ -629,14 +597,10 @@ def own_initializer(module: torch.nn.Module) -> Callable[[], object] | None:
 
 
 def refuse_conversion(module: torch.nn.Module, why: str) -> None:
-    """Let ``module.to`` and its kind (``float``, ``cuda``) do nothing where they have nothing to do, and else raise.
+    """Let ``module.to`` and its kind do nothing where they have nothing to do, and else raise ValueError, with `why`.
 
     ``Module._apply``: what all of them go through. It puts other tensors in the place of sharded parameters, also of
     those that stay as they are, and the hooks of their gradients are lost.
-
-    Args:
-        module: with all that is in it.
-        why: what the ValueError says after the name of what would change.
     """
 
     def _apply(change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
@@ -654,10 +618,6 @@ class refuse_writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa
 
     ``torch.utils._python_dispatch.TorchDispatchMode``: the documented way to see every operator, also those on
     ``.data``, in a module with a private name.
-
-    Args:
-        forbidden: asked for every tensor that is about to be written.
-        message: of the error.
     """
 
     def __init__(self, forbidden: Callable[[torch.Tensor], bool], message: str) -> None:
@@ -674,7 +634,7 @@ class refuse_writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Tensors that are made in the block have a device and no data, and operators give such tensors for them.
+    """Have tensors that are made in the block have a device and no data, and operators give such tensors for them.
 
     ``torch._subclasses.fake_tensor.FakeTensorMode``: on meta autocast does nothing. Its log, which tells of operators
     that fail, is silent meanwhile.
@@ -691,10 +651,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 class watching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801  # a context manager
-    """While it is active, it tells of every operator that computes: itself, the leaves of its arguments, its result.
-
-    ``torch.utils._python_dispatch.TorchDispatchMode``: see `refuse_writes`.
-    """
+    """While it is active, it tells of every operator that computes: itself, the leaves of its arguments, its result."""
 
     def __init__(self, note: Callable[[Any, list[Any], dict[str, Any], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -720,17 +677,17 @@ def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
 
 
 def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
-    """A method that ``torch.compile`` calls as it is, without looking inside.
+    """Have ``torch.compile`` call a method as it is, without looking inside.
 
-    ``torch._disable_dynamo``: what torch's own optimizers use. ``torch.compiler.disable`` imports the whole compiler
-    as soon as it decorates something.
+    ``torch._disable_dynamo``: what torch's own optimizers use. ``torch.compiler.disable`` imports the whole compiler as
+    soon as it decorates something.
     """
     wrapped: Callable[P, R] = torch._disable_dynamo(method)  # type: ignore[attr-defined]
     return wrapped
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Operators in the block do not ask classes of tensors what they make of them.
+    """Ask no classes of tensors in the block what they make of operators.
 
     ``torch._C.DisableTorchFunctionSubclass``: what torch's pages on extending it use, and no public name.
     """
@@ -748,7 +705,7 @@ def storage_identity(storage: torch.UntypedStorage) -> Hashable:
 
 
 def top_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The innermost hooks that this thread has for tensors that autograd saves; None if there are none.
+    """Return the innermost hooks that this thread has for tensors that autograd saves; None if there are none.
 
     ``torch._C._autograd._top_saved_tensors_default_hooks``: how a region that is checkpointed is told from others.
     """
@@ -808,16 +765,11 @@ ATTENTION: frozenset[Any] = frozenset(
     if hasattr(torch.ops.aten, name)
 )
 """The operators that ``F.scaled_dot_product_attention`` runs where it is not put together from matrix products.
-
-``torch.ops.aten``: their names are those that selective checkpointing asks its users for.
-"""
+Selective checkpointing asks its users for the same names of ``torch.ops.aten``."""
 
 
 def argument_of(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], default: Any) -> Any:
-    """The value of an operator's argument, or `default` where it was left out.
-
-    ``OpOverload._schema``, see `written_arguments`.
-    """
+    """Return an operator's argument, or `default` where it was left out: ``OpOverload._schema`` has the names."""
     names = [argument.name for argument in op._schema.arguments]
     return kwargs.get(name, dict(zip(names, args, strict=False)).get(name, default))
 
@@ -825,12 +777,8 @@ def argument_of(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, An
 class run_operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801  # a context manager
     """While it is active, `run(op, args, kwargs)` is called below autograd in the place of each operator.
 
-    ``torch.utils._python_dispatch.TorchDispatchMode``, see `refuse_writes`; ``ignore_compile_internals``: compiled
-    code in it stays compiled, as with selective checkpointing.
-
-    Args:
-        run: returns what the operator does.
-        begin: called whenever it becomes active.
+    ``ignore_compile_internals``: compiled code in it stays compiled, as with selective checkpointing. `begin` is called
+    whenever it becomes active.
     """
 
     def __init__(self, run: Callable[[Any, Any, Any], Any], begin: Callable[[], object]) -> None:
@@ -894,15 +842,12 @@ def running_last_before_load(optimizer: Optimizer, hook: Callable[..., Any]) -> 
 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:
-    """Return where in the files of a distributed checkpoint a tensor is.
-
-    ``checkpoint.filesystem._StorageInfo``: what ``FileSystemReader``, also a stock one, looks for in the metadata.
-    """
+    """Make what readers of distributed checkpoints look for: where a tensor is, as ``filesystem._StorageInfo``."""
     return _StorageInfo(relative_path, offset, length)
 
 
 def storage_place(info: Any) -> tuple[str, int, int]:
-    """File, offset and length of what `storage_info` made."""
+    """Return file, offset and length of what `storage_info` made."""
     return info.relative_path, info.offset, info.length
 
 
@@ -925,7 +870,5 @@ METADATA_GLOBALS: set[tuple[str, str]] = {
     ),
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
 }
-"""Module and name of everything that the pickled metadata of a distributed checkpoint refers to.
-
-All of it holds data and does nothing. There is no public reader of that file that keeps to such a list.
-"""
+"""Module and name of everything that the pickled metadata of a distributed checkpoint refers to. All of it holds data
+and does nothing. There is no public reader of that file that keeps to such a list."""

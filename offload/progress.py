@@ -17,7 +17,6 @@ Advance = Callable[[float], None]
 """Says that so much more is done, in whatever `progress` was given the total of."""
 
 DELAY_SECONDS = 1.0
-"""Whatever is done sooner shows no bar."""
 REFRESH_SECONDS = 0.1
 
 _shown: list[_Bar] = []
@@ -26,14 +25,10 @@ _shown: list[_Bar] = []
 
 @contextmanager
 def progress(name: str, total: float) -> Iterator[Advance]:
-    """Show how much of `total` is done while the block runs.
+    """Show how much of `total`, bytes for example, is done while the block runs.
 
     Silent where standard error is no terminal, on ranks other than the first, inside a block that shows its own, and
     for a second. Starts no thread, changes nothing on standard output, and is gone from the screen with the block.
-
-    Args:
-        name: what is done, as "saving global_step100".
-        total: for example bytes.
     """
     if _shown or not total or os.environ.get("RANK", "0") != "0" or sys.stderr is None or not sys.stderr.isatty():
         yield lambda amount: None

@@ -17,13 +17,10 @@ _ACCEPTED = (
 
 
 def parse_bytes(value: int | float | str) -> int:
-    """Return the number of bytes that ``value`` means; a part of a byte is dropped.
+    """Return the number of bytes that ``value`` means; a part of a byte is dropped. Raises ValueError.
 
-    A bare "8G" is refused because it could mean either unit, and a float only passes when it is a whole
-    number, as in the 1e9 of DeepSpeed's files.
-
-    Raises:
-        ValueError: names the value and the accepted forms.
+    A bare "8G" is refused because it could mean either unit, and a float only passes when it is a whole number, as in
+    the 1e9 of DeepSpeed's files.
     """
     if isinstance(value, str):
         match = _FORM.fullmatch(value.strip())
@@ -37,11 +34,7 @@ def parse_bytes(value: int | float | str) -> int:
 
 
 def parse_bytes_per_day(value: str) -> int:
-    """Bytes a day, from words like "1TB/day".
-
-    Raises:
-        ValueError: names the value and the accepted form.
-    """
+    """Return the bytes a day that words like "1TB/day" mean, or raise ValueError."""
     text = value.replace(" ", "") if isinstance(value, str) else ""
     if not text.endswith(_PER_DAY):
         raise ValueError(f'{value!r} is no limit of wear; write bytes a day: "1TB/day"')

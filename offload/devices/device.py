@@ -46,13 +46,13 @@ def is_device(device: torch.device | str) -> bool:
 
 
 def default_device_type() -> str:
-    """The type of device that trains where nobody says otherwise: the accelerator that torch sees, or the CPU."""
+    """Return the type of device that trains where nobody says otherwise: torch's accelerator, or the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None and is_device(found) else HOST.type
 
 
 def current_of(kind: str) -> torch.device:
-    """The device of a type that this thread uses."""
+    """Return the device of a type that this thread uses."""
     return HOST if kind == HOST.type else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
@@ -73,16 +73,15 @@ def begin_thread(device: torch.device) -> None:
 
 
 def queued(device: torch.device) -> Event:
-    """A mark behind all that this thread has queued on a device so far."""
+    """Return a mark behind all that this thread has queued on a device so far."""
     event: Event = torch.get_device_module(device).current_stream(device).record_event()
     return event
 
 
 def sent(source: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Event]:
-    """Copy host memory to new memory of a device, on the stream that this thread queues on.
+    """Copy host memory to new memory of a device, on the stream that this thread queues on; that owns the copy.
 
-    Returns:
-        The copy, whose memory belongs to that stream, and a mark behind it: until then `source` must not change.
+    Returns the copy and a mark behind it: until then `source` must not change.
     """
     target = torch.empty_like(source, device=device)
     target.copy_(source, non_blocking=True)
@@ -99,9 +98,6 @@ class CopyQueue:
 
     Copies run in the order in which they are queued. What they must come after, and what must come after them, is said
     with marks; nothing here waits unless its name says so.
-
-    Args:
-        device: that copies go to, or come from.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,14 +112,10 @@ class CopyQueue:
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, kept: bool = False) -> None:
         """Queue a copy, which runs behind the host's back where the memory there is pinned.
 
-        It never casts: that would leave the way of DMA. Neither side may be touched before a mark behind it.
-
-        Args:
-            target: on the host or on the device; `source` on the other.
-            source: of the same shape and dtype.
-            kept: the caller keeps what is on the device until the stream that it was allocated on comes after the copy.
-                Else it may be freed at once. The allocator then gives it to nobody before the host has seen the end of
-                the copy, and reserves more while the host is ahead of the device.
+        It never casts: that would leave the way of DMA. Neither side may be touched before a mark behind it. With
+        `kept` the caller keeps what is on the device until the stream that it was allocated on comes after the copy.
+        Else it may be freed at once. The allocator then gives it to nobody before the host has seen the end of the
+        copy, and reserves more while the host is ahead of the device.
         """
         assert target.dtype is source.dtype
         with self._module.stream(self._stream):
@@ -148,7 +140,7 @@ class CopyQueue:
         return context
 
     def mark(self) -> Event:
-        """A mark behind all that has been queued."""
+        """Return a mark behind all that has been queued."""
         event = self._module.Event(blocking=True)  # who waits for it sleeps: kernels and drives need the processor
         event.record(self._stream)
         marked: Event = event
@@ -164,7 +156,7 @@ class CopyQueue:
 
 
 def new_host_tensor(shape: torch.Size, dtype: torch.dtype, pinned_for: torch.device | None = None) -> torch.Tensor:
-    """A tensor in host memory with any values; page-locked, if a device is named, in the context of that one."""
+    """Make a tensor in host memory with any values; page-locked in the context of a device, if one is named."""
     if pinned_for is None:
         return torch.empty(shape, dtype=dtype, device=HOST)
     with _being_current(torch.get_device_module(pinned_for), pinned_for):

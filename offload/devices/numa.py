@@ -16,7 +16,7 @@ _narrowed_from: set[int] = set()
 
 
 def cpus_near(device: torch.device) -> set[int]:
-    """Processors of the NUMA node that a device hangs on; empty where the kernel does not say, or there is one node."""
+    """Return the processors of a device's NUMA node; none where the kernel does not say, or there is one node."""
     properties = torch.get_device_module(device).get_device_properties(device)
     domain, bus, number = (getattr(properties, f"pci_{name}_id", -1) for name in ("domain", "bus", "device"))
     place = f"{domain:04x}:{bus:02x}:{number:02x}.0"
@@ -29,18 +29,11 @@ def cpus_near(device: torch.device) -> set[int]:
 
 
 def stay_near(device: torch.device, num_ranks: int) -> bool:
-    """Keep this thread, and those that it starts from here on, to the processors near a device.
+    """Keep this thread, and those that it starts from here on, to the processors near a device; returns whether it did.
 
-    Memory that they are the first to touch is then near it, too. A lone rank keeps all processors: those of the other
-    socket would have nothing to do. Where somebody has narrowed the processors of this process before, as
+    Memory that they are the first to touch is then near it, too. A lone rank on its host keeps all processors: those of
+    the other socket would have nothing to do. Where somebody has narrowed the processors of this process before, as
     ``torchrun --numa-binding`` and batch systems do, nothing is changed.
-
-    Args:
-        device: that this process computes on.
-        num_ranks: on this host.
-
-    Returns:
-        Whether anything was changed.
     """
     allowed, near = os.sched_getaffinity(0), cpus_near(device)
     wanted = allowed & near

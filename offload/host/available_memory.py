@@ -31,7 +31,7 @@ class CgroupLimit:
 
 
 def cgroup_limit() -> CgroupLimit | None:
-    """The limit that ends first, of cgroup v1 or v2; None if nothing limits."""
+    """Return the limit that ends first, of cgroup v1 or v2; None if nothing limits."""
     found = [limit for directory, version in _memory_cgroups() if (limit := _limit_of(directory, version))]
     return min(found, key=lambda limit: limit.free_bytes, default=None)
 
@@ -76,29 +76,29 @@ def _limit_of(directory: Path, version: int) -> CgroupLimit | None:
 
 
 def available_bytes() -> int:
-    """Memory that this process can still have without swapping."""
+    """Return the memory that this process can still have without swapping."""
     limit = cgroup_limit()
     available = meminfo().get("MemAvailable", 2**62)
     return min(available, limit.free_bytes) if limit else available
 
 
 def total_bytes() -> int:
-    """Memory that a training may take on this machine, whoever has it now; `SPARE_SHARE` is left to the system."""
+    """Return what a training may take on this machine, whoever has it now; `SPARE_SHARE` is left to the system."""
     total, limit = meminfo().get("MemTotal", 2**62), cgroup_limit()
     return int((min(total, limit.limit_bytes) if limit else total) * (1 - SPARE_SHARE))
 
 
 def ranks_on_host() -> int:
-    """Ranks that share this host's memory and processors: LOCAL_WORLD_SIZE as launchers set it, 1 without."""
+    """Count the ranks that share this host: LOCAL_WORLD_SIZE as launchers set it, 1 without."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
 def auto_host_budget() -> int:
-    """Bytes of host memory for one rank: its share of what is available now, less the reserve."""
+    """Return the host memory for one rank: its share of what is available now, less the reserve."""
     return auto_budget(available_bytes(), ranks_on_host())
 
 
 def auto_budget(available: int, num_ranks: int) -> int:
-    """Budget in bytes of one of `num_ranks` ranks that share a host with `available` bytes, less the reserve."""
+    """Return the share of one of `num_ranks` ranks on a host with `available` bytes, less the reserve."""
     reserve = max(AUTO_RESERVE_BYTES, int(AUTO_RESERVE_SHARE * available))
     return max(0, available - reserve) // num_ranks

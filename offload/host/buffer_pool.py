@@ -47,7 +47,7 @@ class StagingBuffer:
         self.address = region.address + byte_offset
 
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
-        """1D tensor [numel] of `dtype` over the buffer's bytes from `byte_offset`."""
+        """Return a 1D tensor [numel] of `dtype` over the buffer's bytes from `byte_offset`."""
         return self._region.view(dtype, self._byte_offset + byte_offset, numel)
 
     def release(self) -> None:
@@ -66,12 +66,7 @@ class StagingBuffer:
 
 
 class BufferPool:
-    """`num_buffers` aligned staging buffers of `buffer_bytes` each. Never grows.
-
-    Args:
-        num_buffers: how many; at least 1.
-        buffer_bytes: size of each, in bytes; rounded up to whole pages.
-    """
+    """Aligned staging buffers, at least one, of `buffer_bytes` each, rounded up to whole pages. Never grows."""
 
     def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
         page = HostRegion(1).size_bytes
@@ -111,13 +106,13 @@ class BufferPool:
 
     @property
     def num_free(self) -> int:
-        """Buffers nobody holds; equal to `num_buffers` when nothing leaked."""
+        """Count the buffers that nobody holds; all of them when nothing leaked."""
         with self._lock:
             return self.num_buffers - len(self.owners)
 
     @property
     def owners(self) -> list[Any]:
-        """The owner of every buffer that is held."""
+        """Return the owner of every buffer that is held."""
         return [owner for owner in self._owners if owner is not None]
 
     @property
@@ -131,7 +126,7 @@ class BufferPool:
         ]
 
     def try_acquire(self, owner: BufferOwner | None = None) -> StagingBuffer | None:
-        """A free buffer, or None at once. From now on it is ``owner.buffer``."""
+        """Return a free buffer, or None at once. From now on it is ``owner.buffer``."""
         owner = owner or Lease()
         with self._lock:
             self._check_open()
@@ -144,12 +139,7 @@ class BufferPool:
         return None
 
     def acquire(self, timeout: float | None = None) -> StagingBuffer:
-        """A free buffer, waiting for one if need be.
-
-        Raises:
-            TimeoutError: none came free within `timeout` seconds.
-            ClosedError: the pool was closed.
-        """
+        """Return a free buffer, or raise TimeoutError if none came free within `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             while (buffer := self.try_acquire()) is None:

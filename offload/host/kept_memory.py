@@ -20,11 +20,7 @@ class KeptMemory:
         self._rooms: list[tuple[HostRegion, weakref.ref[memoryview]]] = []
 
     def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1D tensor [numel] of `dtype` on the CPU, with any values.
-
-        Raises:
-            MemoryError: the system has no such memory.
-        """
+        """Return a 1D tensor [numel] of `dtype` on the CPU, with any values."""
         size_bytes = numel * dtype.itemsize
         free = sorted((room for room in self._rooms if room[1]() is None), key=lambda room: room[0].size_bytes)
         chosen = next((room for room in free if room[0].size_bytes >= size_bytes), free[-1] if free else None)

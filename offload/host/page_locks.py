@@ -19,9 +19,7 @@ class Lockable(Protocol):
 class PageLocks:
     """Page-locks memory where the section allows it. Where the driver refuses, copies are slower, which is said once.
 
-    Args:
-        asked: `offload_optimizer.pin_memory`. None: where it can be done. True: a refusal is an error. False: nowhere.
-        warn: is called with what there is to say.
+    `asked` is `offload_optimizer.pin_memory`. None: where it can be done. True: a refusal is an error. False: nowhere.
     """
 
     def __init__(self, asked: bool | None, warn: Callable[[str], object] = warnings.warn) -> None:
@@ -30,15 +28,9 @@ class PageLocks:
         self._is_said = False
 
     def lock(self, memory: Lockable, device: torch.device, remedy: str) -> None:
-        """Page-lock memory for a device.
+        """Page-lock memory for a device, all or none of it; `remedy` says how to need less of it.
 
-        Args:
-            memory: all of it, or nothing.
-            device: that it is copied to and from.
-            remedy: what the user can do to have less of it, as ``lower staging_budget``.
-
-        Raises:
-            RuntimeError: the driver refuses what the section asks for; nothing is locked.
+        Raises RuntimeError where the driver refuses what the section asks for.
         """
         if self._asked is False:
             return

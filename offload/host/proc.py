@@ -14,7 +14,7 @@ CAP_IPC_LOCK = 14
 
 
 def read(path: Path) -> str | None:
-    """The stripped text of a file, None if it cannot be read."""
+    """Return the stripped text of a file, None if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -22,7 +22,7 @@ def read(path: Path) -> str | None:
 
 
 def read_int(path: Path) -> int | None:
-    """The number in a file, None if there is none."""
+    """Return the number in a file, None if there is none."""
     try:
         return int(read(path) or "")
     except ValueError:
@@ -30,12 +30,12 @@ def read_int(path: Path) -> int | None:
 
 
 def read_sysctl(name: str) -> int | None:
-    """A numeric sysctl such as ``vm.overcommit_memory``."""
+    """Return a numeric sysctl such as ``vm.overcommit_memory``."""
     return read_int(PROC.joinpath("sys", *name.split(".")))
 
 
 def status_field(name: str) -> str | None:
-    """A field of /proc/self/status."""
+    """Return a field of /proc/self/status."""
     match = re.search(rf"^{name}:\s*(.*)$", read(PROC / "self/status") or "", re.MULTILINE)
     return match[1] if match else None
 
@@ -47,7 +47,7 @@ def has_capability(number: int) -> bool:
 
 
 def meminfo() -> dict[str, int]:
-    """The fields of /proc/meminfo, in bytes."""
+    """Return the fields of /proc/meminfo, in bytes."""
     lines = re.findall(r"^(\S+):\s+(\d+) kB$", read(PROC / "meminfo") or "", re.MULTILINE)
     return {name: int(size) * 1024 for name, size in lines}
 
@@ -61,7 +61,6 @@ class Mount:
     """The directory of the file system that is mounted."""
     point: str
     kind: str
-    """Type of the file system."""
     source: str
     options: tuple[str, ...]
     """Options of the mount and of its file system."""
@@ -78,7 +77,7 @@ def mounts() -> list[Mount]:
 
 
 def mount_of(fd: int) -> Mount | None:
-    """The mount that an open file is on. Exact, also where mounts cover one another."""
+    """Return the mount that an open file is on. Exact, also where mounts cover one another."""
     match = re.search(r"^mnt_id:\s*(\d+)", read(PROC / f"self/fdinfo/{fd}") or "", re.MULTILINE)
     return next((mount for mount in mounts() if match and mount.number == int(match[1])), None)
 

@@ -32,17 +32,14 @@ MAX_REGISTERED_BYTES = 1 << 30
 
 
 class HostRegion:
-    """A run of private anonymous pages, zero until first written and resident from then on.
+    """Private anonymous pages, zero until first written and resident from then on. MemoryError: there are none.
 
-    Forked children do not inherit it (MADV_DONTFORK): direct I/O into memory that a fork made copy-on-write would
-    land in the wrong process (open(2), O_DIRECT), and DataLoaders fork.
+    Forked children do not inherit it (MADV_DONTFORK): direct I/O into memory that a fork made copy-on-write would land
+    in the wrong process (open(2), O_DIRECT), and DataLoaders fork.
 
     Regions of 2 MiB and more ask for huge pages (MADV_HUGEPAGE) and start on one. A request of 1 MiB in 4 KiB pages is
     a list of 256 pieces, more than many drives take at once; in one huge page it is one. On a virtual drive that
     doubled the bandwidth (docs/storage.md).
-
-    Raises:
-        MemoryError: the address space or the commit limit does not allow `size_bytes`.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -69,13 +66,13 @@ class HostRegion:
         self.pinned = False
 
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
-        """1D tensor [numel] of `dtype` over the bytes from `byte_offset`. Keeps the region alive."""
+        """Return a 1D tensor [numel] of `dtype` over the bytes from `byte_offset`. Keeps the region alive."""
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._start + byte_offset)
 
     def lend(self, dtype: torch.dtype, numel: int) -> tuple[torch.Tensor, weakref.ref[memoryview]]:
-        """1D tensor [numel] of `dtype` over the first bytes, and what is dead when it and all views of it are gone."""
+        """Return a 1D tensor over the first bytes, and what is dead when it and all views of it are gone."""
         lent = memoryview(self._map)[self._start : self._start + max(numel, 1) * dtype.itemsize]
         return torch.frombuffer(lent, dtype=dtype)[:numel], weakref.ref(lent)
 
@@ -89,14 +86,11 @@ class HostRegion:
         return [(self.address + start, size_bytes) for start, size_bytes in parts if size_bytes]
 
     def pin(self, device: torch.device) -> None:
-        """Page-lock the region for copies to and from a device.
+        """Page-lock the region for copies to and from a device; RuntimeError says that the driver refuses.
 
         Memory from cudaHostAlloc is refused by some kernels as a registered buffer, so the order is mmap first,
         cudaHostRegister second. A region that is dropped without `unpin` is unpinned before its pages go (views that
         outlive it are not pinned): the driver would take for page-locked whatever is mapped at these addresses next.
-
-        Raises:
-            RuntimeError: the driver refuses, usually because too much is pinned already.
         """
         if self.pinned:
             return

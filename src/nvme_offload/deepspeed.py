@@ -333,12 +333,7 @@ def _section_of(args: Any, config: Any) -> Any:
 
 
 def _ours(optimizer: Optimizer) -> Callable[..., OffloadOptimizer]:
-    """Return what makes the optimizer of ours that a client's stands for.
-
-    Raises:
-        TypeError: there is none.
-        ValueError: it has taken steps already.
-    """
+    """Return what makes the optimizer of ours that a client's stands for; raise TypeError if none does."""
     name = type(optimizer).__name__
     if getattr(torch.optim, name, None) is not type(optimizer) or name not in OPTIMIZERS:
         raise TypeError(
@@ -351,11 +346,7 @@ def _ours(optimizer: Optimizer) -> Callable[..., OffloadOptimizer]:
 
 
 def _options_of(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a group is a hyperparameter here; a switch that changes results has to be off.
-
-    Raises:
-        ValueError: one is on.
-    """
+    """Return what of a group is a hyperparameter here; raise ValueError for a switch that changes results."""
     for key in ("amsgrad", "differentiable", "capturable"):
         if group.get(key):
             raise ValueError(f"deepspeed.initialize: optimizer = {name}: {key} = {group[key]!r} is not done here")
@@ -364,11 +355,7 @@ def _options_of(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _groups_of(model: nn.Module, given: Iterable[Any], optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    """Return the groups, in their order, with what is frozen in the first.
-
-    Raises:
-        ValueError: a parameter that requires a gradient is in none.
-    """
+    """Return the groups, with what is frozen in the first; raise ValueError for a trained parameter in none."""
     items = list(given)
     are_groups = bool(items) and isinstance(items[0], Mapping)
     raw: list[dict[str, Any]] = [dict(item) for item in items] if are_groups else [{"params": items}]
@@ -412,8 +399,7 @@ def _factory_of(
 def _initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
     """Return what calls each ``_init_weights`` of a model that was made on meta.
 
-    Raises:
-        ValueError: a parameter was initialised by other code, which had nothing to work on.
+    Raises ValueError where a parameter was initialised by other code, which had nothing to work on.
     """
     if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
         return None  # whose own is called in any case
