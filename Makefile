@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 3
 
-.PHONY: demo test check bench compare sanitize clients docs wheel test-torch setup clean FORCE
+.PHONY: demo test check bench compare sanitize clients hosts docs wheel test-torch setup clean FORCE
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -47,6 +47,10 @@ wheel: setup
 # The suite against another version of torch, in an environment of its own: make test-torch TORCH=2.15.0
 test-torch:
 	$(MAKE) test VENV=.venv-torch-$(TORCH) TORCH=$(TORCH)
+
+# Several hosts, as network namespaces: all tests of them, which need root.
+hosts: setup
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_hosts.py $(ARGS)
 
 # All of tests/clients, slow ones too, with the real packages in an environment of its own; writes the table of docs/clients.md.
 clients:

@@ -90,19 +90,19 @@ class RunFound:
         return max((rank.committed_at for rank in self.ranks if rank.committed_at is not None), default=None)
 
 
-def find_runs(paths: Iterable[Path]) -> list[RunFound]:
-    """Return the durable runs below these folders, by name. Nothing is changed, and no living run is disturbed."""
+def find_runs(paths: Iterable[Path], name: str | None = None) -> list[RunFound]:
+    """Return the durable runs below these folders, or the one of a name. No living run is disturbed."""
     found: dict[str, dict[int, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for path in dict.fromkeys(path.absolute() for path in paths):
         for folder in sorted(path.iterdir()):
-            if (parsed := parse_directory(folder)) is not None:
-                name, rank = parsed
-                found[name][rank].append(folder)
+            if (parsed := parse_directory(folder)) is not None and name in (None, parsed[0]):
+                of_run, rank = parsed
+                found[of_run][rank].append(folder)
     runs = []
-    for name, ranks in sorted(found.items()):
+    for of_run, ranks in sorted(found.items()):
         of_ranks = [there for rank, folders in sorted(ranks.items()) if (there := _found_in(rank, folders)) is not None]
         if of_ranks:
-            runs.append(RunFound(name, tuple(of_ranks)))
+            runs.append(RunFound(of_run, tuple(of_ranks)))
     return runs
 
 

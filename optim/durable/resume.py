@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import socket
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import combinations, takewhile
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_offload.offload.durable.chain import SlotLayout
-from nvme_offload.offload.durable.inventory import find_runs
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.pinned import PinnedReader
 from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
 from nvme_offload.optim.durable.commits import Commits, random_id
 from nvme_offload.optim.durable.content import Content
+from nvme_offload.optim.ranks.drives import Reach, misplaced
 from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.tiers.parts import drop_gathered
@@ -139,30 +139,15 @@ class Resumption:
 
     def _refuse_other_places(self) -> None:
         """Raise ResumeError on every rank where what one of them committed is where another one looks, and not it."""
-        paths, name = self._store.config.nvme_paths, self._run.name
-        runs = self._ranks.together(lambda: [run for run in find_runs(paths) if run.name == name])
-        reached = {rank.rank: rank.folders for run in runs for rank in run.ranks if rank.steps}
-        of_all = self._ranks.gather((platform.node(), reached, bool(self._run.found)))
-        lost = {rank for rank, (_, _, has_own) in of_all.items() if not has_own}
-        elsewhere = [
-            f"{folder} on host {host}, where rank {rank} looks"
-            for rank, (host, folders, _) in of_all.items()
-            for of_rank in sorted(lost & folders.keys())
-            for folder in folders[of_rank]
-        ]
-        if elsewhere:
-            raise ResumeError(
-                self._run.folder,
-                f"cannot be resumed: the ranks are not where they were. What they have committed is in "
-                f"{'; '.join(elsewhere)}. Start the ranks in the order that they had, or give each the nvme_path that "
-                "it had. Nothing of it has changed",
-            )
+        reaches = self._ranks.gather(self._ranks.together(partial(Reach.of, self._store.config)))
+        if said := misplaced(reaches):
+            raise ResumeError(self._run.folder, f"cannot be resumed: {said}. Nothing of it has changed")
 
     def _common(self, find: Callable[[], Sequence[Manifest]]) -> list[Manifest]:
         """Return those of this rank's manifests, as `find` gives them, that all ranks have; newest first."""
         own = self._ranks.together(lambda: {self._commit_of(found): found for found in find()})
         steps = {commit: manifest.step for commit, manifest in own.items()}
-        of_all = self._ranks.gather(_Offer(platform.node(), str(self._run.folder), steps, random_id()))
+        of_all = self._ranks.gather(_Offer(socket.gethostname(), str(self._run.folder), steps, random_id()))
         common = set.intersection(*(set(offer.steps) for offer in of_all.values()))
         self._refuse_other_histories(of_all, common)
         self._commits.begin_history(offer.drawn for offer in of_all.values())

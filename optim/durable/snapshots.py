@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import socket
 from functools import partial
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ class SnapshotsOfRanks:
         """Complete what a kill left half done, and warn of damaged files; return what each rank has, by rank."""
         own = self._run.snapshots
         unreadable = {name: ", ".join(map(str, files)) for name, files in own.unreadable.items()}
-        kept = _Kept(platform.node(), str(self._run.folder), set(own), set(own.prepared), unreadable)
+        kept = _Kept(socket.gethostname(), str(self._run.folder), set(own), set(own.prepared), unreadable)
         of_all = self._ranks.gather(kept)
         for name, files in unreadable.items():
             warn_user(

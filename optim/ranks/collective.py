@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import platform
+import socket
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -66,7 +66,7 @@ def on_every_rank(action: Callable[[], T], *groups: dist.ProcessGroup | None) ->
 def _first_of_all(errors: list[BaseException], groups: tuple[dist.ProcessGroup | None, ...]) -> BaseException | None:
     """Return what this rank is to raise, from its own error, which is taken out of `errors`, and all others'."""
     error = errors.pop() if errors else None
-    failures = gather((platform.node(), _sendable(error)), *(groups or (None,)))
+    failures = gather((socket.gethostname(), _sendable(error)), *(groups or (None,)))
     for rank, (host, failure) in sorted(failures.items(), key=lambda found: found[0] != dist.get_rank()):
         if failure is not None:
             raised = failure if error is None else error

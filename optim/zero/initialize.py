@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,7 +108,7 @@ def initialize(
     read = partial(_Making.read, model, given, mesh, blocks, weights, init, optimizer, param_groups)
     # Nobody waits for a process alone, which is left without a process group then.
     making = read() if mesh is None and is_alone() and not is_launched() else None
-    mesh = mesh if mesh is not None else default_mesh(_device_type(model, mesh))
+    mesh = mesh if mesh is not None else default_mesh(_device_type(model, mesh), _if_read(given))
     groups = mesh.get_all_groups()
     making = making or on_every_rank(read, *groups)
     on_every_rank(partial(check_same_on_ranks, mesh, MeshRoles.of(mesh), making.config, model), *groups)
@@ -215,6 +215,8 @@ class _Making:
 def _section(config: Any, more: Mapping[str, Any]) -> Any:
     """Return the section, or raise TypeError for arguments that are DeepSpeed's."""
     if config is not None and not more:
+        with suppress(Exception):  # raised again on all ranks, when there is a process group
+            return OffloadConfig.of(config)
         return config
     what = f"initialize: there is no argument {next(iter(more))!r}" if more else "initialize: config is missing"
     raise TypeError(
@@ -222,6 +224,10 @@ def _section(config: Any, more: Mapping[str, Any]) -> Any:
         "that require a gradient, param_groups= says which have other hyperparameters, and loaders are yours. For a "
         "script of DeepSpeed's write import nvme_offload.deepspeed as deepspeed: its initialize takes these arguments"
     )
+
+
+def _if_read(given: Any) -> OffloadConfig | None:
+    return given if isinstance(given, OffloadConfig) else None
 
 
 def _prepare_process(model: nn.Module, device_type: str) -> None:

@@ -23,6 +23,7 @@ from nvme_offload.offload._torch_private import (
     is_compiled,
     refuse_conversion,
 )
+from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST, is_host
 from nvme_offload.optim.layout.blocks import params_outside
 from nvme_offload.optim.precision.casts import (
@@ -35,6 +36,7 @@ from nvme_offload.optim.precision.casts import (
 from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.precision.watch import say_what_is_lowered
+from nvme_offload.optim.ranks.drives import join
 from nvme_offload.optim.tiers.parts import (
     CONVERTED,
     Storage,
@@ -61,12 +63,12 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def default_mesh(device_type: str) -> DeviceMesh:
-    """Return a mesh of all ranks; without a launcher, of this process alone."""
+def default_mesh(device_type: str, config: OffloadConfig | None = None) -> DeviceMesh:
+    """Return a mesh of all ranks, which follow the drives of `config`; without a launcher, of this process alone."""
     if not dist.is_initialized():
         backend = _backend_for(device_type)
         if is_launched():
-            dist.init_process_group(backend)
+            join(backend, config)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's list of exports
             dist.init_process_group(backend, rank=0, world_size=1, store=store, timeout=timedelta(hours=1))

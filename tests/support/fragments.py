@@ -143,6 +143,7 @@ PAGES = {
     "docs/sharding.md": sharding,
 }
 ELSEWHERE = {
+    "docs/hosts.md": "tests/test_hosts.py",
     "docs/lightning.md": "tests/clients/test_lightning.py",
     "docs/parallelism.md": "tests/optim/zero/test_pipeline.py",
     "docs/torchtitan.md": "tests/clients/test_torchtitan.py",

@@ -23,11 +23,18 @@ def run_ranks(function, world_size, *args):
 
     A failure in any rank is raised here with that rank's own traceback.
     """
+    return start_ranks(function, [(None, {})] * world_size, *args)
+
+
+def start_ranks(function, places, *args):
+    """Do what `run_ranks` does; where a place says how to enter it, there, with its environment and without a group."""
     with tempfile.TemporaryDirectory() as folder:
         environment = dict(os.environ)
         processes = [
-            FORKED.Process(target=_run_rank, args=(function, rank, world_size, folder, environment, args))
-            for rank in range(world_size)
+            FORKED.Process(
+                target=_run_rank, args=(function, rank, len(places), folder, environment | more, enter, args)
+            )
+            for rank, (enter, more) in enumerate(places)
         ]
         for process in processes:
             process.start()
@@ -41,20 +48,24 @@ def run_ranks(function, world_size, *args):
         if problems:
             raise AssertionError("\n".join(f"{path.stem}:\n{path.read_text()}" for path in problems))
         codes = [process.exitcode for process in processes]
-        assert codes == [0] * world_size, f"ranks ended with {codes}"
-        return [torch.load(Path(folder) / f"rank{rank}.result", weights_only=False) for rank in range(world_size)]
+        assert codes == [0] * len(places), f"ranks ended with {codes}"
+        return [torch.load(Path(folder) / f"rank{rank}.result", weights_only=False) for rank in range(len(places))]
 
 
-def _run_rank(function, rank, world_size, folder, environment, args):
+def _run_rank(function, rank, world_size, folder, environment, enter, args):
     take_over(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
-        store = _store_of(rank, world_size, Path(folder))
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+        if enter is not None:
+            enter()
+        else:
+            store = _store_of(rank, world_size, Path(folder))
+            dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
         result = function(rank, world_size, *args)
         torch.save(result, Path(folder) / f"rank{rank}.result")
-        dist.barrier()
+        if dist.is_initialized():
+            dist.barrier()
     except BaseException:
         Path(folder, f"rank{rank}.problem").write_text(traceback.format_exc())
         os._exit(1)

@@ -1,6 +1,6 @@
 """What fails on one rank in `initialize` or in `resume` fails on all, with the rank, the host and the place."""
 
-import platform
+import socket
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from nvme_offload import ConfigError, ResumeError, SwapIOError, initialize
 from tests.support.ranks import run_ranks
 from tests.support.small_engine import section
 
-ON_RANK_1 = [f"on rank 1, host {platform.node()}"]
+ON_RANK_1 = [f"on rank 1, host {socket.gethostname()}"]
 
 
 def model(device="cpu"):
@@ -89,7 +89,7 @@ def test_resume_fails_on_all_ranks_where_it_fails_on_one(tmp_path):
 
 def in_another_order(rank, world_size, path, order):
     with durable(path / f"drive{order[rank]}") as engine:
-        with pytest.raises(ResumeError, match="the ranks are not where they were") as caught:
+        with pytest.raises(ResumeError, match="the ranks are not where their commits are") as caught:
             engine.resume()
         return caught.value.problem
 
@@ -107,5 +107,6 @@ def test_ranks_in_another_order_are_refused_with_the_place_of_each_directory(tmp
     assert others == [first, first], "also where the rank itself is where it was"
     for drive, looks in ((0, 1), (1, 0)):
         folder = tmp_path / f"drive{drive}" / f"nvme-durable-run-rank{drive}"
-        assert f"{folder} on host {platform.node()}, where rank {looks} looks" in first
+        assert f"that of rank {drive} is in {folder} on host {socket.gethostname()}, where rank {looks} looks" in first
+    assert f"Start ranks 0, 1, 2 on host {socket.gethostname()}" in first
     assert run_ranks(in_their_own, 3, tmp_path) == [2, 2, 2], "nothing has changed"

@@ -1,11 +1,14 @@
 """One rank fails and lives on: every other rank says which, where and of what, while it waits in a collective."""
 
+import itertools
 import logging
+import random
 
 import pytest
 
 from nvme_offload import SwapIOError
 from nvme_offload.offload._torch_private import store_of_all_ranks
+from nvme_offload.optim.ranks.drives import ranks_of
 from tests.optim.tiers.test_block_tiers_faults import unreadable
 from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.forked import run_launched
@@ -125,3 +128,19 @@ def test_an_io_error_in_a_step_is_said_too_and_the_step_is_finished(tmp_path):
     _, said = run_ranks(one_repeats_its_step, 2, tmp_path)
     assert said.startswith("rank 1 failed in step: SwapIOError: read of")
     assert said.endswith("This rank waits in its next collective until that rank has repeated the call")
+
+
+def test_a_rank_is_given_to_who_reaches_it():
+    """Against all permutations."""
+    for seed in range(300):
+        random_ = random.Random(seed)
+        numbers = range(random_.randint(1, 5))
+        reached = [set(random_.sample(numbers, random_.randint(0, len(numbers)))) for _ in numbers]
+        wanted = set().union(*reached)
+
+        def serves(ranks, reached=reached, wanted=wanted):
+            return all(rank in reached[number] for number, rank in enumerate(ranks) if rank in wanted)
+
+        found, every = ranks_of(reached), [ranks for ranks in itertools.permutations(numbers) if serves(ranks)]
+        assert (tuple(found) in every) if every else found is None, (seed, reached, found)
+        assert not serves(numbers) or found == [*numbers], (seed, reached, found)

@@ -1,0 +1,157 @@
+"""Several hosts: drives stay where they are, ranks move. More of these tests: `make hosts`."""
+
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nvme_offload import ResumeError
+from tests.support.durable_engine import durable, whole
+from tests.support.forked import ROOT
+from tests.support.hosts import Place, run_on_hosts, why_not
+from tests.support.ranks import run_ranks
+from tests.support.resuming import steps_of
+
+on_hosts = pytest.mark.skipif(bool(reason := why_not()), reason=reason)
+
+STOPPED, ALL = 3, 6
+AX, BY = ("a", "x", "nvme"), ("b", "y", "nvme")
+RESTARTS = {
+    "the other way round": ([AX, BY], [BY, AX]),
+    "a host has another name": ([AX, BY], [BY, ("c", "x", "nvme")]),
+    "a drive is mounted elsewhere": ([AX, BY], [BY, ("a", "x", "other")]),
+    "drives in each other's hosts": ([AX, BY], [("a", "y", "nvme"), ("b", "x", "nvme")]),
+    "one host with both drives": ([AX, BY], [("a", "y", "other"), AX]),
+    "1 + 3 as 3 + 1": ([AX, BY, BY, BY], [BY, BY, BY, AX]),
+}
+"""Host, drive and where that is mounted, in the order in which a launcher gives the ranks: before, and afterwards."""
+
+
+@pytest.fixture
+def places(tmp_path):
+    """Give places, on hosts with drives that are called x and y."""
+    for name in ("x", "y", "nvme", "other"):
+        (tmp_path / name).mkdir()
+
+    def made(processes):
+        return [Place(host, {tmp_path / point: tmp_path / drive}) for host, drive, point in processes]
+
+    return made
+
+
+def digest_of(engine):
+    state, scalars = whole(engine)
+    digest = hashlib.sha256(repr(scalars).encode())
+    for name in sorted(state):
+        digest.update(name.encode() + state[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def life(rank, world_size, paths, tiers, upto):
+    """Each rank has data and random numbers of its own."""
+    with durable("bf16", paths[rank], "run", tiers) as engine:
+        found = engine.resume()
+        assert found is not None or upto == STOPPED
+        steps_of(engine, dist.get_rank(), range(found[0] if found else 0, upto))
+        return dist.get_rank(), found and found[0], digest_of(engine)
+
+
+def not_stopped(rank, world_size, path, tiers):
+    with durable("bf16", path, None, tiers) as engine:
+        steps_of(engine, rank, range(ALL))
+        return digest_of(engine)
+
+
+@functools.cache
+def expected(num_ranks, tiers):
+    with tempfile.TemporaryDirectory() as path:
+        return run_ranks(not_stopped, num_ranks, Path(path), tiers)[0]
+
+
+ORDINARY = ("the other way round", "parameters, logged")
+
+
+@on_hosts
+@pytest.mark.parametrize(
+    ("restart", "tiers"),
+    [
+        pytest.param(restart, tiers, marks=[] if (restart, tiers) == ORDINARY else pytest.mark.slow)
+        for restart in RESTARTS
+        for tiers in ("state", "state, logged", "parameters", "parameters, logged")
+    ],
+)
+def test_ranks_follow_their_drives_with_the_bits_of_the_run_that_was_not_stopped(tmp_path, places, restart, tiers):
+    before, after = RESTARTS[restart]
+
+    def live(processes, upto):
+        return run_on_hosts(life, places(processes), [tmp_path / point for *_, point in processes], tiers, upto)
+
+    live(before, STOPPED)
+    ranks, found, digests = zip(*live(after, ALL), strict=True)
+    assert [after[ranks.index(rank)][1] for rank in range(len(before))] == [drive for _, drive, _ in before]
+    assert set(found) == {STOPPED}
+    assert set(digests) == {expected(len(before), tiers)}
+
+
+def refused(rank, world_size, path):
+    with durable("bf16", path, "run") as engine:
+        with pytest.raises(ResumeError) as caught:
+            engine.resume()
+        return caught.value.problem
+
+
+@on_hosts
+def test_where_no_ranks_serve_all_are_told_what_is_where(tmp_path, places):
+    """Three ranks as 2 + 1, whose drives are those of 1 + 2."""
+    path = tmp_path / "nvme"
+    run_on_hosts(life, places([AX, BY, BY]), [path] * 3, "state", STOPPED)
+    first, *others = run_on_hosts(refused, places([AX, AX, BY]), path)
+    assert others == [first] * 2
+    assert f"that of rank 1 is in {path}/nvme-durable-run-rank1 on host b, where rank 2 looks" in first, first
+    assert "Start ranks 0 on host a; 1, 2 on host b" in first
+
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch.distributed as dist
+from tests.support.durable_engine import durable
+from tests.support.resuming import steps_of
+from tests.test_hosts import ALL, STOPPED, digest_of
+
+with durable("bf16", Path(sys.argv[1]), "run", "state, logged") as engine:
+    found = engine.resume()
+    for step in range(found[0] if found else 0, ALL):
+        if step == STOPPED and found is None and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        steps_of(engine, dist.get_rank(), [step])
+    print(dist.get_rank(), found[0], digest_of(engine))
+"""
+
+
+def agent(rank, world_size, folder):
+    """Run torchrun on this host; what its process printed."""
+    end = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "a:29400", "--max-restarts", "3"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", *end, "script.py", folder / "nvme"]
+    place = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@on_hosts
+@pytest.mark.slow
+def test_torchrun_starts_all_again_when_one_is_killed(tmp_path, places):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    digest = expected(2, "state, logged")
+    found = run_on_hosts(agent, places([AX, BY]), tmp_path)
+    step = found[0][1]
+    assert int(step) in (STOPPED - 1, STOPPED), "the latest one may not have been committed"
+    assert sorted(found) == [[rank, step, digest] for rank in "01"]
