@@ -20,7 +20,8 @@ from nvme_offload.offload.errors import CheckpointWriteError
 from nvme_offload.optim.access.values import CommittedValues
 from nvme_offload.optim.checkpoint.others import Others
 from nvme_offload.optim.checkpoint.run_state import TrainingParts
-from nvme_offload.optim.checkpoint.save_load import AgreedSave, PartialFolder, PlannedItems, agree, finish, plan_items
+from nvme_offload.optim.checkpoint.save_load import AgreedSave, PartialFolder, agree, finish, plan_items
+from nvme_offload.optim.checkpoint.storage import PlannedItems
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.overlap.worker import Flag
 from nvme_offload.optim.ranks.collective import on_every_rank

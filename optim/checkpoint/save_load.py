@@ -48,12 +48,10 @@ from nvme_offload.optim.checkpoint.run_state import (
 )
 from nvme_offload.optim.checkpoint.storage import (
     METADATA,
-    PlanOfSave,
+    PlannedItems,
     RankFile,
     VerifiedReader,
     read_metadata,
-    size_of,
-    write_items,
     write_metadata,
 )
 from nvme_offload.optim.ranks.collective import is_alone, is_first_rank, on_every_rank, on_first_rank
@@ -151,42 +149,16 @@ def agree(
     return AgreedSave(tag, contents, state, objects)
 
 
-class PlannedItems:
-    """The items that a rank writes into a folder, by a plan that all ranks have made."""
-
-    def __init__(self, folder: Path, plan: PlanOfSave, planner: StreamedSavePlanner) -> None:
-        self._folder = folder
-        self._of_save = plan
-        self._planner = planner
-
-    @property
-    def size_bytes(self) -> int:
-        """Return about how many bytes are written."""
-        return size_of(self._of_save.plan)
-
-    @property
-    def metadata(self) -> Metadata:
-        """Return the metadata of the checkpoint, but for where things are; on the first rank."""
-        return self._of_save.metadata
-
-    def keep_aside(self) -> None:
-        """Have what is in memory written as it is now, whatever becomes of it: see `StreamedSavePlanner.keep_aside`."""
-        self._planner.keep_aside(self._of_save.plan, self._folder)
-
-    def write(self, advance: Callable[[int], None]) -> RankFile:
-        """Write them; see `write_items`."""
-        return write_items(self._folder, self._of_save.plan, self._planner, advance)
-
-
 def plan_items(partial: Path, contents: Contents, group: dist.ProcessGroup | None) -> PlannedItems:
     """Plan who writes what into a new folder; every rank must call it, and see the folder."""
     on_every_rank(lambda: _check_shared(partial), group)
-    plan, planner = PlanOfSave(partial), StreamedSavePlanner(contents)
+    planner = StreamedSavePlanner(contents)
+    items = PlannedItems(partial, planner)
     with _one_error(group), warnings.catch_warnings():
         if is_alone():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
-        save_items({}, storage_writer=plan, planner=planner, process_group=group)
-    return PlannedItems(partial, plan, planner)
+        save_items({}, storage_writer=items, planner=planner, process_group=group)
+    return items
 
 
 def finish(partial: Path, save: AgreedSave, items: PlannedItems, written: Iterable[RankFile]) -> Path:

@@ -20,6 +20,7 @@ from torch.futures import Future
 from nvme_offload.offload._torch_private import METADATA_GLOBALS, storage_info, storage_place
 from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError
 from nvme_offload.offload.units import format_bytes
+from nvme_offload.optim.checkpoint.contents import StreamedSavePlanner
 from nvme_offload.optim.checkpoint.files import FileRecord, durable_file, write_durably
 
 METADATA = ".metadata"
@@ -51,17 +52,18 @@ class RankFile(NamedTuple):
         return cls(name, FileRecord(*said["record"]), [_result_from_json(name, each) for each in said["results"]])
 
 
-class PlanOfSave(FileSystemWriter):
-    """Has all ranks agree on what each of them writes, before the first byte; `write_items` writes it then."""
+class PlannedItems(FileSystemWriter):
+    """This rank writes these items into an empty folder: all ranks agree on who writes what before the first byte."""
 
     plan: SavePlan
     """This rank's own."""
     metadata: Metadata
     """The checkpoint's own, but for where things are; on the coordinator."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, planner: StreamedSavePlanner) -> None:
         super().__init__(folder)
         self._folder = folder
+        self._planner = planner
 
     def storage_meta(self) -> StorageMeta:
         """Describe no storage: the folder is about to get another name."""
@@ -87,6 +89,31 @@ class PlanOfSave(FileSystemWriter):
         """Keep the metadata on the coordinator."""
         self.metadata = metadata
 
+    @property
+    def size_bytes(self) -> int:
+        """Return about how many bytes are written."""
+        return sum(_size_of(item) for item in self.plan.items)
+
+    def keep_aside(self) -> None:
+        """Have what is in memory written as it is now, whatever becomes of it: see `StreamedSavePlanner.keep_aside`."""
+        self._planner.keep_aside(self.plan, self._folder)
+
+    def write(self, advance: Callable[[int], None]) -> RankFile:
+        """Write the items into one file, one at a time, and forget each once it is written.
+
+        Torch's own writer holds on to the latest item of every name. `advance` is told of the bytes of each item.
+        """
+        name = f"{self.plan.storage_data.prefix}0.distcp"
+        results = []
+        with durable_file(self._folder / name) as stream:
+            for item in self.plan.items:
+                start = stream.tell()
+                torch.save(_compact(self._planner.resolve_data(item)), cast(IO[bytes], stream))
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, storage_info(name, start, length)))
+                advance(_size_of(item))
+        return RankFile(name, stream.record, results)
+
 
 def _result_as_json(result: WriteResult) -> list[Any]:
     index = result.index
@@ -98,28 +125,6 @@ def _result_from_json(name: str, said: Sequence[Any]) -> WriteResult:
     fqn, offset, number, start, length = said
     index = MetadataIndex(fqn, None if offset is None else torch.Size(offset), number)
     return WriteResult(index, length, storage_info(name, start, length))
-
-
-def size_of(plan: SavePlan) -> int:
-    """Return the bytes that the items of a plan may take in a file."""
-    return sum(_size_of(item) for item in plan.items)
-
-
-def write_items(folder: Path, plan: SavePlan, planner: SavePlanner, advance: Callable[[int], None]) -> RankFile:
-    """Write this rank's items into one file, one at a time, and forget each once it is written.
-
-    Torch's own writer holds on to the latest item of every name. `advance` is told of the bytes of each item.
-    """
-    name = f"{plan.storage_data.prefix}0.distcp"
-    results = []
-    with durable_file(folder / name) as stream:
-        for item in plan.items:
-            start = stream.tell()
-            torch.save(_compact(planner.resolve_data(item)), cast(IO[bytes], stream))
-            length = stream.tell() - start
-            results.append(WriteResult(item.index, length, storage_info(name, start, length)))
-            advance(_size_of(item))
-    return RankFile(name, stream.record, results)
 
 
 def write_metadata(
